@@ -1,0 +1,173 @@
+"""What Python may call: the cffi declarations of llama.h and kvflash.h (API mode).
+
+CMake runs cffi's source generator on this file and compiles the result against the real headers, so a declaration that
+has drifted from them does not compile, and `...` lets the compiler fill in layouts and values.
+"""
+
+from cffi import FFI
+
+ffibuilder = FFI()
+
+ffibuilder.cdef("""
+/* ---- ggml.h, ggml-backend.h ---- */
+
+enum ggml_type {
+    GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1,
+    GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_IQ4_NL, ...
+};
+enum ggml_log_level {
+    GGML_LOG_LEVEL_NONE, GGML_LOG_LEVEL_INFO, GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR, ...
+};
+size_t  ggml_row_size(enum ggml_type type, int64_t ne);
+
+typedef struct ggml_backend_device * ggml_backend_dev_t;
+enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_GPU, ... };
+size_t             ggml_backend_dev_count(void);
+ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+const char *       ggml_backend_dev_name(ggml_backend_dev_t device);
+const char *       ggml_backend_dev_description(ggml_backend_dev_t device);
+enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+
+/* ---- llama.h ---- */
+
+struct llama_model;
+struct llama_context;
+struct llama_vocab;
+struct llama_sampler;
+typedef int32_t llama_token;
+typedef int32_t llama_pos;
+typedef int32_t llama_seq_id;
+
+enum llama_flash_attn_type {
+    LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED, ...
+};
+typedef bool (*llama_progress_callback)(float progress, void * user_data);
+
+struct llama_model_params {
+    int32_t n_gpu_layers;
+    llama_progress_callback progress_callback;
+    void * progress_callback_user_data;
+    bool no_alloc;
+    ...;
+};
+struct llama_context_params {
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_ubatch;
+    uint32_t n_seq_max;
+    uint32_t n_rs_seq;
+    int32_t  n_threads;
+    int32_t  n_threads_batch;
+    enum llama_flash_attn_type flash_attn_type;
+    enum ggml_type type_k;
+    enum ggml_type type_v;
+    bool offload_kqv;
+    bool no_perf;
+    bool swa_full;
+    ...;
+};
+struct llama_sampler_chain_params { bool no_perf; ...; };
+
+struct llama_model_params         llama_model_default_params(void);
+struct llama_context_params       llama_context_default_params(void);
+struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
+
+void llama_model_free(struct llama_model * model);
+void llama_free(struct llama_context * ctx);
+
+const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
+int32_t  llama_model_n_ctx_train(const struct llama_model * model);
+int32_t  llama_model_n_layer(const struct llama_model * model);
+int32_t  llama_model_n_swa(const struct llama_model * model);
+uint64_t llama_model_size(const struct llama_model * model);
+uint64_t llama_model_n_params(const struct llama_model * model);
+bool     llama_model_has_encoder(const struct llama_model * model);
+bool     llama_model_is_recurrent(const struct llama_model * model);
+bool     llama_model_is_hybrid(const struct llama_model * model);
+bool     llama_model_is_diffusion(const struct llama_model * model);
+int32_t  llama_model_desc(const struct llama_model * model, char * buf, size_t buf_size);
+int32_t  llama_model_meta_val_str(const struct llama_model * model, const char * key, char * buf, size_t buf_size);
+
+uint32_t llama_n_ctx(const struct llama_context * ctx);
+void     llama_synchronize(struct llama_context * ctx);
+float *  llama_get_logits_ith(struct llama_context * ctx, int32_t i);
+
+size_t llama_state_get_size(struct llama_context * ctx);
+size_t llama_state_get_data(struct llama_context * ctx, uint8_t * dst, size_t size);
+size_t llama_state_set_data(struct llama_context * ctx, const uint8_t * src, size_t size);
+
+int32_t     llama_vocab_n_tokens(const struct llama_vocab * vocab);
+bool        llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
+llama_token llama_vocab_bos(const struct llama_vocab * vocab);
+int32_t     llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len,
+                           llama_token * tokens, int32_t n_tokens_max, bool add_special, bool parse_special);
+int32_t     llama_token_to_piece(const struct llama_vocab * vocab, llama_token token,
+                                 char * buf, int32_t length, int32_t lstrip, bool special);
+
+struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);
+void                   llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
+struct llama_sampler * llama_sampler_init_greedy(void);
+struct llama_sampler * llama_sampler_init_dist(uint32_t seed);
+struct llama_sampler * llama_sampler_init_top_k(int32_t k);
+struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_temp(float t);
+struct llama_sampler * llama_sampler_init_penalties(
+    int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);
+llama_token            llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
+void                   llama_sampler_free(struct llama_sampler * smpl);
+
+/* ---- kvflash.h ---- */
+
+enum kvf_status {
+    KVF_OK, KVF_E_ARGUMENT, KVF_E_UNSUPPORTED, KVF_E_NO_BLOCK, KVF_E_RECORD, KVF_E_STATE, KVF_E_MODEL,
+    KVF_E_MEMORY, KVF_E_BACKEND, KVF_E_ABORTED, ...
+};
+#define KVF_RECORD_MAGIC   ...
+#define KVF_RECORD_VERSION ...
+#define KVF_FLAG_V_TRANS   ...
+#define KVF_FLAG_ROT_K     ...
+#define KVF_FLAG_ROT_V     ...
+
+struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; bool q_tap; uint64_t fingerprint; };
+struct kvf_pool_info {
+    uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_kv; uint32_t n_layer;
+    uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
+};
+struct kvf_layer {
+    int32_t il; int32_t type_k; int32_t type_v; uint32_t n_embd_k; uint32_t n_embd_v;
+    uint32_t n_head; uint32_t n_head_kv; uint32_t n_embd_head_k;
+    uint64_t offs_k; uint64_t size_k; uint64_t offs_v; uint64_t size_v;
+};
+struct kvf_kv_bytes { uint64_t attn; uint64_t swa; uint64_t recurrent; };
+
+const char * kvf_error(void);
+void kvf_init(int min_level);
+void kvf_interrupt(bool stop);
+int  kvf_model_load(const char * path, const struct llama_model_params * params, struct llama_model ** model);
+int  kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
+                     const struct kvf_pool_params * pool, struct llama_context ** ctx);
+const char * kvf_memory_class(struct llama_context * ctx);
+int  kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
+int  kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
+uint32_t kvf_n_layer(struct llama_context * ctx);
+int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
+                const llama_token * tokens, int32_t n, int outputs);
+int  kvf_clear(struct llama_context * ctx);
+int  kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+int  kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+int  kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
+int  kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
+int  kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
+int  kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size);
+int  kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+int  kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size,
+                 int32_t * block);
+int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
+int  kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);
+
+extern "Python" bool kvf_on_progress(float progress, void * user_data);
+""")
+
+ffibuilder.set_source("pyllama_kvflash.native._kvflash", '#include "kvflash.h"\n#include "ggml-backend.h"\n')

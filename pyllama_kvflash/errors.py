@@ -1,0 +1,63 @@
+"""Every error this package raises on purpose, with the exit code `kvflash` gives it.
+
+    KVFlashError                1
+    ├── UsageError              2   an option, an argument or the prompt is at fault
+    ├── ModelError              1   the file is no model, is damaged, or cannot be loaded
+    │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
+    ├── PoolError               1   a chunk, pin or batch for which the pool has no room
+    ├── RecordError             1   bytes that are not a record of this chunk, model and cache
+    ├── HostMemoryError         1   no host memory for another record; nothing was lost
+    ├── OutputError             1   a result could not be written
+    ├── NativeError             1   the computation failed
+    └── Interrupted           130   stopped by the user; what was produced is kept
+
+Messages are one sentence or two: what is wrong, the value, the fix.
+"""
+
+from typing import ClassVar
+
+
+class KVFlashError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(KVFlashError):
+    """An option, an argument or the prompt is at fault."""
+
+    exit_code = 2
+
+
+class ModelError(KVFlashError):
+    """The model file is missing, damaged, or cannot be loaded."""
+
+
+class UnsupportedError(ModelError):
+    """The model cannot do what was asked: its memory cannot be pooled, or its state cannot go back."""
+
+
+class PoolError(KVFlashError):
+    """The pool has no room for a batch, a pin or a page-in."""
+
+
+class RecordError(KVFlashError):
+    """Bytes that are not a record of this chunk, model and cache."""
+
+
+class HostMemoryError(KVFlashError):
+    """No host memory for another record. Nothing was lost: the batch it was for was not decoded."""
+
+
+class OutputError(KVFlashError):
+    """A result could not be written: the disk is full, or the path cannot be written to."""
+
+
+class NativeError(KVFlashError):
+    """The computation failed in the native library."""
+
+
+class Interrupted(KVFlashError):
+    """Stopped by Ctrl-C. The engine can go on from where it was."""
+
+    exit_code = 130

@@ -1,0 +1,89 @@
+"""What a run yields. Frozen dataclasses; `as_dict` gives the form that `--jsonl` writes."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts and times of one generation, and the memory it stood in at its end."""
+
+    n_prompt: int  # tokens of the prompt
+    n_generated: int  # tokens produced
+    prefill_s: float
+    decode_s: float
+    n_ctx: int  # logical positions
+    n_pool: int | None  # cells of the pool, None: full cache
+    kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
+    kv_full_bytes: int  # what the full cache of n_ctx positions takes
+    other_device_bytes: int  # sliding-window KV and recurrent state
+    host_bytes: int  # records of sealed chunks in host memory
+    chunks: int  # chunks of the sequence
+    resident: int  # of them, in the pool
+    stored: int  # chunks written to the host store
+    pages_out: int  # chunks dropped from the pool
+    pages_in: int  # chunks brought back
+    seed: int | None  # of the sampler, None: greedy
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, 0 if there were none."""
+        return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Generated tokens a second; the first comes out of the prefill and is not counted."""
+        return (self.n_generated - 1) / self.decode_s if self.decode_s and self.n_generated > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A batch of the prompt is in: `done` of `total` tokens."""
+
+    done: int
+    total: int
+    seconds: float
+    resident_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Chunks moved before position `pos` was decoded."""
+
+    pos: int
+    drops: tuple[int, ...]
+    page_ins: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token was produced. text: what can be shown by now, "" while a UTF-8 sequence or a stop string is incomplete."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end. reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted"."""
+
+    reason: str
+    text: str  # text held back until now, to be shown
+    stats: Stats
+
+
+Event = Prefill | Paged | Token | Done
+
+
+def as_dict(event: Event) -> dict[str, Any]:
+    """An event as plain JSON values, with its lower-case class name under "event"."""
+    res: dict[str, Any] = {"event": type(event).__name__.lower(), **asdict(event)}
+    if isinstance(event, Done):
+        res["stats"] = stats_dict(event.stats)
+    return res
+
+
+def stats_dict(stats: Stats) -> dict[str, Any]:
+    """Stats as plain JSON values, with the rates."""
+    return {**asdict(stats), "prefill_rate": stats.prefill_rate, "decode_rate": stats.decode_rate}

@@ -1,0 +1,144 @@
+"""From a path and options to a model in memory and a context: every check that can be made before the first token."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, devices, row_bytes
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry, PoolSize, pool_floor, resolve_pool
+from pyllama_kvflash.policy.sizing import pinned_chunks
+
+_GGUF_MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and its context. token_bytes: full-attention KV of one token; n_pool None: the full cache."""
+
+    model: Model
+    ctx: Context
+    options: Options
+    n_pool: int | None
+    token_bytes: int
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a model's memory looks like. refusal: why it cannot be pooled, None if it can."""
+
+    memory_class: str
+    layers: tuple[int, ...]
+    geometry: Geometry
+    refusal: str | None
+
+
+def load(path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Loaded:
+    """Load a model and make its context. Raises UsageError, ModelError, UnsupportedError and NativeError."""
+    check_file(path)
+    model = Model.load(path, n_gpu_layers=options.n_gpu_layers, progress=progress)
+    try:
+        if model.refusal is not None:
+            msg = f"{path} is {model.refusal}: only decoders that produce one token after another can be run"
+            raise UnsupportedError(msg)
+        return _load(model, options.resolved(model.n_ctx_train))
+    except BaseException:
+        model.close()
+        raise
+
+
+def _load(model: Model, options: Options) -> Loaded:
+    seen = probe(model, options)
+    type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
+    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, token_bytes, model)
+    pool = None
+    if size.n_pool is not None:
+        pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, fingerprint=fingerprint(model.path))
+    ctx = _context(model, options, pool)
+    return Loaded(model, ctx, options, size.n_pool, token_bytes, size.notes, size.warnings)
+
+
+def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:
+    if seen.refusal is not None:
+        msg = f"{model.path} cannot be run with a pool: {seen.refusal}; run it with the full cache (--kvflash off)"
+        raise UnsupportedError(msg)
+    n_pinned = len(pinned_chunks(options.pins, options.chunk))
+    return resolve_pool(
+        options.pool,
+        n_ctx=options.n_ctx,
+        floor=pool_floor(options.chunk, options.n_batch, options.sinks, options.tail, n_pinned),
+        free=free_bytes(),
+        token_bytes=token_bytes,
+    )
+
+
+def _context(model: Model, options: Options, pool: PoolParams | None) -> Context:
+    try:
+        return Context(
+            model,
+            n_ctx=options.n_ctx,
+            n_batch=options.n_batch,
+            n_ubatch=options.n_ubatch,
+            n_threads=options.n_threads or 1,
+            type_k=options.type_k,
+            type_v=options.type_v,
+            flash_attn=options.flash_attn,
+            pool=pool,
+        )
+    except KVFlashError as err:
+        kind = f"a pool of {pool.n_pool} tokens" if pool else "the full cache"
+        types = f"cache types {options.type_k}/{options.type_v}"
+        msg = f"no context of {options.n_ctx} tokens with {kind} and {types} can be made: {err}"
+        raise type(err)(msg) from None
+
+
+def probe(model: Model, options: Options) -> Probe:
+    """Look at a model's memory through two small contexts: a stock one, and one that tries to be a pool."""
+    small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
+    types = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
+    try:
+        with Context(model, **small, **types) as ctx:  # type: ignore[arg-type]
+            memory_class = ctx.memory_class
+            layers = ctx.layers()
+    except KVFlashError as err:
+        msg = f"{model.path} cannot be run with cache types {options.type_k}/{options.type_v}: {err}"
+        raise type(err)(msg) from None
+    refusal = None
+    try:
+        Context(model, **small, **types, pool=PoolParams(n_pool=256)).close()  # type: ignore[arg-type]
+    except (UnsupportedError, NativeError) as err:
+        refusal = str(err)
+    geometry = Geometry(tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers))
+    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
+
+
+def free_bytes() -> int:
+    """Free memory of the tightest GPU, or of the host if there is none."""
+    found = devices()
+    gpus = [d.free for d in found if d.gpu]
+    return min(gpus) if gpus else max(d.free for d in found)
+
+
+def check_file(path: Path) -> None:
+    """Raise UsageError or ModelError, in one sentence, for a path that cannot be a GGUF model."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except IsADirectoryError:
+        msg = f"{path} is a directory: give the .gguf file in it"
+        raise UsageError(msg) from None
+    except FileNotFoundError:
+        msg = f"{path} does not exist: give the path of a .gguf model"
+        raise UsageError(msg) from None
+    except OSError as err:
+        msg = f"{path} cannot be read: {err.strerror}"
+        raise UsageError(msg) from None
+    if magic != _GGUF_MAGIC:
+        what = "is empty" if not magic else f"begins with {magic!r}, not {_GGUF_MAGIC!r}"
+        msg = f"{path} is no GGUF model: it {what}; convert it with llama.cpp, or download a .gguf file"
+        raise ModelError(msg)

@@ -1,0 +1,32 @@
+"""The native library behind a Python surface: handles, buffers, statuses turned into exceptions.
+
+The only package that imports the compiled module. It moves bytes and runs graphs; it decides nothing.
+"""
+
+from pyllama_kvflash.native.context import ALL, LAST, NONE, Context, KVBytes, Layer, PoolInfo, PoolParams, Record
+from pyllama_kvflash.native.device import Device, devices
+from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes
+from pyllama_kvflash.native.model import Model, Tokens
+from pyllama_kvflash.native.sampler import Sampler, Sampling
+
+__all__ = [
+    "ALL",
+    "CACHE_TYPES",
+    "LAST",
+    "NONE",
+    "Context",
+    "Device",
+    "KVBytes",
+    "Layer",
+    "Model",
+    "PoolInfo",
+    "PoolParams",
+    "Record",
+    "Sampler",
+    "Sampling",
+    "Tokens",
+    "devices",
+    "init",
+    "interruptible",
+    "row_bytes",
+]

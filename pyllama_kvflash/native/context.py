@@ -1,0 +1,250 @@
+"""A context: the KV cache, stock or pooled, and the computation."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash import errors
+from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
+from pyllama_kvflash.native.model import Model, Tokens
+
+Record = npt.NDArray[np.uint8]
+
+SEQ = 0  # a pool serves one sequence
+
+NONE, LAST, ALL = 0, 1, 2
+"""Which tokens of a batch get logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolParams:
+    """A pool of n_pool cells (a multiple of 256) in blocks of n_chunk (16, 32 or 64) positions."""
+
+    n_pool: int
+    n_chunk: int = 64
+    q_tap: bool = False
+    fingerprint: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolInfo:
+    """The pool as it is now. n_kv: cells the attention reads for each token; record_bytes: of one chunk."""
+
+    n_pool: int
+    n_chunk: int
+    n_block: int
+    n_block_free: int
+    n_kv: int
+    n_layer: int
+    record_bytes: int
+    meta_bytes: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer of the attention cache: its place in the model, row sizes (elements) and place in a record (bytes)."""
+
+    il: int
+    type_k: int
+    type_v: int
+    n_embd_k: int
+    n_embd_v: int
+    n_head: int
+    n_head_kv: int
+    n_embd_head_k: int
+    offs_k: int
+    size_k: int
+    offs_v: int
+    size_v: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Device bytes of the cache: full attention (the pool), sliding window, recurrent state."""
+
+    attn: int
+    swa: int
+    recurrent: int
+
+
+def _fields(struct: Any, cls: type[Any]) -> Any:
+    return cls(**{name: getattr(struct, name) for name in cls.__dataclass_fields__})
+
+
+class Context:
+    """A llama.cpp context of one sequence. Not for two threads at once. Close it before its model; a context manager."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int = 1,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "auto",
+        offload_kqv: bool = True,
+        pool: PoolParams | None = None,
+    ) -> None:
+        """n_ctx: logical positions; pool None: a stock cache with a cell for each of them.
+
+        Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
+        """
+        params = lib.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = CACHE_TYPES[type_k]
+        params.type_v = CACHE_TYPES[type_v]
+        params.flash_attn_type = getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{_FLASH_ATTN[flash_attn]}")
+        params.offload_kqv = offload_kqv
+        params.swa_full = False
+        p_pool = ffi.NULL
+        if pool is not None:
+            p_pool = ffi.new("struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint])
+        out = ffi.new("struct llama_context **")
+        check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
+        self.handle = out[0]
+        self.model = model
+        self.pooled = pool is not None
+
+    def close(self) -> None:
+        """Free the context. Harmless when called again."""
+        if self.handle is not None:
+            lib.llama_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    #
+    # computation
+    #
+
+    def decode(self, tokens: Tokens, pos: int, outputs: int = LAST) -> None:
+        """Decode tokens (n,) int32 at positions pos, pos + 1, ...
+
+        Raises PoolError (no free block: nothing was changed), Interrupted (a part of the batch may be in the cache:
+        remove it with seq_rm) and NativeError.
+        """
+        buf = ffi.from_buffer("int32_t[]", tokens)
+        check(lib.kvf_decode(self.handle, SEQ, pos, buf, len(tokens), outputs))
+
+    def synchronize(self) -> None:
+        """Wait for the computation."""
+        lib.llama_synchronize(self.handle)
+
+    def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
+        """A copy of the logits (n_vocab,) of token i of the last batch, which must have been asked for."""
+        ptr = lib.llama_get_logits_ith(self.handle, i)
+        if ptr == ffi.NULL:
+            msg = f"token {i} of the last batch has no logits"
+            raise errors.UsageError(msg)
+        buf = ffi.buffer(ptr, self.model.n_vocab * 4)
+        return np.frombuffer(buf, np.float32).copy()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        check(lib.kvf_clear(self.handle))
+
+    def seq_rm(self, start: int, end: int = -1) -> None:
+        """Forget positions [start, end), end -1: to the last. Raises UnsupportedError if a recurrent state cannot."""
+        check(lib.kvf_seq_rm(self.handle, SEQ, start, end))
+
+    def attn_seq_rm(self, start: int, end: int) -> None:
+        """Forget positions [start, end) in the full-attention cache only: the stock equal of an eviction."""
+        check(lib.kvf_attn_seq_rm(self.handle, SEQ, start, end))
+
+    #
+    # geometry
+    #
+
+    @property
+    def memory_class(self) -> str:
+        """llama.cpp's class of the memory, e.g. `llama_kv_cache_iswa`."""
+        name: str = ffi.string(lib.kvf_memory_class(self.handle)).decode()
+        return name
+
+    def layers(self) -> list[Layer]:
+        """The layers of the full-attention cache, in ascending order."""
+        res = []
+        out = ffi.new("struct kvf_layer *")
+        for i in range(lib.kvf_n_layer(self.handle)):
+            check(lib.kvf_get_layer(self.handle, i, out))
+            res.append(_fields(out, Layer))
+        return res
+
+    def kv_bytes(self) -> KVBytes:
+        """Device bytes of the cache."""
+        out = ffi.new("struct kvf_kv_bytes *")
+        check(lib.kvf_get_kv_bytes(self.handle, out))
+        res: KVBytes = _fields(out, KVBytes)
+        return res
+
+    #
+    # pool
+    #
+
+    def pool_info(self) -> PoolInfo:
+        """Size and use of the pool."""
+        out = ffi.new("struct kvf_pool_info *")
+        check(lib.kvf_get_pool_info(self.handle, out))
+        res: PoolInfo = _fields(out, PoolInfo)
+        return res
+
+    def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """For each block, (n_block,) int32: the chunk it holds (-1: free), and how many of its cells are in use."""
+        n = self.pool_info().n_block
+        chunks, n_used = np.empty(n, np.int32), np.empty(n, np.int32)
+        check(
+            lib.kvf_blocks(self.handle, ffi.from_buffer("int32_t[]", chunks), ffi.from_buffer("int32_t[]", n_used), n)
+        )
+        return chunks, n_used
+
+    def block_of(self, chunk: int) -> int:
+        """The block of a chunk, -1: not resident."""
+        out = ffi.new("int32_t *")
+        check(lib.kvf_block_of(self.handle, SEQ, chunk, out))
+        return int(out[0])
+
+    def read(self, chunk: int, record: Record) -> None:
+        """Write the record of a resident chunk to (record_bytes,) uint8."""
+        check(lib.kvf_read(self.handle, SEQ, chunk, ffi.from_buffer(record, require_writable=True), len(record)))
+
+    def drop(self, chunk: int) -> None:
+        """Free the block of a resident chunk, whose record the caller has."""
+        check(lib.kvf_drop(self.handle, SEQ, chunk))
+
+    def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
+        """Put a record into a free block (-1: the first), and return the block. Raises RecordError and PoolError."""
+        inout = ffi.new("int32_t *", block)
+        check(lib.kvf_page_in(self.handle, SEQ, chunk, ffi.from_buffer(record), len(record), inout))
+        return int(inout[0])
+
+    def scribble(self, byte: int) -> None:
+        """Overwrite all free blocks: for tests, since nothing may ever read them."""
+        check(lib.kvf_scribble(self.handle, byte))
+
+    def queries(self, layer: int) -> npt.NDArray[np.float32]:
+        """Queries of the last decoded token in pooled layer i: (n_head, n_embd_head_k), in the basis of the cached K."""
+        out = ffi.new("struct kvf_layer *")
+        check(lib.kvf_get_layer(self.handle, layer, out))
+        res = np.empty((out.n_head, out.n_embd_head_k), np.float32)
+        check(lib.kvf_q(self.handle, layer, ffi.from_buffer("float[]", res), res.size))
+        return res
+
+
+_FLASH_ATTN = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}

@@ -1,0 +1,43 @@
+"""The devices the library sees, and their memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyllama_kvflash.native.lib import ffi, init, lib
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A backend device. free and total are bytes; for the CPU, of the host's memory."""
+
+    name: str
+    description: str
+    gpu: bool
+    free: int
+    total: int
+
+
+def devices() -> list[Device]:
+    """All devices, GPUs first as llama.cpp orders them."""
+    init()
+    res = []
+    free, total = ffi.new("size_t *"), ffi.new("size_t *")
+    for i in range(lib.ggml_backend_dev_count()):
+        dev = lib.ggml_backend_dev_get(i)
+        lib.ggml_backend_dev_memory(dev, free, total)
+        gpu = lib.ggml_backend_dev_type(dev) != lib.GGML_BACKEND_DEVICE_TYPE_CPU
+        n_free = int(free[0]) if gpu else _host_available(int(free[0]))
+        name = ffi.string(lib.ggml_backend_dev_name(dev)).decode()
+        res.append(Device(name, ffi.string(lib.ggml_backend_dev_description(dev)).decode(), gpu, n_free, int(total[0])))
+    return res
+
+
+def _host_available(fallback: int) -> int:
+    """What the kernel can give without swapping: ggml reports unused pages only, the page cache not counted."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return fallback

@@ -1,0 +1,112 @@
+"""The compiled library, and the one place where a status becomes an exception."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from pyllama_kvflash import errors
+
+try:
+    from pyllama_kvflash.native import _kvflash
+except ImportError as err:  # a source tree that was never built
+    msg = f"the compiled part of pyllama_kvflash is missing ({err}): run `pip install .` in the project"
+    raise ImportError(msg) from err
+
+ffi: Any = _kvflash.ffi
+lib: Any = _kvflash.lib
+
+_ERRORS: dict[int, type[errors.KVFlashError]] = {
+    lib.KVF_E_ARGUMENT: errors.UsageError,
+    lib.KVF_E_UNSUPPORTED: errors.UnsupportedError,
+    lib.KVF_E_NO_BLOCK: errors.PoolError,
+    lib.KVF_E_RECORD: errors.RecordError,
+    lib.KVF_E_STATE: errors.PoolError,
+    lib.KVF_E_MODEL: errors.ModelError,
+    lib.KVF_E_MEMORY: errors.NativeError,
+    lib.KVF_E_BACKEND: errors.NativeError,
+    lib.KVF_E_ABORTED: errors.Interrupted,
+}
+
+CACHE_TYPES: dict[str, int] = {
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": lib.GGML_TYPE_BF16,
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "iq4_nl": lib.GGML_TYPE_IQ4_NL,
+}
+"""Cache types by their llama.cpp name, with their `ggml_type`."""
+
+
+def init(*, verbose: bool = False) -> None:
+    """Start the library (once). verbose: echo its log to stderr, else only what becomes an exception is kept."""
+    lib.kvf_init(lib.GGML_LOG_LEVEL_INFO if verbose else lib.GGML_LOG_LEVEL_NONE)
+
+
+def check(status: int) -> None:
+    """Raise the error of a status that is not KVF_OK, with the library's own sentence."""
+    if status != lib.KVF_OK:
+        raise _ERRORS[status](last_error())
+
+
+def last_error() -> str:
+    """The sentence of this thread's last native error. llama.cpp logs several lines: the first names the cause."""
+    text = ffi.string(lib.kvf_error()).decode("utf-8", "replace")
+    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
+    return next((line for line in lines if line), "unknown error")
+
+
+def row_bytes(cache_type: int, n: int) -> int:
+    """Bytes of a row of n elements of a `ggml_type`."""
+    return int(lib.ggml_row_size(cache_type, n))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within: Ctrl-C makes the next (CPU: the running) decode raise Interrupted; a second one raises KeyboardInterrupt.
+
+    Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
+    waits for the signal's number on Python's wake-up pipe, which the C-level handler writes at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while signals := os.read(reader, 16):
+            if signal.SIGINT in signals:
+                lib.kvf_interrupt(True)
+
+    count = 0
+
+    def on_sigint(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        lib.kvf_interrupt(True)
+        if count > 1:
+            raise KeyboardInterrupt
+
+    watcher = threading.Thread(target=watch, name="kvflash-sigint", daemon=True)
+    watcher.start()
+    previous = signal.signal(signal.SIGINT, on_sigint)
+    previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        signal.signal(signal.SIGINT, previous)
+        os.close(writer)  # the watcher reads the end of the pipe
+        watcher.join()
+        os.close(reader)
+        lib.kvf_interrupt(False)

@@ -1,0 +1,156 @@
+"""A loaded model and its tokenizer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash import errors
+from pyllama_kvflash.native.lib import check, ffi, init, lib
+
+Tokens = npt.NDArray[np.int32]
+
+
+class _Progress:
+    """Carries a Python callback, and whatever it raises, through the native loader."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self.report = report
+        self.error: BaseException | None = None
+
+
+@ffi.def_extern(name="kvf_on_progress", error=False)  # type: ignore[untyped-decorator]
+def _on_progress(progress: float, user_data: Any) -> bool:
+    state: _Progress = ffi.from_handle(user_data)
+    try:
+        state.report(progress)
+    except BaseException as err:  # noqa: BLE001: raised again by Model.load
+        state.error = err
+        return False
+    return True
+
+
+class Model:
+    """A GGUF model in memory. Close it after its contexts; a context manager."""
+
+    def __init__(self, handle: Any, path: Path) -> None:
+        self.handle = handle
+        self.path = path
+        self.vocab = lib.llama_model_get_vocab(handle)
+        self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
+        self.n_ctx_train = int(lib.llama_model_n_ctx_train(handle))
+        self.n_layer = int(lib.llama_model_n_layer(handle))
+        self.n_swa = int(lib.llama_model_n_swa(handle))
+        self.n_params = int(lib.llama_model_n_params(handle))
+        self.n_bytes = int(lib.llama_model_size(handle))
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        n_gpu_layers: int = -1,
+        no_alloc: bool = False,
+        progress: Callable[[float], None] | None = None,
+    ) -> Self:
+        """Load a GGUF file (the first of a split one).
+
+        n_gpu_layers: layers to offload, -1 all. no_alloc: metadata only, for a look at the geometry; such a model
+        cannot decode. progress is called with 0.0 to 1.0.
+
+        Raises ModelError.
+        """
+        init()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.no_alloc = no_alloc
+        state = _Progress(progress or (lambda _: None))
+        keep = ffi.new_handle(state)
+        params.progress_callback = lib.kvf_on_progress
+        params.progress_callback_user_data = keep
+        out = ffi.new("struct llama_model **")
+        p_params = ffi.new("struct llama_model_params *", params)
+        try:
+            check(lib.kvf_model_load(str(path).encode(), p_params, out))
+        except errors.ModelError as err:
+            if state.error is not None:
+                raise state.error from None
+            msg = f"{path} cannot be loaded: {err}"
+            raise errors.ModelError(msg) from None
+        return cls(out[0], path)
+
+    def close(self) -> None:
+        """Free the model. Harmless when called again."""
+        if self.handle is not None:
+            lib.llama_model_free(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def meta(self, key: str) -> str | None:
+        """A metadata value of the file as text, None if it has no such key."""
+        size = 256
+        while True:
+            buf = ffi.new("char[]", size)
+            n = lib.llama_model_meta_val_str(self.handle, key.encode(), buf, size)
+            if n < size:
+                return None if n < 0 else ffi.string(buf).decode("utf-8", "replace")
+            size = n + 1
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation in a few words, as llama.cpp gives them."""
+        buf = ffi.new("char[]", 256)
+        lib.llama_model_desc(self.handle, buf, 256)
+        text: str = ffi.string(buf).decode("utf-8", "replace")
+        return text
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a token-by-token decoder cannot run this model, None if it can."""
+        if lib.llama_model_has_encoder(self.handle):
+            return "an encoder-decoder model"
+        if lib.llama_model_is_diffusion(self.handle):
+            return "a diffusion model"
+        return None
+
+    def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
+        """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for.
+
+        parse_special: read special tokens such as `<|im_start|>` in the text; leave it off for untrusted text.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        ids = np.empty(len(data) + 8, np.int32)  # a token is at least one byte, but for the special ones
+        n = self._tokenize(data, ids, add_special, parse_special)
+        if n < 0:
+            ids = np.empty(-n, np.int32)
+            n = self._tokenize(data, ids, add_special, parse_special)
+        return ids[:n].copy()
+
+    def _tokenize(self, data: bytes, ids: Tokens, add_special: bool, parse_special: bool) -> int:  # noqa: FBT001
+        buf = ffi.from_buffer("int32_t[]", ids, require_writable=True)
+        n: int = lib.llama_tokenize(self.vocab, data, len(data), buf, len(ids), add_special, parse_special)
+        return n
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of a token: perhaps only a part of a UTF-8 sequence. special: show special tokens, too."""
+        buf = ffi.new("char[]", 64)
+        n = lib.llama_token_to_piece(self.vocab, token, buf, 64, 0, special)
+        if n < 0:
+            buf = ffi.new("char[]", -n)
+            n = lib.llama_token_to_piece(self.vocab, token, buf, -n, 0, special)
+        piece: bytes = ffi.buffer(buf, n)[:]
+        return piece
+
+    def is_eog(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return bool(lib.llama_vocab_is_eog(self.vocab, token))

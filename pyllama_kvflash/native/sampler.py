@@ -1,0 +1,57 @@
+"""llama.cpp's sampler chain."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyllama_kvflash.native.context import Context
+from pyllama_kvflash.native.lib import ffi, lib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Names and defaults are llama.cpp's.
+
+    temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1: off. seed None: a random one.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature <= 0
+
+
+_DEFAULT_SEED = 0xFFFFFFFF  # llama.cpp's word for "a random one"
+
+
+class Sampler:
+    """A chain built from a Sampling, in llama.cpp's order: penalties, top-k, top-p, min-p, temperature, draw."""
+
+    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
+        if sampling.repeat_penalty != 1.0:
+            self._add(lib.llama_sampler_init_penalties(n_vocab, sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0))
+        if sampling.greedy:
+            self._add(lib.llama_sampler_init_greedy())
+            return
+        self._add(lib.llama_sampler_init_top_k(sampling.top_k))
+        self._add(lib.llama_sampler_init_top_p(sampling.top_p, 1))
+        self._add(lib.llama_sampler_init_min_p(sampling.min_p, 1))
+        self._add(lib.llama_sampler_init_temp(sampling.temperature))
+        self._add(lib.llama_sampler_init_dist(_DEFAULT_SEED if sampling.seed is None else sampling.seed))
+
+    def _add(self, smpl: Any) -> None:
+        lib.llama_sampler_chain_add(self._handle, smpl)
+
+    def sample(self, ctx: Context, i: int = -1) -> int:
+        """Choose a token from the logits of token i of the last batch, and tell the chain about it."""
+        token: int = lib.llama_sampler_sample(self._handle, ctx.handle, i)
+        return token

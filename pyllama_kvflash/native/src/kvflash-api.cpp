@@ -1,0 +1,336 @@
+// the C API: argument checks, exceptions to statuses, the log
+
+#include "kvflash-impl.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <new>
+#include <string>
+#include <vector>
+
+//
+// log and errors
+//
+
+static thread_local std::string g_error;
+
+static std::atomic<bool> g_stop = false;
+static std::atomic<int>  g_min_level = GGML_LOG_LEVEL_NONE;
+
+// the library says why it failed in its log only: keep its last error lines
+static std::mutex  g_log_mutex;
+static std::string g_log;
+
+static constexpr size_t LOG_BYTES = 4096;
+
+static void log_line(ggml_log_level level, const char * text, void * /*ud*/) {
+    static thread_local ggml_log_level last = GGML_LOG_LEVEL_NONE;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        last = level;
+    }
+    if (last >= GGML_LOG_LEVEL_ERROR) {
+        const std::lock_guard<std::mutex> lock(g_log_mutex);
+        g_log += text;
+        if (g_log.size() > LOG_BYTES) {
+            g_log.erase(0, g_log.size() - LOG_BYTES);
+        }
+    }
+    const int min_level = g_min_level;
+    if (min_level != GGML_LOG_LEVEL_NONE && last >= min_level) {
+        fputs(text, stderr);
+    }
+}
+
+static std::string take_log() {
+    const std::lock_guard<std::mutex> lock(g_log_mutex);
+
+    std::string res;
+    res.swap(g_log);
+    while (!res.empty() && res.back() == '\n') {
+        res.pop_back();
+    }
+    return res;
+}
+
+static int fail(int status, const std::string & what) {
+    g_error = what;
+    return status;
+}
+
+// run f, and turn whatever it throws into a status
+template <typename F>
+static int guard(F && f) {
+    g_error.clear();
+    try {
+        f();
+        return KVF_OK;
+    } catch (const kvf_failure & err) {
+        return fail(err.status, err.what());
+    } catch (const std::bad_alloc &) {
+        return fail(KVF_E_MEMORY, "out of memory");
+    } catch (const std::exception & err) {
+        return fail(KVF_E_BACKEND, err.what());
+    } catch (...) {
+        return fail(KVF_E_BACKEND, "unknown error");
+    }
+}
+
+static void check(bool ok, const char * what) {
+    if (!ok) {
+        throw kvf_failure(KVF_E_ARGUMENT, what);
+    }
+}
+
+// the attention cache of a context. sync: the buffer copies do not run on the stream of the computation
+static llama_kv_cache & get_kv(llama_context * ctx, bool pool, bool sync) {
+    check(ctx, "there is no context");
+
+    auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    if (!kv) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache");
+    }
+    check(!pool || llama_kvflash::is_pool(*kv), "this context has no pool");
+
+    if (sync) {
+        ctx->synchronize();
+    }
+    return *kv;
+}
+
+static void check_seq(llama_context * ctx, llama_seq_id seq) {
+    check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
+}
+
+const char * kvf_error(void) {
+    return g_error.c_str();
+}
+
+void kvf_init(int min_level) {
+    static std::once_flag once;
+    g_min_level = min_level;
+    std::call_once(once, [] {
+        llama_log_set(log_line, nullptr);
+        llama_backend_init();
+    });
+}
+
+void kvf_interrupt(bool stop) {
+    g_stop = stop;
+}
+
+//
+// model and context
+//
+
+int kvf_model_load(const char * path, const llama_model_params * params, llama_model ** model) {
+    return guard([&] {
+        check(path && params && model, "a path, parameters and a place for the model are needed");
+        take_log();
+        *model = llama_model_load_from_file(path, *params);
+        if (!*model) {
+            throw kvf_failure(KVF_E_MODEL, take_log());
+        }
+    });
+}
+
+int kvf_context_new(llama_model * model, const llama_context_params * params, const kvf_pool_params * pool, llama_context ** ctx) {
+    return guard([&] {
+        check(model && params && ctx, "a model, parameters and a place for the context are needed");
+        take_log();
+
+        llama_context_params cparams = *params;
+        cparams.abort_callback = [](void *) { return g_stop.load(std::memory_order_relaxed); };
+
+        if (pool) {
+            const llama_kvflash::scope scope(*pool);
+            *ctx = llama_init_from_model(model, cparams);
+        } else {
+            *ctx = llama_init_from_model(model, cparams);
+        }
+        if (!*ctx) {
+            // upstream turns every cause into a null pointer: the log tells them apart
+            const auto log = take_log();
+            throw kvf_failure(log.find("allocate") != std::string::npos ? KVF_E_MEMORY : KVF_E_UNSUPPORTED, log);
+        }
+    });
+}
+
+const char * kvf_memory_class(llama_context * ctx) {
+    return ctx ? llama_kvflash::class_name(ctx->get_memory()) : "none";
+}
+
+int kvf_get_kv_bytes(llama_context * ctx, struct kvf_kv_bytes * bytes) {
+    return guard([&] {
+        check(ctx && bytes, "a context and a place for the result are needed");
+        *bytes = llama_kvflash::kv_bytes(ctx->get_memory());
+    });
+}
+
+uint32_t kvf_n_layer(llama_context * ctx) {
+    const auto * kv = ctx ? llama_kvflash::get_kv(ctx->get_memory()) : nullptr;
+    return kv ? llama_kvflash::n_layer(*kv) : 0;
+}
+
+int kvf_get_layer(llama_context * ctx, uint32_t i, struct kvf_layer * layer) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, false, false);
+        check(layer && i < llama_kvflash::n_layer(kv), "there is no such layer in the attention cache");
+        *layer = llama_kvflash::layer(kv, i);
+    });
+}
+
+//
+// decode
+//
+
+int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
+    return guard([&] {
+        check(ctx && tokens, "a context and tokens are needed");
+        check_seq(ctx, seq);
+        check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
+        check(pos >= 0, "positions are not negative");
+
+        const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+
+        std::vector<llama_pos>      p(n);
+        std::vector<int32_t>        n_seq(n, 1);
+        std::vector<llama_seq_id *> seqs(n, &seq);
+        std::vector<int8_t>         out(n, outputs == 2);
+
+        for (int32_t i = 0; i < n; ++i) {
+            check(tokens[i] >= 0 && tokens[i] < n_vocab, "a token is not in the vocabulary");
+            p[i] = pos + i;
+        }
+        out[n - 1] = outputs != 0;
+
+        llama_batch batch = {};
+        batch.n_tokens = n;
+        batch.token    = const_cast<llama_token *>(tokens);
+        batch.pos      = p.data();
+        batch.n_seq_id = n_seq.data();
+        batch.seq_id   = seqs.data();
+        batch.logits   = out.data();
+
+        take_log();
+
+        const int ret = llama_decode(ctx, batch);
+        switch (ret) {
+            case  0: break;
+            case  1: throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos));
+            case  2: throw kvf_failure(KVF_E_ABORTED,  "stopped");
+            case -2: throw kvf_failure(KVF_E_MEMORY,   take_log());
+            default: throw kvf_failure(KVF_E_BACKEND,  take_log());
+        }
+    });
+}
+
+int kvf_clear(llama_context * ctx) {
+    return guard([&] {
+        check(ctx, "there is no context");
+        ctx->synchronize();
+        llama_memory_clear(llama_get_memory(ctx), true);
+    });
+}
+
+int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    return guard([&] {
+        check(ctx, "there is no context");
+        check_seq(ctx, seq);
+        if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d", p0));
+        }
+    });
+}
+
+int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    return guard([&] {
+        auto & kv = get_kv(ctx, false, false);
+        check_seq(ctx, seq);
+        kv.seq_rm(seq, p0, p1);
+    });
+}
+
+//
+// pool
+//
+
+int kvf_get_pool_info(llama_context * ctx, struct kvf_pool_info * info) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, true, false);
+        check(info, "a place for the result is needed");
+        *info = llama_kvflash::info(kv);
+    });
+}
+
+int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, true, false);
+        check(chunks && n_used && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
+        llama_kvflash::blocks(kv, chunks, n_used);
+    });
+}
+
+int kvf_block_of(llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, true, false);
+        check_seq(ctx, seq);
+        check(block && chunk >= 0, "a chunk number and a place for the result are needed");
+        *block = llama_kvflash::block_of(kv, seq, chunk);
+    });
+}
+
+int kvf_read(llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, true, true);
+        check_seq(ctx, seq);
+        check(dst && chunk >= 0 && size == llama_kvflash::info(kv).record_bytes, "a chunk number and record_bytes of room are needed");
+        llama_kvflash::read(kv, seq, chunk, dst);
+    });
+}
+
+int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
+    return guard([&] {
+        auto & kv = get_kv(ctx, true, false);
+        check_seq(ctx, seq);
+        check(chunk >= 0, "a chunk number is needed");
+        llama_kvflash::drop(kv, seq, chunk);
+    });
+}
+
+int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block) {
+    return guard([&] {
+        auto & kv = get_kv(ctx, true, true);
+        check_seq(ctx, seq);
+        check(src && block && chunk >= 0, "a chunk number, a record and a block are needed");
+        if (size != llama_kvflash::info(kv).record_bytes) {
+            throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %llu bytes, not %zu",
+                        (unsigned long long) llama_kvflash::info(kv).record_bytes, size));
+        }
+        *block = llama_kvflash::page_in(kv, seq, chunk, src, *block);
+    });
+}
+
+int kvf_scribble(llama_context * ctx, uint8_t byte) {
+    return guard([&] { llama_kvflash::scribble(get_kv(ctx, true, true), byte); });
+}
+
+int kvf_q(llama_context * ctx, uint32_t i, float * dst, size_t n) {
+    return guard([&] {
+        const auto & kv = get_kv(ctx, true, true);
+        check(dst && i < llama_kvflash::n_layer(kv), "there is no such pooled layer");
+
+        const auto * res = ctx->get_gf_res_active();
+        const auto * q   = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
+        if (!q) {
+            throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap");
+        }
+        check(q->type == GGML_TYPE_F32 && (size_t) ggml_nelements(q) == n, "room for n_head*n_embd_head_k floats is needed");
+
+        ggml_backend_tensor_get(q, dst, 0, ggml_nbytes(q));
+    });
+}

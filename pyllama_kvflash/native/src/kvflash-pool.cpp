@@ -1,0 +1,209 @@
+// set-up and placement, see kvflash.h
+
+#include "kvflash-impl.h"
+
+#include "llama-context.h"
+#include "llama-cparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-recurrent.h"
+
+#include <algorithm>
+#include <map>
+
+//
+// set-up
+//
+
+// thread-local rather than a field of llama_context_params, whose layout other bindings rely on
+static thread_local const kvf_pool_params * g_setup = nullptr;
+
+llama_kvflash::scope::scope(const kvf_pool_params & params) {
+    if (params.n_chunk != 16 && params.n_chunk != 32 && params.n_chunk != 64) {
+        throw kvf_failure(KVF_E_ARGUMENT, format("a chunk has 16, 32 or 64 positions, not %u", params.n_chunk));
+    }
+    if (params.n_pool == 0 || params.n_pool % 256 != 0) {
+        throw kvf_failure(KVF_E_ARGUMENT, format("a pool has a multiple of 256 cells, not %u", params.n_pool));
+    }
+
+    g_setup = &params;
+}
+
+llama_kvflash::scope::~scope() {
+    g_setup = nullptr;
+}
+
+uint32_t llama_kvflash::n_cells(uint32_t kv_size) {
+    return g_setup ? std::min(g_setup->n_pool, kv_size) : kv_size;
+}
+
+void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
+    if (!g_setup) {
+        return;
+    }
+    if (cparams.n_seq_max != 1) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "a pool serves one sequence");
+    }
+
+    auto * kv = get_kv(mem);
+    if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
+    }
+    // the reserve up front covers one batch: nothing may be evicted between its ubatches
+    if (kv->get_size() < std::min(cparams.n_batch, cparams.n_ctx_seq) + 2*g_setup->n_chunk) {
+        throw kvf_failure(KVF_E_ARGUMENT, format("a pool of %u cells cannot hold a batch of %u and two chunks",
+                    kv->get_size(), cparams.n_batch));
+    }
+
+    kv->pool_chunk       = g_setup->n_chunk;
+    kv->pool_fingerprint = g_setup->fingerprint;
+    cparams.q_tap        = g_setup->q_tap;
+}
+
+void llama_kvflash::reject_restore(llama_memory_i * mem) {
+    const auto * kv = get_kv(mem);
+    if (kv && is_pool(*kv)) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "a whole-context state cannot be restored into a pool: page its chunks in");
+    }
+}
+
+//
+// placement
+//
+
+llama_kv_cache * llama_kvflash::get_kv(llama_memory_i * mem) {
+    if (auto * m = dynamic_cast<llama_memory_hybrid      *>(mem)) { return m->get_mem_attn(); }
+    if (auto * m = dynamic_cast<llama_memory_hybrid_iswa *>(mem)) { return m->get_mem_attn()->get_base(); }
+    if (auto * m = dynamic_cast<llama_kv_cache_iswa      *>(mem)) { return m->get_base(); }
+
+    return dynamic_cast<llama_kv_cache *>(mem);
+}
+
+const char * llama_kvflash::class_name(llama_memory_i * mem) {
+    if (!mem)                                            { return "none"; }
+    if (dynamic_cast<llama_memory_hybrid      *>(mem)) { return "llama_memory_hybrid"; }
+    if (dynamic_cast<llama_memory_hybrid_iswa *>(mem)) { return "llama_memory_hybrid_iswa"; }
+    if (dynamic_cast<llama_kv_cache_iswa      *>(mem)) { return "llama_kv_cache_iswa"; }
+    if (dynamic_cast<llama_kv_cache           *>(mem)) { return "llama_kv_cache"; }
+    if (dynamic_cast<llama_memory_recurrent   *>(mem)) { return "llama_memory_recurrent"; }
+
+    return "unsupported";
+}
+
+kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
+    const auto bytes = [](const llama_kv_cache * kv) -> uint64_t { return kv->size_k_bytes() + kv->size_v_bytes(); };
+    const auto sum   = [](llama_memory_i * m) {
+        uint64_t res = 0;
+        for (const auto & [_, size] : m->memory_breakdown()) {
+            res += size;
+        }
+        return res;
+    };
+
+    kvf_kv_bytes res = {};
+
+    if (const auto * kv = get_kv(mem)) {
+        res.attn = bytes(kv);
+    }
+    if (auto * m = dynamic_cast<llama_memory_hybrid *>(mem)) {
+        res.recurrent = sum(m->get_mem_recr());
+    } else if (auto * m = dynamic_cast<llama_memory_hybrid_iswa *>(mem)) {
+        res.recurrent = sum(m->get_mem_recr());
+        res.swa       = bytes(m->get_mem_attn()->get_swa());
+    } else if (auto * m = dynamic_cast<llama_kv_cache_iswa *>(mem)) {
+        res.swa       = bytes(m->get_swa());
+    } else if (mem && !res.attn) {
+        res.recurrent = sum(mem);
+    }
+
+    return res;
+}
+
+int32_t llama_kvflash::block_of(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
+    const auto & sp = kv.v_cells[0].seq_pos_get(seq);
+
+    const llama_pos p0 = chunk*(llama_pos) kv.pool_chunk;
+
+    const auto it = sp.lower_bound({ p0, 0 });
+    if (it == sp.end() || it->first >= p0 + (llama_pos) kv.pool_chunk) {
+        return -1;
+    }
+
+    return it->second/kv.pool_chunk;
+}
+
+uint32_t llama_kvflash::n_block(const llama_kv_cache & kv) {
+    return kv.get_size()/kv.pool_chunk;
+}
+
+bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
+    const auto & cells = kv.v_cells[0];
+
+    for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
+        if (!cells.is_empty(block*kv.pool_chunk + i)) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
+    const uint32_t n_chunk = kv.pool_chunk;
+
+    const auto & cells = kv.v_cells[0];
+
+    llama_kv_cache::slot_info res = { 0, 0, { }, { } };
+    res.resize(1);
+    res.strm[0] = 0;
+    res.idxs[0].reserve(ubatch.n_tokens);
+
+    // blocks given to chunks that begin in this ubatch
+    std::map<std::pair<llama_seq_id, int32_t>, uint32_t> fresh;
+
+    uint32_t b_next = 0;
+
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_seq_id seq   = ubatch.seq_id[i][0];
+        const llama_pos    pos   = ubatch.pos[i];
+        const int32_t      chunk = pos/(llama_pos) n_chunk;
+
+        if (ubatch.n_seq_id[i] != 1) {
+            LLAMA_LOG_ERROR("%s: a token of a pool belongs to one sequence, not to %d\n", __func__, ubatch.n_seq_id[i]);
+            return {};
+        }
+
+        int32_t block = block_of(kv, seq, chunk);
+
+        if (block < 0) {
+            const auto it = fresh.find({ seq, chunk });
+            if (it != fresh.end()) {
+                block = it->second;
+            } else {
+                while (b_next < n_block(kv) && !is_free(kv, b_next)) {
+                    b_next++;
+                }
+                if (b_next == n_block(kv)) {
+                    return {};
+                }
+
+                block = b_next++;
+                fresh[{ seq, chunk }] = block;
+            }
+        }
+
+        const uint32_t idx = block*n_chunk + pos%n_chunk;
+
+        // e.g. the tokens of an image that share one M-RoPE position
+        if (!cells.is_empty(idx) || (i > 0 && res.idxs[0].back() == idx)) {
+            LLAMA_LOG_ERROR("%s: position %d of sequence %d is already in the pool\n", __func__, pos, seq);
+            return {};
+        }
+
+        res.idxs[0].push_back(idx);
+    }
+
+    return res;
+}

@@ -1,0 +1,159 @@
+#pragma once
+
+// kvflash: bounded residency for the full-attention KV cache of a llama.cpp context
+//
+// The KV tensors hold n_pool cells while n_ctx stays the logical bound. Positions map to blocks of the pool in chunks of
+// n_chunk consecutive positions: position p of a sequence lives in cell block(p/n_chunk)*n_chunk + p%n_chunk. There is
+// no page table: the mapping is read off the cell metadata, so seq_rm(), clear() and a restored sequence stay consistent.
+// Which chunks are resident, and the bytes of the others, are the caller's business.
+//
+// Every call that can fail returns a kvf_status, and leaves a sentence in kvf_error() of the calling thread.
+// No exception leaves this API. A context must not be used by two threads at once.
+
+#include "llama.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum kvf_status {
+    KVF_OK            =  0,
+    KVF_E_ARGUMENT    = -1, // a value is out of range
+    KVF_E_UNSUPPORTED = -2, // the model, or its memory, cannot do this
+    KVF_E_NO_BLOCK    = -3, // no free block: nothing was changed, drop chunks and call again
+    KVF_E_RECORD      = -4, // the bytes are not a record of this chunk, model and cache
+    KVF_E_STATE       = -5, // the chunk is (not) resident, the block is not free
+    KVF_E_MODEL       = -6, // the file cannot be loaded
+    KVF_E_MEMORY      = -7, // an allocation failed
+    KVF_E_BACKEND     = -8, // the computation failed
+    KVF_E_ABORTED     = -9, // stopped by kvf_interrupt()
+};
+
+#define KVF_RECORD_MAGIC   0x5246564bu // "KVFR"
+#define KVF_RECORD_VERSION 1
+
+#define KVF_FLAG_V_TRANS 1 // V is stored as n_embd_v columns of n_chunk elements (no flash attention)
+#define KVF_FLAG_ROT_K   2 // K is Hadamard-rotated (quantised caches)
+#define KVF_FLAG_ROT_V   4
+
+// The head of a record, little endian. What follows it: n_chunk cells of 12 bytes (int32 x, y, token), zeros up to
+// meta_bytes, then for each pooled layer in ascending order its K rows and its V rows, raw, as they lie in the cache.
+// The whole record is a function of the chunk's tokens, the model and the cache types: placement leaves no trace in it.
+struct kvf_record {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t head_bytes;   // sizeof(struct kvf_record)
+    uint64_t record_bytes; // the whole record
+    uint64_t fingerprint;  // of the model, as given in kvf_pool_params
+    uint64_t mask;         // bit i: position chunk*n_chunk + i is in the record
+    int32_t  chunk;
+    uint32_t n_chunk;      // positions in a chunk
+    uint32_t n_layer;      // pooled layers
+    int32_t  type_k;       // enum ggml_type
+    int32_t  type_v;
+    uint32_t flags;        // KVF_FLAG_*
+    uint32_t meta_bytes;   // offset of the first K row
+    uint32_t reserved;     // 0
+};
+
+struct kvf_pool_params {
+    uint32_t n_pool;      // cells, a multiple of 256
+    uint32_t n_chunk;     // positions in a chunk: 16, 32 or 64
+    bool     q_tap;       // keep the attention queries of the last token of each ubatch
+    uint64_t fingerprint; // of the model, written to every record
+};
+
+struct kvf_pool_info {
+    uint32_t n_pool;
+    uint32_t n_chunk;
+    uint32_t n_block;       // n_pool/n_chunk
+    uint32_t n_block_free;
+    uint32_t n_kv;          // width of the attention graph, in cells
+    uint32_t n_layer;       // pooled layers
+    uint64_t record_bytes;
+    uint32_t meta_bytes;
+    uint32_t flags;         // KVF_FLAG_*
+};
+
+struct kvf_layer {
+    int32_t  il;            // layer of the model
+    int32_t  type_k;        // enum ggml_type
+    int32_t  type_v;        // -1: no V is stored (MLA)
+    uint32_t n_embd_k;      // elements of a K row
+    uint32_t n_embd_v;
+    uint32_t n_head;        // query heads
+    uint32_t n_head_kv;
+    uint32_t n_embd_head_k;
+    uint64_t offs_k;        // of the K rows in a record, bytes
+    uint64_t size_k;        // bytes of all n_chunk rows
+    uint64_t offs_v;
+    uint64_t size_v;
+};
+
+struct kvf_kv_bytes {
+    uint64_t attn;          // the full-attention KV cache: the pool, or the whole context
+    uint64_t swa;           // the sliding-window KV cache
+    uint64_t recurrent;     // the recurrent state
+};
+
+// the sentence of this thread's last error, "" if there was none
+LLAMA_API const char * kvf_error(void);
+
+// start the library once, and collect its log: lines below min_level (enum ggml_log_level) are not echoed to stderr
+LLAMA_API void kvf_init(int min_level);
+
+// stop: decodes return KVF_E_ABORTED until it is called with false (safe in a signal handler; CPU computations only)
+LLAMA_API void kvf_interrupt(bool stop);
+
+LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params * params, struct llama_model ** model);
+
+// pool: NULL for a stock context, with one cell for each logical position
+LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
+                              const struct kvf_pool_params * pool, struct llama_context ** ctx);
+
+// the class of the context's memory ("llama_kv_cache", ...)
+LLAMA_API const char * kvf_memory_class(struct llama_context * ctx);
+LLAMA_API int kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
+// layer i of the attention cache, pooled or not (record offsets are 0 if not)
+LLAMA_API int kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
+LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
+
+// decode n tokens of sequence seq at positions pos, pos + 1, ...; outputs: 0 none, 1 the last token, 2 all tokens
+// KVF_E_NO_BLOCK: nothing was changed
+LLAMA_API int kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
+                         const llama_token * tokens, int32_t n, int outputs);
+
+LLAMA_API int kvf_clear(struct llama_context * ctx);
+// forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
+LLAMA_API int kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// forget positions [p0, p1) in the full-attention cache only, pooled or stock: what an eviction must be equal to
+LLAMA_API int kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+
+// the calls below need a pooled context, and fail with KVF_E_ARGUMENT on a stock one
+
+LLAMA_API int kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
+// for each of the n_block blocks: the chunk it holds (-1: free) and the number of its cells in use
+LLAMA_API int kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
+// the block of a chunk, -1: not resident
+LLAMA_API int kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
+
+// write the record of a resident chunk to dst (record_bytes); waits for the computation
+LLAMA_API int kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size);
+// free the block of a resident chunk. metadata only: the caller has its record, or does not want it
+LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+// put a record into a free block (in/out, -1: the first free one); waits for the computation
+LLAMA_API int kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size,
+                          int32_t * block);
+// overwrite the bytes of all free blocks: nothing may ever read them
+LLAMA_API int kvf_scribble(struct llama_context * ctx, uint8_t byte);
+
+// the queries of the last decoded token in pooled layer i: [n_head, n_embd_head_k] floats, in the basis of the cached K
+// (after RoPE and rotation). n: floats that dst holds. waits for the computation
+LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);
+
+#ifdef __cplusplus
+}
+#endif

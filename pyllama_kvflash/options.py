@@ -1,0 +1,85 @@
+"""How a model is run. Names are llama.cpp's where it has one."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Self
+
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import CACHE_TYPES
+from pyllama_kvflash.policy import POLICIES
+
+CHUNKS = (16, 32, 64)
+FLASH_ATTN = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a KVFlash. Sizes are tokens.
+
+    n_ctx: logical context, 0: the model's. pool: tokens of KV kept on the device, "auto", or "off" for the full cache.
+    chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay ("lru"). n_batch, n_ubatch: prompt
+    tokens per decode call and per graph. n_threads: None: all cores. n_gpu_layers: -1: all. type_k, type_v: cache
+    types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the beginning and at the end that always stay.
+    pins: position ranges [start, end) that always stay.
+    """
+
+    n_ctx: int = 0
+    pool: int | str = "auto"
+    chunk: int = 64
+    policy: str = "lru"
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_gpu_layers: int = -1
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: str = "auto"
+    sinks: int = 1
+    tail: int = 4
+    pins: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check every value. Raises UsageError."""
+        _at_least(self.n_ctx, 0, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
+        _at_least(self.n_batch, 1, "n_batch (-b/--batch-size)", "512 is usual")
+        _at_least(self.n_ubatch, 1, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
+        _at_least(self.sinks, 0, "sinks", "1 is usual")
+        _at_least(self.tail, 1, "tail", "the chunk being written always stays")
+        if self.n_threads is not None:
+            _at_least(self.n_threads, 1, "n_threads (-t/--threads)", "leave it out for all cores")
+        _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
+        _one_of(self.policy, tuple(POLICIES), "policy (--kvflash-policy)")
+        _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
+        _one_of(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
+        _one_of(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
+        if isinstance(self.pool, str):
+            _one_of(self.pool, ("auto", "off"), "pool (--kvflash)")
+        elif self.pool <= 0:
+            msg = f'a pool of {self.pool} tokens makes no sense: give a number above 0, "auto" or "off" (--kvflash)'
+            raise UsageError(msg)
+        for start, end in self.pins:
+            if not 0 <= start < end:
+                msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end"
+                raise UsageError(msg)
+
+    def resolved(self, n_ctx_train: int) -> Self:
+        """With the model's context, this machine's threads, and a ubatch no larger than the batch."""
+        n_ctx = self.n_ctx or n_ctx_train
+        return replace(
+            self,
+            n_ctx=n_ctx,
+            n_ubatch=min(self.n_ubatch, self.n_batch),
+            n_threads=self.n_threads or len(os.sched_getaffinity(0)),
+        )
+
+
+def _at_least(value: int, low: int, name: str, hint: str) -> None:
+    if value < low:
+        msg = f"{name} is {value}, and must be at least {low}: {hint}"
+        raise UsageError(msg)
+
+
+def _one_of(value: object, allowed: tuple[object, ...], name: str) -> None:
+    if value not in allowed:
+        msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
+        raise UsageError(msg)

@@ -1,0 +1,205 @@
+"""Where every chunk of a sequence is."""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.bool_]
+
+
+class LedgerError(AssertionError):
+    """A step that the ledger's rules forbid: a bug in the caller, never the user's fault."""
+
+
+class State(IntEnum):
+    """Where a chunk's K and V are."""
+
+    OUT = 0  # in the host store only
+    IN_FLIGHT = 1  # on its way into a block that is set aside for it
+    RESIDENT = 2  # in a block of the pool
+
+
+class Ledger:
+    """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
+
+    Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last one may be partly filled. A chunk
+    is *sealed* when all its positions are written. Rules, checked at every step (LedgerError):
+
+    - only a sealed chunk whose record is stored leaves the pool, and no protected one does;
+    - a chunk that is written to is resident;
+    - free + in flight + resident == n_block, always.
+
+    Protected are the first `n_sinks` chunks, the last `n_tail`, pinned ones, and those not yet sealed.
+    """
+
+    def __init__(self, n_block: int, chunk: int = 64, *, n_sinks: int = 1, n_tail: int = 4) -> None:
+        self.n_block = n_block
+        self.chunk = chunk
+        self.n_sinks = n_sinks
+        self.n_tail = n_tail
+        self.n_tokens = 0
+        self.pins: set[int] = set()  # chunks, written or not
+        self._tick = 0
+        self._state = np.zeros(0, np.int8)
+        self._stored = np.zeros(0, np.bool_)
+        self._touched = np.zeros(0, np.int64)
+
+    #
+    # what is known
+    #
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks that hold at least one position."""
+        return len(self._state)
+
+    @property
+    def n_sealed(self) -> int:
+        """Chunks that are full: 0 .. n_sealed - 1."""
+        return self.n_tokens // self.chunk
+
+    @property
+    def n_resident(self) -> int:
+        """Chunks in the pool."""
+        return int(np.count_nonzero(self._state == State.RESIDENT))
+
+    @property
+    def n_in_flight(self) -> int:
+        """Chunks on their way in."""
+        return int(np.count_nonzero(self._state == State.IN_FLIGHT))
+
+    @property
+    def n_free(self) -> int:
+        """Blocks that hold nothing and wait for nothing."""
+        return self.n_block - int(np.count_nonzero(self._state))
+
+    @property
+    def state(self) -> npt.NDArray[np.int8]:
+        """State of each chunk (n_chunks,), a copy."""
+        return self._state.copy()
+
+    @property
+    def stored(self) -> Mask:
+        """Which chunks have a valid record in the host store (n_chunks,), a copy."""
+        return self._stored.copy()
+
+    @property
+    def touched(self) -> npt.NDArray[np.int64]:
+        """When each chunk was last written to or paged in (n_chunks,), in steps: larger is later. A copy."""
+        return self._touched.copy()
+
+    def state_of(self, chunk: int) -> State:
+        """State of a chunk that exists."""
+        self._expect(0 <= chunk < self.n_chunks, f"chunk {chunk} does not exist")
+        return State(self._state[chunk])
+
+    def protected(self) -> Mask:
+        """Which chunks may not be evicted (n_chunks,)."""
+        mask = np.zeros(self.n_chunks, np.bool_)
+        mask[: self.n_sinks] = True
+        mask[max(0, self.n_chunks - self.n_tail) :] = True
+        mask[self.n_sealed :] = True
+        mask[[c for c in self.pins if c < self.n_chunks]] = True
+        return mask
+
+    def evictable(self) -> Mask:
+        """Which chunks could leave the pool now (n_chunks,)."""
+        return (self._state == State.RESIDENT) & self._stored & ~self.protected()
+
+    def new_chunks(self, n_tokens: int) -> int:
+        """Blocks that writing n_tokens more positions takes."""
+        return -(-(self.n_tokens + n_tokens) // self.chunk) - self.n_chunks
+
+    #
+    # what happens
+    #
+
+    def write(self, n_tokens: int) -> None:
+        """n_tokens more positions were decoded, into resident chunks and free blocks."""
+        n_new = self.new_chunks(n_tokens)
+        self._expect(n_tokens > 0, "nothing to write")
+        self._expect(n_new <= self.n_free, f"{n_new} new chunks, {self.n_free} free blocks")
+        if self.n_tokens % self.chunk:
+            self._expect(self._state[-1] == State.RESIDENT, f"chunk {self.n_chunks - 1} is written to but not resident")
+        first = self.n_sealed
+        self._state = np.append(self._state, np.full(n_new, State.RESIDENT, np.int8))
+        self._stored = np.append(self._stored, np.zeros(n_new, np.bool_))
+        self._touched = np.append(self._touched, np.zeros(n_new, np.int64))
+        self.n_tokens += n_tokens
+        self._touch(slice(first, None))
+
+    def to_store(self) -> list[int]:
+        """Sealed chunks that have no record yet: the store must take them before they can be evicted."""
+        return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
+
+    def store(self, chunk: int) -> None:
+        """A sealed, resident chunk's record is in the host store."""
+        self._expect(chunk < self.n_sealed, f"chunk {chunk} is not sealed")
+        self._expect(self.state_of(chunk) == State.RESIDENT, f"chunk {chunk} is not resident")
+        self._stored[chunk] = True
+
+    def drop(self, chunk: int) -> None:
+        """A chunk left the pool."""
+        self._expect(self.state_of(chunk) == State.RESIDENT, f"chunk {chunk} is not resident")
+        self._expect(bool(self._stored[chunk]), f"chunk {chunk} has no record: it would be lost")
+        self._expect(not self.protected()[chunk], f"chunk {chunk} is protected")
+        self._state[chunk] = State.OUT
+
+    def begin_page_in(self, chunk: int) -> None:
+        """A block is set aside for a chunk, and its bytes are under way."""
+        self._expect(self.state_of(chunk) == State.OUT, f"chunk {chunk} is not out")
+        self._expect(self.n_free > 0, f"no free block for chunk {chunk}")
+        self._state[chunk] = State.IN_FLIGHT
+
+    def commit_page_in(self, chunk: int) -> None:
+        """The bytes have arrived."""
+        self._expect(self.state_of(chunk) == State.IN_FLIGHT, f"chunk {chunk} is not in flight")
+        self._state[chunk] = State.RESIDENT
+        self._touch(chunk)
+
+    def abort_page_in(self, chunk: int) -> None:
+        """The bytes will not arrive: the block is free again."""
+        self._expect(self.state_of(chunk) == State.IN_FLIGHT, f"chunk {chunk} is not in flight")
+        self._state[chunk] = State.OUT
+
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions. A chunk that is cut through must be resident; its record is void."""
+        self._expect(0 <= n_tokens <= self.n_tokens, f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
+        keep = -(-n_tokens // self.chunk)
+        self._expect(not np.any(self._state[keep:] == State.IN_FLIGHT), "a chunk to be forgotten is in flight")
+        if n_tokens % self.chunk:
+            self._expect(self._state[keep - 1] == State.RESIDENT, f"chunk {keep - 1} is cut through but not resident")
+            self._stored[keep - 1] = False
+        self.n_tokens = n_tokens
+        self._state = self._state[:keep].copy()
+        self._stored = self._stored[:keep].copy()
+        self._touched = self._touched[:keep].copy()
+
+    def clear(self) -> None:
+        """Forget every position; the pins stay."""
+        self._expect(self.n_in_flight == 0, "a chunk is in flight")
+        self.rollback(0)
+        self._tick = 0
+
+    def check_integrity(self) -> None:
+        """Raise LedgerError if the ledger contradicts itself. Cheap: for tests, and when idle."""
+        n = self.n_chunks
+        self._expect(n == -(-self.n_tokens // self.chunk), f"{n} chunks for {self.n_tokens} positions")
+        self._expect(len(self._stored) == len(self._touched) == n, "arrays of different length")
+        self._expect(0 <= self.n_free, f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool")
+        self._expect(
+            self.n_free + self.n_in_flight + self.n_resident == self.n_block, "free + in flight + resident != pool"
+        )
+        self._expect(bool(np.all(self._stored[self._state != State.RESIDENT])), "a chunk is neither resident nor stored")
+        self._expect(not np.any(self._stored[self.n_sealed :]), "a record of a chunk that is not sealed")
+        self._expect(bool(np.all(self._state[self.n_sealed :] == State.RESIDENT)), "a chunk being written is not resident")
+
+    def _touch(self, chunks: int | slice) -> None:
+        self._tick += 1
+        self._touched[chunks] = self._tick
+
+    @staticmethod
+    def _expect(condition: bool, what: str) -> None:  # noqa: FBT001
+        if not condition:
+            raise LedgerError(what)

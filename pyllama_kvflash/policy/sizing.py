@@ -1,0 +1,89 @@
+"""How large the pool is: what was asked for, what it must hold at least, and what `auto` chooses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
+AUTO_CAP = 16_384  # tokens; beyond it a pool costs decode speed and brings little
+RESERVE = 512 << 20  # bytes left to the computation and to other programs
+SPARE_BLOCKS = 2  # blocks that must stay evictable, so that paging never deadlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The rows that a token leaves in the full-attention cache: (K elements, V elements) for each of its layers."""
+
+    rows: tuple[tuple[int, int], ...]
+
+    def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
+        """Device bytes of one token; row_bytes(type, elements) is ggml's."""
+        return sum(row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0) for k, v in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The outcome. n_pool None: no pool, the full cache. notes and warnings are sentences for the user."""
+
+    n_pool: int | None
+    notes: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = field(default=())
+
+
+def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0) -> int:
+    """Cells that sinks, tail, pinned chunks, one batch and two evictable blocks need, in steps of 256."""
+    batch_blocks = -(-n_batch // chunk) + 1  # a batch may begin in the middle of a chunk
+    blocks = n_sinks + n_tail + n_pinned + batch_blocks + SPARE_BLOCKS
+    return _round_up(blocks * chunk)
+
+
+def auto_pool(free: int, token_bytes: int, n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
+    """Half of (free - reserve) device bytes over bytes per token, at most cap and n_ctx; and the arithmetic in words."""
+    room = max(0, (free - RESERVE) // 2)
+    tokens = min(room // token_bytes // CELLS * CELLS, cap, _round_up(n_ctx))
+    note = (
+        f"auto: half of ({free / 2**20:.0f} MiB free - {RESERVE / 2**20:.0f} MiB reserve) / {token_bytes / 1024:.2f} KiB"
+        f" a token = {room // token_bytes} tokens, at most {cap} and the context of {n_ctx}: {tokens}"
+    )
+    return tokens, note
+
+
+def resolve_pool(
+    request: int | str,
+    *,
+    n_ctx: int,
+    floor: int,
+    free: int,
+    token_bytes: int,
+) -> PoolSize:
+    """The pool for a request ("auto", "off" or tokens > 0), on a device with `free` bytes for `token_bytes` a token."""
+    if request == "off":
+        return PoolSize(None)
+    notes: list[str] = []
+    warnings: list[str] = []
+    if request == "auto":
+        wanted, note = auto_pool(free, token_bytes, n_ctx)
+        notes.append(note)
+    else:
+        wanted = int(request)
+    n_pool = _round_up(wanted)
+    if n_pool < floor:
+        warnings.append(
+            f"a pool of {wanted} tokens is too small: raised to {floor}, which holds the sinks, the tail, the pins,"
+            f" one batch and {SPARE_BLOCKS} more chunks (a smaller -b/--batch-size lowers this)"
+        )
+        n_pool = floor
+    elif n_pool != wanted:
+        notes.append(f"pool rounded up from {wanted} to {n_pool} tokens (steps of {CELLS})")
+    if n_pool >= n_ctx:
+        notes.append(f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache")
+        return PoolSize(None, tuple(notes), tuple(warnings))
+    return PoolSize(n_pool, tuple(notes), tuple(warnings))
+
+
+def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
+    """The chunks that position ranges [start, end) touch."""
+    return {c for start, end in spans for c in range(start // chunk, -(-end // chunk))}
+
+
+def _round_up(n: int) -> int:
+    return -(-n // CELLS) * CELLS

@@ -1,0 +1,38 @@
+"""From token bytes to text that can be shown."""
+
+import codecs
+from collections.abc import Sequence
+
+
+class TextStream:
+    """Joins token bytes into text: holds back what may be the beginning of a UTF-8 sequence or of a stop string."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._stop = [s for s in stop if s]
+        self._held = ""
+
+    def push(self, piece: bytes) -> str:
+        """Text that can be shown after these bytes. After a stop string `stopped` is True; it is not shown."""
+        self._held += self._decode(piece)
+        ends = [i for s in self._stop if (i := self._held.find(s)) >= 0]
+        if ends:
+            self.stopped = True
+            shown, self._held = self._held[: min(ends)], ""
+            return shown
+        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, at the end of the generation; an incomplete UTF-8 sequence becomes U+FFFD."""
+        rest = self._held + self._decode(b"", final=True)  # type: ignore[call-arg]
+        self._held = ""
+        return "" if self.stopped else rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest beginning of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

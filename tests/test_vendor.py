@@ -1,0 +1,656 @@
+"""vendor/vendor.py on tiny fake sdists; the network is never used."""
+
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "vendor" / "vendor.py"
+PREFIX = "llama_cpp_python-1.2/vendor/llama.cpp"
+TEN_LINES = "".join(f"line {number}\n" for number in range(1, 11))
+UPSTREAM = {
+    "LICENSE": "MIT\n",
+    "CMakeLists.txt": "project(x)\n",
+    "src/a.cpp": TEN_LINES,
+    "src/b.cpp": TEN_LINES,
+    "ggml/src/c.c": "int c;\n",
+}
+PATCH_A = """Why a.cpp changes.
+
+--- a/src/a.cpp
++++ b/src/a.cpp
+@@ -4,3 +4,3 @@
+ line 4
+-line 5
++line FIVE
+ line 6
+"""
+PATCH_C = """--- a/ggml/src/c.c
++++ b/ggml/src/c.c
+@@ -1 +1,2 @@
++// first
+ int c;
+"""
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvflash_vendor", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+vendor = load()
+
+
+class Repository:
+    """A root with a copy of the script, a fake sdist in the environment, and two patches."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.layout = vendor.Layout(root)
+        self.tree = root / "vendor" / "llama.cpp"
+        self.patches = root / "patches"
+        self.sdist = root / "elsewhere" / "sdist.tar.gz"
+        for directory in (self.tree.parent, self.patches, self.sdist.parent):
+            directory.mkdir()
+        shutil.copy(SCRIPT, self.tree.parent)
+        members = {f"{PREFIX}/{name}": text for name, text in UPSTREAM.items()}
+        members |= {
+            f"{PREFIX}/tools/t.cpp": "pruned\n",
+            f"{PREFIX}/README.md": "pruned\n",
+            f"{PREFIX}/LICENSE.txt": "pruned\n",
+            "llama_cpp_python-1.2/src/z.cpp": "not llama.cpp's\n",
+        }
+        with tarfile.open(self.sdist, "w:gz") as archive:
+            for name, text in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(text)
+                archive.addfile(info, io.BytesIO(text.encode()))
+        self.pin(self.sdist)
+        self.patch("0001-a.patch", PATCH_A)
+        self.patch("0002-c.patch", PATCH_C)
+        monkeypatch.setenv("KVFLASH_LLAMA_SDIST", str(self.sdist))
+
+    def pin(self, sdist: Path) -> None:
+        digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+        lock = f"llama-cpp-python==1.2 --hash=sha256:{digest}\n"
+        (self.tree.parent / "llama.cpp.lock").write_text(lock)
+
+    def patch(self, name: str, text: str) -> Path:
+        path = self.patches / name
+        path.write_text(text)
+        return path
+
+    def fill(self) -> str:
+        return str(vendor.fill(self.layout))
+
+    def read(self, name: str) -> str:
+        return (self.tree / name).read_text()
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        text = self.read(name)
+        assert old in text
+        (self.tree / name).write_text(text.replace(old, new))
+
+    def state(self) -> dict[str, tuple[bytes, int]]:
+        """Every file of the tree, with its time."""
+        files = sorted(path for path in self.tree.rglob("*") if path.is_file())
+        return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    def age(self) -> None:
+        """Give every file of the tree an old time."""
+        for path in self.tree.rglob("*"):
+            os.utime(path, ns=(10**18, 10**18))
+
+    def mtime(self, name: str) -> int:
+        return (self.tree / name).stat().st_mtime_ns
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(self.tree.parent / "vendor.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def staging(self) -> list[Path]:
+        return list(self.tree.parent.glob(".llama.cpp.staging-*"))
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    return Repository(tmp_path, monkeypatch)
+
+
+def refused(capsys: pytest.CaptureFixture[str], repo: Repository, command: str = "fill") -> str:
+    """The sentence with which main() refuses the command; nothing may be left behind."""
+    before = repo.state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor, "__file__", str(repo.root / "vendor" / "vendor.py"))
+        assert vendor.main([command]) == 1
+    assert repo.state() == before
+    assert repo.staging() == []
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("vendor: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_fill(repo: Repository) -> None:
+    assert repo.fill() == f"{repo.tree} is now llama-cpp-python 1.2 + 2 patches"
+    names = {path.relative_to(repo.tree).as_posix() for path in repo.tree.rglob("*") if path.is_file()}
+    assert names == {*UPSTREAM, ".kvflash-vendor.json"}
+    assert repo.read("src/a.cpp") == TEN_LINES.replace("line 5", "line FIVE")
+    assert repo.read("src/b.cpp") == TEN_LINES
+    assert repo.read("ggml/src/c.c") == "// first\nint c;\n"
+    assert repo.staging() == []
+
+
+def test_fill_twice(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo.fill()
+    before = repo.state()
+    monkeypatch.setenv("KVFLASH_LLAMA_SDIST", "/nonexistent")  # not needed when there is nothing to do
+    assert repo.fill() == f"{repo.tree} is up to date"
+    assert repo.state() == before
+
+
+def test_fill_without_patches(repo: Repository) -> None:
+    shutil.rmtree(repo.patches)
+    assert repo.fill().endswith("+ 0 patches")
+    assert repo.read("src/a.cpp") == TEN_LINES
+
+
+def test_fill_from_the_cache(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
+    cache = repo.tree.parent / "cache"
+    cache.mkdir()
+    shutil.copy(repo.sdist, cache / "llama_cpp_python-1.2.tar.gz")
+    repo.fill()
+    assert repo.read("LICENSE") == "MIT\n"
+
+
+def test_changed_patches_are_applied(repo: Repository) -> None:
+    repo.fill()
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+    repo.fill()
+    assert "line 5.0\n" in repo.read("src/a.cpp")
+    (repo.patches / "0001-a.patch").unlink()
+    repo.fill()
+    assert repo.read("src/a.cpp") == TEN_LINES
+    repo.patch("0001-a.patch", PATCH_A)
+    repo.fill()
+    assert "line FIVE\n" in repo.read("src/a.cpp")
+
+
+def test_changed_pin_is_unpacked(repo: Repository) -> None:
+    repo.fill()
+    with tarfile.open(repo.sdist, "w:gz") as archive:
+        for name, text in (UPSTREAM | {"src/b.cpp": "new\n"}).items():
+            info = tarfile.TarInfo(f"{PREFIX}/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    repo.pin(repo.sdist)
+    repo.fill()
+    assert repo.read("src/b.cpp") == "new\n"
+
+
+def test_times(repo: Repository) -> None:
+    repo.fill()
+    first = repo.mtime("src/b.cpp")
+    assert first > 10**18  # not the sdist's time, which is 0
+    repo.age()
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+    (repo.patches / "0002-c.patch").unlink()
+    repo.fill()
+    assert repo.mtime("src/b.cpp") == 10**18
+    assert repo.mtime("src/a.cpp") >= first
+    assert repo.mtime("ggml/src/c.c") >= first  # back to upstream's text, and so newer than its object
+
+
+@pytest.mark.parametrize("command", ["fill", "check"])
+def test_wrong_hash(repo: Repository, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    repo.fill()
+    repo.patch("0003-b.patch", "Files: src/b.cpp\n")
+    repo.sdist.write_bytes(b"garbage")
+    sentence = refused(capsys, repo, command)
+    actual = hashlib.sha256(b"garbage").hexdigest()
+    assert re.search(rf"wrong sha256 \(expected [0-9a-f]{{64}}, actual {actual}\)", sentence)
+
+
+def test_wrong_hash_in_the_cache(
+    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
+    cached = repo.tree.parent / "cache" / "llama_cpp_python-1.2.tar.gz"
+    cached.parent.mkdir()
+    cached.write_bytes(b"garbage")
+    assert f"{cached} has the wrong sha256" in refused(capsys, repo)
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"), [("/nonexistent/x", "No such file or directory"), ("/", "Is a directory")]
+)
+def test_unreadable_sdist(
+    repo: Repository,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("KVFLASH_LLAMA_SDIST", named)
+    assert f"KVFLASH_LLAMA_SDIST={named} cannot be read: {reason}" in refused(capsys, repo)
+
+
+def test_sdist_not_a_tar(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.sdist.write_bytes(b"garbage")
+    repo.pin(repo.sdist)
+    assert "is not a readable tar file" in refused(capsys, repo)
+
+
+def test_sdist_cut_short(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.sdist.write_bytes(repo.sdist.read_bytes()[:-60])
+    repo.pin(repo.sdist)
+    assert "is not a readable tar file" in refused(capsys, repo)
+
+
+def test_sdist_without_llama_cpp(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    with tarfile.open(repo.sdist, "w:gz"):
+        pass
+    repo.pin(repo.sdist)
+    assert f"has no llama.cpp source in {PREFIX}/" in refused(capsys, repo)
+
+
+@pytest.mark.parametrize("text", ["", "llama-cpp-python==1.2\n", "a==1 --hash=sha256:12\n", "x\nx\n"])
+def test_malformed_lock(repo: Repository, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    lock = repo.tree.parent / "llama.cpp.lock"
+    lock.write_text(text)
+    assert f"{lock} is not one line `name==version --hash=" in refused(capsys, repo)
+
+
+@pytest.mark.parametrize("command", ["fill", "check", "patches"])
+@pytest.mark.parametrize("stamp", [None, "", "[]", "{}", '{"pin": ""'])
+def test_foreign_tree(
+    repo: Repository, capsys: pytest.CaptureFixture[str], stamp: str | None, command: str
+) -> None:
+    (repo.tree / "src").mkdir(parents=True)
+    (repo.tree / "src" / "a.cpp").write_text("mine\n")
+    if stamp is not None:
+        (repo.tree / ".kvflash-vendor.json").write_text(stamp)
+    sentence = refused(capsys, repo, command)
+    assert f"{repo.tree} lacks a valid .kvflash-vendor.json: delete it and run `make vendor`" in sentence
+
+
+def test_recorded_file_missing(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    (repo.tree / "src" / "b.cpp").unlink()
+    assert "lacks src/b.cpp: delete it and run `make vendor`" in refused(capsys, repo)
+
+
+def test_tree_does_not_exist(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("check", "patches"):
+        assert "does not exist: run `make vendor`" in refused(capsys, repo, command)
+
+
+def test_local_edits_survive(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    for name in ("src/a.cpp", "src/b.cpp", "CMakeLists.txt"):
+        (repo.tree / name).write_text("mine\n")
+    (repo.tree / "src" / "new.cpp").write_text("mine\n")
+    assert "is up to date" in repo.fill()  # edits alone are no reason to do anything
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+    sentence = refused(capsys, repo)
+    assert "has local edits (CMakeLists.txt, src/a.cpp, src/b.cpp and 1 more)" in sentence
+    assert f"`make patches` keeps them, deleting {repo.tree} drops them" in sentence
+    assert repo.read("src/new.cpp") == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        (PATCH_A.replace("line 4", "line four"), "hunk no.1 doesn't match source file at line 4"),
+        (PATCH_A.replace("-4,3 +4,3", "-3,3 +3,3"), "hunk no.1 doesn't match"),  # no offset
+        (PATCH_A.replace("-line 5", "-line FIVE").replace("line 4", "line 3"), "src/a.cpp"),
+        (PATCH_A.replace("-4,3 +4,3", "-40,3 +40,3"), "premature end of source file src/a.cpp at hunk 1"),
+        (PATCH_A.replace("src/a.cpp", "src/none.cpp"), "source/target file does not exist: --- src/none.cpp"),
+    ],
+)
+def test_patch_does_not_apply(
+    repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str
+) -> None:
+    repo.fill()
+    repo.patch("0001-a.patch", patch)
+    for command in ("fill", "check"):
+        sentence = refused(capsys, repo, command)
+        assert "patches/0001-a.patch does not apply: " in sentence
+        assert reason in sentence
+    assert "line FIVE\n" in repo.read("src/a.cpp")
+    assert Path.cwd().exists()
+
+
+def test_crash_of_patch_ng(
+    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise IndexError("list index out of range")  # what some overlapping hunks cause
+
+    monkeypatch.setattr("patch_ng.PatchSet.apply", crash)
+    assert "patches/0001-a.patch does not apply: IndexError('list index" in refused(capsys, repo)
+
+
+def test_patch_already_applied(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    """patch_ng takes such a patch for a success."""
+    reverse = PATCH_A.replace("-line 5\n+line FIVE", "-line FIVE\n+line 5")
+    repo.patch("0001-a.patch", reverse)
+    assert "patches/0001-a.patch does not apply: " in refused(capsys, repo)
+
+
+HUNK = "@@ -4,3 +4,3 @@\n line 4\n-line 5\n+line FIVE\n line 6\n"
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        ("words\n", "holds neither a `--- a/...` diff nor a `Files:` line"),
+        ("", "holds neither"),
+        (PATCH_A.replace("+4,3", "+4,2"), "is malformed"),
+        (PATCH_A.replace("-4,3 +4,3", "-4,2 +4,2"), "lines that belong to no hunk"),
+        (PATCH_A + "-- \n2.39\n", "is malformed"),
+        (PATCH_A + "diff --git a/src/b.cpp b/src/b.cpp\n" + PATCH_C, "lines that belong to no hunk"),
+        ("--- a/src/a.cpp\n+++ b/src/a.cpp\n", "is malformed"),
+        ("--- a/src/a.cpp\n", "is malformed"),
+        (PATCH_A.replace("+++ b/src/a.cpp", "+++ b/src/b.cpp"), "does more than change files"),
+        (PATCH_A.replace("+++ b/src/a.cpp", "+++ /dev/null"), "does more than change files"),
+        (PATCH_A.replace("/src/a.cpp", "/../../../x"), "is malformed"),
+        (PATCH_A + HUNK, "does not apply: "),
+    ],
+)
+def test_malformed_patch(
+    repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str
+) -> None:
+    (repo.patches / "0002-c.patch").unlink()
+    repo.patch("0001-a.patch", patch)
+    sentence = refused(capsys, repo)
+    assert "patches/0001-a.patch " in sentence
+    assert reason in sentence
+
+
+def test_two_patches_with_one_file(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    for text in (PATCH_A, "Files: src/a.cpp\n"):
+        repo.patch("0003-again.patch", text)
+        for command in ("fill", "check", "patches"):
+            sentence = refused(capsys, repo, command)
+            assert "patches/0001-a.patch and patches/0003-again.patch both have src/a.cpp" in sentence
+
+
+def test_round_trip(repo: Repository) -> None:
+    repo.fill()
+    repo.edit("src/a.cpp", "line 1\n", "line 0\nline 1\n")
+    repo.edit("src/a.cpp", "line 10\n", "line 9.5\nline 10\n")
+    repo.edit("src/b.cpp", "line 3\n", "-- a/x\n++ b/x\n\n\f\n")
+    repo.edit("ggml/src/c.c", "// first\n", "// first\n\n// é\n")
+    repo.patch("0003-b.patch", "A new one.\nFiles: src/b.cpp")
+    edited = repo.state()
+    assert vendor.regenerate(repo.layout) == "3 of 3 patches rewritten"
+    assert "is up to date" in repo.fill()
+    assert "equals llama-cpp-python 1.2 + 3 patches" in vendor.check(repo.layout)
+    stamp = str(repo.tree / ".kvflash-vendor.json")
+    assert {**repo.state(), stamp: None} == {**edited, stamp: None}
+    assert (repo.patches / "0001-a.patch").read_text() == (
+        "Why a.cpp changes.\n\n"
+        "--- a/src/a.cpp\n+++ b/src/a.cpp\n"
+        "@@ -1 +1,2 @@\n+line 0\n line 1\n"
+        "@@ -4,3 +5,3 @@\n line 4\n-line 5\n+line FIVE\n line 6\n"
+        "@@ -9,2 +10,3 @@\n line 9\n+line 9.5\n line 10\n"
+    )
+    assert (repo.patches / "0003-b.patch").read_text() == (
+        "A new one.\nFiles: src/b.cpp\n"
+        "--- a/src/b.cpp\n+++ b/src/b.cpp\n"
+        "@@ -2,3 +2,6 @@\n line 2\n-line 3\n+-- a/x\n+++ b/x\n+\n+\f\n line 4\n"
+    )
+    assert vendor.regenerate(repo.layout) == "0 of 3 patches rewritten"
+    shutil.rmtree(repo.tree)
+    repo.fill()
+    assert {name: text for name, (text, _) in repo.state().items() if name != stamp} == {
+        name: text for name, (text, _) in edited.items() if name != stamp
+    }
+
+
+def test_lines_that_look_like_a_diff_can_go(repo: Repository) -> None:
+    upstream = "-- a/src/x\n++ b/src/x\n-- \nlast\n"
+    with tarfile.open(repo.sdist, "w:gz") as archive:
+        info = tarfile.TarInfo(f"{PREFIX}/src/d.sql")
+        info.size = len(upstream)
+        archive.addfile(info, io.BytesIO(upstream.encode()))
+    repo.pin(repo.sdist)
+    shutil.rmtree(repo.patches)
+    repo.patches.mkdir()
+    repo.fill()
+    (repo.tree / "src" / "d.sql").write_text("last\n")
+    repo.patch("0001-d.patch", "Files: src/d.sql\n")
+    vendor.regenerate(repo.layout)
+    assert "\n--- a/src/x\n" in (repo.patches / "0001-d.patch").read_text()
+    assert "equals" in vendor.check(repo.layout)
+
+
+def test_header_alone_changes_nothing(repo: Repository) -> None:
+    repo.fill()
+    repo.patch("0001-a.patch", PATCH_A.replace("Why", "How"))
+    assert "is up to date" in repo.fill()
+    repo.edit("src/b.cpp", "line 2\n", "")
+    repo.patch("0001-a.patch", "# Files: src/a.cpp src/b.cpp\n" + PATCH_A)
+    assert vendor.regenerate(repo.layout) == "1 of 2 patches rewritten"
+    assert (repo.patches / "0001-a.patch").read_text().startswith("# Files: src/a.cpp src/b.cpp\nWhy a.cpp")
+
+
+def test_patch_that_changed_since_the_fill(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+    repo.edit("ggml/src/c.c", "// first", "// 1st")
+    vendor.regenerate(repo.layout)
+    assert capsys.readouterr().err == (
+        "vendor: note: patches/0001-a.patch had changes that the tree lacks, see `git diff`\n"
+    )
+    assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
+
+
+def test_edit_in_no_patch(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    repo.edit("src/b.cpp", "line 3\n", "mine\n")
+    repo.edit("src/a.cpp", "line 3\n", "mine\n")
+    sentence = refused(capsys, repo, "patches")
+    assert "no patch names src/b.cpp: create patches/NNNN-name.patch whose header has" in sentence
+    assert "the line `Files: src/b.cpp`, then run `make patches` again" in sentence
+    assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
+
+
+def test_patches_cannot_add_files(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    (repo.tree / "src" / "new.cpp").write_text("mine\n")
+    assert "patches cannot add files: move src/new.cpp out of" in refused(capsys, repo, "patches")
+
+
+def test_patch_names_no_upstream_file(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    repo.patch("0003-x.patch", "Files: src/x.cpp\n")
+    sentence = refused(capsys, repo, "patches")
+    assert "patches/0003-x.patch names src/x.cpp, which is not upstream's" in sentence
+
+
+def test_patch_that_would_be_empty(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    repo.edit("src/a.cpp", "FIVE", "5")
+    sentence = refused(capsys, repo, "patches")
+    assert "patches/0001-a.patch would be empty, as its files equal upstream's: delete it" in sentence
+    (repo.patches / "0001-a.patch").unlink()
+    vendor.regenerate(repo.layout)
+    assert "is up to date" in repo.fill()
+
+
+@pytest.mark.parametrize("text", ["line 1\nno newline", TEN_LINES.replace("6\n", "6\r\n"), TEN_LINES[:-1]])
+def test_edit_that_no_patch_can_say(repo: Repository, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    repo.fill()
+    (repo.tree / "src" / "a.cpp").write_bytes(text.encode())
+    sentence = refused(capsys, repo, "patches")
+    assert "no patch can say the edits in src/a.cpp" in sentence
+    assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
+
+
+def test_patches_after_a_changed_pin(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    repo.sdist.write_bytes(b"another")
+    repo.pin(repo.sdist)
+    assert "is from another pin: put that back into" in refused(capsys, repo, "patches")
+
+
+def test_check(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
+    repo.fill()
+    assert vendor.check(repo.layout) == f"{repo.tree} equals llama-cpp-python 1.2 + 2 patches"
+    repo.edit("src/a.cpp", "line 1\n", "mine\n")
+    (repo.tree / "src" / "new.cpp").write_text("mine\n")
+    assert "differs from the pin + patches in src/a.cpp, src/new.cpp\n" in refused(capsys, repo, "check")
+
+
+def test_full_disk(
+    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.fill()
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.TarFile, "extractall", full)
+        assert "No space left on device: 'somewhere'" in refused(capsys, repo)
+    monkeypatch.setattr(vendor.Path, "rename", full)
+    assert "No space left on device: 'somewhere'" in refused(capsys, repo)
+
+
+def test_failing_swap_restores_the_tree(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo.fill()
+    before = repo.state()
+    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
+    rename = Path.rename
+
+    def fail_for_new(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_new)
+    with pytest.raises(KeyboardInterrupt):
+        repo.fill()
+    assert repo.state() == before
+    assert repo.staging() == []
+
+
+def fake_modules(directory: Path, monkeypatch: pytest.MonkeyPatch, pip: str | None) -> None:
+    """Put a fake pip and scikit_build_core first on the path."""
+    directory.mkdir()
+    if pip is not None:
+        (directory / "pip.py").write_text(pip)
+    (directory / "scikit_build_core.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
+
+
+def test_download(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = "sys.argv[sys.argv.index('-d') + 1] + '/any-name.tar.gz'"
+    monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH", "/nonexistent")  # as in a build with its own backend
+    pip = "import os; assert '_PYPROJECT_HOOKS_BACKEND_PATH' not in os.environ\n"
+    pip += f"import shutil, sys; shutil.copy({str(repo.sdist)!r}, {target})\n"
+    fake_modules(repo.root / "modules", monkeypatch, pip)
+    done = repo.run("fill")
+    assert done.stderr == "downloading llama-cpp-python 1.2 (77 MB) ...\n"
+    assert done.returncode == 0
+    cache = repo.tree.parent / "cache"
+    assert [path.name for path in cache.iterdir()] == ["llama_cpp_python-1.2.tar.gz"]
+    assert "+ 2 patches" in done.stdout
+
+
+def test_download_fails(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = "import sys; sys.exit('WARNING: retry\\nERROR: one\\nERROR: No matching distribution\\n')\n"
+    fake_modules(repo.root / "modules", monkeypatch, pip)
+    done = repo.run("fill")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "downloading llama-cpp-python 1.2 (77 MB) ...\n"
+        "vendor: error: pip could not download llama-cpp-python (No matching distribution): "
+        "check the network, or name a downloaded sdist in KVFLASH_LLAMA_SDIST\n"
+    )
+    assert list((repo.tree.parent / "cache").iterdir()) == []
+    assert not repo.tree.exists()
+
+
+@pytest.mark.parametrize("module", ["pip", "scikit_build_core"])
+def test_download_needs(
+    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
+    find_spec = importlib.util.find_spec
+    # A module that is surely there stands for those that are not the one under test.
+    monkeypatch.setattr(
+        vendor.importlib.util, "find_spec", lambda name: None if name == module else find_spec("json")
+    )
+    sentence = refused(capsys, repo)
+    assert f"downloading llama-cpp-python needs {module}, which is missing: run `" in sentence
+    assert "or name a downloaded sdist in KVFLASH_LLAMA_SDIST" in sentence
+
+
+def test_patch_ng_missing(
+    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "patch_ng", None)
+    assert "patch-ng is missing: run `" in refused(capsys, repo)
+
+
+def test_command_line(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = repo.run("fill")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"vendor: {repo.tree} is now llama-cpp-python 1.2 + 2 patches\n"
+    repo.edit("src/b.cpp", "line 3\n", "mine\n")
+    for command, words in (
+        ("patches", "no patch names src/b.cpp"),
+        ("check", "differs from the pin + patches in src/b.cpp"),
+    ):
+        done = repo.run(command)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("vendor: error: ")
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    shutil.rmtree(repo.tree)
+    monkeypatch.setenv("KVFLASH_LLAMA_SDIST", "/nonexistent/x")
+    done = repo.run("fill")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "vendor: error: KVFLASH_LLAMA_SDIST=/nonexistent/x cannot be read: No such file or directory\n"
+    )
+    for arguments in ((), ("empty",)):
+        done = repo.run(*arguments)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+def test_two_fills_at_once(repo: Repository) -> None:
+    command = [sys.executable, str(repo.tree.parent / "vendor.py"), "fill"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = sorted(run.communicate()[0].split()[3] for run in runs)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert outputs == ["now", "up"]  # one of them filled, and the other waited and had nothing to do
+    assert "equals" in vendor.check(repo.layout)
+
+
+def test_what_a_killed_run_left_is_removed(repo: Repository) -> None:
+    (repo.tree.parent / ".llama.cpp.staging-1" / "new").mkdir(parents=True)
+    repo.fill()
+    assert repo.staging() == []
