@@ -42,10 +42,12 @@ typedef int32_t llama_seq_id;
 enum llama_flash_attn_type {
     LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED, ...
 };
+enum llama_load_mode { LLAMA_LOAD_MODE_AUTO, LLAMA_LOAD_MODE_NONE, ... };
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
 struct llama_model_params {
     int32_t n_gpu_layers;
+    enum llama_load_mode load_mode;
     llama_progress_callback progress_callback;
     void * progress_callback_user_data;
     bool no_alloc;

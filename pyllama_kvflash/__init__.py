@@ -1,0 +1,62 @@
+"""Long prompts through a fixed pool of KV cache.
+
+    from pyllama_kvflash import KVFlash, Token
+
+    with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048) as kv:
+        for event in kv.generate(prompt, max_tokens=64):
+            if isinstance(event, Token):
+                print(event.text, end="")
+
+What is listed in `__all__` is the public interface. Errors are in `pyllama_kvflash.errors`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.engine import KVFlash, Residency
+    from pyllama_kvflash.errors import KVFlashError
+    from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token, as_dict
+    from pyllama_kvflash.native import Sampling
+    from pyllama_kvflash.options import Options
+
+_HOME = {
+    "Done": "events",
+    "Event": "events",
+    "KVFlash": "engine",
+    "KVFlashError": "errors",
+    "Options": "options",
+    "Paged": "events",
+    "Prefill": "events",
+    "Residency": "engine",
+    "Sampling": "native",
+    "Stats": "events",
+    "Token": "events",
+    "as_dict": "events",
+}
+
+__all__ = [
+    "Done",
+    "Event",
+    "KVFlash",
+    "KVFlashError",
+    "Options",
+    "Paged",
+    "Prefill",
+    "Residency",
+    "Sampling",
+    "Stats",
+    "Token",
+    "__version__",
+    "as_dict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used: the policies, and `--help`, work without the compiled part."""
+    if name not in _HOME:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -57,7 +57,7 @@ class KVFlash:
         self.n_pool = loaded.n_pool
         self.notes = loaded.notes
         self.warnings = loaded.warnings
-        self._kv_full_bytes = loaded.token_bytes * loaded.options.n_ctx
+        self._full_bytes = loaded.full_bytes
         self._n_tokens = 0
         self._consistent = True
         self._pages_out = self._pages_in = self._stored = 0
@@ -71,9 +71,7 @@ class KVFlash:
             self._store = HostStore(self.ctx.pool_info().record_bytes)
 
     @classmethod
-    def from_file(
-        cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any
-    ) -> Self:
+    def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
         """Load a GGUF file. options: the fields of Options; progress: called with 0.0 to 1.0 while it loads.
 
         Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled).
@@ -421,7 +419,13 @@ class KVFlash:
         return self._store.held_bytes if self._store is not None else 0
 
     def stats(
-        self, *, n_prompt: int = 0, n_generated: int = 0, prefill_s: float = 0, decode_s: float = 0, seed: int | None = None
+        self,
+        *,
+        n_prompt: int = 0,
+        n_generated: int = 0,
+        prefill_s: float = 0,
+        decode_s: float = 0,
+        seed: int | None = None,
     ) -> Stats:
         """Memory and page traffic now, with the counts and times given."""
         kv = self.ctx.kv_bytes()
@@ -434,7 +438,7 @@ class KVFlash:
             n_ctx=self.options.n_ctx,
             n_pool=self.n_pool,
             kv_device_bytes=kv.attn,
-            kv_full_bytes=self._kv_full_bytes,
+            kv_full_bytes=self._full_bytes,
             other_device_bytes=kv.swa + kv.recurrent,
             host_bytes=self.host_bytes,
             chunks=ledger.n_chunks if ledger else 0,

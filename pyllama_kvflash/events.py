@@ -15,7 +15,7 @@ class Stats:
     n_ctx: int  # logical positions
     n_pool: int | None  # cells of the pool, None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
-    kv_full_bytes: int  # what the full cache of n_ctx positions takes
+    kv_full_bytes: int  # what the full cache of n_ctx positions (rounded up to 256) takes
     other_device_bytes: int  # sliding-window KV and recurrent state
     host_bytes: int  # records of sealed chunks in host memory
     chunks: int  # chunks of the sequence

@@ -16,13 +16,13 @@ _GGUF_MAGIC = b"GGUF"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model and its context. token_bytes: full-attention KV of one token; n_pool None: the full cache."""
+    """A model and its context. full_bytes: full-attention KV of the whole context; n_pool None: the full cache."""
 
     model: Model
     ctx: Context
     options: Options
     n_pool: int | None
-    token_bytes: int
+    full_bytes: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -60,7 +60,8 @@ def _load(model: Model, options: Options) -> Loaded:
     if size.n_pool is not None:
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, fingerprint=fingerprint(model.path))
     ctx = _context(model, options, pool)
-    return Loaded(model, ctx, options, size.n_pool, token_bytes, size.notes, size.warnings)
+    full_bytes = token_bytes * ctx.n_ctx
+    return Loaded(model, ctx, options, size.n_pool, full_bytes, size.notes, size.warnings)
 
 
 def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:

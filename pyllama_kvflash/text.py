@@ -28,7 +28,7 @@ class TextStream:
 
     def flush(self) -> str:
         """What was held back, at the end of the generation; an incomplete UTF-8 sequence becomes U+FFFD."""
-        rest = self._held + self._decode(b"", final=True)  # type: ignore[call-arg]
+        rest = self._held + self._decode(b"", final=True)
         self._held = ""
         return "" if self.stopped else rest
 

@@ -278,9 +278,7 @@ def test_malformed_lock(repo: Repository, capsys: pytest.CaptureFixture[str], te
 
 @pytest.mark.parametrize("command", ["fill", "check", "patches"])
 @pytest.mark.parametrize("stamp", [None, "", "[]", "{}", '{"pin": ""'])
-def test_foreign_tree(
-    repo: Repository, capsys: pytest.CaptureFixture[str], stamp: str | None, command: str
-) -> None:
+def test_foreign_tree(repo: Repository, capsys: pytest.CaptureFixture[str], stamp: str | None, command: str) -> None:
     (repo.tree / "src").mkdir(parents=True)
     (repo.tree / "src" / "a.cpp").write_text("mine\n")
     if stamp is not None:
@@ -323,9 +321,7 @@ def test_local_edits_survive(repo: Repository, capsys: pytest.CaptureFixture[str
         (PATCH_A.replace("src/a.cpp", "src/none.cpp"), "source/target file does not exist: --- src/none.cpp"),
     ],
 )
-def test_patch_does_not_apply(
-    repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str
-) -> None:
+def test_patch_does_not_apply(repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str) -> None:
     repo.fill()
     repo.patch("0001-a.patch", patch)
     for command in ("fill", "check"):
@@ -373,9 +369,7 @@ HUNK = "@@ -4,3 +4,3 @@\n line 4\n-line 5\n+line FIVE\n line 6\n"
         (PATCH_A + HUNK, "does not apply: "),
     ],
 )
-def test_malformed_patch(
-    repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str
-) -> None:
+def test_malformed_patch(repo: Repository, capsys: pytest.CaptureFixture[str], patch: str, reason: str) -> None:
     (repo.patches / "0002-c.patch").unlink()
     repo.patch("0001-a.patch", patch)
     sentence = refused(capsys, repo)
@@ -520,9 +514,7 @@ def test_check(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     assert "differs from the pin + patches in src/a.cpp, src/new.cpp\n" in refused(capsys, repo, "check")
 
 
-def test_full_disk(
-    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     repo.fill()
     repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
 
@@ -599,9 +591,7 @@ def test_download_needs(
     monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
     find_spec = importlib.util.find_spec
     # A module that is surely there stands for those that are not the one under test.
-    monkeypatch.setattr(
-        vendor.importlib.util, "find_spec", lambda name: None if name == module else find_spec("json")
-    )
+    monkeypatch.setattr(vendor.importlib.util, "find_spec", lambda name: None if name == module else find_spec("json"))
     sentence = refused(capsys, repo)
     assert f"downloading llama-cpp-python needs {module}, which is missing: run `" in sentence
     assert "or name a downloaded sdist in KVFLASH_LLAMA_SDIST" in sentence

@@ -443,9 +443,7 @@ def _list(names: Sequence[str], limit: int = 3) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command on the repository that holds this script; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Keep vendor/llama.cpp equal to the pinned source + patches."
-    )
+    parser = argparse.ArgumentParser(description="Keep vendor/llama.cpp equal to the pinned source + patches.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, function, text in (
         ("fill", fill, "make vendor/llama.cpp the pinned source + patches (nothing to do if it is)"),

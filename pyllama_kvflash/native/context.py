@@ -114,6 +114,7 @@ class Context:
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
         self.handle = out[0]
         self.model = model
+        self.n_ctx = int(lib.llama_n_ctx(self.handle))  # as asked for, rounded up to 256
         self.pooled = pool is not None
 
     def close(self) -> None:

@@ -6,13 +6,14 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from pyllama_kvflash import errors
 
 try:
-    from pyllama_kvflash.native import _kvflash
+    _kvflash: Any = import_module("pyllama_kvflash.native._kvflash")
 except ImportError as err:  # a source tree that was never built
     msg = f"the compiled part of pyllama_kvflash is missing ({err}): run `pip install .` in the project"
     raise ImportError(msg) from err

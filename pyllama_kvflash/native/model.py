@@ -67,6 +67,8 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.no_alloc = no_alloc
+        if no_alloc:
+            params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapped weights are real ones
         state = _Progress(progress or (lambda _: None))
         keep = ffi.new_handle(state)
         params.progress_callback = lib.kvf_on_progress
@@ -112,7 +114,7 @@ class Model:
         buf = ffi.new("char[]", 256)
         lib.llama_model_desc(self.handle, buf, 256)
         text: str = ffi.string(buf).decode("utf-8", "replace")
-        return text
+        return text.replace("?B", f"{self.n_params / 1e6:.1f}M")  # "?B": a size that llama.cpp has no name for
 
     @property
     def refusal(self) -> str | None:

@@ -38,7 +38,9 @@ class Sampler:
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
         if sampling.repeat_penalty != 1.0:
-            self._add(lib.llama_sampler_init_penalties(n_vocab, sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0))
+            self._add(
+                lib.llama_sampler_init_penalties(n_vocab, sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0)
+            )
         if sampling.greedy:
             self._add(lib.llama_sampler_init_greedy())
             return

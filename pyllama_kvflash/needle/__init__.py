@@ -4,6 +4,12 @@ The document grammar is the one the bundled `needle-7m` model was trained on.  S
 here imports another part of the package, so prompts can be made without the native code.
 """
 
+from pathlib import Path
+from typing import Final
+
 from .prompt import MAX_NEEDLES, Needle, NeedlePrompt, make_prompt
 
-__all__ = ["MAX_NEEDLES", "Needle", "NeedlePrompt", "make_prompt"]
+__all__ = ["BUNDLED_MODEL", "MAX_NEEDLES", "Needle", "NeedlePrompt", "make_prompt"]
+
+BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
+"""The model that ships with the package: it recalls secret codes in up to 64K tokens, and knows nothing else."""

@@ -89,9 +89,7 @@ def make_prompt(
     rng = random.Random(seed)
     keys = _draw_keys(rng, n_needles, held_out=held_out)
     answers = _draw_answers(rng, n_needles)
-    statements = [
-        _STATEMENT.format(key=key, answer=answer) for key, answer in zip(keys, answers, strict=True)
-    ]
+    statements = [_STATEMENT.format(key=key, answer=answer) for key, answer in zip(keys, answers, strict=True)]
     lines = [statement + "\n" for statement in statements]
     needed = count("".join(lines))
     if needed > n_tokens:

@@ -105,7 +105,8 @@ class Ledger:
 
     def evictable(self) -> Mask:
         """Which chunks could leave the pool now (n_chunks,)."""
-        return (self._state == State.RESIDENT) & self._stored & ~self.protected()
+        mask: Mask = (self._state == State.RESIDENT) & self._stored & ~self.protected()
+        return mask
 
     def new_chunks(self, n_tokens: int) -> int:
         """Blocks that writing n_tokens more positions takes."""
@@ -187,13 +188,19 @@ class Ledger:
         n = self.n_chunks
         self._expect(n == -(-self.n_tokens // self.chunk), f"{n} chunks for {self.n_tokens} positions")
         self._expect(len(self._stored) == len(self._touched) == n, "arrays of different length")
-        self._expect(0 <= self.n_free, f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool")
+        self._expect(
+            self.n_free >= 0, f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool"
+        )
         self._expect(
             self.n_free + self.n_in_flight + self.n_resident == self.n_block, "free + in flight + resident != pool"
         )
-        self._expect(bool(np.all(self._stored[self._state != State.RESIDENT])), "a chunk is neither resident nor stored")
+        self._expect(
+            bool(np.all(self._stored[self._state != State.RESIDENT])), "a chunk is neither resident nor stored"
+        )
         self._expect(not np.any(self._stored[self.n_sealed :]), "a record of a chunk that is not sealed")
-        self._expect(bool(np.all(self._state[self.n_sealed :] == State.RESIDENT)), "a chunk being written is not resident")
+        self._expect(
+            bool(np.all(self._state[self.n_sealed :] == State.RESIDENT)), "a chunk being written is not resident"
+        )
 
     def _touch(self, chunks: int | slice) -> None:
         self._tick += 1

@@ -75,7 +75,9 @@ def resolve_pool(
     elif n_pool != wanted:
         notes.append(f"pool rounded up from {wanted} to {n_pool} tokens (steps of {CELLS})")
     if n_pool >= n_ctx:
-        notes.append(f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache")
+        notes.append(
+            f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache"
+        )
         return PoolSize(None, tuple(notes), tuple(warnings))
     return PoolSize(n_pool, tuple(notes), tuple(warnings))
 

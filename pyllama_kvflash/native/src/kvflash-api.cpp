@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 #include <string>
@@ -62,9 +63,26 @@ static int fail(int status, const std::string & what) {
     return status;
 }
 
+// calls of guard() that this thread is in
+static thread_local int g_guarded = 0;
+
+// a failed GGML_ASSERT of the library would end the process: within a guard() it becomes an exception instead. its state
+// may be damaged then, but the caller can still say what happened, and keep what it has
+static void on_abort(const char * message) {
+    if (g_guarded > 0) {
+        throw kvf_failure(KVF_E_BACKEND, message);
+    }
+    fprintf(stderr, "%s\n", message);
+}
+
 // run f, and turn whatever it throws into a status
 template <typename F>
 static int guard(F && f) {
+    struct enter {
+        enter()  { g_guarded++; }
+        ~enter() { g_guarded--; }
+    } const inside;
+
     g_error.clear();
     try {
         f();
@@ -114,7 +132,11 @@ void kvf_init(int min_level) {
     static std::once_flag once;
     g_min_level = min_level;
     std::call_once(once, [] {
+#ifndef _WIN32
+        setenv("GGML_NO_BACKTRACE", "1", 0); // it would start a debugger on the process
+#endif
         llama_log_set(log_line, nullptr);
+        ggml_set_abort_callback(on_abort);
         llama_backend_init();
     });
 }

@@ -1,0 +1,64 @@
+# kvflash: `make run` and `make test` set up what they need. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# what an installed package depends on; Python files are used where they lie
+SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
+           $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
+
+.PHONY: help run test lint format build build-cuda wheel vendor vendor-check patches bench docs clean
+
+help:               ## this list
+	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+run: build          ## set up, then a 32K-token prompt through a 2,048-token pool beside the full cache
+	$(BIN)/kvflash demo
+
+test: build         ## set up, then all tests
+	$(BIN)/python -m pytest
+
+build: $(VENV)/.installed  ## build and install into .venv, with what the tests need
+
+$(VENV)/.installed: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "kvflash needs Python 3.11 or later: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+build-cuda:         ## the same with CUDA
+	CMAKE_ARGS="-DGGML_CUDA=ON $(CMAKE_ARGS)" $(MAKE) --always-make build
+
+wheel: build        ## one abi3 wheel in dist/
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+lint: build         ## formatting, ruff, mypy, clang-format
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror pyllama_kvflash/native/src/*.cpp pyllama_kvflash/native/src/*.h tests/native/*.cpp
+
+format: build       ## format the Python code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only .
+
+vendor: build       ## fill vendor/llama.cpp from the pinned sdist, and patch it
+	$(BIN)/python vendor/vendor.py fill
+
+vendor-check: build ## the patches apply cleanly to the pin, and vendor/llama.cpp is what they make of it
+	$(BIN)/python vendor/vendor.py check
+
+patches: build      ## write patches/ from the edits in vendor/llama.cpp
+	$(BIN)/python vendor/vendor.py patches
+
+bench: build        ## decode speed, memory and Python overhead on this CPU, as Markdown
+	$(BIN)/python bench/cpu.py
+
+docs: build         ## write the help texts into docs/CLI.md
+	$(BIN)/python docs/cli.py
+
+clean:              ## remove what was built; vendor/cache and .venv stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,77 @@
+"""The command line. Library errors become messages and exit codes here, and nowhere else."""
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pyllama_kvflash import __version__
+from pyllama_kvflash.cli.demo import demo
+from pyllama_kvflash.cli.inspect import inspect
+from pyllama_kvflash.cli.run import run
+from pyllama_kvflash.errors import KVFlashError
+
+EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+HELP = """Run long prompts through a fixed pool of KV cache.
+
+A model's KV cache grows with the context. kvflash keeps a fixed pool of it on the device and pages the rest, in chunks
+of 64 tokens, to host memory and back, bit for bit. Device memory and decode speed then do not depend on the context.
+
+\b
+  kvflash demo                                        a 32K prompt, full cache against a 2K pool
+  kvflash run model.gguf -f long.txt                  a prompt file, pool chosen from free memory
+  kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
+  kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
+  kvflash inspect model.gguf                          what can be pooled, and what it costs
+
+\b
+Exit codes: 0 done; 1 it failed while running; 2 an option, a file or the prompt is at fault; 130 stopped by Ctrl-C.
+"""
+
+
+class Group(click.Group):
+    """A group whose commands end with one sentence and an exit code, never with a traceback."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Run the command line and exit."""
+        extra["standalone_mode"] = False
+        try:
+            sys.exit(super().main(args, **extra) or 0)
+        except click.ClickException as err:
+            err.show()
+            sys.exit(err.exit_code)
+        except KVFlashError as err:
+            _fail(str(err), err.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            _fail("interrupted", EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
+            sys.exit(EXIT_RUNTIME)
+        except OSError as err:
+            what = f"{err.filename}: {err.strerror}" if err.filename else str(err.strerror)
+            if err.errno == errno.ENOSPC:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+                what = "no space left on the device that the output goes to: free some, or write elsewhere"
+            _fail(what, EXIT_RUNTIME)
+        except MemoryError:
+            _fail("out of host memory: use a shorter context, a smaller cache type (-ctk, -ctv) or batch", EXIT_RUNTIME)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"kvflash: error: {message}", err=True)
+    sys.exit(code)
+
+
+@click.group(cls=Group, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="kvflash")
+def main() -> None:
+    """`kvflash`."""
+
+
+main.add_command(run)
+main.add_command(demo)
+main.add_command(inspect)

@@ -1,0 +1,123 @@
+"""`kvflash inspect`: what of a model can be pooled, and what it costs."""
+
+import json
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.loading import Probe, check_file, free_bytes, probe
+from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import auto_pool
+
+HELP = """Look at a model: architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
+
+Reads the metadata only; no weights are loaded.
+
+\b
+  kvflash inspect model.gguf
+  kvflash inspect model.gguf -c 256K --json
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What there is to say about a model."""
+
+    model: Model
+    n_ctx: int
+    probe: Probe
+    token_bytes: dict[str, int]  # by cache type
+    auto_tokens: int
+    auto_note: str
+
+
+@click.command(help=HELP, short_help="What of a model can be pooled, and what it costs.")
+@params.MODEL
+@click.option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=params.TokenCount(),
+    default=0,
+    show_default=True,
+    help="Logical context in tokens, 0: the model's.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")  # fmt: skip
+def inspect(model_arg: str | None, model: str | None, n_ctx: int, *, as_json: bool) -> None:
+    """Print what there is to say about a model."""
+    path = model_path(model_arg, model, Reporter())
+    options = Options(n_ctx=n_ctx)
+    check_file(path)
+    with Model.load(path, no_alloc=True) as loaded:
+        found = _look(loaded, options)
+        if as_json:
+            click.echo(json.dumps(_as_dict(found), ensure_ascii=False))
+        else:
+            Console(highlight=False).print(_table(found))
+
+
+def _look(model: Model, options: Options) -> Findings:
+    options = options.resolved(model.n_ctx_train)
+    seen = probe(model, options)
+    sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
+    tokens, note = (
+        auto_pool(free_bytes(), sizes["f16"], options.n_ctx) if seen.geometry.rows else (0, "nothing to pool")
+    )
+    return Findings(model, options.n_ctx, seen, sizes, tokens, note)
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """1,2,3,7 as "1-3, 7"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda p: p[1] - p[0])]
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+
+
+def _table(f: Findings) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    n = len(f.probe.layers)
+    rows = [
+        ("model", f"{f.model.path}"),
+        ("architecture", f"{f.model.meta('general.architecture')}: {f.model.description}"),
+        ("parameters", f"{f.model.n_params:,} in {mib(f.model.n_bytes)}"),
+        ("context", f"{f.n_ctx:,} tokens (trained: {f.model.n_ctx_train:,})"),
+        ("memory", f.probe.memory_class),
+        ("pool", "yes" if f.probe.refusal is None else f"no: {f.probe.refusal}"),
+        ("pooled layers", f"{n} of {f.model.n_layer}: {_ranges(f.probe.layers)}" if n else "none"),
+        ("sliding window", f"{f.model.n_swa:,} tokens, not pooled" if f.model.n_swa else "none"),
+    ]
+    for name, size in f.token_bytes.items():
+        rows.append((f"{name} cache", f"{size:,} bytes a token, {mib(size * f.n_ctx)} for the context"))
+    if f.probe.refusal is None:
+        rows.append(("auto pool", f.auto_note))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _as_dict(f: Findings) -> dict[str, Any]:
+    return {
+        "model": str(f.model.path),
+        "architecture": f.model.meta("general.architecture"),
+        "description": f.model.description,
+        "n_params": f.model.n_params,
+        "n_bytes": f.model.n_bytes,
+        "n_ctx": f.n_ctx,
+        "n_ctx_train": f.model.n_ctx_train,
+        "memory_class": f.probe.memory_class,
+        "poolable": f.probe.refusal is None,
+        "refusal": f.probe.refusal,
+        "n_layer": f.model.n_layer,
+        "pooled_layers": f.probe.layers,
+        "n_swa": f.model.n_swa,
+        "token_bytes": f.token_bytes,
+        "auto_pool": f.auto_tokens if f.probe.refusal is None else None,
+        "auto_note": f.auto_note,
+    }

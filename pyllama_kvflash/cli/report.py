@@ -1,0 +1,153 @@
+"""What a person sees on stderr: progress, notes, the closing line."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.events import Prefill, Stats
+
+_PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
+
+
+def mib(n: int) -> str:
+    """Bytes as MiB, or GiB where that reads better."""
+    return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
+
+
+class Reporter:
+    """Progress and notes on stderr: bars on a terminal, now and then a plain line elsewhere, nothing when quiet."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+        self.bars = not quiet and self.console.is_terminal
+        self._last = 0.0
+
+    def note(self, text: str) -> None:
+        """A line of information."""
+        self.console.print(f"kvflash: {text}", markup=False)
+
+    def warn(self, text: str) -> None:
+        """A line that should be seen; shown when quiet, too."""
+        click.echo(f"kvflash: warning: {text}", err=True)
+
+    @contextmanager
+    def loading(self, name: str) -> Iterator["LoadBar"]:
+        """A bar for a model that loads."""
+        with self._progress("{task.percentage:>3.0f} %") as progress:
+            yield LoadBar(progress, progress.add_task(f"load {name}", total=1.0))
+
+    @contextmanager
+    def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:
+        """A bar for a prompt that is computed."""
+        with self._progress("{task.fields[info]}") as progress:
+            yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
+
+    def _progress(self, info: str) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(info), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
+
+    def plain(self, text: str, *, last: bool = False) -> None:
+        """A line of progress where there are no bars, at most one every few seconds."""
+        now = time.monotonic()
+        if self.bars or (now - self._last < _PLAIN_SECONDS and not last):
+            return
+        self._last = now
+        self.note(text)
+
+
+class LoadBar:
+    """Moves a loading bar."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, done: float) -> None:
+        """0.0 to 1.0 is loaded."""
+        self._progress.update(self._task, completed=done)
+
+
+class PrefillBar:
+    """Moves a prefill bar."""
+
+    def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
+        self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
+        reporter._last = time.monotonic()  # noqa: SLF001: nothing is printed for a short prompt
+
+    def finish(self) -> None:
+        """Take the bar away, before text is shown."""
+        self._progress.stop()
+
+    def __call__(self, ev: Prefill) -> None:
+        """A batch is done."""
+        rate = ev.done / ev.seconds if ev.seconds else 0.0
+        info = (
+            f"{ev.done:,}/{ev.total:,} tok  {rate:,.0f} tok/s  device KV {mib(ev.resident_bytes)}"
+            f"  host {mib(ev.host_bytes)}"
+        )
+        self._progress.update(self._task, completed=ev.done, total=ev.total, info=info)
+        left = (ev.total - ev.done) / rate if rate else 0.0
+        self._reporter.plain(f"{self._label} {info}  {left:.0f} s left")
+
+
+def banner(kv: KVFlash) -> list[str]:
+    """What is being run, in a line or two, with the arithmetic of the pool."""
+    o, s = kv.options, kv.stats()
+    head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {o.n_threads} threads"
+    if kv.n_pool is None:
+        return [head, *kv.notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
+    return [
+        head,
+        *kv.notes,
+        f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on the"
+        f" device, the full cache takes {mib(s.kv_full_bytes)}",
+    ]
+
+
+def closing_line(s: Stats, reason: str) -> str:
+    """The one line at the end of a run."""
+    parts = [
+        f"prefill {s.n_prompt:,} tok at {s.prefill_rate:,.0f} tok/s",
+        f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",
+    ]
+    if s.n_pool is None:
+        parts.append(f"device KV {mib(s.kv_device_bytes)} (full cache)")
+    else:
+        share = 100 * s.kv_device_bytes / s.kv_full_bytes
+        parts.append(f"device KV {mib(s.kv_device_bytes)}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
+        parts.append(f"host {mib(s.host_bytes)}")
+        parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
+    return f"{reason}: " + " · ".join(parts)
+
+
+def stats_table(s: Stats) -> Table:
+    """All of Stats, for `--stats`."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = [
+        ("prompt", f"{s.n_prompt:,} tokens in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"),
+        ("generated", f"{s.n_generated:,} tokens, {s.decode_s:.2f} s after the first = {s.decode_rate:,.1f} tok/s"),
+        ("context", f"{s.n_ctx:,} tokens"),
+        ("pool", "none (full cache)" if s.n_pool is None else f"{s.n_pool:,} tokens"),
+        ("device KV", f"{s.kv_device_bytes:,} bytes ({mib(s.kv_device_bytes)})"),
+        ("full cache", f"{s.kv_full_bytes:,} bytes ({mib(s.kv_full_bytes)})"),
+        ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
+        ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
+        ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
+        ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
+        ("seed", "greedy" if s.seed is None else str(s.seed)),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def is_tty() -> bool:
+    """Whether stdin is a person."""
+    return sys.stdin is not None and sys.stdin.isatty()

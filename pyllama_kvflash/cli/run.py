@@ -1,0 +1,232 @@
+"""`kvflash run`: a prompt in, text out."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from pyllama_kvflash import native
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.report import Reporter, banner, closing_line, is_tty, stats_table
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import Interrupted, OutputError, UsageError
+from pyllama_kvflash.events import Done, Event, Prefill, Token, as_dict, stats_dict
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.needle import BUNDLED_MODEL
+
+HELP = """Complete a prompt.
+
+A raw completion: BOS as the model's metadata says, no chat template. Only generated text goes to stdout; progress, notes
+and the closing line go to stderr. Without MODEL.gguf the bundled needle-7m runs: a 7 MB model that knows nothing but
+secret codes hidden in long texts, good for a first try.
+
+\b
+  kvflash run model.gguf -p "Once upon a time"
+  kvflash run model.gguf -f book.txt --kvflash 4K -n 200 --temp 0
+  cat book.txt | kvflash run model.gguf -f - --json > answer.json
+  kvflash run model.gguf -f book.txt -ctk q8_0 -ctv q8_0 --stats
+
+A pool smaller than what it must hold (first chunk, last four chunks, pins, one batch and two more) is raised, with a
+warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
+"""
+
+
+@click.command(help=HELP, short_help="Complete a prompt.")
+@params.MODEL
+@click.option("-p", "--prompt", help="The prompt.")
+@click.option(
+    "-f",
+    "--file",
+    "--prompt-file",
+    "prompt_file",
+    metavar="FILE",
+    help="Read the prompt from a UTF-8 file, - for stdin; one newline at its end is taken off.",
+)
+@click.option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    "n_predict",
+    type=int,
+    default=256,
+    show_default=True,
+    envvar=params.env("N_PREDICT"),
+    help="Tokens to produce at most, -1: until the context is full.",
+)
+@click.option(
+    "-r",
+    "--reverse-prompt",
+    "stop",
+    multiple=True,
+    metavar="TEXT",
+    help="Stop at this text, which is not shown. Can be given several times.",
+)
+@params.POOL
+@params.CONTEXT
+@params.COMPUTE
+@params.SAMPLING
+@click.option("-o", "--output", metavar="FILE", help="Write to a file instead of stdout.")
+@click.option("--stats", is_flag=True, help="Show all figures at the end, on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object with text, reason and figures at the end.")
+@click.option("--jsonl", "as_jsonl", is_flag=True, help="Write every event as a line of JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but warnings and errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")  # fmt: skip
+def run(
+    model_arg: str | None,
+    model: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    n_predict: int,
+    stop: tuple[str, ...],
+    output: str | None,
+    *,
+    stats: bool,
+    as_json: bool,
+    as_jsonl: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Complete a prompt; the exit code."""
+    if as_json and as_jsonl:
+        msg = "--json and --jsonl exclude each other"
+        raise UsageError(msg)
+    if n_predict < -1:
+        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
+        raise UsageError(msg)
+    sampling = _sampling(options)
+    options["chunk"] = int(options["chunk"])
+    text = _read_prompt(prompt, prompt_file)
+    reporter = Reporter(quiet=quiet)
+    path = model_path(model_arg, model, reporter)
+    native.init(verbose=verbose)
+    with _open_output(output) as out:
+        with reporter.loading(path.name) as bar:
+            kv = KVFlash.from_file(path, progress=bar, **options)
+        with kv, native.interruptible():
+            for warning in kv.warnings:
+                reporter.warn(warning)
+            for line in banner(kv):
+                reporter.note(line)
+            events = kv.generate(text, max_tokens=n_predict, sampling=sampling, stop=stop)
+            answer, done = _write(events, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
+            if as_json:
+                _json_line(out, _summary(kv, path, answer, done))
+    reporter.note(closing_line(done.stats, done.reason))
+    if stats:
+        reporter.console.print(stats_table(done.stats))
+    return Interrupted.exit_code if done.reason == "interrupted" else 0
+
+
+def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
+    """The model given as an argument or option, or the bundled one, and then say so."""
+    if argument and option and argument != option:
+        msg = f"two models are given, {argument} and -m {option}: give one"
+        raise UsageError(msg)
+    name = argument or option
+    if name:
+        return Path(name)
+    reporter.note(
+        f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts"
+    )
+    return BUNDLED_MODEL
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    values = {name: options.pop(name) for name in names}
+    if values["seed"] < 0:
+        values["seed"] = random.getrandbits(31)  # drawn here, so that --stats can tell it
+    return Sampling(**values)
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        msg = "both -p/--prompt and -f/--file are given: give one"
+        raise UsageError(msg)
+    if prompt is not None:
+        return prompt
+    if prompt_file is None and is_tty():
+        msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
+        raise UsageError(msg)
+    name = "stdin" if prompt_file in (None, "-") else str(prompt_file)
+    try:
+        data = sys.stdin.buffer.read() if name == "stdin" else Path(name).read_bytes()
+    except OSError as err:
+        msg = f"the prompt file {name} cannot be read: {err.strerror}"
+        raise UsageError(msg) from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as err:
+        msg = f"the prompt in {name} is not UTF-8 text: byte {data[err.start]:#04x} at offset {err.start}"
+        raise UsageError(msg) from None
+    if "\0" in text:
+        msg = f"the prompt in {name} is binary: a zero byte at offset {data.index(0)}; give a text file"
+        raise UsageError(msg)
+    return text.removesuffix("\n")
+
+
+@contextmanager
+def _open_output(output: str | None) -> Iterator[TextIO]:
+    """Stdout, or a file that is opened before the work is done."""
+    if output is None:
+        yield sys.stdout
+        return
+    try:
+        with Path(output).open("w", encoding="utf-8") as file:
+            yield file
+    except OSError as err:
+        msg = f"{output} cannot be written: {err.strerror}"
+        raise OutputError(msg) from None
+
+
+def _write(
+    events: Iterator[Event], out: TextIO, reporter: Reporter, *, as_json: bool, as_jsonl: bool
+) -> tuple[str, Done]:
+    """Consume the events: text or JSON lines to `out`, progress to the reporter. The text, and the last event."""
+    plain = not as_json and not as_jsonl
+    text = ""
+    with reporter.prefilling() as bar:
+        for event in events:
+            if as_jsonl:
+                _json_line(out, as_dict(event))
+            if isinstance(event, Prefill):
+                bar(event)
+            elif isinstance(event, Token | Done):
+                bar.finish()
+                text += event.text
+                if plain:
+                    _show(out, event.text)
+            if isinstance(event, Done):
+                if plain and not text.endswith("\n"):
+                    _show(out, "\n")
+                return text, event
+    msg = "the engine stopped without a last event"
+    raise AssertionError(msg)
+
+
+def _show(out: TextIO, text: str) -> None:
+    out.write(text)
+    out.flush()
+
+
+def _json_line(out: TextIO, value: dict[str, Any]) -> None:
+    _show(out, json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _summary(kv: KVFlash, path: Path, text: str, done: Done) -> dict[str, Any]:
+    return {
+        "model": str(path),
+        "description": kv.model.description,
+        "policy": kv.options.policy,
+        "text": text,
+        "reason": done.reason,
+        "notes": kv.notes,
+        "warnings": kv.warnings,
+        "stats": stats_dict(done.stats),
+    }
