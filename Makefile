@@ -21,11 +21,15 @@ test: build         ## set up, then all tests
 
 build: $(VENV)/.installed  ## build and install into .venv, with what the tests need
 
-$(VENV)/.installed: $(SOURCES)
+$(VENV)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "kvflash needs Python 3.11 or later: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip patch-ng scikit-build-core
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
+	@echo "building the native library: some minutes the first time" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
@@ -45,13 +49,13 @@ format: build       ## format the Python code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-vendor: build       ## fill vendor/llama.cpp from the pinned sdist, and patch it
+vendor: $(VENV)/.tools  ## fill vendor/llama.cpp from the pinned sdist, and patch it
 	$(BIN)/python vendor/vendor.py fill
 
-vendor-check: build ## the patches apply cleanly to the pin, and vendor/llama.cpp is what they make of it
+vendor-check: $(VENV)/.tools  ## the patches apply cleanly to the pin, and vendor/llama.cpp is what they make of it
 	$(BIN)/python vendor/vendor.py check
 
-patches: build      ## write patches/ from the edits in vendor/llama.cpp
+patches: $(VENV)/.tools  ## write patches/ from the edits in vendor/llama.cpp
 	$(BIN)/python vendor/vendor.py patches
 
 bench: build        ## decode speed, memory and Python overhead on this CPU, as Markdown

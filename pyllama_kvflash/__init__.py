@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.engine import KVFlash, Residency
+    from pyllama_kvflash.engine import KVFlash
     from pyllama_kvflash.errors import KVFlashError
     from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token, as_dict
     from pyllama_kvflash.native import Sampling
     from pyllama_kvflash.options import Options
+    from pyllama_kvflash.pager import Residency
 
 _HOME = {
     "Done": "events",
@@ -30,7 +31,7 @@ _HOME = {
     "Options": "options",
     "Paged": "events",
     "Prefill": "events",
-    "Residency": "engine",
+    "Residency": "pager",
     "Sampling": "native",
     "Stats": "events",
     "Token": "events",

@@ -1,12 +1,11 @@
 """The engine: decide, apply, decode, event.
 
-A KVFlash holds one sequence. For each batch it decides what must leave the pool (`policy`), applies that plan, decodes
-(`native`), stores the records of chunks that were sealed, and yields what happened (`events`).
+A KVFlash holds one sequence. For each batch it has the pager decide what must leave the pool and apply that (`policy`),
+decodes (`native`), has the chunks stored that are full now, and yields what happened (`events`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,31 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import native
-from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, UnsupportedError, UsageError
+from pyllama_kvflash.errors import Interrupted, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token
 from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import POLICIES, Ledger, LedgerError, Plan, State, bring_in, make_room
-from pyllama_kvflash.policy.sizing import pinned_chunks, pool_floor
-from pyllama_kvflash.store import HostStore
+from pyllama_kvflash.pager import Pager, Residency
 from pyllama_kvflash.text import TextStream
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Where the chunks are, one array element each (n_chunks,).
-
-    state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
-    score: float64, of the policy, higher is hotter.
-    """
-
-    state: npt.NDArray[np.int8]
-    block: npt.NDArray[np.int32]
-    sealed: npt.NDArray[np.bool_]
-    stored: npt.NDArray[np.bool_]
-    protected: npt.NDArray[np.bool_]
-    score: npt.NDArray[np.float64]
 
 
 class KVFlash:
@@ -60,15 +41,7 @@ class KVFlash:
         self._full_bytes = loaded.full_bytes
         self._n_tokens = 0
         self._consistent = True
-        self._pages_out = self._pages_in = self._stored = 0
-        self._score = POLICIES[self.options.policy]
-        self._ledger: Ledger | None = None
-        self._store: HostStore | None = None
-        if self.n_pool is not None:
-            o = self.options
-            self._ledger = Ledger(self.n_pool // o.chunk, o.chunk, n_sinks=o.sinks, n_tail=o.tail)
-            self._ledger.pins |= pinned_chunks(o.pins, o.chunk)
-            self._store = HostStore(self.ctx.pool_info().record_bytes)
+        self._pager = Pager(self.ctx, self.options, self.n_pool) if self.n_pool is not None else None
 
     @classmethod
     def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
@@ -114,14 +87,16 @@ class KVFlash:
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
             self.clear()
-        start = self._n_tokens
         sampling = sampling or Sampling()
         sampler, text = Sampler(sampling, self.model.n_vocab), TextStream(stop)
-        n_generated, reason = 0, "length"
-        clock = [time.perf_counter()] * 2  # the beginning, and the end of the prefill
+        n_prompt, n_generated, prefill_s, reason = 0, 0, 0.0, "length"
+        begin = time.perf_counter()
         try:
-            yield from self.prefill(tokens)
-            clock[1] = time.perf_counter()
+            for event in self.prefill(tokens):
+                if isinstance(event, Prefill):
+                    n_prompt, prefill_s = event.done, event.seconds
+                yield event
+            begin = time.perf_counter()
             while max_tokens < 0 or n_generated < max_tokens:
                 token = sampler.sample(self.ctx)
                 if self.model.is_eog(token):
@@ -137,31 +112,29 @@ class KVFlash:
                 if self._n_tokens >= self.options.n_ctx:
                     reason = "context"
                     break
-                yield from self._advance(np.array([token], np.int32))
+                if paged := self._advance(np.array([token], np.int32)):
+                    yield paged
         except Interrupted:
             reason = "interrupted"
-        done = time.perf_counter()
-        prefilled = clock[1] if self._n_tokens - start >= len(tokens) else done
-        yield Done(
-            reason,
-            text.flush(),
-            self.stats(
-                n_prompt=min(len(tokens), self._n_tokens - start),
-                n_generated=n_generated,
-                prefill_s=prefilled - clock[0],
-                decode_s=done - prefilled,
-                seed=None if sampling.greedy else sampling.seed,
-            ),
+        stats = self.stats(
+            n_prompt=n_prompt,
+            n_generated=n_generated,
+            prefill_s=prefill_s,
+            decode_s=time.perf_counter() - begin if n_generated else 0.0,
+            seed=None if sampling.greedy else sampling.seed,
         )
+        yield Done(reason, text.flush(), stats)
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
         """Decode tokens in batches after what is in the context; the last one gets logits. Yields Paged and Prefill."""
         ids = np.ascontiguousarray(tokens, np.int32)
         n, n_batch = len(ids), self.options.n_batch
+        self._check_room(n, self._n_tokens)
         begin = time.perf_counter()
         for i in range(0, n, n_batch):
             last = i + n_batch >= n
-            yield from self._advance(ids[i : i + n_batch], native.LAST if last else native.NONE)
+            if paged := self._advance(ids[i : i + n_batch], native.LAST if last else native.NONE):
+                yield paged
             if last:
                 self.ctx.synchronize()
             seconds = time.perf_counter() - begin
@@ -173,8 +146,9 @@ class KVFlash:
         outputs: which tokens get logits (native.NONE, LAST, ALL). Raises UsageError (the context is full), PoolError,
         HostMemoryError, Interrupted and NativeError; the sequence is then what it was before.
         """
-        for _ in self._advance(np.ascontiguousarray(tokens, np.int32), outputs):
-            pass
+        ids = np.ascontiguousarray(tokens, np.int32)
+        self._check_room(len(ids), self._n_tokens)
+        self._advance(ids, outputs)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """A copy of the logits (n_vocab,) of token i of the last batch."""
@@ -212,60 +186,21 @@ class KVFlash:
     # decide, apply, decode
     #
 
-    def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Iterator[Paged]:
-        """One batch: make room, decode, seal."""
-        n = len(tokens)
-        self._check_room(n, self._n_tokens)
+    def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
+        """One batch: make room, decode, seal. What moved, if anything did."""
         self._recover()
-        if self._ledger is None or self._store is None:
-            self._decode(tokens, outputs)
-            return
-        ledger = self._ledger
-        n_new = ledger.new_chunks(n)
-        if n_new > ledger.n_free:
-            plan = make_room(ledger, self._score(ledger), n_new)
-            self._apply(plan)
-            yield Paged(self._n_tokens, plan.drops, plan.page_ins)
-        self._store.reserve((ledger.n_tokens + n) // ledger.chunk - ledger.n_sealed)
-        self._decode(tokens, outputs)
-        self._seal()
-
-    def _decode(self, tokens: Tokens, outputs: int) -> None:
-        self._consistent = False  # until the ledger knows what the cache holds: Ctrl-C may come in between
-        self.ctx.decode(tokens, self._n_tokens, outputs)
-        if self._ledger is not None:
-            self._ledger.write(len(tokens))
+        self._consistent = False  # should Ctrl-C, or an error, come in between
+        pos = self._n_tokens
+        plan = self._pager.make_room(len(tokens)) if self._pager else None
+        self.ctx.decode(tokens, pos, outputs)
         self._n_tokens += len(tokens)
+        if self._pager:
+            self._pager.written(len(tokens))
         self._consistent = True
-
-    def _seal(self) -> None:
-        """Write the records of chunks that are full now: from here on they can be dropped at no cost."""
-        if self._ledger is None or self._store is None:
-            return
-        for chunk in self._ledger.to_store():
-            self.ctx.read(chunk, self._store.put(chunk))
-            self._ledger.store(chunk)
-            self._stored += 1
-
-    def _apply(self, plan: Plan) -> None:
-        """The one place where chunks move: drops first, then page-ins."""
-        ledger, store = self._pool()
-        for chunk in plan.drops:
-            self.ctx.drop(chunk)
-            ledger.drop(chunk)
-            self._pages_out += 1
-        for chunk in plan.page_ins:
-            ledger.begin_page_in(chunk)
-            try:
-                self.ctx.page_in(chunk, store.get(chunk))
-            except BaseException:
-                ledger.abort_page_in(chunk)
-                raise
-            ledger.commit_page_in(chunk)
-            self._pages_in += 1
+        return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
     def _recover(self) -> None:
-        """After a batch that was cut off: take what it left in the cache out again."""
+        """After a step that was cut off: take what it left in the cache out again, and go on from the last position."""
         if self._consistent:
             return
         try:
@@ -273,13 +208,9 @@ class KVFlash:
         except UnsupportedError:
             msg = "a batch was cut off, and this model's recurrent state cannot go back: clear() and start again"
             raise NativeError(msg) from None
+        if self._pager:
+            self._pager.reconcile(self._n_tokens)
         self._consistent = True
-
-    def _pool(self) -> tuple[Ledger, HostStore]:
-        if self._ledger is None or self._store is None:
-            msg = "there is no pool: the full cache is in use"
-            raise UsageError(msg)
-        return self._ledger, self._store
 
     #
     # the sequence
@@ -295,10 +226,8 @@ class KVFlash:
         self.ctx.clear()
         self._n_tokens = 0
         self._consistent = True
-        self._pages_out = self._pages_in = self._stored = 0
-        if self._ledger is not None and self._store is not None:
-            self._ledger.clear()
-            self._store.forget(0)
+        if self._pager:
+            self._pager.clear()
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions. The chunk that is cut through is brought back first, and sealed anew.
@@ -309,100 +238,55 @@ class KVFlash:
             msg = f"cannot roll back to {n_tokens} positions: there are {self._n_tokens}"
             raise UsageError(msg)
         self._recover()
-        ledger = self._ledger
-        if ledger is not None and n_tokens % ledger.chunk:
-            cut = n_tokens // ledger.chunk
-            if ledger.state_of(cut) == State.OUT:
-                self._apply(bring_in(ledger, self._score(ledger), [cut]))
+        if self._pager:
+            self._pager.rollback(n_tokens)
         self.ctx.seq_rm(n_tokens)
         self._n_tokens = n_tokens
-        if ledger is not None and self._store is not None:
-            ledger.rollback(n_tokens)
-            self._store.forget(n_tokens // ledger.chunk)
+        if self._pager:
+            self._pager.rolled_back(n_tokens)
 
     #
-    # residency
+    # residency: the calls below need a pool, and raise UsageError without one
     #
+
+    @property
+    def pager(self) -> Pager:
+        """Ledger, host store and moves, for those who extend this."""
+        if self._pager is None:
+            msg = "there is no pool: the full cache is in use"
+            raise UsageError(msg)
+        self._recover()
+        return self._pager
 
     def residency(self) -> Residency:
-        """Where every chunk is now. Raises UsageError without a pool."""
-        ledger, _ = self._pool()
-        n = ledger.n_chunks
-        block = np.full(n, -1, np.int32)
-        chunks, _ = self.ctx.blocks()
-        held = chunks >= 0
-        block[chunks[held]] = np.flatnonzero(held)
-        sealed = np.arange(n) < ledger.n_sealed
-        return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), self._score(ledger))
+        """Where every chunk is now, as arrays."""
+        return self.pager.residency()
 
     def pin(self, start: int, end: int) -> None:
         """Keep positions [start, end) on the device from now on, bringing chunks back that are out.
 
         The range may lie ahead of what is written. Raises PoolError, and pins nothing, if that left too little to page.
         """
-        ledger, _ = self._pool()
         if not 0 <= start < end <= self.options.n_ctx:
             msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end <= {self.options.n_ctx}"
             raise UsageError(msg)
-        chunks = pinned_chunks([(start, end)], ledger.chunk)
-        n_pinned = len(ledger.pins | chunks)
-        floor = pool_floor(ledger.chunk, self.options.n_batch, ledger.n_sinks, ledger.n_tail, n_pinned)
-        if floor > ledger.n_block * ledger.chunk:
-            msg = (
-                f"pinning {start}:{end} makes {n_pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
-                f" this one has {self.n_pool}: use a larger pool or pin less"
-            )
-            raise PoolError(msg)
-        self._apply(bring_in(ledger, self._score(ledger), sorted(c for c in chunks if c < ledger.n_chunks)))
-        ledger.pins |= chunks
+        self.pager.pin(start, end)
 
     def unpin(self, start: int, end: int) -> None:
         """Let the chunks of positions [start, end) be evicted again."""
-        ledger, _ = self._pool()
-        ledger.pins -= pinned_chunks([(start, end)], ledger.chunk)
+        self.pager.unpin(start, end)
 
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one. Harmless if it is resident. Raises PoolError."""
-        ledger, _ = self._pool()
-        self._check_chunk(ledger, chunk)
-        self._apply(bring_in(ledger, self._score(ledger), [chunk]))
+        self.pager.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
-        ledger, _ = self._pool()
-        self._check_chunk(ledger, chunk)
-        if ledger.state_of(chunk) == State.OUT:
-            return
-        if not ledger.evictable()[chunk]:
-            msg = f"chunk {chunk} cannot leave the pool: it is a sink, in the tail, pinned or still being written"
-            raise PoolError(msg)
-        self._apply(Plan(drops=(chunk,)))
-
-    def _check_chunk(self, ledger: Ledger, chunk: int) -> None:
-        if not 0 <= chunk < ledger.n_chunks:
-            msg = f"there is no chunk {chunk}: the sequence has {ledger.n_chunks} of {ledger.chunk} tokens"
-            raise UsageError(msg)
+        self.pager.page_out(chunk)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
-        ledger, store = self._pool()
-        ledger.check_integrity()
-        chunks, n_used = self.ctx.blocks()
-        state = ledger.state
-        held = {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
-        resident = {int(c) for c in np.flatnonzero(state == State.RESIDENT)}
-        if set(held) != resident:
-            msg = f"ledger and pool differ about chunks {sorted(set(held) ^ resident)[:8]}"
-            raise LedgerError(msg)
-        for chunk, n in held.items():
-            want = min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk)
-            if n != want:
-                msg = f"chunk {chunk} has {n} cells in the pool, and {want} positions"
-                raise LedgerError(msg)
-        missing = [int(c) for c in np.flatnonzero(ledger.stored) if int(c) not in store]
-        if missing:
-            msg = f"no record in the store for chunks {missing[:8]}"
-            raise LedgerError(msg)
+        self.pager.check_integrity()
 
     #
     # figures
@@ -416,7 +300,7 @@ class KVFlash:
     @property
     def host_bytes(self) -> int:
         """Host bytes taken for records."""
-        return self._store.held_bytes if self._store is not None else 0
+        return self._pager.store.held_bytes if self._pager else 0
 
     def stats(
         self,
@@ -429,7 +313,7 @@ class KVFlash:
     ) -> Stats:
         """Memory and page traffic now, with the counts and times given."""
         kv = self.ctx.kv_bytes()
-        ledger = self._ledger
+        pager = self._pager
         return Stats(
             n_prompt=n_prompt,
             n_generated=n_generated,
@@ -441,10 +325,10 @@ class KVFlash:
             kv_full_bytes=self._full_bytes,
             other_device_bytes=kv.swa + kv.recurrent,
             host_bytes=self.host_bytes,
-            chunks=ledger.n_chunks if ledger else 0,
-            resident=ledger.n_resident if ledger else 0,
-            stored=self._stored,
-            pages_out=self._pages_out,
-            pages_in=self._pages_in,
+            chunks=pager.ledger.n_chunks if pager else 0,
+            resident=pager.ledger.n_resident if pager else 0,
+            stored=pager.n_stored if pager else 0,
+            pages_out=pager.n_out if pager else 0,
+            pages_in=pager.n_in if pager else 0,
             seed=seed,
         )

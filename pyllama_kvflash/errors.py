@@ -57,7 +57,7 @@ class NativeError(KVFlashError):
     """The computation failed in the native library."""
 
 
-class Interrupted(KVFlashError):  # noqa: N818: it is no error of anybody's
+class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
     """Stopped by Ctrl-C. The engine can go on from where it was."""
 
     exit_code = 130

@@ -60,8 +60,11 @@ def _load(model: Model, options: Options) -> Loaded:
     if size.n_pool is not None:
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, fingerprint=fingerprint(model.path))
     ctx = _context(model, options, pool)
-    full_bytes = token_bytes * ctx.n_ctx
-    return Loaded(model, ctx, options, size.n_pool, full_bytes, size.notes, size.warnings)
+    warnings = size.warnings
+    if options.n_ctx > model.n_ctx_train:
+        trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
+        warnings += (f"{trained}: text beyond that may come out wrong",)
+    return Loaded(model, ctx, options, size.n_pool, token_bytes * ctx.n_ctx, size.notes, warnings)
 
 
 def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:

@@ -10,6 +10,8 @@ from pyllama_kvflash.policy import POLICIES
 
 CHUNKS = (16, 32, 64)
 FLASH_ATTN = ("auto", "on", "off")
+MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
+MAX_THREADS = 512  # ggml's limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,14 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
-        _at_least(self.n_ctx, 0, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
-        _at_least(self.n_batch, 1, "n_batch (-b/--batch-size)", "512 is usual")
-        _at_least(self.n_ubatch, 1, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
-        _at_least(self.sinks, 0, "sinks", "1 is usual")
-        _at_least(self.tail, 1, "tail", "the chunk being written always stays")
+        _within(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
+        _within(self.n_batch, 1, MAX_TOKENS, "n_batch (-b/--batch-size)", "512 is usual")
+        _within(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
+        _within(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
+        _within(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
+        _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
-            _at_least(self.n_threads, 1, "n_threads (-t/--threads)", "leave it out for all cores")
+            _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
         _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         _one_of(self.policy, tuple(POLICIES), "policy (--kvflash-policy)")
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
@@ -54,28 +57,28 @@ class Options:
         _one_of(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
         if isinstance(self.pool, str):
             _one_of(self.pool, ("auto", "off"), "pool (--kvflash)")
-        elif self.pool <= 0:
-            msg = f'a pool of {self.pool} tokens makes no sense: give a number above 0, "auto" or "off" (--kvflash)'
-            raise UsageError(msg)
+        else:
+            _within(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
             if not 0 <= start < end:
                 msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end"
                 raise UsageError(msg)
 
     def resolved(self, n_ctx_train: int) -> Self:
-        """With the model's context, this machine's threads, and a ubatch no larger than the batch."""
+        """With the model's context, this machine's threads, and no batch larger than the context."""
         n_ctx = self.n_ctx or n_ctx_train
         return replace(
             self,
             n_ctx=n_ctx,
-            n_ubatch=min(self.n_ubatch, self.n_batch),
+            n_batch=min(self.n_batch, n_ctx),
+            n_ubatch=min(self.n_ubatch, self.n_batch, n_ctx),
             n_threads=self.n_threads or len(os.sched_getaffinity(0)),
         )
 
 
-def _at_least(value: int, low: int, name: str, hint: str) -> None:
-    if value < low:
-        msg = f"{name} is {value}, and must be at least {low}: {hint}"
+def _within(value: int, low: int, high: int, name: str, hint: str) -> None:
+    if not low <= value <= high:
+        msg = f"{name} is {value}, and must be from {low} to {high}: {hint}"
         raise UsageError(msg)
 
 

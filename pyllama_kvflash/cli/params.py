@@ -36,6 +36,21 @@ class TokenCount(click.ParamType[int | str]):
         return int(match[1]) * _UNITS[match[2]]
 
 
+class Layers(click.ParamType[int]):
+    """A number of layers; all (or llama.cpp's auto, or a negative number) is -1."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse, or fail with what is allowed."""
+        if value in ("all", "auto"):
+            return -1
+        try:
+            return max(int(value), -1)
+        except ValueError:
+            self.fail(f'{value!r} is no number of layers: give one such as 20, or "all"', param, ctx)
+
+
 def env(name: str, llama: str | None = None) -> list[str]:
     """Environment variables of an option: ours, then llama.cpp's."""
     return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
@@ -69,8 +84,8 @@ COMPUTE = options(
                  envvar=env("UBATCH"), help="Prompt tokens computed at once."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", type=int, default=-1, show_default=True,
-                 envvar=env("N_GPU_LAYERS"), help="Layers to offload, -1: all."),
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=Layers(), default="all",
+                 show_default=True, envvar=env("N_GPU_LAYERS"), help="Layers to offload to the GPU."),
 )  # fmt: skip
 
 POOL = options(

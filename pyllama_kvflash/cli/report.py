@@ -47,6 +47,7 @@ class Reporter:
     @contextmanager
     def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:
         """A bar for a prompt that is computed."""
+        self._last = time.monotonic()  # nothing is printed for a short prompt
         with self._progress("{task.fields[info]}") as progress:
             yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
 
@@ -79,7 +80,6 @@ class PrefillBar:
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
-        reporter._last = time.monotonic()  # noqa: SLF001: nothing is printed for a short prompt
 
     def finish(self) -> None:
         """Take the bar away, before text is shown."""
@@ -103,12 +103,11 @@ def banner(kv: KVFlash) -> list[str]:
     head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {o.n_threads} threads"
     if kv.n_pool is None:
         return [head, *kv.notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
-    return [
-        head,
-        *kv.notes,
-        f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on the"
-        f" device, the full cache takes {mib(s.kv_full_bytes)}",
-    ]
+    pool = (
+        f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
+        f" the device, the full cache takes {mib(s.kv_full_bytes)}"
+    )
+    return [head, *kv.notes, pool]
 
 
 def closing_line(s: Stats, reason: str) -> str:

@@ -27,7 +27,7 @@ def _on_progress(progress: float, user_data: Any) -> bool:
     state: _Progress = ffi.from_handle(user_data)
     try:
         state.report(progress)
-    except BaseException as err:  # noqa: BLE001: raised again by Model.load
+    except BaseException as err:  # noqa: BLE001 (raised again by Model.load)
         state.error = err
         return False
     return True

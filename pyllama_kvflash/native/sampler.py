@@ -1,8 +1,10 @@
 """llama.cpp's sampler chain."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.lib import ffi, lib
 
@@ -12,6 +14,8 @@ class Sampling:
     """How the next token is chosen. Names and defaults are llama.cpp's.
 
     temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1: off. seed None: a random one.
+
+    Raises UsageError for a value that makes no sense.
     """
 
     temperature: float = 0.8
@@ -22,10 +26,27 @@ class Sampling:
     repeat_last_n: int = 64
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _within("temperature (--temp)", self.temperature, -math.inf, 1e3)
+        _within("top_k (--top-k)", self.top_k, 0, 2**31 - 1)
+        _within("top_p (--top-p)", self.top_p, 0, 1)
+        _within("min_p (--min-p)", self.min_p, 0, 1)
+        _within("repeat_penalty (--repeat-penalty)", self.repeat_penalty, 1e-3, 1e3)
+        _within("repeat_last_n (--repeat-last-n)", self.repeat_last_n, 0, 2**20)
+        if self.seed is not None:
+            _within("seed (-s/--seed)", self.seed, 0, 2**32 - 2)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature <= 0
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # a NaN is within nothing
+        msg = f"{name} is {value}, and must be from {low} to {high}"
+        raise UsageError(msg)
 
 
 _DEFAULT_SEED = 0xFFFFFFFF  # llama.cpp's word for "a random one"

@@ -1,14 +1,11 @@
 """How much each chunk matters now. A scorer sees all chunks, resident or not; higher is hotter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from pyllama_kvflash.policy.ledger import Ledger
-from pyllama_kvflash.policy.plan import Scores
-
-Scorer = Callable[[Ledger], Scores]
-"""From a ledger to a score for each of its chunks, (n_chunks,) float64."""
+from pyllama_kvflash.policy.plan import Scorer, Scores
 
 
 def lru(ledger: Ledger) -> Scores:

@@ -1,0 +1,211 @@
+"""Decode speed, memory and Python overhead on this CPU, as Markdown: full cache and pool in one run.
+
+    make bench            or            .venv/bin/python bench/cpu.py --contexts 4096 16384
+
+The model has random weights (8 layers, 512 wide, 16 query and 8 KV heads of 64, f16 KV): it measures speed and memory,
+never quality. For each context three caches are filled, then take turns at decoding, so that a busy machine is unfair to
+none: the full cache; the pool; and a full cache that is only as large as the pool, which is the speed a pool can reach.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash import KVFlash, Sampling, native
+from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.native import Sampler
+from pyllama_kvflash.needle import BUNDLED_MODEL
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import tiny
+
+MIB = 2**20
+GEOMETRY = {"n_layer": 8, "n_embd": 512, "n_ff": 1024, "n_head": 16, "n_head_kv": 8, "n_head_dim": 64}
+
+
+@dataclass
+class Row:
+    """One context: milliseconds a decoded token, prompt tokens a second, bytes."""
+
+    context: int
+    decode_ms: dict[str, float]
+    prefill: dict[str, float]
+    device: dict[str, int]
+    host: int
+    records: int
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="prompt lengths")
+    parser.add_argument("--pool", type=int, default=1024, help="tokens")
+    parser.add_argument("--steps", type=int, default=16, help="tokens that a cache decodes in its turn")
+    parser.add_argument("--rounds", type=int, default=8, help="turns; the median counts")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.gguf"
+        writer = tiny.Writer(path, "qwen3")
+        tiny.qwen3(writer, **GEOMETRY)
+        writer.close()
+        rows = [measure(path, n, args) for n in args.contexts]
+    report(rows, args)
+    overhead(args.threads)
+
+
+def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
+    """Fill the three caches, then let them take turns."""
+    rng = np.random.default_rng(context)
+    tokens = rng.integers(0, tiny.N_VOCAB, context, dtype=np.int32)
+    turns = args.steps * (args.rounds + 1)
+    caches = {
+        "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
+        "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, n_threads=args.threads),
+        "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
+    }
+    prefill = {name: fill(kv, tokens[: args.pool - turns] if name == "small" else tokens) for name, kv in caches.items()}
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for _ in range(args.rounds + 1):
+        for name, kv in caches.items():
+            times[name].append(decode(kv, args.steps))
+    stats = {name: kv.stats() for name, kv in caches.items()}
+    caches["pool"].check_integrity()
+    for kv in caches.values():
+        kv.close()
+    return Row(
+        context,
+        {name: 1e3 * statistics.median(t[1:]) for name, t in times.items()},  # the first turn warms up
+        prefill,
+        {name: s.kv_device_bytes for name, s in stats.items()},
+        stats["pool"].host_bytes,
+        stats["pool"].stored,
+    )
+
+
+def fill(kv: KVFlash, tokens: native.Tokens) -> float:
+    """Prompt tokens a second."""
+    seconds = 1.0
+    for event in kv.prefill(tokens):
+        if isinstance(event, Prefill):
+            seconds = event.seconds
+            print(f"\r{event.done:,}/{event.total:,} tokens", end="\r", file=sys.stderr, flush=True)
+    return len(tokens) / seconds
+
+
+def decode(kv: KVFlash, steps: int) -> float:
+    """Seconds a token."""
+    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        kv.decode([sampler.sample(kv.ctx)])
+    kv.ctx.synchronize()
+    return (time.perf_counter() - begin) / steps
+
+
+def report(rows: list[Row], args: argparse.Namespace) -> None:
+    """The table, the machine and the command."""
+    print(f"Machine: {cpu()}, {args.threads} threads, Linux {platform.release()}, Python {platform.python_version()}.")
+    print(f"Command: `{' '.join(['python', *sys.argv])}`. Pool: {args.pool} tokens.\n")
+    head = "| context | full cache ms/tok | pool ms/tok | full cache of pool size ms/tok | full ÷ pool | pool ÷ pool-sized |"
+    print(f"{head} prefill full tok/s | prefill pool tok/s | device KV full MiB | pool MiB | host ÷ records |")
+    print("|" + "---:|" * 11)
+    for r in rows:
+        d = r.decode_ms
+        record = r.device["pool"] * 64 // args.pool  # the K and V rows of a chunk
+        cells = [
+            f"{r.context:,}",
+            *(f"{d[k]:.2f}" for k in ("full", "pool", "small")),
+            f"**{d['full'] / d['pool']:.1f}**",
+            f"{d['pool'] / d['small']:.3f}",
+            *(f"{r.prefill[k]:,.0f}" for k in ("full", "pool")),
+            *(f"{r.device[k] / MIB:.1f}" for k in ("full", "pool")),
+            f"{r.host / (r.records * record):.3f}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+    print("\nThe pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral.")
+
+
+class Clock:
+    """Stands in for the compiled library, and adds up the time spent in each of its functions."""
+
+    def __init__(self, lib: Any) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._lib = lib
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._lib, name)
+        if callable(value):
+            value = self._timed(name, value)
+        setattr(self, name, value)
+        return value
+
+    def _timed(self, name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+                self.calls[name] = self.calls.get(name, 0) + 1
+
+        return call
+
+
+@contextmanager
+def clocked() -> Iterator[Clock]:
+    """Put a clock between Python and the library."""
+    modules = [native.context, native.sampler, native.model]
+    lib = native.context.lib
+    clock = Clock(lib)
+    for module in modules:
+        module.lib = clock
+    try:
+        yield clock
+    finally:
+        for module in modules:
+            module.lib = lib
+
+
+def overhead(threads: int, n: int = 2048) -> None:
+    """What Python adds to a decoded token: the wall clock of `generate`, less the time inside the library."""
+    with clocked() as clock, KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, n_threads=threads) as kv:
+        for _ in kv.generate([0] * 2048, max_tokens=1):
+            pass
+        clock.seconds.clear()
+        clock.calls.clear()
+        begin = time.perf_counter()
+        made = sum(1 for _ in kv.generate([0], max_tokens=n, sampling=Sampling(temperature=0.0), append=True))
+        wall = time.perf_counter() - begin
+    inside = sum(clock.seconds.values())
+    print(f"\nPython overhead, needle-7m, pool of 1,024, {n:,} tokens greedy, paging included ({made:,} events):\n")
+    print("| where | calls | µs a token |")
+    print("|---|---:|---:|")
+    for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {clock.calls[name]:,} | {1e6 * seconds / n:.1f} |")
+    print(f"| **Python** (all the rest) | | **{1e6 * (wall - inside) / n:.1f}** |")
+    print(f"| wall clock | | {1e6 * wall / n:.1f} |")
+
+
+def cpu() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

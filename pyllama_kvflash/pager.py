@@ -1,0 +1,205 @@
+"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.errors import PoolError, UsageError
+from pyllama_kvflash.native import Context
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import POLICIES, Ledger, LedgerError, Plan, State, bring_in, make_room
+from pyllama_kvflash.policy.sizing import pinned_chunks, pool_floor
+from pyllama_kvflash.store import HostStore
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the chunks are, one array element each (n_chunks,).
+
+    state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
+    score: float64, of the policy, higher is hotter.
+    """
+
+    state: npt.NDArray[np.int8]
+    block: npt.NDArray[np.int32]
+    sealed: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
+    protected: npt.NDArray[np.bool_]
+    score: npt.NDArray[np.float64]
+
+
+class Pager:
+    """Owns the ledger and the host store of one sequence; moves chunks in and out of the pool of a context.
+
+    The ledger is changed first, since it checks the rules; the pool follows. Should the step be cut off in between,
+    reconcile() makes the pool what the ledger says. n_out, n_in and n_stored count moves since the last clear().
+    """
+
+    def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
+        self.n_out = self.n_in = self.n_stored = 0
+        self.ledger = Ledger(n_pool // options.chunk, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
+        self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
+        self.store = HostStore(ctx.pool_info().record_bytes)
+        self._ctx = ctx
+        self._n_batch = options.n_batch
+        self._score = POLICIES[options.policy]
+
+    #
+    # a batch
+    #
+
+    def make_room(self, n_tokens: int) -> Plan:
+        """Blocks for the chunks that a batch begins, and host memory for those that it seals.
+
+        Raises PoolError and HostMemoryError; nothing has moved then.
+        """
+        ledger = self.ledger
+        plan = make_room(ledger, self._score, ledger.new_chunks(n_tokens))
+        self.store.reserve((ledger.n_tokens + n_tokens) // ledger.chunk - ledger.n_sealed)
+        self._apply(plan)
+        return plan
+
+    def written(self, n_tokens: int) -> None:
+        """A batch was decoded: write the records of the chunks that are full now. From here on they are free to drop."""
+        self.ledger.write(n_tokens)
+        self._seal()
+
+    def _seal(self) -> None:
+        for chunk in self.ledger.to_store():
+            self._ctx.read(chunk, self.store.put(chunk))
+            self.ledger.store(chunk)
+            self.n_stored += 1
+
+    def _apply(self, plan: Plan) -> None:
+        """The one place where chunks move: drops first, then page-ins."""
+        for chunk in plan.drops:
+            self.ledger.drop(chunk)
+            self._ctx.drop(chunk)
+            self.n_out += 1
+        for chunk in plan.page_ins:
+            self.ledger.begin_page_in(chunk)
+            try:
+                self._ctx.page_in(chunk, self.store.get(chunk))
+            except BaseException:
+                self.ledger.abort_page_in(chunk)
+                raise
+            self.ledger.commit_page_in(chunk)
+            self.n_in += 1
+
+    #
+    # the sequence
+    #
+
+    def rollback(self, n_tokens: int) -> None:
+        """Before positions are removed from the cache: bring the chunk back that n_tokens cuts through."""
+        cut, rest = divmod(n_tokens, self.ledger.chunk)
+        if rest and self.ledger.state_of(cut) == State.OUT:
+            self._apply(bring_in(self.ledger, self._score, [cut]))
+
+    def rolled_back(self, n_tokens: int) -> None:
+        """Positions from n_tokens on were removed from the cache: forget them, and the records that held them."""
+        self.ledger.rollback(n_tokens)
+        self.store.forget(n_tokens // self.ledger.chunk)
+
+    def clear(self) -> None:
+        """Forget the sequence; pins stay."""
+        self.ledger.clear()
+        self.store.forget(0)
+        self.n_out = self.n_in = self.n_stored = 0
+
+    def reconcile(self, n_tokens: int) -> None:
+        """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
+        ledger = self.ledger
+        if ledger.n_tokens < n_tokens:
+            ledger.write(n_tokens - ledger.n_tokens)
+        held, resident = self._held().keys(), self._resident()
+        for chunk in held - resident:
+            self._ctx.drop(chunk)
+        for chunk in resident - held:
+            self._ctx.page_in(chunk, self.store.get(chunk))
+        self._seal()
+
+    #
+    # chunks
+    #
+
+    def page_in(self, chunk: int) -> None:
+        """Bring a chunk back, at the cost of the coldest one."""
+        self._check(chunk)
+        self._apply(bring_in(self.ledger, self._score, [chunk]))
+
+    def page_out(self, chunk: int) -> None:
+        """Drop a chunk from the pool."""
+        self._check(chunk)
+        if self.ledger.state_of(chunk) == State.OUT:
+            return
+        if not self.ledger.evictable()[chunk]:
+            msg = f"chunk {chunk} cannot leave the pool: it is a sink, in the tail, pinned or still being written"
+            raise PoolError(msg)
+        self._apply(Plan(drops=(chunk,)))
+
+    def pin(self, start: int, end: int) -> None:
+        """Keep the chunks of positions [start, end), bringing back those that are out."""
+        ledger = self.ledger
+        chunks = pinned_chunks([(start, end)], ledger.chunk)
+        n_pinned, n_pool = len(ledger.pins | chunks), ledger.n_block * ledger.chunk
+        floor = pool_floor(ledger.chunk, self._n_batch, ledger.n_sinks, ledger.n_tail, n_pinned)
+        if floor > n_pool:
+            msg = (
+                f"pinning {start}:{end} makes {n_pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
+                f" this one has {n_pool}: use a larger pool or pin less"
+            )
+            raise PoolError(msg)
+        self._apply(bring_in(ledger, self._score, sorted(c for c in chunks if c < ledger.n_chunks)))
+        ledger.pins |= chunks
+
+    def unpin(self, start: int, end: int) -> None:
+        """Let the chunks of positions [start, end) be evicted again."""
+        self.ledger.pins -= pinned_chunks([(start, end)], self.ledger.chunk)
+
+    def _check(self, chunk: int) -> None:
+        ledger = self.ledger
+        if not 0 <= chunk < ledger.n_chunks:
+            msg = f"there is no chunk {chunk}: the sequence has {ledger.n_chunks} of {ledger.chunk} tokens"
+            raise UsageError(msg)
+
+    #
+    # a look inside
+    #
+
+    def residency(self) -> Residency:
+        """Where every chunk is now."""
+        ledger = self.ledger
+        block = np.full(ledger.n_chunks, -1, np.int32)
+        chunks, _ = self._ctx.blocks()
+        used = chunks >= 0
+        block[chunks[used]] = np.flatnonzero(used)
+        sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
+        return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), self._score(ledger))
+
+    def check_integrity(self) -> None:
+        """Raise LedgerError unless ledger, host store and native pool agree."""
+        ledger = self.ledger
+        ledger.check_integrity()
+        held, resident = self._held(), self._resident()
+        if held.keys() != resident:
+            msg = f"ledger and pool differ about chunks {sorted(held.keys() ^ resident)[:8]}"
+            raise LedgerError(msg)
+        for chunk, n in held.items():
+            want = min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk)
+            if n != want:
+                msg = f"chunk {chunk} has {n} cells in the pool, and {want} positions"
+                raise LedgerError(msg)
+        missing = [int(c) for c in np.flatnonzero(ledger.stored) if int(c) not in self.store]
+        if missing:
+            msg = f"no record in the store for chunks {missing[:8]}"
+            raise LedgerError(msg)
+
+    def _held(self) -> dict[int, int]:
+        """The chunks in the native pool, and how many of their cells are in use."""
+        chunks, n_used = self._ctx.blocks()
+        return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
+
+    def _resident(self) -> set[int]:
+        return {int(c) for c in np.flatnonzero(self.ledger.state == State.RESIDENT)}

@@ -1,0 +1,47 @@
+"""Fixtures that several test files use."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import tiny
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.native import Model
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of a tiny random model (see tiny.MODELS), written when it is first asked for."""
+    directory = tmp_path_factory.mktemp("tiny")
+
+    @functools.cache
+    def path(name: str) -> Path:
+        res = directory / f"{name}.gguf"
+        tiny.write(name, res)
+        return res
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_path: Callable[[str], Path]) -> Iterator[Callable[[str], "Model"]]:
+    """A tiny random model in memory, loaded when it is first asked for."""
+    from pyllama_kvflash.native import Model  # here, so that tests without it run where nothing was built
+
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def model(name: str) -> Model:
+            return stack.enter_context(Model.load(tiny_path(name)))
+
+        yield model
+
+
+@pytest.fixture(scope="session")
+def needle_path() -> Path:
+    """The bundled model that finds needles."""
+    return Path(__file__).parent.parent / "pyllama_kvflash" / "needle" / "needle-7m-q8_0.gguf"

@@ -1,0 +1,849 @@
+"""The pool computes what the stock cache computes: bit for bit wherever the cells lie alike, else within its own noise.
+
+A run is fed random tokens, as if a prompt had been read and then its continuation one by one, and gives the logits of
+the last token of every batch. Equal means equal bits. test_mutations.py shows that each of these checks can fail.
+"""
+
+import functools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+import gguf
+
+from pyllama_kvflash.errors import ModelError, PoolError, RecordError, UnsupportedError, UsageError
+from pyllama_kvflash.native import ALL, CACHE_TYPES, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record
+from pyllama_kvflash.native.lib import ffi, lib
+
+pytestmark = pytest.mark.native
+
+Logits = npt.NDArray[np.float32]
+Array = npt.NDArray[np.float64]
+
+N_CTX = 65536
+N_POOL = 2048  # holds all of a short run
+N_PROMPT, N_STEPS = 1500, 100
+FINGERPRINT = 0x0123456789ABCDEF
+SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
+
+TOKENS = np.random.default_rng(7).integers(0, tiny.N_VOCAB, N_CTX).astype(np.int32)
+
+
+class Cache(NamedTuple):
+    """How a cache is stored."""
+
+    type: str
+    flash_attn: str = "on"
+
+
+CACHES = {"f16": Cache("f16"), "q8_0": Cache("q8_0"), "q4_0": Cache("q4_0"), "f16-nofa": Cache("f16", "off")}
+NAMES = ("qwen3", "qwen35", "gemma4")
+
+
+class Step(NamedTuple):
+    """A batch of n tokens, and the chunks that were dropped before it."""
+
+    n: int
+    drops: tuple[int, ...] = ()
+
+
+class Run:
+    """A context, and how many of the tokens it has read. A context manager."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache = CACHES["f16"],
+        *,
+        pool: int | None = None,
+        n_ctx: int = N_CTX,
+        n_batch: int = 512,
+        chunk: int = 64,
+        q_tap: bool = False,
+        fingerprint: int = FINGERPRINT,
+        tokens: npt.NDArray[np.int32] = TOKENS,
+    ) -> None:
+        """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256."""
+        params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
+        self.ctx = Context(
+            model,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=min(n_batch, 256),
+            n_threads=2,
+            type_k=cache.type,
+            type_v=cache.type,
+            flash_attn=cache.flash_attn,
+            pool=params,
+        )
+        self.n_batch, self.chunk, self.tokens, self.pos = n_batch, chunk, tokens, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ctx.close()
+
+    def decode(self, n: int, outputs: int = LAST) -> None:
+        """One batch."""
+        self.ctx.decode(self.tokens[self.pos : self.pos + n], self.pos, outputs)
+        self.pos += n
+
+    def feed(self, n: int, size: int | None = None) -> Logits:
+        """n tokens in batches of size (None: the largest); the last logits of each."""
+        end, res = self.pos + n, []
+        while self.pos < end:
+            self.decode(min(size or self.n_batch, end - self.pos))
+            res.append(self.ctx.logits())
+        return np.array(res)
+
+    def feed_at_once(self, n: int) -> Logits:
+        """n tokens in one batch; the logits of all."""
+        self.decode(n, ALL)
+        return np.array([self.ctx.logits(i) for i in range(n)])
+
+    def resident(self) -> list[int]:
+        """The chunks in the pool."""
+        return sorted(int(c) for c in self.ctx.blocks()[0] if c >= 0)
+
+    def read(self, chunk: int) -> Record:
+        """A chunk's record."""
+        record = np.full(self.ctx.pool_info().record_bytes, 0xEE, np.uint8)
+        self.ctx.read(chunk, record)
+        return record
+
+    def out(self, chunks: Sequence[int]) -> dict[int, Record]:
+        """Take chunks out of the pool, and overwrite where they were."""
+        records = {c: self.read(c) for c in chunks}
+        for c in chunks:
+            self.ctx.drop(c)
+        self.ctx.scribble(SCRIBBLE)
+        return records
+
+    def make_room(self, n: int, keep: int = 4) -> tuple[int, ...]:
+        """Drop the oldest chunks but the first and the last few, as many as n more tokens need."""
+        resident = self.resident()
+        chunks = range(self.pos // self.chunk, (self.pos + n - 1) // self.chunk + 1)
+        n_short = len(set(chunks) - set(resident)) - self.ctx.pool_info().n_block_free
+        drops = tuple(c for c in resident if 0 < c <= resident[-1] - keep)[: max(n_short, 0)]
+        for c in drops:
+            self.ctx.drop(c)
+        return drops
+
+    def feed_through(self, n: int, n_steps: int) -> tuple[Logits, list[Step], list[PoolInfo]]:
+        """A prompt of n tokens and n_steps more through a pool too small for them; with what was dropped, and when."""
+        logits, schedule, infos = [], [], []
+        while self.pos < n + n_steps:
+            size = min(self.n_batch, n - self.pos) if self.pos < n else 1
+            schedule.append(Step(size, self.make_room(size)))
+            logits.append(self.feed(size))
+            infos.append(self.ctx.pool_info())
+        return np.concatenate(logits), schedule, infos
+
+    def replay(self, schedule: Sequence[Step]) -> Logits:
+        """The same in a stock cache, from which the same positions are removed at the same times."""
+        logits = []
+        for step in schedule:
+            for c in step.drops:
+                self.ctx.attn_seq_rm(c * self.chunk, (c + 1) * self.chunk)
+            logits.append(self.feed(step.n))
+        return np.concatenate(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two runs' logits. rms is relative to the reference's."""
+
+    rms: float
+    largest: float
+    flips: int
+    n: int
+
+    def __str__(self) -> str:
+        """The numbers for a failed check."""
+        return f"relative RMS {self.rms:.3g}, largest {self.largest:.3g}, argmax flips {self.flips}/{self.n}"
+
+
+def difference(got: Logits, want: Logits) -> Difference:
+    """How far got is from the reference."""
+    assert got.shape == want.shape, f"{got.shape} logits, not {want.shape}"
+    delta = got.astype(np.float64) - want
+    rms = float(np.sqrt(np.sum(delta**2) / np.sum(want.astype(np.float64) ** 2)))
+    return Difference(rms, float(np.abs(delta).max()), int(np.sum(got.argmax(1) != want.argmax(1))), len(want))
+
+
+def assert_equal(got: Logits, want: Logits) -> None:
+    """Bit for bit, and numbers at all."""
+    assert np.isfinite(want).all(), f"{np.sum(~np.isfinite(want))} of {want.size} logits are not finite"
+    assert want.std() > 0.1, f"the logits say nothing: their standard deviation is {want.std():.3g}"
+    assert np.array_equal(got, want), str(difference(got, want))
+
+
+class Case:
+    """A model and a cache type, with what the stock cache makes of the tokens."""
+
+    def __init__(self, model: Model, cache: Cache) -> None:
+        self.model, self.cache = model, cache
+
+    def stock(self, n_ctx: int = 4096, n_batch: int = 512) -> Run:
+        """A stock context."""
+        return Run(self.model, self.cache, n_ctx=n_ctx, n_batch=n_batch)
+
+    def pool(self, pool: int = N_POOL, n_batch: int = 512, **options: Any) -> Run:
+        """A pooled context."""
+        return Run(self.model, self.cache, pool=pool, n_batch=n_batch, **options)
+
+    @functools.cached_property
+    def stock_logits(self) -> Logits:
+        """Of the short run: its batches, then its steps."""
+        with self.stock() as run:
+            return np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
+
+    @functools.cached_property
+    def noise(self) -> Difference:
+        """What the order of sums makes of the steps: a stock cache reads them at batch size 300, not 512 and then 1.
+
+        The steps must be read in a larger batch, too. Reading the prompt in other batches alone changes nothing for
+        most cache types: the CPU kernels for many rows compute each of them alike.
+        """
+        with self.stock(n_batch=300) as run:
+            run.feed(N_PROMPT)
+            return difference(run.feed_at_once(N_STEPS), self.stock_logits[-N_STEPS:])
+
+    def assert_close(self, steps: Logits) -> Difference:
+        """Within twice the noise, and at most 2 % of the tokens differ."""
+        got = difference(steps, self.stock_logits[-N_STEPS:])
+        text = f"{got}; noise floor: {self.noise}"
+        assert got.rms <= 2 * self.noise.rms + 1e-6, text
+        assert got.flips <= 0.02 * got.n, text
+        return got
+
+
+def params(names: Sequence[str] = NAMES, caches: Sequence[str] = tuple(CACHES)) -> list[Any]:
+    """All pairs of models and caches, for a fixture."""
+    return [pytest.param((name, cache), id=f"{name}-{cache}") for name in names for cache in caches]
+
+
+@pytest.fixture(scope="module", params=params())
+def case(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> Case:
+    """Every model with every cache type."""
+    name, cache = request.param
+    return Case(tiny_model(name), CACHES[cache])
+
+
+@pytest.fixture(scope="module", params=params(caches=["f16"]))
+def f16_case(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> Case:
+    """Every model, F16."""
+    name, cache = request.param
+    return Case(tiny_model(name), CACHES[cache])
+
+
+@pytest.fixture
+def qwen3(tiny_model: Callable[[str], Model]) -> Model:
+    """The dense model."""
+    return tiny_model("qwen3")
+
+
+#
+# all resident
+#
+
+
+@pytest.mark.parametrize("q_tap", [False, True], ids=["plain", "q_tap"])
+def test_all_resident(case: Case, q_tap: bool) -> None:
+    with case.pool(q_tap=q_tap) as run:
+        assert run.ctx.memory_class == {
+            "qwen3": "llama_kv_cache",
+            "qwen35": "llama_memory_hybrid",
+            "gemma4": "llama_kv_cache_iswa",
+        }[case.model.path.stem]
+        logits = np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
+        assert run.resident() == list(range((N_PROMPT + N_STEPS) // 64))
+    assert_equal(logits, case.stock_logits)
+
+
+def test_clear(f16_case: Case) -> None:
+    with f16_case.pool() as run:
+        run.feed(700)
+        run.ctx.clear()
+        assert run.resident() == []
+        run.pos = 0
+        logits = np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
+    assert_equal(logits, f16_case.stock_logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+def test_rollback(tiny_model: Callable[[str], Model], name: str) -> None:
+    """Tokens that are tried and taken back leave no trace: what speculative decoding does."""
+
+    def run_with_guesses(run: Run) -> Logits:
+        logits = [run.feed(900)]
+        for _ in range(30):
+            pos = run.pos
+            run.ctx.decode((run.tokens[pos : pos + 8] + 3) % tiny.N_VOCAB, pos)
+            run.ctx.seq_rm(pos)
+            logits.append(run.feed(2))
+        return np.concatenate(logits)
+
+    case = Case(tiny_model(name), CACHES["f16"])
+    with case.stock() as stock, case.pool(1024) as pool:
+        assert_equal(run_with_guesses(pool), run_with_guesses(stock))
+
+
+#
+# eviction
+#
+
+N_LONG = 6000
+
+
+@pytest.mark.slow
+def test_eviction(case: Case) -> None:
+    with case.pool(1024, n_batch=256) as run:
+        logits, schedule, infos = run.feed_through(N_LONG, 130)
+        resident = run.resident()
+    with case.stock(8192, n_batch=256) as run:
+        assert_equal(logits, run.replay(schedule))
+    n_drops = sum(len(step.drops) for step in schedule)
+    assert n_drops > 50, f"{n_drops} drops"
+    assert resident == [0, *range(96 - 15, 96)], str(resident)
+    widths = [info.n_kv for info in infos]
+    assert widths == [256, 512, 768] + [1024] * (len(widths) - 3), str(widths)
+    assert {info.n_pool for info in infos} == {1024}
+    assert {info.record_bytes for info in infos} == {infos[0].record_bytes}
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_eviction_of_smaller_chunks(f16_case: Case, chunk: int) -> None:
+    with f16_case.pool(512, n_batch=128, chunk=chunk) as run:
+        logits, schedule, _ = run.feed_through(1500, 100)
+    with Run(f16_case.model, n_ctx=4096, n_batch=128, chunk=chunk) as run:
+        assert_equal(logits, run.replay(schedule))
+    n_drops = sum(len(step.drops) for step in schedule)
+    assert n_drops > 50 * 16 // chunk, f"{n_drops} drops"
+
+
+def test_sliding_window_is_not_pooled(tiny_model: Callable[[str], Model]) -> None:
+    """A pool smaller than the window, and drops of chunks inside of it: SWA layers keep their size and their rows."""
+    case = Case(tiny_model("gemma4"), CACHES["f16"])
+    assert case.model.n_swa == tiny.GEMMA4_SWA
+    with case.pool(512, n_batch=256) as run, case.stock(n_batch=256) as stock:
+        logits, schedule, _ = run.feed_through(1500, 100)
+        for drops in [(21,), (22, 23), ()]:
+            for c in drops:
+                run.ctx.drop(c)
+            schedule.append(Step(1, drops))
+            logits = np.concatenate([logits, run.feed(1)])
+        assert_equal(logits, stock.replay(schedule))
+        pooled, whole = run.ctx.kv_bytes(), stock.ctx.kv_bytes()
+    assert pooled.swa == whole.swa > pooled.attn * 3 // 4, f"{pooled}, stock {whole}"
+    assert whole.attn == pooled.attn * 4096 // 512, f"{pooled}, stock {whole}"
+
+
+#
+# out and in
+#
+
+
+def test_out_and_in(case: Case) -> None:
+    with case.pool() as run:
+        prompt = run.feed(N_PROMPT)
+        places = {c: run.ctx.block_of(c) for c in run.resident()}
+        records = run.out(list(places))
+        assert run.ctx.pool_info().n_block_free == N_POOL // 64
+        for c, block in places.items():
+            assert run.ctx.page_in(c, records[c], block) == block
+        for c, record in records.items():
+            again = run.read(c)
+            assert np.array_equal(again, record), f"chunk {c} differs in {np.sum(again != record)} bytes"
+        logits = np.concatenate([prompt, run.feed(N_STEPS, 1)])
+    assert_equal(logits, case.stock_logits)
+
+
+def test_out_for_a_while(tiny_model: Callable[[str], Model]) -> None:
+    """Tokens decoded without some chunks, then taken back: with the chunks in again, nothing has happened."""
+    for name in ("qwen3", "gemma4"):
+        case = Case(tiny_model(name), CACHES["f16"])
+        want = case.stock_logits
+        with case.pool() as run:
+            prompt = run.feed(N_PROMPT)
+            places = {c: run.ctx.block_of(c) for c in range(1, 20, 2)}
+            records = run.out(list(places))
+            assert run.resident() == [c for c in range(24) if c not in places]
+            without = run.feed(1)
+            assert not np.array_equal(without[0], want[3]), f"{name}: the chunks that were out did not matter"
+            run.ctx.seq_rm(N_PROMPT)
+            run.pos = N_PROMPT
+            for c, block in places.items():
+                run.ctx.page_in(c, records[c], block)
+            assert_equal(np.concatenate([prompt, run.feed(N_STEPS, 1)]), want)
+
+
+def test_other_blocks(case: Case, record_property: Callable[[str, object], None]) -> None:
+    """Placement changes the order of sums, nothing else, and leaves no trace in the records."""
+    with case.pool() as run:
+        run.feed(N_PROMPT)
+        records = run.out(run.resident())
+        blocks = np.random.default_rng(1).permutation(N_POOL // 64)[: len(records)]
+        for c, block in zip(records, blocks, strict=True):
+            assert run.ctx.page_in(c, records[c], int(block)) == block
+        for c, record in records.items():
+            again = run.read(c)
+            assert np.array_equal(again, record), f"chunk {c} differs in {np.sum(again != record)} bytes"
+        got = case.assert_close(run.feed(N_STEPS, 1))
+    record_property("noise", str(case.noise))
+    record_property("shuffled", str(got))
+    print(f"noise floor: {case.noise}\nshuffled:    {got}")
+
+
+#
+# no free block
+#
+
+
+def test_no_free_block(case: Case) -> None:
+    """A batch that does not fit is refused as a whole, though its first ubatch would, and leaves nothing behind."""
+    with case.pool(1024) as run, case.pool(1024) as twin:
+        run.feed(700)
+        twin.feed(700)
+        blocks = [a.tolist() for a in run.ctx.blocks()]
+        records = {c: run.read(c) for c in run.resident()}
+        for _ in range(2):
+            with pytest.raises(PoolError, match="no room in the KV cache for 512 tokens at position 700"):
+                run.ctx.decode(TOKENS[700:1212], 700)
+        assert [a.tolist() for a in run.ctx.blocks()] == blocks
+        for c, record in records.items():
+            assert np.array_equal(run.read(c), record), f"chunk {c} differs"
+        for r in (run, twin):
+            for c in (2, 3, 7):
+                r.ctx.drop(c)
+        assert_equal(run.feed(512), twin.feed(512))
+        assert run.ctx.pool_info().n_block_free == 0
+        full = 1216 - run.pos
+        assert_equal(run.feed(full, 1), twin.feed(full, 1))
+        with pytest.raises(PoolError, match="no room in the KV cache for 1 tokens at position 1216"):
+            run.decode(1)
+        for r in (run, twin):
+            r.ctx.drop(1)
+        assert_equal(run.feed(64, 1), twin.feed(64, 1))
+
+
+#
+# records
+#
+
+HEAD = struct.Struct("<IHHQQQiIIiiIII")
+FIELDS = (
+    "magic version head_bytes record_bytes fingerprint mask chunk n_chunk n_layer type_k type_v flags meta_bytes reserved"
+).split()
+
+
+def head(record: Record) -> dict[str, int]:
+    """The fields of a record's head."""
+    return dict(zip(FIELDS, HEAD.unpack_from(record.tobytes()), strict=True))
+
+
+def forge(record: Record, **fields: int) -> Record:
+    """A copy with other fields in its head."""
+    res = record.copy()
+    res[: HEAD.size] = np.frombuffer(HEAD.pack(*(head(record) | fields).values()), np.uint8)
+    return res
+
+
+def rows(record: Record, layer: Layer, which: str, *, transposed: bool = False) -> npt.NDArray[np.uint8]:
+    """K or V of a layer in a record, a view: a row of bytes for each position (transposed: for each channel)."""
+    start, size = (layer.offs_k, layer.size_k) if which == "k" else (layer.offs_v, layer.size_v)
+    n = layer.n_embd_v if transposed else head(record)["n_chunk"]
+    return record[start : start + size].reshape(n, -1)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_record_layout(case: Case, chunk: int) -> None:
+    with case.pool(chunk=chunk) as run:
+        run.feed(300)
+        info, layers = run.ctx.pool_info(), run.ctx.layers()
+        full, part = 3, 300 // chunk
+        records = {c: run.read(c) for c in (full, part)}
+    type_id = CACHE_TYPES[case.cache.type]
+    flags = lib.KVF_FLAG_V_TRANS if case.cache.flash_attn == "off" else 0
+    flags |= 0 if case.cache.type == "f16" else lib.KVF_FLAG_ROT_K | lib.KVF_FLAG_ROT_V
+    meta_bytes = {16: 256, 32: 448, 64: 832}[chunk]
+    for c, record in records.items():
+        n = chunk if c == full else 300 % chunk
+        assert head(record) == {
+            "magic": int.from_bytes(b"KVFR", "little"),
+            "version": 1,
+            "head_bytes": 64,
+            "record_bytes": len(record),
+            "fingerprint": FINGERPRINT,
+            "mask": (1 << n) - 1,
+            "chunk": c,
+            "n_chunk": chunk,
+            "n_layer": len(layers),
+            "type_k": type_id,
+            "type_v": type_id,
+            "flags": flags,
+            "meta_bytes": meta_bytes,
+            "reserved": 0,
+        }
+        cells = record[HEAD.size : HEAD.size + 12 * chunk].view("<i4").reshape(chunk, 3)
+        positions = np.arange(c * chunk, c * chunk + n)
+        is_2d = case.model.path.stem == "qwen35"  # M-RoPE: x and y are the position
+        for i in (0, 1):
+            assert cells[:n, i].tolist() == (positions if is_2d else np.zeros(n)).tolist()
+        assert cells[:n, 2].tolist() == TOKENS[positions].tolist()
+        assert not cells[n:].any()
+        assert not record[HEAD.size + 12 * chunk : meta_bytes].any()
+    assert info.meta_bytes == meta_bytes
+    assert info.flags == flags
+    offs = meta_bytes
+    for layer in layers:
+        assert (layer.offs_k, layer.offs_v) == (offs, offs + layer.size_k)
+        assert layer.size_k == chunk * lib.ggml_row_size(type_id, layer.n_embd_k)
+        assert layer.size_v == chunk * lib.ggml_row_size(type_id, layer.n_embd_v)
+        offs += layer.size_k + layer.size_v
+    assert offs == info.record_bytes
+
+
+def test_transposed_values(qwen3: Model) -> None:
+    """Without flash attention V lies in columns; layer 0 has the same numbers either way."""
+    values = []
+    for name in ("f16", "f16-nofa"):
+        with Run(qwen3, CACHES[name], pool=1024) as run:
+            run.feed(256)
+            record = run.read(2)
+            transposed = name == "f16-nofa"
+            v = rows(record, run.ctx.layers()[0], "v", transposed=transposed).view(np.float16)
+            values.append(v.T if transposed else v)
+    assert np.array_equal(*values)
+
+
+@dataclass
+class Paged:
+    """A pool from which one chunk was taken."""
+
+    run: Run
+    chunk: int
+    record: Record
+
+
+@pytest.fixture
+def paged(qwen3: Model) -> Iterator[Paged]:
+    """Chunk 2 of 4 is out."""
+    with Run(qwen3, pool=1024) as run:
+        run.feed(256)
+        yield Paged(run, 2, run.out([2])[2])
+
+
+CORRUPT = {field: (lambda old: old ^ 1) for field in FIELDS} | {
+    "mask": lambda _: 0,
+    "record_bytes": lambda old: old + 64,
+    "flags": lambda old: old ^ lib.KVF_FLAG_V_TRANS,
+    "fingerprint": lambda old: old ^ 1 << 63,
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_record_with_another(paged: Paged, field: str) -> None:
+    old = head(paged.record)[field]
+    record = forge(paged.record, **{field: CORRUPT[field](old)})
+    assert np.sum(record != paged.record) > 0
+    with pytest.raises(RecordError, match="not a record of chunk 2 of this model and cache"):
+        paged.run.ctx.page_in(paged.chunk, record)
+    assert paged.run.resident() == [0, 1, 3]
+    paged.run.ctx.page_in(paged.chunk, paged.record)
+    assert np.array_equal(paged.run.read(paged.chunk), paged.record)
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_mask_of_more_than_a_chunk(qwen3: Model, chunk: int) -> None:
+    with Run(qwen3, pool=1024, chunk=chunk) as run:
+        run.feed(256)
+        record = run.out([2])[2]
+        with pytest.raises(RecordError, match="the mask differs"):
+            run.ctx.page_in(2, forge(record, mask=(1 << chunk + 1) - 1))
+
+
+def test_record_of_another_length(paged: Paged) -> None:
+    more = np.concatenate([paged.record, np.zeros(64, np.uint8)])
+    for record in (paged.record[:-1], paged.record[:64], paged.record[:0], more):
+        with pytest.raises(RecordError, match=f"has {len(paged.record)} bytes, not {len(record)}"):
+            paged.run.ctx.page_in(paged.chunk, record)
+    with pytest.raises(UsageError, match="record_bytes of room"):
+        paged.run.ctx.read(0, paged.record[:-1])
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        ({"cache": Cache("q8_0")}, "bytes"),
+        ({"cache": Cache("bf16")}, "type of K"),
+        ({"cache": Cache("f16", "off")}, "layout or rotation"),
+        ({"fingerprint": 1}, "model fingerprint"),
+        ({"chunk": 32}, "bytes"),
+    ],
+    ids=["size", "type", "layout", "model", "chunk"],
+)
+def test_record_of_another(qwen3: Model, paged: Paged, other: dict[str, Any], field: str) -> None:
+    with Run(qwen3, pool=1024, **other) as run, pytest.raises(RecordError, match=field):
+        run.ctx.page_in(paged.chunk, paged.record)
+    with pytest.raises(RecordError, match="the chunk number differs"):
+        paged.run.ctx.page_in(paged.chunk + 1, paged.record)
+
+
+def test_wrong_places(paged: Paged) -> None:
+    ctx, record = paged.run.ctx, paged.record
+    with pytest.raises(PoolError, match="block 0 is not free"):
+        ctx.page_in(2, record, 0)
+    with pytest.raises(UsageError, match="block 16 is outside the pool of 16 blocks"):
+        ctx.page_in(2, record, 16)
+    for call in (ctx.drop, paged.run.read):
+        with pytest.raises(PoolError, match="chunk 2 is not resident"):
+            call(2)
+        with pytest.raises(UsageError, match="a chunk number"):
+            call(-1)
+    assert ctx.page_in(2, record) == 2
+    with pytest.raises(PoolError, match="chunk 2 is already resident"):
+        ctx.page_in(2, record, 9)
+    assert ctx.block_of(2) == 2
+    paged.run.out([2])
+    paged.run.pos = 256
+    paged.run.feed(13 * 64)
+    with pytest.raises(PoolError, match="no free block for chunk 2"):
+        ctx.page_in(2, record)
+
+
+def test_pool_calls_need_a_pool(qwen3: Model) -> None:
+    with Run(qwen3, n_ctx=1024) as run:
+        run.feed(64)
+        calls: list[Callable[[], object]] = [
+            run.ctx.pool_info,
+            lambda: run.ctx.block_of(0),
+            lambda: run.ctx.drop(0),
+            lambda: run.ctx.scribble(0),
+            lambda: run.ctx.queries(0),
+            lambda: run.ctx.page_in(0, np.zeros(64, np.uint8)),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="this context has no pool"):
+                call()
+
+
+#
+# refusals
+#
+
+
+def test_whole_state_is_refused(f16_case: Case) -> None:
+    """A restore would re-pack the cells. A refused one changes nothing."""
+    for pool in (None, 1024):
+        with Run(f16_case.model, pool=pool, n_ctx=4096) as run, Run(f16_case.model, pool=pool, n_ctx=4096) as twin:
+            run.feed(700)
+            twin.feed(500)
+            size = lib.llama_state_get_size(run.ctx.handle)
+            state = ffi.new("uint8_t[]", size)
+            assert lib.llama_state_get_data(run.ctx.handle, state, size) == size > 0
+            n_read = lib.llama_state_set_data(twin.ctx.handle, state, size)
+            if pool is None:
+                assert n_read == size
+                twin.pos = 700
+                assert np.isfinite(twin.feed(1)).all()
+                continue
+            assert n_read == 0
+            assert twin.resident() == list(range(8))
+            twin.feed(12)
+            run.ctx.clear()
+            run.pos = 0
+            run.feed(500)
+            run.feed(12)
+            assert_equal(twin.feed(100, 1), run.feed(100, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_class"),
+    [
+        ("mamba", "llama_memory_recurrent"),
+        pytest.param(
+            "deepseek32",
+            "llama_kv_cache_dsa",
+            marks=pytest.mark.xfail(reason="class_name() in kvflash-pool.cpp says `unsupported`", strict=True),
+        ),
+    ],
+)
+def test_memory_that_cannot_be_pooled(tiny_model: Callable[[str], Model], name: str, memory_class: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"the memory of this model \({memory_class}\) cannot be pooled"):
+        Run(tiny_model(name), pool=256, n_ctx=4096, n_batch=64)
+
+
+@pytest.mark.parametrize("name", ["mamba", "deepseek32"])
+@pytest.mark.parametrize("n_ctx", [256, 4096])
+def test_refused_memory_runs_without_a_pool(tiny_model: Callable[[str], Model], name: str, n_ctx: int) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be pooled"):
+        Run(tiny_model(name), pool=256, n_ctx=n_ctx, n_batch=64)
+    with Run(tiny_model(name), n_ctx=n_ctx, n_batch=64) as run:
+        assert np.isfinite(run.feed(100)).all()
+
+
+def test_unknown_architecture(tiny_path: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="unknown model architecture: 'unheard-of'"):
+        Model.load(tiny_path("unheard-of"))
+
+
+#
+# queries
+#
+
+
+def rms_norm(x: Array, weight: Array | float = 1.0) -> Array:
+    """RMS norm over the last dimension."""
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + tiny.EPS) * weight
+
+
+def rope(x: Array, pos: int, base: float, n_rot: int) -> Array:
+    """NeoX rotary embedding of the first n_rot channels: i turns with i + n_rot/2."""
+    half = n_rot // 2
+    turn = np.exp(1j * pos * base ** (-np.arange(half) / half))
+    turned = (x[..., :half] + 1j * x[..., half:n_rot]) * turn
+    return np.concatenate([turned.real, turned.imag, x[..., n_rot:]], -1)
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
+    return x / (1 + np.exp(-x))
+
+
+def hadamard(n: int) -> Array:
+    """The orthogonal matrix with which llama.cpp turns Q and K of a quantised cache."""
+    res = np.ones((1, 1))
+    while len(res) < n:
+        res = np.block([[res, res], [res, -res]])
+    return res / np.sqrt(n)
+
+
+class Reference:
+    """Up to the first attention layer, in numpy, from the tensors of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = {t.name: np.asarray(t.data, np.float64) for t in gguf.GGUFReader(path).tensors}
+
+    def __getitem__(self, name: str) -> Array:
+        return self.tensors[name + ".weight"]
+
+    def ffn(self, blk: str, h: Array, act: Callable[[Array], Array] = silu) -> Array:
+        """A gated feed-forward network."""
+        return self[blk + "ffn_down"] @ (act(self[blk + "ffn_gate"] @ h) * (self[blk + "ffn_up"] @ h))
+
+    def heads(self, blk: str, which: str, h: Array, n_dim: int) -> Array:
+        """Normalised Q or K, before RoPE."""
+        return rms_norm((self[f"{blk}attn_{which}"] @ h).reshape(-1, n_dim), self[f"{blk}attn_{which}_norm"])
+
+    def qwen3(self, token: int, pos: int, which: str = "q") -> Array:
+        """Q or K of layer 0, which depends on the token and its position alone."""
+        h = rms_norm(self["token_embd"][token], self["blk.0.attn_norm"])
+        return rope(self.heads("blk.0.", which, h, 64), pos, 1e6, 64)
+
+    def qwen35(self, token: int, pos: int) -> Array:
+        """Q of layer 1 for a token that is alone: the delta net of layer 0 starts from nothing."""
+        x, n_group, n_value, n_state = self["token_embd"][token], 2, 4, 64
+        h = rms_norm(x, self["blk.0.attn_norm"])
+        mixed = silu((self["blk.0.attn_qkv"] @ h) * self["blk.0.ssm_conv1d"][:, -1])
+        q, k, v = np.split(mixed.reshape(-1, n_state), [n_group, 2 * n_group])
+        q, k = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
+        qk = np.tile(np.sum(q * k, -1), n_value // n_group) * n_state**-0.5
+        beta = 1 / (1 + np.exp(-(self["blk.0.ssm_beta"] @ h)))
+        out = rms_norm((qk * beta)[:, None] * v, self["blk.0.ssm_norm"])
+        out *= silu(self["blk.0.attn_gate"] @ h).reshape(out.shape)
+        x = x + self["blk.0.ssm_out"] @ out.ravel()
+        x = x + self.ffn("blk.0.", rms_norm(x, self["blk.0.post_attention_norm"]))
+        h = rms_norm(x, self["blk.1.attn_norm"])
+        q = (self["blk.1.attn_q"] @ h).reshape(8, 2, 64)[:, 0]  # the other half is the gate
+        return rope(rms_norm(q, self["blk.1.attn_q_norm"]), pos, 1e6, 32)
+
+    def gemma4(self, token: int, pos: int) -> Array:
+        """Q of layer 1 for a token that is alone: the attention of layer 0 returns its V."""
+        x = self["token_embd"][token] * np.sqrt(256)
+        h = rms_norm(x, self["blk.0.attn_norm"])
+        v = np.repeat(rms_norm((self["blk.0.attn_v"] @ h).reshape(2, 64)), 2, axis=0)
+        x = x + rms_norm(self["blk.0.attn_output"] @ v.ravel(), self["blk.0.post_attention_norm"])
+        h = rms_norm(x, self["blk.0.ffn_norm"])
+        x = x + rms_norm(self.ffn("blk.0.", h, gelu), self["blk.0.post_ffw_norm"])
+        h = rms_norm(x, self["blk.1.attn_norm"])
+        return rope(self.heads("blk.1.", "q", h, 128), pos, 1e6, 128)
+
+
+def gelu(x: Array) -> Array:
+    """The tanh approximation."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def error(got: npt.NDArray[Any], want: Array) -> float:
+    """RMS of the difference, relative to the reference's."""
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_queries(qwen3: Model, cache: str) -> None:
+    """Of the last token of a batch, be it the prompt's or a single one, in the basis of the cache."""
+    reference = Reference(qwen3.path)
+    basis = np.eye(64) if cache.startswith("f16") else hadamard(64)
+    with Run(qwen3, CACHES[cache], pool=2048, q_tap=True) as run:
+        for n in (512, 300, 256, 1, 1, 7, 1):
+            run.decode(n)
+            pos = run.pos - 1
+            got, want = run.ctx.queries(0), reference.qwen3(int(TOKENS[pos]), pos) @ basis
+            assert got.shape == (8, 64)
+            assert error(got, want) < 1e-2, f"after a batch of {n}, at {pos}: relative RMS {error(got, want):.3g}"
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["qwen35", "gemma4"])
+def test_queries_behind_another_layer(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
+    """A token that is alone in the context, at some position."""
+    model = tiny_model(name)
+    reference: Callable[[int, int], Array] = getattr(Reference(model.path), name)
+    tolerance = {"q4_0": 0.2}.get(cache, 2e-2)  # V of gemma4's layer 0 goes through the cache
+    with Run(model, CACHES[cache], pool=1024, n_ctx=4096, q_tap=True) as run:
+        layer = run.ctx.layers()[0]
+        assert layer.il == 1
+        for pos in (0, 1, 77, 3000):
+            run.ctx.clear()
+            run.pos = pos
+            run.decode(1)
+            basis = np.eye(layer.n_embd_head_k) if cache.startswith("f16") else hadamard(layer.n_embd_head_k)
+            got, want = run.ctx.queries(0), reference(int(TOKENS[pos]), pos) @ basis
+            assert error(got, want) < tolerance, f"at {pos}: relative RMS {error(got, want):.3g}"
+
+
+@pytest.mark.parametrize(("cache", "tolerance"), [("f16", 1e-2), ("f16-nofa", 1e-2), ("q8_0", 2e-2), ("q4_0", 0.15)])
+def test_keys_of_a_record(qwen3: Model, cache: str, tolerance: float) -> None:
+    """The K rows of a record are the keys of its positions, in the basis of the queries."""
+    reference = Reference(qwen3.path)
+    with Run(qwen3, CACHES[cache], pool=1024) as run:
+        run.feed(256)
+        data = rows(run.read(2), run.ctx.layers()[0], "k")
+    keys = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[CACHES[cache].type.upper()])
+    basis = np.eye(64) if cache.startswith("f16") else hadamard(64)
+    want = np.array([reference.qwen3(int(TOKENS[pos]), pos, "k") @ basis for pos in range(128, 192)])
+    got = error(keys.reshape(want.shape), want)
+    assert got < tolerance, f"relative RMS {got:.3g}"
+
+
+def test_no_queries(qwen3: Model) -> None:
+    with Run(qwen3, pool=1024) as run:
+        run.feed(10)
+        with pytest.raises(PoolError, match="the pool has no Q tap"):
+            run.ctx.queries(0)
+    with Run(qwen3, pool=1024, q_tap=True) as run, pytest.raises(PoolError, match="nothing was decoded"):
+        run.ctx.queries(0)

@@ -1,0 +1,308 @@
+"""The size of the pool at every edge, and that its floor is enough for whatever comes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room, pool_floor
+from pyllama_kvflash.policy import resolve_pool as resolve
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, SPARE_BLOCKS, pinned_chunks
+
+KIB = 1024
+FLOOR = pool_floor(64, 512, 1, 4)
+PLENTY = RESERVE + (1 << 40)
+
+counts = st.integers(0, 5)
+chunks = st.sampled_from([16, 32, 64])
+
+
+#
+# the floor
+#
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cells"),
+    [
+        ((64, 512, 1, 4), 1024),  # 1 + 4 + (8 + 1) + 2 = 16 blocks of 64: not a cell to spare
+        ((64, 512, 1, 4, 1), 1280),
+        ((64, 512, 1, 4, 4), 1280),
+        ((64, 512, 1, 4, 5), 1536),
+        ((64, 513, 1, 4), 1280),  # one token more, one block more
+        ((64, 511, 1, 4), 1024),
+        ((64, 1, 0, 1), 512),
+        ((16, 1, 0, 1), 256),
+        ((16, 2048, 1, 4), 2304),
+    ],
+)
+def test_floor(arguments: tuple[int, ...], cells: int) -> None:
+    assert pool_floor(*arguments) == cells
+
+
+@given(chunk=chunks, n_batch=st.integers(1, 4096), n_sinks=counts, n_tail=counts, n_pinned=counts)
+@settings(derandomize=True, database=None)
+def test_floor_is_what_is_counted_rounded_up(
+    chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int
+) -> None:
+    floor = pool_floor(chunk, n_batch, n_sinks, n_tail, n_pinned)
+    counted = chunk * (n_sinks + n_tail + n_pinned + math.ceil(n_batch / chunk) + 1 + SPARE_BLOCKS)
+    assert floor % CELLS == 0
+    assert floor - CELLS < counted <= floor
+
+
+def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> None:
+    """One batch as the engine does it: room, with the spare blocks left, then decode and store."""
+    free = ledger.n_free + int(np.count_nonzero(ledger.evictable()))
+    assert free >= -(-n_batch // ledger.chunk) + SPARE_BLOCKS
+    for c in make_room(ledger, rng.random(ledger.n_chunks), ledger.new_chunks(n)).drops:
+        ledger.drop(c)
+    ledger.write(n)
+    for c in ledger.to_store():
+        ledger.store(c)
+
+
+def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
+    plan = bring_in(ledger, rng.random(ledger.n_chunks), [chunk])
+    for c in plan.drops:
+        ledger.drop(c)
+    for c in plan.page_ins:
+        ledger.begin_page_in(c)
+        ledger.commit_page_in(c)
+
+
+@given(data=st.data(), tight=st.booleans(), seed=st.integers(0, 100))
+@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+def test_floor_is_enough_for_any_batches(data: st.DataObject, *, tight: bool, seed: int) -> None:
+    """With all that was counted pinned: any batches from any position find room, and so does any chunk that is out.
+
+    tight: without what rounding up to 256 cells adds.
+    """
+    chunk = data.draw(chunks)
+    n_batch = data.draw(st.integers(1, 8 * chunk))
+    n_sinks, n_tail, n_pins = data.draw(st.tuples(counts, counts, counts))
+    pins = data.draw(st.sets(st.integers(0, 60), min_size=n_pins, max_size=n_pins))
+    floor = pool_floor(chunk, n_batch, n_sinks, n_tail, n_pins)
+    n_block = n_sinks + n_tail + n_pins + -(-n_batch // chunk) + 1 + SPARE_BLOCKS if tight else floor // chunk
+    ledger = Ledger(n_block, chunk, n_sinks=n_sinks, n_tail=n_tail)
+    ledger.pins |= pins
+    rng = np.random.default_rng(seed)
+
+    start = data.draw(st.integers(0, 60 * chunk))
+    while ledger.n_tokens < start:
+        write(ledger, min(n_batch, start - ledger.n_tokens), rng, n_batch)
+    for n in data.draw(st.lists(st.integers(1, n_batch), min_size=1, max_size=20)):
+        write(ledger, n, rng, n_batch)
+        out = np.flatnonzero(ledger.state == State.OUT)
+        if len(out):
+            page_in(ledger, int(rng.choice(out)), rng)
+        if rng.random() < 0.2:  # from another position
+            keep = int(rng.integers(0, ledger.n_tokens + 1))
+            if keep % chunk:
+                page_in(ledger, keep // chunk, rng)
+            ledger.rollback(keep)
+        ledger.check_integrity()
+    assert all(ledger.state_of(c) == State.RESIDENT for c in pins if c < ledger.n_chunks)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
+    """Begun in the middle of a chunk, with all pins resident and not a block free."""
+    n_batch = 4 * chunk
+    ledger = Ledger(1 + 2 + 3 + 4 + 1 + SPARE_BLOCKS, chunk, n_sinks=1, n_tail=2)
+    ledger.pins |= {5, 6, 7}
+    rng = np.random.default_rng(0)
+    write(ledger, 1, rng, n_batch)
+    for _ in range(20):
+        write(ledger, n_batch, rng, n_batch)
+    assert ledger.n_tokens == 80 * chunk + 1
+    assert ledger.n_free < 4
+
+
+#
+# auto
+#
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens"),
+    [
+        (0, 0),
+        (RESERVE - 1, 0),
+        (RESERVE, 0),
+        (RESERVE + 2 * 256 * KIB - 1, 0),  # one byte short of 256 tokens
+        (RESERVE + 2 * 256 * KIB, 256),
+        (RESERVE + 2 * 512 * KIB - 1, 256),
+        (RESERVE + 2 * 512 * KIB, 512),
+        (RESERVE + 2 * AUTO_CAP * KIB - 1, AUTO_CAP - 256),
+        (RESERVE + 2 * AUTO_CAP * KIB, AUTO_CAP),
+        (PLENTY, AUTO_CAP),
+    ],
+)
+def test_auto_is_half_of_what_is_free_beyond_the_reserve(free: int, tokens: int) -> None:
+    assert auto_pool(free, KIB, 1 << 20)[0] == tokens
+
+
+@pytest.mark.parametrize(("n_ctx", "tokens"), [(1, 256), (256, 256), (257, 512), (16_384, 16_384), (16_385, 16_384)])
+def test_auto_is_no_larger_than_the_context(n_ctx: int, tokens: int) -> None:
+    assert auto_pool(PLENTY, KIB, n_ctx)[0] == tokens
+
+
+def test_auto_takes_another_cap() -> None:
+    assert auto_pool(PLENTY, KIB, 1 << 20, cap=512)[0] == 512
+
+
+def test_auto_says_how_it_came_to_its_number() -> None:
+    tokens, note = auto_pool(RESERVE + (3 << 20), 1536, 32_768)
+    assert tokens == 1024
+    assert note == (
+        "auto: half of (515 MiB free - 512 MiB reserve) / 1.50 KiB a token = 1024 tokens,"
+        " at most 16384 and the context of 32768: 1024"
+    )
+
+
+#
+# a request and what becomes of it
+#
+
+
+def pool(request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY) -> PoolSize:
+    return resolve(request, n_ctx=n_ctx, floor=floor, free=free, token_bytes=KIB)
+
+
+def test_off_is_the_full_cache_without_a_word() -> None:
+    assert pool("off") == PoolSize(None, (), ())
+
+
+@pytest.mark.parametrize("request_", [0, 1, 255, 256, FLOOR - 256])
+def test_below_the_floor_is_raised_with_a_warning(request_: int) -> None:
+    size = pool(request_)
+    assert size.n_pool == FLOOR
+    assert size.notes == ()
+    (warning,) = size.warnings
+    assert warning.startswith(f"a pool of {request_} tokens is too small: raised to {FLOOR}, ")
+    assert "--batch-size" in warning
+
+
+@pytest.mark.parametrize(
+    ("request_", "n_pool"),
+    [(FLOOR - 255, FLOOR), (FLOOR - 1, FLOOR), (FLOOR + 1, FLOOR + 256), (FLOOR + 255, FLOOR + 256)],
+)
+def test_rounded_up_to_256_with_a_note(request_: int, n_pool: int) -> None:
+    note = f"pool rounded up from {request_} to {n_pool} tokens (steps of 256)"
+    assert pool(request_) == PoolSize(n_pool, (note,), ())
+
+
+@pytest.mark.parametrize("request_", [FLOOR, FLOOR + 256, 1 << 19])
+def test_as_asked_without_a_word(request_: int) -> None:
+    assert pool(request_) == PoolSize(request_, (), ())
+
+
+@pytest.mark.parametrize(
+    ("request_", "n_ctx", "n_pool"),
+    [
+        (2048, 2047, None),
+        (2048, 2048, None),
+        (2048, 2049, 2048),
+        (2000, 2048, None),  # after rounding up
+        (2000, 2001, None),
+        (1792, 2001, 1792),
+        (1 << 30, 2048, None),
+    ],
+)
+def test_pool_that_covers_the_context_is_the_full_cache(request_: int, n_ctx: int, n_pool: int | None) -> None:
+    size = pool(request_, n_ctx=n_ctx)
+    assert size.n_pool == n_pool
+    covers = [note for note in size.notes if f"covers the context of {n_ctx}: no pool is needed" in note]
+    assert len(covers) == (n_pool is None)
+
+
+def test_floor_that_covers_the_context_is_the_full_cache() -> None:
+    size = pool(256, n_ctx=FLOOR)
+    assert size.n_pool is None
+    assert f"a pool of {FLOOR} tokens covers the context of {FLOOR}" in size.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("free", "n_ctx", "n_pool"),
+    [
+        (PLENTY, 1 << 20, AUTO_CAP),
+        (PLENTY, AUTO_CAP + 1, AUTO_CAP),
+        (PLENTY, AUTO_CAP, None),
+        (PLENTY, 5000, None),
+        (RESERVE + 2 * 2048 * KIB, 1 << 20, 2048),
+        (RESERVE + 2 * 2048 * KIB, 2048, None),
+    ],
+)
+def test_auto(free: int, n_ctx: int, n_pool: int | None) -> None:
+    size = pool("auto", n_ctx=n_ctx, free=free)
+    assert size.n_pool == n_pool
+    assert size.notes[0].startswith("auto: ")
+    assert len(size.notes) == 1 + (n_pool is None)
+    assert size.warnings == ()
+
+
+@pytest.mark.parametrize("free", [0, RESERVE, RESERVE + 2 * (FLOOR - 1) * KIB])
+def test_auto_with_little_memory_is_the_floor(free: int) -> None:
+    size = pool("auto", free=free)
+    assert size.n_pool == FLOOR
+    assert len(size.warnings) == 1
+    assert f"raised to {FLOOR}" in size.warnings[0]
+
+
+@given(
+    request_=st.integers(0, 100_000) | st.sampled_from(["auto", "off"]),
+    n_ctx=st.integers(1, 100_000),
+    n_batch=st.integers(1, 4096),
+    n_pinned=counts,
+    free=st.integers(0, RESERVE + (1 << 28)),
+    token_bytes=st.integers(1, 1 << 20),
+)
+@settings(derandomize=True, database=None)
+def test_outcome_is_always_a_pool_that_works(
+    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, free: int, token_bytes: int
+) -> None:
+    """At least the floor, at least what was asked for, whole steps of 256, less than the context; or no pool."""
+    floor = pool_floor(64, n_batch, 1, 4, n_pinned)
+    size = resolve(request_, n_ctx=n_ctx, floor=floor, free=free, token_bytes=token_bytes)
+    if size.n_pool is not None:
+        assert request_ != "off"
+        assert floor <= size.n_pool < n_ctx
+        assert size.n_pool % CELLS == 0
+        assert request_ == "auto" or int(request_) <= size.n_pool < max(floor, int(request_) + CELLS) + 1
+    elif isinstance(request_, int):
+        assert max(floor, request_ + CELLS) > n_ctx
+    assert all(isinstance(text, str) and text and "\n" not in text for text in size.notes + size.warnings)
+
+
+#
+# the rest
+#
+
+
+def test_token_bytes_are_summed_over_the_layers() -> None:
+    geometry = Geometry(((1024, 512), (1024, 512), (256, 0)))  # a layer may keep no V
+
+    def row_bytes(kind: int, n: int) -> int:
+        assert n > 0
+        return {1: 2, 8: 1}[kind] * n
+
+    assert geometry.token_bytes(row_bytes, 1, 8) == 2 * (2 * 1024 + 512) + 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("spans", "pinned"),
+    [
+        ([], set()),
+        ([(0, 1)], {0}),
+        ([(0, 64)], {0}),
+        ([(0, 65)], {0, 1}),
+        ([(63, 65)], {0, 1}),
+        ([(64, 128)], {1}),
+        ([(100, 101), (600, 700), (640, 650)], {1, 9, 10}),
+    ],
+)
+def test_pinned_chunks(spans: list[tuple[int, int]], pinned: set[int]) -> None:
+    assert pinned_chunks(spans, 64) == pinned
