@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens that a cache decodes in its turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns; the median counts")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw decode time against context (needs matplotlib)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.gguf"
@@ -62,6 +63,8 @@ def main() -> None:
         writer.close()
         rows = [measure(path, n, args) for n in args.contexts]
     report(rows, args)
+    if args.plot:
+        plot(rows, args)
     overhead(args.threads)
 
 
@@ -135,6 +138,25 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
         ]
         print("| " + " | ".join(cells) + " |")
     print("\nThe pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral.")
+
+
+def plot(rows: list[Row], args: argparse.Namespace) -> None:
+    """Milliseconds a token against context."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415 (only for those who want a picture)
+
+    fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    x = [r.context for r in rows]
+    for name, label, color in (("full", "full cache", "#555555"), ("pool", f"pool of {args.pool:,}", "#e0702a")):
+        y = [r.decode_ms[name] for r in rows]
+        ax.plot(x, y, marker="o", color=color)
+        ax.annotate(f"{label}: {y[-1]:.1f} ms", (x[-1], y[-1]), (-8, 8), textcoords="offset points", ha="right", color=color)
+    ax.set_xlabel("context, tokens")
+    ax.set_ylabel("ms a decoded token")
+    ax.set_ylim(0)
+    ax.set_xticks(x, [f"{n // 1024}K" for n in x])
+    ax.set_title(f"8 layers, 8 KV heads × 64, f16 KV; {args.threads} threads of {cpu()}", fontsize=9, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(args.plot)
 
 
 class Clock:

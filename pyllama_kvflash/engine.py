@@ -6,6 +6,7 @@ decodes (`native`), has the chunks stored that are full now, and yields what hap
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from pyllama_kvflash.errors import Interrupted, NativeError, UnsupportedError, U
 from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token
 from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.pager import Pager, Residency
 from pyllama_kvflash.text import TextStream
 
@@ -188,16 +189,22 @@ class KVFlash:
 
     def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
         """One batch: make room, decode, seal. What moved, if anything did."""
-        self._recover()
-        self._consistent = False  # should Ctrl-C, or an error, come in between
         pos = self._n_tokens
-        plan = self._pager.make_room(len(tokens)) if self._pager else None
-        self.ctx.decode(tokens, pos, outputs)
-        self._n_tokens += len(tokens)
-        if self._pager:
-            self._pager.written(len(tokens))
-        self._consistent = True
+        with self._step():
+            plan = self._pager.make_room(len(tokens)) if self._pager else None
+            self.ctx.decode(tokens, pos, outputs)
+            self._n_tokens += len(tokens)
+            if self._pager:
+                self._pager.written(len(tokens))
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """A change of the sequence or of what is resident. If it is cut off, the next one begins by reconciling."""
+        self._recover()
+        self._consistent = False
+        yield
+        self._consistent = True
 
     def _recover(self) -> None:
         """After a step that was cut off: take what it left in the cache out again, and go on from the last position."""
@@ -223,27 +230,26 @@ class KVFlash:
 
     def clear(self) -> None:
         """Forget the sequence and its records; pins stay."""
-        self.ctx.clear()
+        self._consistent = False
         self._n_tokens = 0
-        self._consistent = True
+        self.ctx.clear()
         if self._pager:
             self._pager.clear()
+        self._consistent = True
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. The chunk that is cut through is brought back first, and sealed anew.
+        """Keep the first n_tokens positions. The last chunks that remain are brought back if they are out.
 
         There are no logits until the next decode. Raises UnsupportedError if a recurrent state cannot go back.
         """
         if not 0 <= n_tokens <= self._n_tokens:
             msg = f"cannot roll back to {n_tokens} positions: there are {self._n_tokens}"
             raise UsageError(msg)
-        self._recover()
-        if self._pager:
-            self._pager.rollback(n_tokens)
-        self.ctx.seq_rm(n_tokens)
-        self._n_tokens = n_tokens
-        if self._pager:
-            self._pager.rolled_back(n_tokens)
+        with self._step():
+            self.ctx.seq_rm(n_tokens)
+            self._n_tokens = n_tokens
+            if self._pager:
+                self._pager.rolled_back(n_tokens)
 
     #
     # residency: the calls below need a pool, and raise UsageError without one
@@ -255,11 +261,11 @@ class KVFlash:
         if self._pager is None:
             msg = "there is no pool: the full cache is in use"
             raise UsageError(msg)
-        self._recover()
         return self._pager
 
     def residency(self) -> Residency:
         """Where every chunk is now, as arrays."""
+        self._recover()
         return self.pager.residency()
 
     def pin(self, start: int, end: int) -> None:
@@ -267,10 +273,9 @@ class KVFlash:
 
         The range may lie ahead of what is written. Raises PoolError, and pins nothing, if that left too little to page.
         """
-        if not 0 <= start < end <= self.options.n_ctx:
-            msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end <= {self.options.n_ctx}"
-            raise UsageError(msg)
-        self.pager.pin(start, end)
+        check_span(start, end, self.options.n_ctx)
+        with self._step():
+            self.pager.pin(start, end)
 
     def unpin(self, start: int, end: int) -> None:
         """Let the chunks of positions [start, end) be evicted again."""
@@ -278,14 +283,17 @@ class KVFlash:
 
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one. Harmless if it is resident. Raises PoolError."""
-        self.pager.page_in(chunk)
+        with self._step():
+            self.pager.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
-        self.pager.page_out(chunk)
+        with self._step():
+            self.pager.page_out(chunk)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
+        self._recover()
         self.pager.check_integrity()
 
     #

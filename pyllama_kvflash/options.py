@@ -60,20 +60,27 @@ class Options:
         else:
             _within(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
-            if not 0 <= start < end:
-                msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end"
-                raise UsageError(msg)
+            check_span(start, end, MAX_TOKENS)
 
     def resolved(self, n_ctx_train: int) -> Self:
         """With the model's context, this machine's threads, and no batch larger than the context."""
         n_ctx = self.n_ctx or n_ctx_train
+        for start, end in self.pins:
+            check_span(start, end, n_ctx)
         return replace(
             self,
             n_ctx=n_ctx,
             n_batch=min(self.n_batch, n_ctx),
             n_ubatch=min(self.n_ubatch, self.n_batch, n_ctx),
-            n_threads=self.n_threads or len(os.sched_getaffinity(0)),
+            n_threads=self.n_threads or _cores(),
         )
+
+
+def check_span(start: int, end: int, n_ctx: int) -> None:
+    """Raise UsageError unless [start, end) is a range of positions in a context."""
+    if not 0 <= start < end <= n_ctx:
+        msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end <= {n_ctx}"
+        raise UsageError(msg)
 
 
 def _within(value: int, low: int, high: int, name: str, hint: str) -> None:
@@ -86,3 +93,8 @@ def _one_of(value: object, allowed: tuple[object, ...], name: str) -> None:
     if value not in allowed:
         msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)
+
+
+def _cores() -> int:
+    """Cores that this process may use; where the system does not say, all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -91,16 +91,21 @@ class Pager:
     # the sequence
     #
 
-    def rollback(self, n_tokens: int) -> None:
-        """Before positions are removed from the cache: bring the chunk back that n_tokens cuts through."""
-        cut, rest = divmod(n_tokens, self.ledger.chunk)
-        if rest and self.ledger.state_of(cut) == State.OUT:
-            self._apply(bring_in(self.ledger, self._score, [cut]))
-
     def rolled_back(self, n_tokens: int) -> None:
-        """Positions from n_tokens on were removed from the cache: forget them, and the records that held them."""
-        self.ledger.rollback(n_tokens)
-        self.store.forget(n_tokens // self.ledger.chunk)
+        """Positions from n_tokens on were removed from the cache: forget them, and bring back what is the tail now.
+
+        A chunk that is cut through comes back whole from its record, and is cut; it is sealed anew when it is full.
+        """
+        ledger = self.ledger
+        cut, rest = divmod(n_tokens, ledger.chunk)
+        if rest and ledger.state_of(cut) == State.OUT:
+            ledger.rollback((cut + 1) * ledger.chunk)
+            self._apply(bring_in(ledger, self._score, [cut]))
+            self._ctx.attn_seq_rm(n_tokens, -1)
+        ledger.rollback(n_tokens)
+        self.store.forget(cut)
+        tail = range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks)
+        self._apply(bring_in(ledger, self._score, tail))
 
     def clear(self) -> None:
         """Forget the sequence; pins stay."""
@@ -111,12 +116,15 @@ class Pager:
     def reconcile(self, n_tokens: int) -> None:
         """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
         ledger = self.ledger
+        for flying in np.flatnonzero(ledger.state == State.IN_FLIGHT):
+            ledger.abort_page_in(int(flying))
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
-        held, resident = self._held().keys(), self._resident()
-        for chunk in held - resident:
+        for chunk in self._held().keys() - self._resident():
             self._ctx.drop(chunk)
-        for chunk in resident - held:
+        if ledger.n_tokens > n_tokens:
+            self.rolled_back(n_tokens)
+        for chunk in self._resident() - self._held().keys():
             self._ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
 

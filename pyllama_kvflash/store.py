@@ -1,9 +1,11 @@
 """The host store: one record for every sealed chunk."""
 
 import numpy as np
+import numpy.typing as npt
 
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.native import Record
+
+Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _FIRST = 8

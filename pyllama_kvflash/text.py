@@ -16,10 +16,10 @@ class TextStream:
     def push(self, piece: bytes) -> str:
         """Text that can be shown after these bytes. After a stop string `stopped` is True; it is not shown."""
         self._held += self._decode(piece)
-        ends = [i for s in self._stop if (i := self._held.find(s)) >= 0]
-        if ends:
+        found = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
+        if found:  # the one that is complete first, however the bytes are cut
             self.stopped = True
-            shown, self._held = self._held[: min(ends)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown
         keep = max((_overlap(self._held, s) for s in self._stop), default=0)
         cut = len(self._held) - keep

@@ -4,12 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room, pool_floor
 from pyllama_kvflash.policy import resolve_pool as resolve
 from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, SPARE_BLOCKS, pinned_chunks
+
+CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 KIB = 1024
 FLOOR = pool_floor(64, 512, 1, 4)
@@ -43,7 +45,7 @@ def test_floor(arguments: tuple[int, ...], cells: int) -> None:
 
 
 @given(chunk=chunks, n_batch=st.integers(1, 4096), n_sinks=counts, n_tail=counts, n_pinned=counts)
-@settings(derandomize=True, database=None)
+@CHECK
 def test_floor_is_what_is_counted_rounded_up(
     chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int
 ) -> None:
@@ -57,7 +59,7 @@ def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> Non
     """One batch as the engine does it: room, with the spare blocks left, then decode and store."""
     free = ledger.n_free + int(np.count_nonzero(ledger.evictable()))
     assert free >= -(-n_batch // ledger.chunk) + SPARE_BLOCKS
-    for c in make_room(ledger, rng.random(ledger.n_chunks), ledger.new_chunks(n)).drops:
+    for c in make_room(ledger, lambda _: rng.random(ledger.n_chunks), ledger.new_chunks(n)).drops:
         ledger.drop(c)
     ledger.write(n)
     for c in ledger.to_store():
@@ -65,7 +67,7 @@ def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> Non
 
 
 def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
-    plan = bring_in(ledger, rng.random(ledger.n_chunks), [chunk])
+    plan = bring_in(ledger, lambda _: rng.random(ledger.n_chunks), [chunk])
     for c in plan.drops:
         ledger.drop(c)
     for c in plan.page_ins:
@@ -74,7 +76,7 @@ def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
 
 
 @given(data=st.data(), tight=st.booleans(), seed=st.integers(0, 100))
-@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+@settings(CHECK, max_examples=200)
 def test_floor_is_enough_for_any_batches(data: st.DataObject, *, tight: bool, seed: int) -> None:
     """With all that was counted pinned: any batches from any position find room, and so does any chunk that is out.
 
@@ -260,7 +262,7 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
     free=st.integers(0, RESERVE + (1 << 28)),
     token_bytes=st.integers(1, 1 << 20),
 )
-@settings(derandomize=True, database=None)
+@CHECK
 def test_outcome_is_always_a_pool_that_works(
     request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, free: int, token_bytes: int
 ) -> None:

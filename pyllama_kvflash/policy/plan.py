@@ -49,7 +49,7 @@ def _coldest(ledger: Ledger, score: Scorer, n: int, keep: Sequence[int]) -> tupl
     mask[list(keep)] = False
     candidates = np.flatnonzero(mask)
     if len(candidates) < n:
-        held = int(np.count_nonzero(ledger.protected()))
+        held = int(np.count_nonzero(ledger.protected() & (ledger.state == State.RESIDENT)))
         msg = (
             f"{n} more blocks of the pool are needed and {len(candidates)} can be freed: {held} of its {ledger.n_block}"
             " are protected (sinks, tail, pins); use a larger pool, a smaller batch or fewer pins"

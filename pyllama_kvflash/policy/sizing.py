@@ -66,14 +66,14 @@ def resolve_pool(
     else:
         wanted = int(request)
     n_pool = _round_up(wanted)
-    if n_pool < floor:
+    if n_pool < floor < n_ctx:
         warnings.append(
             f"a pool of {wanted} tokens is too small: raised to {floor}, which holds the sinks, the tail, the pins,"
             f" one batch and {SPARE_BLOCKS} more chunks (a smaller -b/--batch-size lowers this)"
         )
-        n_pool = floor
-    elif n_pool != wanted:
+    elif floor <= n_pool != wanted:
         notes.append(f"pool rounded up from {wanted} to {n_pool} tokens (steps of {CELLS})")
+    n_pool = max(n_pool, floor)
     if n_pool >= n_ctx:
         notes.append(
             f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache"

@@ -1,0 +1,596 @@
+"""The command line: what a person types, what comes out, and where."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from pyllama_kvflash import __version__
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+pytestmark = pytest.mark.native
+
+SCRIPT = Path(sys.executable).with_name("kvflash")
+TIMEOUT = 60  # seconds; the slowest command here takes about ten
+NEEDLE_TOKEN_BYTES = 6 * 2 * 128 * 2  # layers, K and V, elements of a row, bytes of an f16
+COMMANDS = ("run", "demo", "inspect")
+
+# A pool of 768 tokens is what batches of 64 need: the prompt of 1,500 tokens is twice as long.
+SHORT = ("-p", "The secret code for the", "-c", "1K")
+POOLED = ("-c", "4K", "-b", "64", "--kvflash", "768")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the caller's settings, and one thread: two wait for each other when the machine is busy."""
+    for name in list(os.environ):
+        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LLAMA_ARG_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def invoke(*args: str, text: str | bytes | None = None) -> Result:
+    """Run a command in this process. It ends as a process would: by an exit code, never by an exception."""
+    res = CliRunner().invoke(main, args, input=text)
+    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
+    return res
+
+
+def good(*args: str, text: str | bytes | None = None) -> Result:
+    res = invoke(*args, text=text)
+    assert res.exit_code == 0, res.output
+    return res
+
+
+def process(*args: str | Path, timeout: float = TIMEOUT, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command as a process of its own."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+    if "input" in kwargs:
+        del options["stdin"]
+    return subprocess.run([SCRIPT, *args], timeout=timeout, encoding="utf-8", check=False, **options)
+
+
+def summary(*args: str, text: str | None = None) -> dict[str, Any]:
+    res: dict[str, Any] = json.loads(good("run", "--temp", "0", "--json", *args, text=text).stdout)
+    return res
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prompt of 1,500 tokens: prose, four codes, and a question about the last one."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        prompt = make_prompt(1450, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=3)
+    path = tmp_path_factory.mktemp("prompt") / "long.txt"
+    path.write_text(prompt.text + prompt.needles[-1].question + "\n", encoding="utf-8")
+    (path.parent / "answer.txt").write_text(prompt.needles[-1].answer)
+    return path
+
+
+#
+# help
+#
+
+
+def examples(text: str) -> list[list[str]]:
+    """The command lines that a help text shows, as arguments of kvflash."""
+    lines = [line.strip() for line in text.splitlines()]
+    shown = [re.split(r"\s{2,}| \| ", line) for line in lines if re.match(r"(\S+ \S+ \| )?kvflash ", line)]
+    parts = [next(part for part in line if part.startswith("kvflash")) for line in shown]
+    return [[a.strip('"') for a in re.findall(r'"[^"]*"|\S+', part.split(" > ")[0])][1:] for part in parts]
+
+
+@pytest.mark.parametrize("command", [(), *[(c,) for c in COMMANDS]])
+def test_help(command: tuple[str, ...]) -> None:
+    res = good(*command, "--help")
+    assert res.stdout.startswith("Usage: ")
+    assert res.stderr == ""
+    assert good(*command, "-h").stdout == res.stdout
+    found = [args for args in examples(res.stdout) if tuple(args[: len(command)]) == command]
+    assert len(found) >= 2, "help teaches with examples"
+
+
+@pytest.mark.parametrize("command", [(), *[(c,) for c in COMMANDS]])
+def test_examples_in_help_are_valid(command: tuple[str, ...]) -> None:
+    for name, *args in examples(good(*command, "--help").stdout):
+        main.commands[name].make_context(name, args)  # parses, does not run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained(name: str) -> None:
+    params = [p for p in main.commands[name].params if isinstance(p, click.Option)]
+    assert [p.name for p in params if not p.help] == []
+
+
+def test_all_commands_are_known() -> None:
+    assert set(main.commands) >= set(COMMANDS)
+    text = good("--help").stdout
+    assert all(re.search(rf"^  {name} +\S", text, re.MULTILINE) for name in COMMANDS)
+
+
+def test_version() -> None:
+    assert good("--version").stdout == f"kvflash, version {__version__}\n"
+
+
+def test_no_command_shows_help() -> None:
+    res = invoke()
+    assert "Usage: kvflash" in res.output
+    assert res.exit_code == 2
+
+
+#
+# run: what goes where
+#
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr() -> None:
+    args = (*SHORT, "-n", "8")
+    res = process("run", "--temp", "0", *args)
+    assert res.returncode == 0, res.stderr
+    assert res.stdout == summary(*args)["text"] + "\n"
+    assert len(res.stdout) > 8
+    for word in ("needle-7m", "context 1,024", "prefill", "decode", "tok/s", "device KV", "length"):
+        assert word in res.stderr
+    assert all(line.startswith("kvflash: ") for line in res.stderr.splitlines())
+
+
+def test_json_is_one_object() -> None:
+    res = good("run", *SHORT, "-n", "8", "--temp", "0", "--json")
+    assert res.stdout.count("\n") == 1
+    found = json.loads(res.stdout)
+    assert set(found) >= {"model", "text", "reason", "notes", "warnings", "stats", "policy"}
+    assert found["model"] == str(BUNDLED_MODEL)
+    assert found["reason"] == "length"
+    stats = found["stats"]
+    assert stats["n_generated"] == 8
+    assert stats["n_prompt"] > 4
+    assert stats["n_ctx"] == 1024
+    assert stats["n_pool"] is None
+    assert stats["kv_device_bytes"] == 1024 * NEEDLE_TOKEN_BYTES
+    assert stats["prefill_rate"] > 0
+    assert stats["decode_rate"] > 0
+    assert stats["seed"] is None
+
+
+def test_jsonl_is_an_object_a_line_that_ends_in_done(long_file: Path) -> None:
+    args = ("-f", str(long_file), *POOLED, "-n", "8")
+    res = good("run", *args, "--temp", "0", "--jsonl")
+    events = [json.loads(line) for line in res.stdout.splitlines()]
+    kinds = [e["event"] for e in events]
+    assert kinds[0] == "prefill"
+    assert kinds[-1] == "done"
+    assert kinds.count("done") == 1
+    assert set(kinds) == {"prefill", "paged", "token", "done"}
+    assert "prefill" not in kinds[kinds.index("token") :]
+
+    prefill = [e for e in events if e["event"] == "prefill"]
+    assert [e["done"] for e in prefill] == sorted(e["done"] for e in prefill)
+    assert prefill[-1]["done"] == prefill[-1]["total"] == events[-1]["stats"]["n_prompt"]
+    assert all(e["resident_bytes"] == 768 * NEEDLE_TOKEN_BYTES for e in prefill)
+
+    tokens = [e for e in events if e["event"] == "token"]
+    assert len(tokens) == events[-1]["stats"]["n_generated"] == 8
+    assert "".join(e["text"] for e in [*tokens, events[-1]]) == summary(*args)["text"]
+    moved = sum(len(e["drops"]) for e in events if e["event"] == "paged")
+    assert moved == events[-1]["stats"]["pages_out"] > 0
+
+
+def test_quiet_leaves_nothing_on_stderr() -> None:
+    res = process("run", *SHORT, "-n", "4", "-q")
+    assert res.returncode == 0
+    assert res.stderr == ""
+    assert res.stdout
+
+
+def test_quiet_still_warns() -> None:
+    res = good("run", "-p", "Hello", "-c", "8K", "--kvflash", "100", "-n", "1", "-q")
+    assert res.stderr.startswith("kvflash: warning: a pool of 100 tokens is too small: raised to ")
+    assert res.stderr.count("\n") == 1
+
+
+def test_stats_shows_all_figures() -> None:
+    res = good("run", *SHORT, "-n", "4", "--stats", "-s", "11")
+    table = dict(re.findall(r"^(\S[^\n]*?)  +(\S.*)$", res.stderr, re.MULTILINE))
+    assert table["context"].startswith("1,024")
+    assert table["pool"].startswith("none")
+    assert table["seed"] == "11"
+    assert {"prompt", "generated", "device KV", "full cache", "host records", "pages"} <= set(table)
+    assert "prompt" not in res.stdout
+
+
+def test_closing_line_of_a_pool(long_file: Path) -> None:
+    last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
+        r" · device KV 2\.2 MiB, full cache 12\.0 MiB \(18\.8 %\) · host [\d.]+ MiB · pages \d+ out, 0 in",
+        last,
+    ), last
+
+
+def test_output_file(tmp_path: Path) -> None:
+    path = tmp_path / "answer.txt"
+    args = ("run", *SHORT, "-n", "8", "--temp", "0")
+    plain = good(*args)
+    res = good(*args, "-o", str(path))
+    assert res.stdout == ""
+    assert path.read_text(encoding="utf-8") == plain.stdout
+
+    good(*args, "-o", str(path), "--json")  # a run that ends well does write over
+    assert json.loads(path.read_text(encoding="utf-8"))["text"] + "\n" == plain.stdout
+
+
+@pytest.mark.parametrize("how", ["stdin", "stdin-named", "file", "long-option"])
+def test_ways_to_give_a_prompt(how: str, tmp_path: Path) -> None:
+    want = summary("-p", "The secret code for the red boat", "-c", "1K", "-n", "8")
+    text = "The secret code for the red boat\n"  # the newline at the end is taken off
+    path = tmp_path / "prompt.txt"
+    path.write_text("\ufeff" + text, encoding="utf-8")
+    args, stdin = {
+        "stdin": ((), text),
+        "stdin-named": (("-f", "-"), text),
+        "file": (("-f", str(path)), None),
+        "long-option": (("--prompt-file", str(path)), None),
+    }[how]
+    found = summary(*args, "-c", "1K", "-n", "8", text=stdin)
+    assert found["text"] == want["text"]
+    assert found["stats"]["n_prompt"] == want["stats"]["n_prompt"]
+
+
+def test_two_newlines_at_the_end_are_one_too_many() -> None:
+    one, two = (summary("-c", "1K", "-n", "1", text=text)["stats"]["n_prompt"] for text in ("a\n", "a\n\n"))
+    assert two == one + 1
+
+
+def test_model_by_argument_and_by_option() -> None:
+    by_argument = summary(str(BUNDLED_MODEL), *SHORT, "-n", "4")
+    by_option = summary("-m", str(BUNDLED_MODEL), *SHORT, "-n", "4")
+    assert by_argument["text"] == by_option["text"]
+    assert "using the bundled" not in good("run", str(BUNDLED_MODEL), *SHORT, "-n", "1").stderr
+    assert "using the bundled" in good("run", *SHORT, "-n", "1").stderr
+
+
+def test_verbose_shows_the_library_log_on_stderr() -> None:
+    res = process("run", *SHORT, "-n", "2", "--temp", "0", "-v")
+    assert res.returncode == 0
+    assert "llama_model_loader" in res.stderr
+    assert res.stdout == summary(*SHORT, "-n", "2")["text"] + "\n"
+
+
+def test_no_tokens() -> None:
+    found = summary(*SHORT, "-n", "0")
+    assert found["text"] == ""
+    assert found["reason"] == "length"
+    assert found["stats"]["n_generated"] == 0
+
+
+def test_until_the_context_is_full() -> None:
+    found = summary("-p", "The secret code for the", "-c", "256", "-n", "-1")
+    assert found["reason"] in {"context", "eos"}
+    if found["reason"] == "context":
+        assert found["stats"]["n_prompt"] + found["stats"]["n_generated"] == 256 + 1  # the last one is not decoded
+
+
+#
+# run: what is generated
+#
+
+
+def test_greedy_is_deterministic() -> None:
+    first, second = (summary(*SHORT, "-n", "16") for _ in range(2))
+    assert first["text"] == second["text"] != ""
+    assert summary(*SHORT, "-n", "16", "-s", "5")["text"] == first["text"]
+
+
+def sampled(*args: str) -> dict[str, Any]:
+    res: dict[str, Any] = json.loads(
+        good("run", *SHORT, "-n", "32", "--temp", "1.5", "--top-k", "0", "--json", *args).stdout
+    )
+    return res
+
+
+def test_a_seed_reproduces() -> None:
+    seven = sampled("-s", "7")
+    assert sampled("-s", "7")["text"] == seven["text"]
+    assert sampled("-s", "8")["text"] != seven["text"]
+    assert seven["stats"]["seed"] == 7
+
+
+def test_a_random_seed_is_told_and_reproduces() -> None:
+    drawn = sampled()
+    assert sampled("-s", str(drawn["stats"]["seed"]))["text"] == drawn["text"]
+    assert sampled()["stats"]["seed"] != drawn["stats"]["seed"]
+
+
+def test_stop_string_is_not_shown() -> None:
+    whole = summary(*SHORT, "-n", "16")["text"]
+    stop = whole[5:8]
+    found = summary(*SHORT, "-n", "16", "-r", "no such text", "-r", stop)
+    assert found["reason"] == "stop"
+    assert found["text"] == whole[: whole.index(stop)]
+    assert good("run", *SHORT, "-n", "16", "--temp", "0", "-r", stop).stdout == found["text"] + "\n"
+
+
+def test_held_back_text_is_shown_at_the_end() -> None:
+    whole = summary(*SHORT, "-n", "8")["text"]
+    assert summary(*SHORT, "-n", "8", "-r", whole[-2:] + "never comes")["text"] == whole
+
+
+@pytest.mark.parametrize(
+    ("args", "n_ctx", "n_pool"),
+    [
+        (("-c", "4096", "--kvflash", "1024"), 4096, 1024),
+        (("-c", "4K", "--kvflash", "1K"), 4096, 1024),
+        (("--ctx-size", "4k", "--kvflash", "1k"), 4096, 1024),
+        (("-c", "1M", "--kvflash", "2K"), 1 << 20, 2048),
+        (("-c", "4000", "--kvflash", "1030"), 4000, 1280),  # in steps of 256 cells, and said so
+        (("-c", "4K", "--kvflash", "off"), 4096, None),
+        (("-c", "4K", "--kvflash", "4K"), 4096, None),
+        (("--kvflash", "1K"), 67584, 1024),  # the model's context
+    ],
+)
+def test_sizes(args: Sequence[str], n_ctx: int, n_pool: int | None) -> None:
+    found = summary("-p", "Hello", "-n", "1", *args)
+    assert (found["stats"]["n_ctx"], found["stats"]["n_pool"]) == (n_ctx, n_pool)
+    cells = n_pool if n_pool is not None else -(-n_ctx // 256) * 256
+    assert found["stats"]["kv_device_bytes"] == cells * NEEDLE_TOKEN_BYTES
+    if "1030" in args:
+        assert any("1280" in note for note in found["notes"])
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def n_ctx(*args: str) -> int:
+        return int(summary("-p", "Hello", "-n", "1", *args)["stats"]["n_ctx"])
+
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "1K")
+    assert n_ctx() == 1024
+    monkeypatch.setenv("KVFLASH_CTX_SIZE", "2K")
+    assert n_ctx() == 2048  # ours wins
+    assert n_ctx("-c", "3K") == 3072  # and an option over both
+    monkeypatch.setenv("KVFLASH_POOL", "off")
+    assert summary("-p", "Hello", "-n", "1", "-c", "32K")["stats"]["n_pool"] is None
+
+
+def test_an_argument_wins_over_a_model_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_MODEL", "some-other-model.gguf")
+    assert summary(str(BUNDLED_MODEL), *SHORT, "-n", "1")["model"] == str(BUNDLED_MODEL)
+    assert summary("-m", str(BUNDLED_MODEL), *SHORT, "-n", "1")["model"] == str(BUNDLED_MODEL)
+
+
+def test_bad_environment_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "plenty")
+    res = invoke("run", "-p", "Hello")
+    assert res.exit_code == 2
+    assert "plenty" in res.stderr
+
+
+#
+# run: pool
+#
+
+
+def test_a_prompt_longer_than_the_pool(long_file: Path) -> None:
+    found = summary("-f", str(long_file), *POOLED, "-n", "8")
+    stats = found["stats"]
+    assert stats["n_prompt"] > stats["n_pool"] == 768
+    assert stats["kv_device_bytes"] == 768 * NEEDLE_TOKEN_BYTES
+    assert stats["kv_full_bytes"] == 4096 * NEEDLE_TOKEN_BYTES
+    assert stats["pages_out"] > 0
+    assert stats["resident"] <= 12
+    assert stats["stored"] == (stats["n_prompt"] + stats["n_generated"] - 1) // 64
+    answer = (long_file.parent / "answer.txt").read_text()
+    assert answer in found["text"]  # the last code is in the tail, which stays
+
+
+def test_off_equals_a_pool_that_holds_everything(long_file: Path) -> None:
+    args = ("-f", str(long_file), "-c", "4K", "-b", "256", "-n", "24")
+    pool = summary(*args, "--kvflash", "2K")
+    off = summary(*args, "--kvflash", "off")
+    assert pool["stats"]["n_pool"] == 2048
+    assert pool["stats"]["pages_out"] == 0
+    assert off["stats"]["n_pool"] is None
+    assert off["stats"]["host_bytes"] == 0
+    assert pool["text"] == off["text"]
+
+
+@pytest.mark.parametrize("chunk", ["16", "32", "64"])
+def test_chunk_sizes(long_file: Path, chunk: str) -> None:
+    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-chunk", chunk)
+    assert found["stats"]["stored"] == found["stats"]["n_prompt"] // int(chunk)
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "bf16"])
+def test_cache_types(long_file: Path, kv_type: str) -> None:
+    found = summary("-f", str(long_file), *POOLED, "-n", "1", "-ctk", kv_type, "-ctv", kv_type)
+    size = json.loads(good("inspect", "--json").stdout)["token_bytes"][kv_type]
+    assert found["stats"]["kv_device_bytes"] == 768 * size
+
+
+#
+# run: no terminal, no decoration
+#
+
+
+@pytest.mark.parametrize("command", ["run", "inspect"])
+def test_no_escape_codes_without_a_terminal(command: str) -> None:
+    res = process(command, *(SHORT if command == "run" else ()))
+    assert res.returncode == 0
+    assert "\x1b" not in res.stdout + res.stderr
+    assert "\r" not in res.stdout + res.stderr
+
+
+def on_a_terminal(*args: str, env: dict[str, str] | None = None) -> tuple[str, str]:
+    """Stdout, a pipe, and stderr, a terminal."""
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def drain() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                shown.extend(data)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    try:
+        res = process(*args, stderr=theirs, env={**os.environ, "TERM": "xterm-256color", **(env or {})})
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+    assert res.returncode == 0, shown.decode()
+    return res.stdout, shown.decode()
+
+
+COLOUR = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])[\d;]*m")
+
+
+def test_progress_on_a_terminal(long_file: Path) -> None:
+    args = ("run", "-f", str(long_file), *POOLED, "-n", "2", "--temp", "0")
+    out, err = on_a_terminal(*args)
+    assert "tok/s" in err
+    assert COLOUR.search(err)
+    assert "\x1b" not in out
+    plain, err = on_a_terminal(*args, env={"NO_COLOR": "1"})
+    assert plain == out
+    assert not COLOUR.search(err)
+
+
+#
+# inspect
+#
+
+# name: memory class, layers, pooled ones, sliding window, bytes of a token in f16
+MEMORY: dict[str, tuple[str, int, list[int], int, int]] = {
+    "needle": ("llama_kv_cache", 6, [0, 1, 2, 3, 4, 5], 0, NEEDLE_TOKEN_BYTES),
+    "qwen3": ("llama_kv_cache", 4, [0, 1, 2, 3], 0, 4 * 2 * 2 * 64 * 2),
+    "qwen35": ("llama_memory_hybrid", 4, [1, 3], 0, 2 * 2 * 2 * 64 * 2),
+    "gemma4": ("llama_kv_cache_iswa", 6, [1, 3], 512, 2 * 2 * 2 * 128 * 2),
+}
+
+
+def model_file(name: str, tiny_path: Callable[[str], Path]) -> Path:
+    return BUNDLED_MODEL if name == "needle" else tiny_path(name)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_inspect_json(name: str, tiny_path: Callable[[str], Path]) -> None:
+    path = model_file(name, tiny_path)
+    found = json.loads(good("inspect", str(path), "--json", "-c", "8K").stdout)
+    memory, n_layer, layers, n_swa, token_bytes = MEMORY[name]
+    assert found["model"] == str(path)
+    assert found["architecture"] == name.replace("needle", "qwen3")
+    assert found["memory_class"] == memory
+    assert (found["poolable"], found["refusal"]) == (True, None)
+    assert (found["n_layer"], found["pooled_layers"]) == (n_layer, layers)
+    assert found["n_swa"] == n_swa
+    assert found["n_ctx"] == 8192
+    sizes = found["token_bytes"]
+    assert sizes["f16"] == sizes["bf16"] == sizes["f32"] // 2 == token_bytes
+    assert sizes["q8_0"] == token_bytes * 34 // 64  # 34 bytes for 32 elements
+    assert sizes["q4_0"] == token_bytes * 18 // 64
+    assert found["auto_pool"] == 8192  # no more than the context
+    assert "MiB free" in found["auto_note"]
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_inspect_text(name: str, tiny_path: Callable[[str], Path]) -> None:
+    res = good("inspect", str(model_file(name, tiny_path)), "-c", "8K")
+    table = dict(re.findall(r"^(\S[^\n]*?)  +(\S.*)$", res.stdout, re.MULTILINE))
+    memory, n_layer, layers, n_swa, token_bytes = MEMORY[name]
+    assert table["memory"].strip() == memory
+    assert table["pool"].strip() == "yes"
+    assert table["pooled layers"].startswith(f"{len(layers)} of {n_layer}: ")
+    assert table["sliding window"].startswith("512" if n_swa else "none")
+    assert table["f16 cache"].startswith(f"{token_bytes:,} bytes a token")
+    assert table["context"].startswith("8,192")
+    assert table["auto pool"].startswith("auto: half of (")
+
+
+@pytest.mark.parametrize("name", ["mamba", "deepseek32"])
+def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[str], Path]) -> None:
+    found = json.loads(good("inspect", str(tiny_path(name)), "--json").stdout)
+    assert found["poolable"] is False
+    assert "cannot be pooled" in found["refusal"]
+    assert found["auto_pool"] is None
+    res = good("inspect", str(tiny_path(name)))
+    assert re.search(r"^pool +no: ", res.stdout, re.MULTILINE)
+    assert "auto pool" not in res.stdout
+
+
+def test_inspect_says_what_it_looks_at() -> None:
+    res = good("inspect")
+    assert "using the bundled" in res.stderr
+    assert str(BUNDLED_MODEL) in res.stdout.replace("\n", "")
+
+
+def test_inspect_json_is_one_line() -> None:
+    assert good("inspect", "--json").stdout.count("\n") == 1
+
+
+#
+# demo
+#
+
+
+@pytest.fixture(scope="module")
+def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    path = tmp_path_factory.mktemp("demo") / "prompt.txt"
+    args = ("--tokens", "2K", "--kvflash", "1K", "--needles", "4", "-t", "1")
+    return process("demo", *args, "-o", path, env={**os.environ, "COLUMNS": "100"}), path
+
+
+def test_demo_finds_all_with_the_full_cache_and_with_chunks_brought_back(
+    small_demo: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    res, _ = small_demo
+    assert res.returncode == 0, res.stderr
+    found = re.search(r"found[│ ]+(\d) of 4[│ ]+(\d) of 4[│ ]+(\d) of 4", res.stdout)
+    assert found, res.stdout
+    full, lru, recalled = map(int, found.groups())
+    assert (full, recalled) == (4, 4)
+    assert lru < 4
+    assert re.search(r"device KV[│ ]+6\.2 MiB[│ ]+3\.0 MiB[│ ]+3\.0 MiB", res.stdout), res.stdout
+    assert "\x1b" not in res.stdout + res.stderr
+
+
+def test_demo_writes_a_prompt_that_can_be_run(
+    small_demo: tuple[subprocess.CompletedProcess[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    res, path = small_demo
+    line = res.stdout.splitlines()[-1]
+    assert line.startswith("Try it:  kvflash run -f ")
+    answer = re.search(r"│ (\d{7}) ✓", res.stdout)  # the first question is at the end of the file
+    assert answer
+    args = line.removeprefix("Try it:  kvflash ").replace(str(path), "FILE").split()
+    found = good(*[str(path) if a == "FILE" else a for a in args], "--kvflash", "off")
+    assert answer[1] in found.stdout
+
+
+def test_demo_json(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    args = ("--tokens", "1300", "--kvflash", "1K", "--needles", "3", "-s", "2", "-t", "1")
+    res = good("demo", *args, "--json", "-o", str(path))
+    found = json.loads(res.stdout)
+    assert res.stdout.count("\n") == 1
+    assert (len(found["keys"]), len(found["expected"]), found["seed"]) == (3, 3, 2)
+    full, _, recalled = found["runs"]
+    assert (full["found"], recalled["found"]) == (3, 3)
+    assert full["stats"]["n_pool"] is None
+    assert recalled["stats"]["n_pool"] == 1024
+    assert recalled["stats"]["kv_device_bytes"] == 1024 * NEEDLE_TOKEN_BYTES
+    assert path.read_text(encoding="utf-8").rstrip().endswith("Answer:")

@@ -1,0 +1,329 @@
+"""What users give and what they get back: options, errors, events, and the number that tells models apart."""
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyllama_kvflash import errors, events
+from pyllama_kvflash.errors import KVFlashError, UsageError
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token, as_dict
+from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.policy import POLICIES
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.options import Options
+
+#
+# options
+#
+
+
+@pytest.fixture(scope="module")
+def options() -> type["Options"]:
+    """The class. It takes its cache types from the compiled part."""
+    found: type[Options] = pytest.importorskip("pyllama_kvflash.options", exc_type=ImportError).Options
+    return found
+
+
+BIG = (1 << 30) + 1
+
+BAD: list[tuple[str, Any, str]] = [
+    ("n_ctx", -1, "-1"),
+    ("n_ctx", BIG, str(BIG)),
+    ("n_batch", 0, "0"),
+    ("n_batch", -512, "-512"),
+    ("n_batch", BIG, str(BIG)),
+    ("n_ubatch", 0, "0"),
+    ("n_ubatch", BIG, str(BIG)),
+    ("n_threads", 0, "0"),
+    ("n_threads", -4, "-4"),
+    ("n_threads", 513, "513"),
+    ("n_gpu_layers", -2, "-2"),
+    ("sinks", -1, "-1"),
+    ("tail", 0, "0"),
+    ("chunk", 0, "0"),
+    ("chunk", 48, "48"),
+    ("chunk", 128, "128"),
+    ("chunk", -64, "-64"),
+    ("policy", "mru", "'mru'"),
+    ("policy", "", "''"),
+    ("policy", "LRU", "'LRU'"),
+    ("type_k", "f17", "'f17'"),
+    ("type_k", "q8", "'q8'"),
+    ("type_v", "", "''"),
+    ("flash_attn", "yes", "'yes'"),
+    ("flash_attn", True, "True"),
+    ("pool", 0, "0"),
+    ("pool", -2048, "-2048"),
+    ("pool", BIG, str(BIG)),
+    ("pool", "Auto", "'Auto'"),
+    ("pool", "2048", "'2048'"),
+    ("pins", ((5, 5),), "5:5"),
+    ("pins", ((7, 3),), "7:3"),
+    ("pins", ((-1, 3),), "-1:3"),
+    ("pins", ((0, 64), (9, 8)), "9:8"),
+]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("name", "value", "named"), BAD, ids=[f"{name}={value}" for name, value, _ in BAD])
+def test_bad_value_is_a_usage_error_in_one_sentence(
+    options: Callable[..., object], name: str, value: Any, named: str
+) -> None:
+    """It names the option, the value, and what is possible."""
+    with pytest.raises(UsageError) as err:
+        options(**{name: value})
+    message = str(err.value)
+    assert re.search(rf"(?<![\w-]){re.escape(named)}(?!\w)", message), message
+    assert name.removesuffix("s") in message or name in message
+    assert "must be" in message or "give" in message
+    assert "\n" not in message
+    assert ". " not in message
+    assert not message.endswith(".")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "good",
+    [
+        {},
+        {"n_ctx": 0},
+        {"n_ctx": 1 << 30},
+        {"n_batch": 1, "n_ubatch": 1},
+        {"n_threads": None},
+        {"n_threads": 1},
+        {"n_threads": 512},
+        {"n_gpu_layers": -1},
+        {"n_gpu_layers": 0},
+        {"sinks": 0, "tail": 1},
+        *({"chunk": n} for n in (16, 32, 64)),
+        *({"policy": name} for name in POLICIES),
+        {"type_k": "q8_0", "type_v": "q4_0"},
+        *({"flash_attn": mode} for mode in ("auto", "on", "off")),
+        *({"pool": size} for size in ("auto", "off", 1, 1 << 30)),
+        {"pins": ((0, 1), (0, 1), (10**6, 10**6 + 1))},
+    ],
+    ids=str,
+)
+def test_values_at_the_limits_are_taken(options: Callable[..., object], good: dict[str, Any]) -> None:
+    made = options(**good)
+    assert {name: getattr(made, name) for name in good} == good
+
+
+@pytest.mark.native
+def test_resolved_fills_in_what_the_model_and_the_machine_decide(options: type["Options"]) -> None:
+    made = options().resolved(4096)
+    assert made.n_ctx == 4096
+    assert made.n_threads is not None
+    assert made.n_threads >= 1
+    assert options(n_ctx=100).resolved(4096).n_ctx == 100
+    assert options(n_threads=3).resolved(4096).n_threads == 3
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("n_ctx", "n_batch", "n_ubatch", "want"),
+    [
+        (4096, 512, 512, (512, 512)),
+        (4096, 128, 512, (128, 128)),
+        (4096, 512, 128, (512, 128)),
+        (100, 512, 512, (100, 100)),
+        (100, 512, 64, (100, 64)),
+    ],
+)
+def test_resolved_batches_fit_in_each_other(
+    options: type["Options"], n_ctx: int, n_batch: int, n_ubatch: int, want: tuple[int, int]
+) -> None:
+    made = options(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch).resolved(8192)
+    assert (made.n_batch, made.n_ubatch) == want
+
+
+@pytest.mark.native
+def test_options_cannot_be_changed_unchecked(options: type["Options"]) -> None:
+    made = options()
+    with pytest.raises(AttributeError):
+        made.chunk = 7  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        options(4096)  # type: ignore[call-arg]
+
+
+#
+# errors
+#
+
+TREE = dict(re.findall(r"^\W*(\w+)  +(\d+)\b", errors.__doc__ or "", re.MULTILINE))
+CLASSES: dict[str, type[KVFlashError]] = {
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, KVFlashError) and kind.__module__ == errors.__name__
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("KVFlashError", 1),
+        ("UsageError", 2),
+        ("ModelError", 1),
+        ("UnsupportedError", 1),
+        ("PoolError", 1),
+        ("RecordError", 1),
+        ("HostMemoryError", 1),
+        ("OutputError", 1),
+        ("NativeError", 1),
+        ("Interrupted", 130),
+    ],
+)
+def test_exit_codes(name: str, code: int) -> None:
+    assert CLASSES[name].exit_code == code
+
+
+def test_errors_are_those_of_the_tree_in_their_docstring() -> None:
+    assert {name: str(kind.exit_code) for name, kind in CLASSES.items()} == TREE
+    assert issubclass(errors.UnsupportedError, errors.ModelError)
+
+
+#
+# events
+#
+
+STATS = Stats(
+    n_prompt=1000,
+    n_generated=11,
+    prefill_s=2.0,
+    decode_s=0.5,
+    n_ctx=65536,
+    n_pool=2048,
+    kv_device_bytes=1 << 28,
+    kv_full_bytes=1 << 33,
+    other_device_bytes=0,
+    host_bytes=1 << 30,
+    chunks=16,
+    resident=7,
+    stored=15,
+    pages_out=12,
+    pages_in=3,
+    seed=None,
+)
+EVENTS: list[Event] = [
+    Prefill(512, 1000, 0.25, 1 << 28, 1 << 20),
+    Paged(1024, (3, 1, 2), ()),
+    Token(42, 'é "\n\u2028'),
+    Done("stop", "", STATS),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_survive_json(event: Event) -> None:
+    """Every field comes back; nothing is added but the name, and the rates to the statistics."""
+    wire = json.loads(json.dumps(as_dict(event), allow_nan=False))
+    kind = getattr(events, wire["event"].capitalize())
+    assert kind is type(event)
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in wire.items() if name != "event"
+    }
+    if kind is Done:
+        stats = dict(fields["stats"])
+        assert stats.pop("prefill_rate") == 500.0
+        assert stats.pop("decode_rate") == 20.0
+        fields["stats"] = Stats(**stats)
+    assert kind(**fields) == event
+
+
+def test_every_event_has_a_form() -> None:
+    assert {type(event) for event in EVENTS} == set(Event.__args__)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "prefill_s", "n_generated", "decode_s", "rates"),
+    [
+        (0, 0.0, 0, 0.0, (0.0, 0.0)),
+        (100, 0.0, 1, 0.0, (0.0, 0.0)),
+        (100, 0.5, 1, 0.5, (200.0, 0.0)),
+        (100, 0.5, 3, 0.5, (200.0, 4.0)),
+    ],
+)
+def test_rates_never_divide_by_zero(
+    n_prompt: int, prefill_s: float, n_generated: int, decode_s: float, rates: tuple[float, float]
+) -> None:
+    values = as_dict(Done("eos", "", STATS))["stats"] | {
+        "n_prompt": n_prompt,
+        "prefill_s": prefill_s,
+        "n_generated": n_generated,
+        "decode_s": decode_s,
+    }
+    del values["prefill_rate"], values["decode_rate"]
+    stats = Stats(**values)
+    assert (stats.prefill_rate, stats.decode_rate) == rates
+
+
+def test_events_cannot_be_changed() -> None:
+    for event in EVENTS:
+        with pytest.raises(AttributeError):
+            setattr(event, next(iter(as_dict(event).keys() - {"event"})), 0)
+
+
+#
+# fingerprint
+#
+
+MIB = 1 << 20
+
+
+def test_fingerprint_is_stable(tmp_path: Path) -> None:
+    """Records are checked by it: this number may never change."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)))
+    want = hashlib.blake2b((260).to_bytes(8, "little") + path.read_bytes(), digest_size=8).digest()
+    assert fingerprint(path) == fingerprint(path) == int.from_bytes(want, "little") == 4048323672578457578
+    assert 0 <= fingerprint(path) < 1 << 64
+
+
+def test_fingerprint_does_not_depend_on_name_or_time(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for path in (a, b):
+        path.write_bytes(b"GGUF the same")
+    assert fingerprint(a) == fingerprint(b)
+
+
+def test_fingerprint_sees_every_byte_of_a_small_file(tmp_path: Path) -> None:
+    data, path = bytes(range(200)), tmp_path / "model.gguf"
+    seen = set()
+    for i in range(-1, len(data)):
+        path.write_bytes(bytes(b ^ (i == j) for j, b in enumerate(data)))
+        seen.add(fingerprint(path))
+    assert len(seen) == len(data) + 1
+
+
+def test_fingerprint_sees_the_length(tmp_path: Path) -> None:
+    path, seen = tmp_path / "model.gguf", set()
+    for n in (0, 1, 2, 1000, 16 * MIB, 16 * MIB + 1, 40 * MIB):
+        with path.open("wb") as file:
+            file.truncate(n)
+        seen.add(fingerprint(path))
+    assert len(seen) == 7
+
+
+@pytest.mark.parametrize(
+    ("size", "at"), [(16 * MIB, 9 * MIB + 5), (40 * MIB, 0), (40 * MIB, 65535), (40 * MIB, 40 * MIB - 1)]
+)
+def test_fingerprint_sees_the_ends_of_a_large_file_and_all_of_one_of_16_mib(tmp_path: Path, size: int, at: int) -> None:
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.truncate(size)
+    before = fingerprint(path)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\1")
+    assert fingerprint(path) != before
+
+
+def test_fingerprint_of_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        fingerprint(tmp_path / "none")

@@ -1,0 +1,167 @@
+"""Text comes out whole: no broken character, nothing of a stop string, nothing lost, however the bytes are cut."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from pyllama_kvflash.text import TextStream
+
+CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+SAMPLE = "aé€😀 ß\U0010ffff漢e\u0301z"  # of 1, 2, 3 and 4 bytes, and a combining accent
+
+
+def run(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
+    """As the engine does: no more pieces after a stop; flush at the end."""
+    stream, shown = TextStream(stop), []
+    for piece in pieces:
+        shown.append(stream.push(piece))
+        if stream.stopped:
+            break
+    shown.append(stream.flush())
+    return shown, stream.stopped
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    edges = [0, *sorted(min(i, len(data)) for i in at), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def until(text: str, stops: list[str]) -> str:
+    """The text up to the stop string that is complete first; of those that end together, the longest."""
+    ends = [(i + len(s), i) for s in stops if s and (i := text.find(s)) >= 0]
+    return text[: min(ends)[1]] if ends else text
+
+
+#
+# UTF-8
+#
+
+
+@pytest.mark.parametrize("at", range(len(SAMPLE.encode()) + 1))
+def test_cut_at_every_byte(at: int) -> None:
+    shown, _ = run([SAMPLE.encode()[:at], SAMPLE.encode()[at:]], [])
+    assert "".join(shown) == SAMPLE
+    assert "\ufffd" not in "".join(shown)
+
+
+def test_a_byte_at_a_time_shows_each_character_when_it_is_whole() -> None:
+    stream = TextStream()
+    for char in SAMPLE:
+        *first, last = char.encode()
+        assert [stream.push(bytes([b])) for b in first] == [""] * len(first)
+        assert stream.push(bytes([last])) == char
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize(("tail", "shown"), [(b"\xe2\x82", "a\ufffd"), (b"\xf0", "a\ufffd"), (b"", "a")])
+def test_flush_shows_that_a_character_is_incomplete(tail: bytes, shown: str) -> None:
+    stream = TextStream()
+    assert stream.push(b"a" + tail) == "a"
+    assert "a" + stream.flush() == shown
+    assert stream.flush() == ""
+
+
+@given(data=st.binary(max_size=40), at=st.lists(st.integers(0, 40), max_size=8))
+@CHECK
+def test_any_bytes_decode_as_in_one_piece(data: bytes, at: list[int]) -> None:
+    shown, stopped = run(cut(data, at), [])
+    assert "".join(shown) == data.decode("utf-8", "replace")
+    assert not stopped
+
+
+#
+# stop strings
+#
+
+
+def test_a_stop_string_across_pushes_is_never_shown() -> None:
+    stream = TextStream(["<end>"])
+    assert [stream.push(p) for p in (b"yes<", b"en", b"d")] == ["yes", "", ""]
+    assert not stream.stopped
+    assert stream.push(b">no") == ""
+    assert stream.stopped
+    assert stream.flush() == ""
+
+
+def test_what_only_began_like_a_stop_string_is_shown() -> None:
+    stream = TextStream(["<end>"])
+    assert [stream.push(p) for p in (b"a<en", b"d", b"less")] == ["a", "", "<endless"]
+    assert stream.push(b"<") == ""
+    assert stream.flush() == "<"
+    assert not stream.stopped
+
+
+def test_the_beginning_of_a_stop_string_may_be_within_another_beginning() -> None:
+    assert run([b"aaab"], ["aab"]) == (["a", ""], True)
+    assert run([b"a", b"a", b"a", b"b"], ["aab"]) == (["", "", "a", "", ""], True)
+
+
+def test_a_stop_string_cut_within_a_character() -> None:
+    data = "x€€y".encode()
+    for i in range(len(data) + 1):
+        shown, stopped = run([data[:i], data[i:]], ["€€"])
+        assert ("".join(shown), stopped) == ("x", True)
+
+
+def test_of_several_stop_strings_the_first_in_the_text_counts() -> None:
+    assert run([b"one two three"], ["three", "two"]) == (["one ", ""], True)
+
+
+def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
+    for pieces in ([b"abcd"], [b"a", b"b", b"c", b"d"]):
+        shown, stopped = run(pieces, ["cd", "bcd"])
+        assert ("".join(shown), stopped) == ("a", True)
+
+
+def test_empty_stop_strings_stop_nothing() -> None:
+    assert run([b"text"], ["", ""]) == (["text", ""], False)
+
+
+def test_a_stop_string_within_another_does_not_depend_on_the_cut() -> None:
+    """ "c" is complete before "bcd" is: "ab" is shown in any case."""
+    whole, _ = run([b"abcd"], ["bcd", "c"])
+    single, _ = run([b"a", b"b", b"c", b"d"], ["bcd", "c"])
+    assert "".join(single) == "ab"
+    assert "".join(whole) == "".join(single)
+
+
+letters = st.text("ab€ \n", max_size=30)
+
+
+@given(text=st.text(max_size=60) | letters, at=st.lists(st.integers(0, 90), max_size=12))
+@CHECK
+def test_without_a_stop_everything_is_shown(text: str, at: list[int]) -> None:
+    assume("\ufffd" not in text)
+    shown, stopped = run(cut(text.encode(), at), [])
+    assert ("".join(shown), stopped) == (text, False)
+
+
+@given(
+    text=letters,
+    stops=st.lists(st.text("ab€ \n", max_size=4), max_size=3),
+    at=st.lists(st.integers(0, 60), max_size=12),
+)
+@example(text="aab", stops=["ab"], at=[1, 2])
+@settings(CHECK, max_examples=1000)
+def test_shown_is_the_text_up_to_the_first_stop(text: str, stops: list[str], at: list[int]) -> None:
+    """Whatever the cuts, and with nothing held back that could not begin a stop string."""
+    shown, stopped = run(cut(text.encode(), at), stops)
+    assert "".join(shown) == until(text, stops)
+    assert stopped == any(s and s in text for s in stops)
+
+
+@given(text=letters, stops=st.lists(st.text("ab€ \n", min_size=1, max_size=4), max_size=3))
+@CHECK
+def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
+    stream, shown, seen = TextStream(stops), "", ""
+    for char in text:
+        shown += stream.push(char.encode())
+        seen += char
+        if stream.stopped:
+            return
+        held = seen[len(shown) :]
+        assert held == "" or any(s.startswith(held) for s in stops)
+        assert shown + held == seen
