@@ -99,6 +99,8 @@ size_t llama_state_get_size(struct llama_context * ctx);
 size_t llama_state_get_data(struct llama_context * ctx, uint8_t * dst, size_t size);
 size_t llama_state_set_data(struct llama_context * ctx, const uint8_t * src, size_t size);
 
+enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, ... };
+enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
 int32_t     llama_vocab_n_tokens(const struct llama_vocab * vocab);
 bool        llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
 llama_token llama_vocab_bos(const struct llama_vocab * vocab);
@@ -145,7 +147,8 @@ struct kvf_layer {
 struct kvf_kv_bytes { uint64_t attn; uint64_t swa; uint64_t recurrent; };
 
 const char * kvf_error(void);
-void kvf_init(int min_level);
+void kvf_init(void);
+void kvf_log_level(int min_level);
 void kvf_interrupt(bool stop);
 int  kvf_model_load(const char * path, const struct llama_model_params * params, struct llama_model ** model);
 int  kvf_context_new(struct llama_model * model, const struct llama_context_params * params,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.events import Done, Prefill, Stats, Token
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import Needle, NeedlePrompt
@@ -82,6 +83,8 @@ def _ask(kv: KVFlash, question: str) -> tuple[str, Stats]:
         if isinstance(event, Token | Done):
             text += event.text
         if isinstance(event, Done):
+            if event.reason == "interrupted":
+                raise Interrupted(event.reason)
             return text.strip(), event.stats
     msg = "the engine stopped without a last event"
     raise AssertionError(msg)

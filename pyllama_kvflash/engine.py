@@ -41,6 +41,7 @@ class KVFlash:
         self.warnings = loaded.warnings
         self._full_bytes = loaded.full_bytes
         self._n_tokens = 0
+        self._pending: int | None = None  # produced, and not yet decoded
         self._consistent = True
         self._pager = Pager(self.ctx, self.options, self.n_pool) if self.n_pool is not None else None
 
@@ -81,7 +82,8 @@ class KVFlash:
         """Run a prompt and produce up to max_tokens (-1: until the context is full), as typed events.
 
         prompt: text (BOS is added as the model's metadata says), or tokens as they are. append: go on after what is
-        already in the context; otherwise it is cleared first. stop: strings that end the text and are not shown.
+        already in the context, and the last token that was produced; otherwise it is cleared first. stop: strings that
+        end the text and are not shown.
 
         Raises UsageError (empty or too long a prompt), PoolError, HostMemoryError and NativeError.
         """
@@ -104,6 +106,7 @@ class KVFlash:
                     reason = "eos"
                     break
                 n_generated += 1
+                self._pending = token
                 yield Token(token, text.push(self.model.piece(token)))
                 if text.stopped:
                     reason = "stop"
@@ -164,13 +167,15 @@ class KVFlash:
         return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
 
     def _prompt_tokens(self, prompt: str | bytes | Sequence[int] | Tokens, *, append: bool) -> Tokens:
+        if len(prompt) == 0:
+            msg = "the prompt is empty: give at least one character, or one token"
+            raise UsageError(msg)
         if isinstance(prompt, str | bytes):
             tokens = self.tokenize(prompt, add_special=not append)
         else:
             tokens = np.ascontiguousarray(prompt, np.int32)
-        if len(tokens) == 0:
-            msg = "the prompt is empty: give at least one token"
-            raise UsageError(msg)
+        if append and self._pending is not None:
+            tokens = np.concatenate([[self._pending], tokens]).astype(np.int32)
         self._check_room(len(tokens), 0 if not append else self._n_tokens)
         return tokens
 
@@ -193,6 +198,7 @@ class KVFlash:
         with self._step():
             plan = self._pager.make_room(len(tokens)) if self._pager else None
             self.ctx.decode(tokens, pos, outputs)
+            self._pending = None
             self._n_tokens += len(tokens)
             if self._pager:
                 self._pager.written(len(tokens))
@@ -213,7 +219,7 @@ class KVFlash:
         try:
             self.ctx.seq_rm(self._n_tokens)
         except UnsupportedError:
-            msg = "a batch was cut off, and this model's recurrent state cannot go back: clear() and start again"
+            msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
             raise NativeError(msg) from None
         if self._pager:
             self._pager.reconcile(self._n_tokens)
@@ -232,6 +238,7 @@ class KVFlash:
         """Forget the sequence and its records; pins stay."""
         self._consistent = False
         self._n_tokens = 0
+        self._pending = None
         self.ctx.clear()
         if self._pager:
             self._pager.clear()
@@ -240,14 +247,20 @@ class KVFlash:
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions. The last chunks that remain are brought back if they are out.
 
-        There are no logits until the next decode. Raises UnsupportedError if a recurrent state cannot go back.
+        logits() has nothing to do with it until the next decode. Raises UnsupportedError if a recurrent state, or a
+        sliding window that was overwritten, cannot go back.
         """
         if not 0 <= n_tokens <= self._n_tokens:
             msg = f"cannot roll back to {n_tokens} positions: there are {self._n_tokens}"
             raise UsageError(msg)
         with self._step():
-            self.ctx.seq_rm(n_tokens)
-            self._n_tokens = n_tokens
+            before, self._n_tokens = self._n_tokens, n_tokens
+            try:
+                self.ctx.seq_rm(n_tokens)
+            except UnsupportedError:
+                self._n_tokens = before
+                raise
+            self._pending = None
             if self._pager:
                 self._pager.rolled_back(n_tokens)
 

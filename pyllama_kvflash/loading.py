@@ -1,5 +1,6 @@
 """From a path and options to a model in memory and a context: every check that can be made before the first token."""
 
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,9 @@ def _load(model: Model, options: Options) -> Loaded:
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
     size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, token_bytes, model)
     pool = None
-    if size.n_pool is not None:
+    if size.n_pool is None:
+        _check_memory(token_bytes * options.n_ctx, options.n_ctx)
+    else:
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, fingerprint=fingerprint(model.path))
     ctx = _context(model, options, pool)
     warnings = size.warnings
@@ -79,6 +82,15 @@ def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) ->
         free=free_bytes(),
         token_bytes=token_bytes,
     )
+
+
+def _check_memory(n_bytes: int, n_ctx: int) -> None:
+    """Say so before the allocation does: the system may grant it, and end some process when it is used."""
+    free = sum(d.free for d in devices())
+    if n_bytes > free:
+        need, have = f"{n_bytes / 2**30:.1f} GiB", f"{free / 2**30:.1f} GiB"
+        msg = f"the full cache of {n_ctx} tokens takes {need}, and {have} are free: use a pool (--kvflash) or a smaller -c"
+        raise NativeError(msg)
 
 
 def _context(model: Model, options: Options, pool: PoolParams | None) -> Context:
@@ -131,11 +143,15 @@ def free_bytes() -> int:
 def check_file(path: Path) -> None:
     """Raise UsageError or ModelError, in one sentence, for a path that cannot be a GGUF model."""
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            msg = f"{path} is a directory: give the .gguf file in it"
+            raise UsageError(msg)
+        if not stat.S_ISREG(mode):  # to open a pipe would be to wait for ever
+            msg = f"{path} is no regular file: give the path of a .gguf model"
+            raise UsageError(msg)
         with path.open("rb") as file:
             magic = file.read(4)
-    except IsADirectoryError:
-        msg = f"{path} is a directory: give the .gguf file in it"
-        raise UsageError(msg) from None
     except FileNotFoundError:
         msg = f"{path} does not exist: give the path of a .gguf model"
         raise UsageError(msg) from None

@@ -8,7 +8,6 @@ from pyllama_kvflash.errors import HostMemoryError
 Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
-_FIRST = 8
 
 
 class HostStore:
@@ -43,7 +42,7 @@ class HostStore:
     def reserve(self, n: int) -> None:
         """Make sure that n more records fit. Raises HostMemoryError, and holds what it held."""
         while len(self._free) < n:
-            count = max(_FIRST, len(self._records) // _GROWTH)
+            count = max(1, len(self._records) // _GROWTH)
             try:
                 # full, not zeros: the pages are committed now, not when a record is written
                 slab = np.full((count, self.record_bytes), 0, np.uint8)

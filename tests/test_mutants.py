@@ -36,7 +36,7 @@ class Mutant:
         (NATIVE / name).write_text(text)
 
 
-OPTIONS = ("--seed", "2", "--steps", "200")
+SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
 LAYERS = "for (const auto & layer : kv.layers) {"
 
 MUTANTS = [
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant("a page-in fills up a chunk", "record", "if (rec.mask & (1ull << i))", "if (true)"),
     Mutant("a page-in forgets the tokens", "record", "cells.ext_set(idx, ext);", ""),
     Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
-    Mutant("used blocks are scribbled on", "record", "if (is_free(kv, b)) {", "if (true) {"),
+    Mutant("used blocks are scribbled on", "record", "if (is_free(kv, b)) { copy(", "if (true) { copy("),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # the C API
     Mutant(
@@ -113,9 +113,9 @@ def _restored() -> Iterator[None]:
 def test_unchanged(tiny_path: Callable[[str], Path], model: str, options: tuple[str, ...]) -> None:
     copy_sources()
     build()
-
-    res = fuzz(tiny_path(model), *OPTIONS, *options)
-    assert res.returncode == 0, res.stdout
+    for seed in SEEDS:
+        res = fuzz(tiny_path(model), "--seed", seed, *options)
+        assert res.returncode == 0, res.stdout
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks.replace(" ", "-"))
@@ -123,8 +123,9 @@ def test_mutant(tiny_path: Callable[[str], Path], mutant: Mutant) -> None:
     copy_sources()
     mutant.apply()
     build()
-
-    res = fuzz(tiny_path(mutant.model), *OPTIONS, *mutant.options)
-    found = re.search(r"1 failure: .*|ERROR: AddressSanitizer.*|runtime error: .*|Assertion .*", res.stdout)
+    for seed in SEEDS:
+        res = fuzz(tiny_path(mutant.model), "--seed", seed, *mutant.options)
+        if res.returncode != 0:
+            break
     assert res.returncode != 0, res.stdout
-    assert found, res.stdout
+    assert re.search(r"1 failure: |ERROR: AddressSanitizer|runtime error: |Assertion ", res.stdout), res.stdout

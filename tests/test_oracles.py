@@ -5,6 +5,7 @@ the last token of every batch. Equal means equal bits. test_mutations.py shows t
 """
 
 import functools
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ pytestmark = pytest.mark.native
 Logits = npt.NDArray[np.float32]
 Array = npt.NDArray[np.float64]
 
+N_THREADS = int(os.environ.get("KVFLASH_TEST_THREADS", "2"))  # 1 is much faster where others keep the cores busy
 N_CTX = 65536
 N_POOL = 2048  # holds all of a short run
-N_PROMPT, N_STEPS = 1500, 100
+N_PROMPT, N_STEPS = 1000, 100
 FINGERPRINT = 0x0123456789ABCDEF
 SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
 
@@ -47,7 +49,8 @@ class Cache(NamedTuple):
 
 
 CACHES = {"f16": Cache("f16"), "q8_0": Cache("q8_0"), "q4_0": Cache("q4_0"), "f16-nofa": Cache("f16", "off")}
-NAMES = ("qwen3", "qwen35", "gemma4")
+MEMORY = {"qwen3": "llama_kv_cache", "qwen35": "llama_memory_hybrid", "gemma4": "llama_kv_cache_iswa"}
+NAMES = tuple(MEMORY)
 
 
 class Step(NamedTuple):
@@ -80,7 +83,7 @@ class Run:
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=min(n_batch, 256),
-            n_threads=2,
+            n_threads=N_THREADS,
             type_k=cache.type,
             type_v=cache.type,
             flash_attn=cache.flash_attn,
@@ -188,7 +191,8 @@ def assert_equal(got: Logits, want: Logits) -> None:
     """Bit for bit, and numbers at all."""
     assert np.isfinite(want).all(), f"{np.sum(~np.isfinite(want))} of {want.size} logits are not finite"
     assert want.std() > 0.1, f"the logits say nothing: their standard deviation is {want.std():.3g}"
-    assert np.array_equal(got, want), str(difference(got, want))
+    same = np.array_equal(got, want)
+    assert same, str(difference(got, want))
 
 
 class Case:
@@ -264,13 +268,9 @@ def qwen3(tiny_model: Callable[[str], Model]) -> Model:
 @pytest.mark.parametrize("q_tap", [False, True], ids=["plain", "q_tap"])
 def test_all_resident(case: Case, q_tap: bool) -> None:
     with case.pool(q_tap=q_tap) as run:
-        assert run.ctx.memory_class == {
-            "qwen3": "llama_kv_cache",
-            "qwen35": "llama_memory_hybrid",
-            "gemma4": "llama_kv_cache_iswa",
-        }[case.model.path.stem]
+        assert run.ctx.memory_class == MEMORY[case.model.path.stem]
         logits = np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
-        assert run.resident() == list(range((N_PROMPT + N_STEPS) // 64))
+        assert run.resident() == list(range((N_PROMPT + N_STEPS) // 64 + 1))
     assert_equal(logits, case.stock_logits)
 
 
@@ -336,19 +336,18 @@ def test_eviction_of_smaller_chunks(f16_case: Case, chunk: int) -> None:
 
 
 def test_sliding_window_is_not_pooled(tiny_model: Callable[[str], Model]) -> None:
-    """A pool smaller than the window, and drops of chunks inside of it: SWA layers keep their size and their rows."""
+    """A pool smaller than the window drops chunks inside of it: SWA layers keep their size and their rows."""
     case = Case(tiny_model("gemma4"), CACHES["f16"])
     assert case.model.n_swa == tiny.GEMMA4_SWA
-    with case.pool(512, n_batch=256) as run, case.stock(n_batch=256) as stock:
+    with case.pool(512, n_batch=128) as run, case.stock(n_batch=128) as stock:
         logits, schedule, _ = run.feed_through(1500, 100)
-        for drops in [(21,), (22, 23), ()]:
-            for c in drops:
-                run.ctx.drop(c)
-            schedule.append(Step(1, drops))
-            logits = np.concatenate([logits, run.feed(1)])
         assert_equal(logits, stock.replay(schedule))
         pooled, whole = run.ctx.kv_bytes(), stock.ctx.kv_bytes()
-    assert pooled.swa == whole.swa > pooled.attn * 3 // 4, f"{pooled}, stock {whole}"
+    starts = np.cumsum([step.n for step in schedule]) - [step.n for step in schedule]
+    ages = [int(pos) - c * 64 for pos, step in zip(starts, schedule, strict=True) for c in step.drops]
+    assert len(ages) > 10, f"{len(ages)} drops"
+    assert max(ages) < tiny.GEMMA4_SWA, f"the first position of a dropped chunk lay {max(ages)} back"
+    assert pooled.swa == whole.swa, f"{pooled}, stock {whole}"
     assert whole.attn == pooled.attn * 4096 // 512, f"{pooled}, stock {whole}"
 
 
@@ -379,11 +378,11 @@ def test_out_for_a_while(tiny_model: Callable[[str], Model]) -> None:
         want = case.stock_logits
         with case.pool() as run:
             prompt = run.feed(N_PROMPT)
-            places = {c: run.ctx.block_of(c) for c in range(1, 20, 2)}
+            places = {c: run.ctx.block_of(c) for c in range(1, 13, 2)}
             records = run.out(list(places))
-            assert run.resident() == [c for c in range(24) if c not in places]
+            assert run.resident() == [c for c in range(16) if c not in places]
             without = run.feed(1)
-            assert not np.array_equal(without[0], want[3]), f"{name}: the chunks that were out did not matter"
+            assert not np.array_equal(without[0], want[-N_STEPS]), f"{name}: the chunks that were out did not matter"
             run.ctx.seq_rm(N_PROMPT)
             run.pos = N_PROMPT
             for c, block in places.items():
@@ -446,8 +445,9 @@ def test_no_free_block(case: Case) -> None:
 
 HEAD = struct.Struct("<IHHQQQiIIiiIII")
 FIELDS = (
-    "magic version head_bytes record_bytes fingerprint mask chunk n_chunk n_layer type_k type_v flags meta_bytes reserved"
-).split()
+    *("magic", "version", "head_bytes", "record_bytes", "fingerprint", "mask", "chunk"),
+    *("n_chunk", "n_layer", "type_k", "type_v", "flags", "meta_bytes", "reserved"),
+)
 
 
 def head(record: Record) -> dict[str, int]:
@@ -527,7 +527,7 @@ def test_transposed_values(qwen3: Model) -> None:
             transposed = name == "f16-nofa"
             v = rows(record, run.ctx.layers()[0], "v", transposed=transposed).view(np.float16)
             values.append(v.T if transposed else v)
-    assert np.array_equal(*values)
+    assert np.array_equal(values[0], values[1])
 
 
 @dataclass
@@ -671,29 +671,66 @@ def test_whole_state_is_refused(f16_case: Case) -> None:
             assert_equal(twin.feed(100, 1), run.feed(100, 1))
 
 
+REFUSED = {
+    "mamba": "llama_memory_recurrent",
+    "deepseek32": "llama_kv_cache_dsa",
+    "qwen4exp": "llama_memory_hybrid_idx",
+}
+
+
+def known_bug(value: str, reason: str) -> Any:
+    """A parameter whose test must fail until the reason is gone."""
+    return pytest.param(value, marks=pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_memory_that_cannot_be_pooled(tiny_model: Callable[[str], Model], name: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(UnsupportedError, match=r"the memory of this model \(.*\) cannot be pooled"):
+        Run(model, pool=256, n_ctx=4096, n_batch=64)
+    with Run(model, n_ctx=4096, n_batch=64) as run:
+        assert np.isfinite(run.feed(100)).all()
+
+
 @pytest.mark.parametrize(
-    ("name", "memory_class"),
+    "name",
     [
-        ("mamba", "llama_memory_recurrent"),
-        pytest.param(
-            "deepseek32",
-            "llama_kv_cache_dsa",
-            marks=pytest.mark.xfail(reason="class_name() in kvflash-pool.cpp says `unsupported`", strict=True),
-        ),
+        "mamba",
+        known_bug("deepseek32", "class_name() in kvflash-pool.cpp does not know the DSA, MSA and dsv4 caches"),
+        known_bug("qwen4exp", "class_name() in kvflash-pool.cpp takes the class for its base"),
     ],
 )
-def test_memory_that_cannot_be_pooled(tiny_model: Callable[[str], Model], name: str, memory_class: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"the memory of this model \({memory_class}\) cannot be pooled"):
+def test_refusal_names_the_class(tiny_model: Callable[[str], Model], name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"\({REFUSED[name]}\)"):
         Run(tiny_model(name), pool=256, n_ctx=4096, n_batch=64)
 
 
-@pytest.mark.parametrize("name", ["mamba", "deepseek32"])
-@pytest.mark.parametrize("n_ctx", [256, 4096])
-def test_refused_memory_runs_without_a_pool(tiny_model: Callable[[str], Model], name: str, n_ctx: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["mamba", "deepseek32", known_bug("qwen4exp", "get_kv() in kvflash-pool.cpp takes the class for its base")]
+)
+def test_refused_when_the_pool_covers_the_context(tiny_model: Callable[[str], Model], name: str) -> None:
     with pytest.raises(UnsupportedError, match="cannot be pooled"):
-        Run(tiny_model(name), pool=256, n_ctx=n_ctx, n_batch=64)
-    with Run(tiny_model(name), n_ctx=n_ctx, n_batch=64) as run:
-        assert np.isfinite(run.feed(100)).all()
+        Run(tiny_model(name), pool=256, n_ctx=256, n_batch=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool": 1000}, "a multiple of 256 cells, not 1000"),
+        ({"pool": 1024, "chunk": 17}, "16, 32 or 64 positions, not 17"),
+        pytest.param(
+            {"pool": 512, "n_batch": 512},
+            "a pool of 512 cells cannot hold a batch of 512 and two chunks",
+            marks=pytest.mark.xfail(
+                reason="llama_init_from_model() swallows the status that attach() throws: UnsupportedError", strict=True
+            ),
+        ),
+    ],
+    ids=["cells", "chunk", "batch"],
+)
+def test_pool_that_makes_no_sense(qwen3: Model, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Run(qwen3, **options)
 
 
 def test_unknown_architecture(tiny_path: Callable[[str], Path]) -> None:
@@ -708,7 +745,7 @@ def test_unknown_architecture(tiny_path: Callable[[str], Path]) -> None:
 
 def rms_norm(x: Array, weight: Array | float = 1.0) -> Array:
     """RMS norm over the last dimension."""
-    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + tiny.EPS) * weight
+    return np.asarray(x / np.sqrt(np.mean(x**2, -1, keepdims=True) + tiny.EPS) * weight)
 
 
 def rope(x: Array, pos: int, base: float, n_rot: int) -> Array:
@@ -721,7 +758,12 @@ def rope(x: Array, pos: int, base: float, n_rot: int) -> Array:
 
 def silu(x: Array) -> Array:
     """x * sigmoid(x)."""
-    return x / (1 + np.exp(-x))
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gelu(x: Array) -> Array:
+    """The tanh approximation."""
+    return np.asarray(x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
 
 
 def hadamard(n: int) -> Array:
@@ -729,7 +771,7 @@ def hadamard(n: int) -> Array:
     res = np.ones((1, 1))
     while len(res) < n:
         res = np.block([[res, res], [res, -res]])
-    return res / np.sqrt(n)
+    return np.asarray(res / np.sqrt(n))
 
 
 class Reference:
@@ -768,7 +810,7 @@ class Reference:
         x = x + self["blk.0.ssm_out"] @ out.ravel()
         x = x + self.ffn("blk.0.", rms_norm(x, self["blk.0.post_attention_norm"]))
         h = rms_norm(x, self["blk.1.attn_norm"])
-        q = (self["blk.1.attn_q"] @ h).reshape(8, 2, 64)[:, 0]  # the other half is the gate
+        q = (self["blk.1.attn_q"] @ h).reshape(-1, 2, 64)[:, 0]  # the other half is the gate
         return rope(rms_norm(q, self["blk.1.attn_q_norm"]), pos, 1e6, 32)
 
     def gemma4(self, token: int, pos: int) -> Array:
@@ -781,11 +823,6 @@ class Reference:
         x = x + rms_norm(self.ffn("blk.0.", h, gelu), self["blk.0.post_ffw_norm"])
         h = rms_norm(x, self["blk.1.attn_norm"])
         return rope(self.heads("blk.1.", "q", h, 128), pos, 1e6, 128)
-
-
-def gelu(x: Array) -> Array:
-    """The tanh approximation."""
-    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def error(got: npt.NDArray[Any], want: Array) -> float:
@@ -803,7 +840,7 @@ def test_queries(qwen3: Model, cache: str) -> None:
             run.decode(n)
             pos = run.pos - 1
             got, want = run.ctx.queries(0), reference.qwen3(int(TOKENS[pos]), pos) @ basis
-            assert got.shape == (8, 64)
+            assert got.shape == want.shape == (4, 64)
             assert error(got, want) < 1e-2, f"after a batch of {n}, at {pos}: relative RMS {error(got, want):.3g}"
 
 

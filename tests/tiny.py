@@ -99,6 +99,19 @@ class Writer:
         self.norm(blk + "attn_q_norm.weight", n_head_dim, q_norm)
         self.norm(blk + "attn_k_norm.weight", n_head_dim)
 
+    def delta_net(self, blk: str, n_embd: int, n_state: int, n_group: int, n_value: int) -> None:
+        """A gated delta net: its state size, key heads and value heads."""
+        n_mixed = n_state * (2 * n_group + n_value)
+        self.random(blk + "attn_qkv.weight", n_embd, n_mixed)
+        self.random(blk + "attn_gate.weight", n_embd, n_state * n_value)
+        self.random(blk + "ssm_conv1d.weight", 4, n_mixed, scale=0.5)
+        self.random(blk + "ssm_dt.bias", n_value, scale=0.5)
+        self.decay(blk + "ssm_a", n_value)
+        self.random(blk + "ssm_beta.weight", n_embd, n_value)
+        self.random(blk + "ssm_alpha.weight", n_embd, n_value)
+        self.norm(blk + "ssm_norm.weight", n_state)
+        self.random(blk + "ssm_out.weight", n_state * n_value, n_embd)
+
     def close(self) -> None:
         """Write the file."""
         self._file.write_header_to_file()
@@ -112,7 +125,7 @@ class Writer:
 
 def qwen3(w: Writer) -> None:
     """Dense: llama_kv_cache."""
-    n_embd, n_ff, n_layer, n_head, n_head_kv, n_head_dim = 256, 512, 4, 8, 2, 64
+    n_embd, n_ff, n_layer, n_head, n_head_kv, n_head_dim = 256, 512, 3, 4, 2, 64
     w.geometry(
         n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
     )
@@ -127,7 +140,7 @@ def qwen3(w: Writer) -> None:
 
 def qwen35(w: Writer) -> None:
     """Gated delta net and attention in turn: llama_memory_hybrid."""
-    n_embd, n_ff, n_layer, n_head, n_head_kv, n_head_dim = 256, 512, 4, 8, 2, 64
+    n_embd, n_ff, n_layer, n_head, n_head_kv, n_head_dim = 256, 512, 4, 4, 2, 64
     n_state, n_group, n_value = 64, 2, 4  # of the delta net: state size, key heads, value heads
     w.geometry(
         n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
@@ -143,7 +156,6 @@ def qwen35(w: Writer) -> None:
         full_attention_interval=2,
     )
     w.head(n_embd)
-    n_mix = n_state * (2 * n_group + n_value)
     for i in range(n_layer):
         blk = f"blk.{i}."
         w.norm(blk + "attn_norm.weight", n_embd)
@@ -151,15 +163,7 @@ def qwen35(w: Writer) -> None:
         if i % 2:
             w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=2.0, gate=True)
         else:
-            w.random(blk + "attn_qkv.weight", n_embd, n_mix)
-            w.random(blk + "attn_gate.weight", n_embd, n_state * n_value)
-            w.random(blk + "ssm_conv1d.weight", 4, n_mix, scale=0.5)
-            w.random(blk + "ssm_dt.bias", n_value, scale=0.5)
-            w.decay(blk + "ssm_a", n_value)
-            w.random(blk + "ssm_beta.weight", n_embd, n_value)
-            w.random(blk + "ssm_alpha.weight", n_embd, n_value)
-            w.norm(blk + "ssm_norm.weight", n_state)
-            w.random(blk + "ssm_out.weight", n_state * n_value, n_embd)
+            w.delta_net(blk, n_embd, n_state, n_group, n_value)
         w.ffn(blk, n_embd, n_ff)
 
 
@@ -256,6 +260,57 @@ def deepseek32(w: Writer) -> None:
         w.ffn(blk, n_embd, n_ff)
 
 
+def qwen4exp(w: Writer) -> None:
+    """Delta net, and attention on the tokens that an indexer picks: llama_memory_hybrid_idx, a kind of hybrid."""
+    n_embd, n_ff, n_layer, n_head, n_head_dim, n_expert, n_indexer_head, n_indexer_dim = 64, 64, 2, 2, 64, 2, 2, 64
+    n_state, n_group, n_value, n_hyper, n_rank = 64, 1, 1, 2, 32
+    w.geometry(n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=1, n_head_dim=n_head_dim, rope=1e6)
+    w.keys(
+        rope__dimension_sections=[8, 4, 4, 0],
+        rope__dimension_count=32,
+        ssm__conv_kernel=4,
+        ssm__inner_size=n_state * n_value,
+        ssm__state_size=n_state,
+        ssm__time_step_rank=n_value,
+        ssm__group_count=n_group,
+        full_attention_interval=2,
+        hyper_connection__count=n_hyper,
+        hyper_connection__low_rank=n_rank,
+        attention__indexer__head_count=n_indexer_head,
+        attention__indexer__key_length=n_indexer_dim,
+        attention__indexer__top_k=32,
+        expert_count=n_expert,
+        expert_used_count=1,
+        expert_feed_forward_length=n_ff,
+        expert_shared_feed_forward_length=n_ff,
+    )
+    w.random("token_embd.weight", n_embd, N_VOCAB, scale=1.0)
+    w.random("output.weight", n_embd, N_VOCAB)
+    w.norm("output_hc_norm.weight", n_embd * n_hyper)
+    w.random("output_hc_down.weight", n_embd * n_hyper, n_rank)
+    w.random("output_hc_up.weight", n_rank, n_embd * n_hyper)
+    for i in range(n_layer):
+        blk = f"blk.{i}."
+        for name in ("hc_attn", "hc_ffn"):
+            w.norm(f"{blk}{name}_norm.weight", n_embd * n_hyper)
+            w.random(f"{blk}{name}_down.weight", n_embd * n_hyper, n_rank)
+            w.random(f"{blk}{name}_up.weight", n_rank, n_embd * n_hyper)
+            w.random(f"{blk}{name}_inject.weight", n_embd * n_hyper, n_hyper)
+        if i % 2:
+            w.attention(blk, n_embd, n_head, 1, n_head_dim, q_norm=1.0, gate=True)
+            w.random(blk + "indexer.q_proj.weight", n_embd, n_indexer_head * n_indexer_dim)
+            w.random(blk + "indexer.k_proj.weight", n_embd, n_indexer_dim)
+            w.norm(blk + "indexer.q_norm.weight", n_indexer_dim)
+            w.norm(blk + "indexer.k_norm.weight", n_indexer_dim)
+        else:
+            w.delta_net(blk, n_embd, n_state, n_group, n_value)
+        w.random(blk + "ffn_gate_inp.weight", n_embd, n_expert)
+        w.random(blk + "ffn_gate_inp_shexp.weight", n_embd)
+        for name, n_in, n_out in (("gate", n_embd, n_ff), ("up", n_embd, n_ff), ("down", n_ff, n_embd)):
+            w.random(f"{blk}ffn_{name}_exps.weight", n_in, n_out, n_expert)
+            w.random(f"{blk}ffn_{name}_shexp.weight", n_in, n_out)
+
+
 def unheard_of(w: Writer) -> None:
     """An architecture that llama.cpp does not know."""
     w.geometry(n_layer=1, n_embd=64, n_ff=64, n_head=1, n_head_kv=1, n_head_dim=64, rope=1e4)
@@ -268,6 +323,7 @@ MODELS: dict[str, Callable[[Writer], None]] = {
     "gemma4": gemma4,
     "mamba": mamba,
     "deepseek32": deepseek32,
+    "qwen4exp": qwen4exp,
     "unheard-of": unheard_of,
 }
 """The models by their name, which is their architecture."""

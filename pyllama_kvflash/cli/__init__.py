@@ -1,6 +1,7 @@
 """The command line. Library errors become messages and exit codes here, and nowhere else."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ class Group(click.Group):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit."""
         extra["standalone_mode"] = False
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
         try:
             sys.exit(super().main(args, **extra) or 0)
         except click.ClickException as err:

@@ -1,7 +1,6 @@
 """`kvflash demo`: the project on one screen."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,10 +9,11 @@ from rich.table import Table
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
 from pyllama_kvflash.demo import QUESTION_ROOM, Answers, positions, run_full, run_pool
 from pyllama_kvflash.engine import KVFlash
-from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 
@@ -49,25 +49,19 @@ def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None,
     """Run the demonstration."""
     reporter = Reporter()
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads}
-    with native.Model.load(BUNDLED_MODEL) as model:
-        if options["n_ctx"] > model.n_ctx_train:
-            msg = f"--tokens is {tokens}: the bundled model reads {model.n_ctx_train - QUESTION_ROOM} at most"
-            raise UsageError(msg)
-        prompt = _make(model, tokens, needles, seed)
-    _write(prompt, Path(output))
-    reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
-    with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
-        _introduce(kv, reporter)
-        if kv.n_pool is None:
-            msg = f"a pool of {pool} tokens covers the text of {tokens}: take a smaller --kvflash, or more --tokens"
-            raise UsageError(msg)
-        spans = positions(kv, prompt)
-        with reporter.prefilling("pool") as bar:
-            lru, recalled = run_pool(kv, prompt, bar)
-    with KVFlash.from_file(BUNDLED_MODEL, pool="off", **options) as kv:
-        _introduce(kv, reporter)
-        with reporter.prefilling("full cache") as bar:
-            full = run_full(kv, prompt, bar)
+    with Output(output) as out, native.interruptible():
+        with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
+            prompt = _make(kv, tokens, needles, seed)
+            out.write(prompt.text + prompt.needles[0].question + "\n")
+            reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
+            _introduce(kv, reporter)
+            spans = positions(kv, prompt)
+            with reporter.prefilling("pool") as bar:
+                lru, recalled = run_pool(kv, prompt, bar)
+        with KVFlash.from_file(BUNDLED_MODEL, pool="off", **options) as kv:
+            _introduce(kv, reporter)
+            with reporter.prefilling("full cache") as bar:
+                full = run_full(kv, prompt, bar)
     runs = [full, lru, recalled]
     if as_json:
         click.echo(json.dumps(_as_dict(prompt, runs)))
@@ -76,19 +70,18 @@ def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None,
     click.echo(f"\nTry it:  kvflash run -f {output} --kvflash {pool} -n 8 --temp 0")
 
 
-def _make(model: native.Model, tokens: int, needles: int, seed: int) -> NeedlePrompt:
+def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
+    if kv.options.n_ctx > kv.model.n_ctx_train:
+        msg = f"--tokens is {tokens}: the bundled model reads {kv.model.n_ctx_train - QUESTION_ROOM} at most"
+        raise UsageError(msg)
     try:
-        return make_prompt(tokens, lambda s: len(model.tokenize(s, add_special=False)), n_needles=needles, seed=seed)
+        prompt = make_prompt(tokens, lambda s: len(kv.tokenize(s, add_special=False)), n_needles=needles, seed=seed)
     except ValueError as err:
         raise UsageError(str(err)) from None
-
-
-def _write(prompt: NeedlePrompt, path: Path) -> None:
-    try:
-        path.write_text(prompt.text + prompt.needles[0].question + "\n", encoding="utf-8")
-    except OSError as err:
-        msg = f"{path} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
+    if kv.n_pool is None:
+        msg = f"a pool of {kv.options.pool} tokens covers the text of {tokens}: take a smaller --kvflash, or more --tokens"
+        raise UsageError(msg)
+    return prompt
 
 
 def _introduce(kv: KVFlash, reporter: Reporter) -> None:

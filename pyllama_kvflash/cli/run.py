@@ -4,17 +4,18 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, is_tty, stats_table
 from pyllama_kvflash.engine import KVFlash
-from pyllama_kvflash.errors import Interrupted, OutputError, UsageError
+from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, as_dict, stats_dict
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -104,11 +105,12 @@ def run(
     text = _read_prompt(prompt, prompt_file)
     reporter = Reporter(quiet=quiet)
     path = model_path(model_arg, model, reporter)
-    native.init(verbose=verbose)
-    with _open_output(output) as out:
+    if verbose:
+        native.show_log()
+    with Output(output, inputs=[path, Path(prompt_file or "-")]) as out, native.interruptible():
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
-        with kv, native.interruptible():
+        with kv:
             for warning in kv.warnings:
                 reporter.warn(warning)
             for line in banner(kv):
@@ -125,7 +127,8 @@ def run(
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
     """The model given as an argument or option, or the bundled one, and then say so."""
-    if argument and option and argument != option:
+    typed = click.get_current_context().get_parameter_source("model") == ParameterSource.COMMANDLINE
+    if argument and option and argument != option and typed:
         msg = f"two models are given, {argument} and -m {option}: give one"
         raise UsageError(msg)
     name = argument or option
@@ -150,13 +153,16 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         msg = "both -p/--prompt and -f/--file are given: give one"
         raise UsageError(msg)
     if prompt is not None:
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # bytes of the command line that are no UTF-8
+            msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
+            raise UsageError(msg)
         return prompt
     if prompt_file is None and is_tty():
         msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
         raise UsageError(msg)
     name = "stdin" if prompt_file in (None, "-") else str(prompt_file)
     try:
-        data = sys.stdin.buffer.read() if name == "stdin" else Path(name).read_bytes()
+        data = _stdin() if name == "stdin" else Path(name).read_bytes()
     except OSError as err:
         msg = f"the prompt file {name} cannot be read: {err.strerror}"
         raise UsageError(msg) from None
@@ -171,22 +177,15 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     return text.removesuffix("\n")
 
 
-@contextmanager
-def _open_output(output: str | None) -> Iterator[TextIO]:
-    """Stdout, or a file that is opened before the work is done."""
-    if output is None:
-        yield sys.stdout
-        return
-    try:
-        with Path(output).open("w", encoding="utf-8") as file:
-            yield file
-    except OSError as err:
-        msg = f"{output} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
+def _stdin() -> bytes:
+    if sys.stdin is None:
+        msg = 'stdin is closed: give a prompt with -p "text" or -f file.txt'
+        raise UsageError(msg)
+    return sys.stdin.buffer.read()
 
 
 def _write(
-    events: Iterator[Event], out: TextIO, reporter: Reporter, *, as_json: bool, as_jsonl: bool
+    events: Iterator[Event], out: Output, reporter: Reporter, *, as_json: bool, as_jsonl: bool
 ) -> tuple[str, Done]:
     """Consume the events: text or JSON lines to `out`, progress to the reporter. The text, and the last event."""
     plain = not as_json and not as_jsonl
@@ -201,22 +200,17 @@ def _write(
                 bar.finish()
                 text += event.text
                 if plain:
-                    _show(out, event.text)
+                    out.write(event.text)
             if isinstance(event, Done):
                 if plain and not text.endswith("\n"):
-                    _show(out, "\n")
+                    out.write("\n")
                 return text, event
     msg = "the engine stopped without a last event"
     raise AssertionError(msg)
 
 
-def _show(out: TextIO, text: str) -> None:
-    out.write(text)
-    out.flush()
-
-
-def _json_line(out: TextIO, value: dict[str, Any]) -> None:
-    _show(out, json.dumps(value, ensure_ascii=False) + "\n")
+def _json_line(out: Output, value: dict[str, Any]) -> None:
+    out.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def _summary(kv: KVFlash, path: Path, text: str, done: Done) -> dict[str, Any]:

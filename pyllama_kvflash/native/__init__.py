@@ -5,7 +5,7 @@ The only package that imports the compiled module. It moves bytes and runs graph
 
 from pyllama_kvflash.native.context import ALL, LAST, NONE, Context, KVBytes, Layer, PoolInfo, PoolParams, Record
 from pyllama_kvflash.native.device import Device, devices
-from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes
+from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.sampler import Sampler, Sampling
 
@@ -29,4 +29,5 @@ __all__ = [
     "init",
     "interruptible",
     "row_bytes",
+    "show_log",
 ]

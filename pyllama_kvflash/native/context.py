@@ -112,16 +112,24 @@ class Context:
             p_pool = ffi.new("struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint])
         out = ffi.new("struct llama_context **")
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
-        self.handle = out[0]
+        self._handle = out[0]
         self.model = model
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # as asked for, rounded up to 256
         self.pooled = pool is not None
 
+    @property
+    def handle(self) -> Any:
+        """The native context. Raises UsageError once it is closed."""
+        if self._handle is None:
+            msg = f"the context of {self.model.path} is closed"
+            raise errors.UsageError(msg)
+        return self._handle
+
     def close(self) -> None:
         """Free the context. Harmless when called again."""
-        if self.handle is not None:
-            lib.llama_free(self.handle)
-            self.handle = None
+        if self._handle is not None:
+            lib.llama_free(self._handle)
+            self._handle = None
 
     def __enter__(self) -> Self:
         return self

@@ -47,9 +47,14 @@ CACHE_TYPES: dict[str, int] = {
 """Cache types by their llama.cpp name, with their `ggml_type`."""
 
 
-def init(*, verbose: bool = False) -> None:
-    """Start the library (once). verbose: echo its log to stderr, else only what becomes an exception is kept."""
-    lib.kvf_init(lib.GGML_LOG_LEVEL_INFO if verbose else lib.GGML_LOG_LEVEL_NONE)
+def init() -> None:
+    """Start the library (once). Its log is kept for the sentences of errors, and not shown."""
+    lib.kvf_init()
+
+
+def show_log() -> None:
+    """Echo the library's log to stderr from now on."""
+    lib.kvf_log_level(lib.GGML_LOG_LEVEL_INFO)
 
 
 def check(status: int) -> None:
@@ -72,7 +77,7 @@ def row_bytes(cache_type: int, n: int) -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within: Ctrl-C makes the next (CPU: the running) decode raise Interrupted; a second one raises KeyboardInterrupt.
+    """Within: Ctrl-C makes a load, or the next (CPU: the running) decode, raise Interrupted; twice: KeyboardInterrupt.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
     waits for the signal's number on Python's wake-up pipe, which the C-level handler writes at once.
@@ -99,15 +104,17 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
     watcher = threading.Thread(target=watch, name="kvflash-sigint", daemon=True)
-    watcher.start()
     previous = signal.signal(signal.SIGINT, on_sigint)
     previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    with contextlib.suppress(RuntimeError):  # no memory for a thread: Ctrl-C takes effect after the batch
+        watcher.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGINT, previous)
         os.close(writer)  # the watcher reads the end of the pipe
-        watcher.join()
+        if watcher.ident is not None:
+            watcher.join()
         os.close(reader)
         lib.kvf_interrupt(False)

@@ -1,5 +1,6 @@
 """A loaded model and its tokenizer."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,15 +38,28 @@ class Model:
     """A GGUF model in memory. Close it after its contexts; a context manager."""
 
     def __init__(self, handle: Any, path: Path) -> None:
-        self.handle = handle
+        self._handle = handle
         self.path = path
-        self.vocab = lib.llama_model_get_vocab(handle)
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
+        self.has_tokenizer = bool(lib.llama_vocab_type(self.vocab) != lib.LLAMA_VOCAB_TYPE_NONE)
         self.n_ctx_train = int(lib.llama_model_n_ctx_train(handle))
         self.n_layer = int(lib.llama_model_n_layer(handle))
         self.n_swa = int(lib.llama_model_n_swa(handle))
         self.n_params = int(lib.llama_model_n_params(handle))
         self.n_bytes = int(lib.llama_model_size(handle))
+
+    @property
+    def handle(self) -> Any:
+        """The native model. Raises UsageError once it is closed."""
+        if self._handle is None:
+            msg = f"the model {self.path} is closed"
+            raise errors.UsageError(msg)
+        return self._handle
+
+    @property
+    def vocab(self) -> Any:
+        """The native vocabulary."""
+        return lib.llama_model_get_vocab(self.handle)
 
     @classmethod
     def load(
@@ -76,7 +90,7 @@ class Model:
         out = ffi.new("struct llama_model **")
         p_params = ffi.new("struct llama_model_params *", params)
         try:
-            check(lib.kvf_model_load(str(path).encode(), p_params, out))
+            check(lib.kvf_model_load(os.fsencode(path), p_params, out))
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None
@@ -86,9 +100,9 @@ class Model:
 
     def close(self) -> None:
         """Free the model. Harmless when called again."""
-        if self.handle is not None:
-            lib.llama_model_free(self.handle)
-            self.handle = None
+        if self._handle is not None:
+            lib.llama_model_free(self._handle)
+            self._handle = None
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +143,10 @@ class Model:
         """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for.
 
         parse_special: read special tokens such as `<|im_start|>` in the text; leave it off for untrusted text.
+
+        Raises UnsupportedError for a model that has no tokenizer.
         """
+        self._check_tokenizer()
         data = text.encode() if isinstance(text, str) else text
         ids = np.empty(len(data) + 8, np.int32)  # a token is at least one byte, but for the special ones
         n = self._tokenize(data, ids, add_special, parse_special)
@@ -145,6 +162,7 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of a token: perhaps only a part of a UTF-8 sequence. special: show special tokens, too."""
+        self._check_token(token)
         buf = ffi.new("char[]", 64)
         n = lib.llama_token_to_piece(self.vocab, token, buf, 64, 0, special)
         if n < 0:
@@ -155,4 +173,16 @@ class Model:
 
     def is_eog(self, token: int) -> bool:
         """Whether a token ends the generation."""
+        self._check_token(token)
         return bool(lib.llama_vocab_is_eog(self.vocab, token))
+
+    def _check_tokenizer(self) -> None:
+        if not self.has_tokenizer:
+            msg = f"{self.path} has no tokenizer: it can decode token ids, and neither read nor write text"
+            raise errors.UnsupportedError(msg)
+
+    def _check_token(self, token: int) -> None:
+        self._check_tokenizer()
+        if not 0 <= token < self.n_vocab:
+            msg = f"token {token} is not in the vocabulary: ids are 0 to {self.n_vocab - 1}"
+            raise errors.UsageError(msg)

@@ -12,6 +12,9 @@ class LedgerError(AssertionError):
     """A step that the ledger's rules forbid: a bug in the caller, never the user's fault."""
 
 
+_CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64)])
+
+
 class State(IntEnum):
     """Where a chunk's K and V are."""
 
@@ -38,21 +41,36 @@ class Ledger:
         self.chunk = chunk
         self.n_sinks = n_sinks
         self.n_tail = n_tail
-        self.n_tokens = 0
         self.pins: set[int] = set()  # chunks, written or not
         self._tick = 0
-        self._state = np.zeros(0, np.int8)
-        self._stored = np.zeros(0, np.bool_)
-        self._touched = np.zeros(0, np.int64)
+        # one attribute, replaced whole: whatever interrupts a step, the two agree
+        self._now = (0, np.zeros(0, _CHUNK))  # positions written, chunks
 
     #
     # what is known
     #
 
     @property
+    def n_tokens(self) -> int:
+        """Positions written."""
+        return self._now[0]
+
+    @property
     def n_chunks(self) -> int:
         """Chunks that hold at least one position."""
-        return len(self._state)
+        return len(self._now[1])
+
+    @property
+    def _state(self) -> npt.NDArray[np.int8]:
+        return self._now[1]["state"]
+
+    @property
+    def _stored(self) -> Mask:
+        return self._now[1]["stored"]
+
+    @property
+    def _touched(self) -> npt.NDArray[np.int64]:
+        return self._now[1]["touched"]
 
     @property
     def n_sealed(self) -> int:
@@ -123,12 +141,10 @@ class Ledger:
         self._expect(n_new <= self.n_free, f"{n_new} new chunks, {self.n_free} free blocks")
         if self.n_tokens % self.chunk:
             self._expect(self._state[-1] == State.RESIDENT, f"chunk {self.n_chunks - 1} is written to but not resident")
-        first = self.n_sealed
-        self._state = np.append(self._state, np.full(n_new, State.RESIDENT, np.int8))
-        self._stored = np.append(self._stored, np.zeros(n_new, np.bool_))
-        self._touched = np.append(self._touched, np.zeros(n_new, np.int64))
-        self.n_tokens += n_tokens
-        self._touch(slice(first, None))
+        chunks = np.append(self._now[1], np.array([(State.RESIDENT, False, 0)] * n_new, _CHUNK))
+        self._tick += 1
+        chunks["touched"][self.n_sealed :] = self._tick
+        self._now = (self.n_tokens + n_tokens, chunks)
 
     def to_store(self) -> list[int]:
         """Sealed chunks that have no record yet: the store must take them before they can be evicted."""
@@ -156,8 +172,9 @@ class Ledger:
     def commit_page_in(self, chunk: int) -> None:
         """The bytes have arrived."""
         self._expect(self.state_of(chunk) == State.IN_FLIGHT, f"chunk {chunk} is not in flight")
+        self._tick += 1
+        self._touched[chunk] = self._tick
         self._state[chunk] = State.RESIDENT
-        self._touch(chunk)
 
     def abort_page_in(self, chunk: int) -> None:
         """The bytes will not arrive: the block is free again."""
@@ -169,13 +186,11 @@ class Ledger:
         self._expect(0 <= n_tokens <= self.n_tokens, f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
         keep = -(-n_tokens // self.chunk)
         self._expect(not np.any(self._state[keep:] == State.IN_FLIGHT), "a chunk to be forgotten is in flight")
+        chunks = self._now[1][:keep].copy()
         if n_tokens % self.chunk:
-            self._expect(self._state[keep - 1] == State.RESIDENT, f"chunk {keep - 1} is cut through but not resident")
-            self._stored[keep - 1] = False
-        self.n_tokens = n_tokens
-        self._state = self._state[:keep].copy()
-        self._stored = self._stored[:keep].copy()
-        self._touched = self._touched[:keep].copy()
+            self._expect(chunks["state"][-1] == State.RESIDENT, f"chunk {keep - 1} is cut through but not resident")
+            chunks["stored"][-1] = False
+        self._now = (n_tokens, chunks)
 
     def clear(self) -> None:
         """Forget every position; the pins stay."""
@@ -187,7 +202,6 @@ class Ledger:
         """Raise LedgerError if the ledger contradicts itself. Cheap: for tests, and when idle."""
         n = self.n_chunks
         self._expect(n == -(-self.n_tokens // self.chunk), f"{n} chunks for {self.n_tokens} positions")
-        self._expect(len(self._stored) == len(self._touched) == n, "arrays of different length")
         self._expect(
             self.n_free >= 0, f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool"
         )
@@ -201,10 +215,6 @@ class Ledger:
         self._expect(
             bool(np.all(self._state[self.n_sealed :] == State.RESIDENT)), "a chunk being written is not resident"
         )
-
-    def _touch(self, chunks: int | slice) -> None:
-        self._tick += 1
-        self._touched[chunks] = self._tick
 
     @staticmethod
     def _expect(condition: bool, what: str) -> None:  # noqa: FBT001

@@ -67,8 +67,9 @@ def resolve_pool(
         wanted = int(request)
     n_pool = _round_up(wanted)
     if n_pool < floor < n_ctx:
+        which = "the automatic pool of" if request == "auto" else "a pool of"
         warnings.append(
-            f"a pool of {wanted} tokens is too small: raised to {floor}, which holds the sinks, the tail, the pins,"
+            f"{which} {wanted} tokens is too small: raised to {floor}, which holds the sinks, the tail, the pins,"
             f" one batch and {SPARE_BLOCKS} more chunks (a smaller -b/--batch-size lowers this)"
         )
     elif floor <= n_pool != wanted:

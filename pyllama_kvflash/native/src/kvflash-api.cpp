@@ -4,11 +4,14 @@
 
 #include "llama-context.h"
 #include "llama-graph.h"
+#include "gguf.h"
 #include "llama-impl.h"
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
@@ -128,9 +131,12 @@ const char * kvf_error(void) {
     return g_error.c_str();
 }
 
-void kvf_init(int min_level) {
-    static std::once_flag once;
+void kvf_log_level(int min_level) {
     g_min_level = min_level;
+}
+
+void kvf_init(void) {
+    static std::once_flag once;
     std::call_once(once, [] {
 #ifndef _WIN32
         setenv("GGML_NO_BACKTRACE", "1", 0); // it would start a debugger on the process
@@ -149,13 +155,57 @@ void kvf_interrupt(bool stop) {
 // model and context
 //
 
+// the library divides by some metadata, and allocates by other, without a look at it: a damaged file would end the process,
+// or keep it busy for ever
+static void check_metadata(const char * path) {
+    static const struct { const char * suffix; int64_t low, high; } LIMITS[] = {
+        { ".full_attention_interval",  1, 1 << 16 },
+        { ".rope.dimension_count",     1, 1 << 16 },
+        { ".rope.dimension_count_swa", 1, 1 << 16 },
+        { ".ssm.conv_kernel",          1, 1 << 16 },
+        { ".ssm.group_count",          0, 1 << 16 },
+        { ".ssm.inner_size",           1, 1 << 24 },
+        { ".ssm.state_size",           1, 1 << 24 },
+        { ".ssm.time_step_rank",       0, 1 << 24 },
+    };
+
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> meta(gguf_init_from_file(path, { true, nullptr }), gguf_free);
+    if (!meta) {
+        throw kvf_failure(KVF_E_MODEL, take_log());
+    }
+
+    for (int64_t i = 0; i < gguf_get_n_kv(meta.get()); ++i) {
+        if (gguf_get_kv_type(meta.get(), i) != GGUF_TYPE_UINT32) {
+            continue;
+        }
+        const std::string key   = gguf_get_key(meta.get(), i);
+        const int64_t     value = gguf_get_val_u32(meta.get(), i);
+        for (const auto & limit : LIMITS) {
+            const size_t n = strlen(limit.suffix);
+            if (key.size() > n && key.compare(key.size() - n, n, limit.suffix) == 0 && (value < limit.low || value > limit.high)) {
+                throw kvf_failure(KVF_E_MODEL, format("its metadata is damaged: %s is %lld", key.c_str(), (long long) value));
+            }
+        }
+    }
+}
+
 int kvf_model_load(const char * path, const llama_model_params * params, llama_model ** model) {
     return guard([&] {
         check(path && params && model, "a path, parameters and a place for the model are needed");
         take_log();
-        *model = llama_model_load_from_file(path, *params);
+        check_metadata(path);
+
+        // the caller's callback, but for an interrupt
+        llama_model_params mparams = *params;
+        mparams.progress_callback_user_data = const_cast<llama_model_params *>(params);
+        mparams.progress_callback = [](float progress, void * ud) {
+            const auto * user = (const llama_model_params *) ud;
+            return !g_stop && (!user->progress_callback || user->progress_callback(progress, user->progress_callback_user_data));
+        };
+
+        *model = llama_model_load_from_file(path, mparams);
         if (!*model) {
-            throw kvf_failure(KVF_E_MODEL, take_log());
+            throw g_stop ? kvf_failure(KVF_E_ABORTED, "interrupted") : kvf_failure(KVF_E_MODEL, take_log());
         }
     });
 }
@@ -171,6 +221,9 @@ int kvf_context_new(llama_model * model, const llama_context_params * params, co
         if (pool) {
             const llama_kvflash::scope scope(*pool);
             *ctx = llama_init_from_model(model, cparams);
+            if (!*ctx) {
+                scope.rethrow();
+            }
         } else {
             *ctx = llama_init_from_model(model, cparams);
         }
@@ -244,7 +297,7 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
         switch (ret) {
             case  0: break;
             case  1: throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos));
-            case  2: throw kvf_failure(KVF_E_ABORTED,  "stopped");
+            case  2: throw kvf_failure(KVF_E_ABORTED,  "interrupted");
             case -2: throw kvf_failure(KVF_E_MEMORY,   take_log());
             default: throw kvf_failure(KVF_E_BACKEND,  take_log());
         }
@@ -263,6 +316,10 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
     return guard([&] {
         check(ctx, "there is no context");
         check_seq(ctx, seq);
+        // a window that was overwritten does not come back: the library would go on with what is left of it
+        if (p1 < 0 && !llama_kvflash::has_window(ctx->get_memory(), seq, p0)) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone", p0));
+        }
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
             throw kvf_failure(KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d", p0));
         }

@@ -26,6 +26,9 @@ struct llama_kvflash {
     struct scope {
         explicit scope(const kvf_pool_params & params);
         ~scope();
+
+        // throw what attach() threw: the library turned it into a null pointer
+        void rethrow() const;
     };
 
     // cells of a full-attention cache of kv_size logical positions
@@ -51,6 +54,9 @@ struct llama_kvflash {
     // the full-attention cache of a memory, nullptr if there is no supported one
     static llama_kv_cache * get_kv(llama_memory_i * mem);
     static const char *     class_name(llama_memory_i * mem);
+
+    // whether the sliding-window cache, if there is one, holds the whole window of position pos
+    static bool has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos);
     static kvf_kv_bytes     kv_bytes(llama_memory_i * mem);
 
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }

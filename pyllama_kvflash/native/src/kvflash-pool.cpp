@@ -5,20 +5,33 @@
 #include "llama-context.h"
 #include "llama-cparams.h"
 #include "llama-impl.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsv4.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-recurrent.h"
 
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <typeinfo>
 
 //
 // set-up
 //
 
 // thread-local rather than a field of llama_context_params, whose layout other bindings rely on
-static thread_local const kvf_pool_params * g_setup = nullptr;
+static thread_local const kvf_pool_params *    g_setup = nullptr;
+static thread_local std::optional<kvf_failure> g_refusal;
+
+[[noreturn]] static void refuse(int status, const std::string & what) {
+    g_refusal.emplace(status, what);
+    throw *g_refusal;
+}
 
 llama_kvflash::scope::scope(const kvf_pool_params & params) {
     if (params.n_chunk != 16 && params.n_chunk != 32 && params.n_chunk != 64) {
@@ -29,10 +42,17 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
     }
 
     g_setup = &params;
+    g_refusal.reset();
 }
 
 llama_kvflash::scope::~scope() {
     g_setup = nullptr;
+}
+
+void llama_kvflash::scope::rethrow() const {
+    if (g_refusal) {
+        throw *g_refusal;
+    }
 }
 
 uint32_t llama_kvflash::n_cells(uint32_t kv_size) {
@@ -44,16 +64,16 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
         return;
     }
     if (cparams.n_seq_max != 1) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, "a pool serves one sequence");
+        refuse(KVF_E_UNSUPPORTED, "a pool serves one sequence");
     }
 
     auto * kv = get_kv(mem);
     if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
+        refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
     }
     // the reserve up front covers one batch: nothing may be evicted between its ubatches
     if (kv->get_size() < std::min(cparams.n_batch, cparams.n_ctx_seq) + 2*g_setup->n_chunk) {
-        throw kvf_failure(KVF_E_ARGUMENT, format("a pool of %u cells cannot hold a batch of %u and two chunks",
+        refuse(KVF_E_ARGUMENT, format("a pool of %u cells cannot hold a batch of %u and two chunks",
                     kv->get_size(), cparams.n_batch));
     }
 
@@ -73,23 +93,51 @@ void llama_kvflash::reject_restore(llama_memory_i * mem) {
 // placement
 //
 
-llama_kv_cache * llama_kvflash::get_kv(llama_memory_i * mem) {
-    if (auto * m = dynamic_cast<llama_memory_hybrid      *>(mem)) { return m->get_mem_attn(); }
-    if (auto * m = dynamic_cast<llama_memory_hybrid_iswa *>(mem)) { return m->get_mem_attn()->get_base(); }
-    if (auto * m = dynamic_cast<llama_kv_cache_iswa      *>(mem)) { return m->get_base(); }
+// a memory of exactly this class: a derived one keeps more than its base does, and the pool does not know about that
+template <typename T>
+static T * exactly(llama_memory_i * mem) {
+    return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
+}
 
-    return dynamic_cast<llama_kv_cache *>(mem);
+llama_kv_cache * llama_kvflash::get_kv(llama_memory_i * mem) {
+    if (auto * m = exactly<llama_memory_hybrid     >(mem)) { return m->get_mem_attn(); }
+    if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) { return m->get_mem_attn()->get_base(); }
+    if (auto * m = exactly<llama_kv_cache_iswa     >(mem)) { return m->get_base(); }
+
+    return exactly<llama_kv_cache>(mem);
 }
 
 const char * llama_kvflash::class_name(llama_memory_i * mem) {
-    if (!mem)                                            { return "none"; }
-    if (dynamic_cast<llama_memory_hybrid      *>(mem)) { return "llama_memory_hybrid"; }
-    if (dynamic_cast<llama_memory_hybrid_iswa *>(mem)) { return "llama_memory_hybrid_iswa"; }
-    if (dynamic_cast<llama_kv_cache_iswa      *>(mem)) { return "llama_kv_cache_iswa"; }
-    if (dynamic_cast<llama_kv_cache           *>(mem)) { return "llama_kv_cache"; }
-    if (dynamic_cast<llama_memory_recurrent   *>(mem)) { return "llama_memory_recurrent"; }
+    if (exactly<llama_kv_cache          >(mem)) { return "llama_kv_cache"; }
+    if (exactly<llama_kv_cache_dsa      >(mem)) { return "llama_kv_cache_dsa"; }
+    if (exactly<llama_kv_cache_dsa_iswa >(mem)) { return "llama_kv_cache_dsa_iswa"; }
+    if (exactly<llama_kv_cache_dsv4     >(mem)) { return "llama_kv_cache_dsv4"; }
+    if (exactly<llama_kv_cache_iswa     >(mem)) { return "llama_kv_cache_iswa"; }
+    if (exactly<llama_kv_cache_msa      >(mem)) { return "llama_kv_cache_msa"; }
+    if (exactly<llama_memory_hybrid     >(mem)) { return "llama_memory_hybrid"; }
+    if (exactly<llama_memory_hybrid_idx >(mem)) { return "llama_memory_hybrid_idx"; }
+    if (exactly<llama_memory_hybrid_iswa>(mem)) { return "llama_memory_hybrid_iswa"; }
+    if (exactly<llama_memory_recurrent  >(mem)) { return "llama_memory_recurrent"; }
 
-    return "unsupported";
+    return mem ? "of an unknown class" : "none";
+}
+
+static llama_kv_cache * get_swa(llama_memory_i * mem) {
+    if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) { return m->get_mem_attn()->get_swa(); }
+    if (auto * m = exactly<llama_kv_cache_iswa     >(mem)) { return m->get_swa(); }
+
+    return nullptr;
+}
+
+bool llama_kvflash::has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos) {
+    const auto * swa = get_swa(mem);
+    if (!swa || pos == 0 || swa->layers.empty()) {
+        return true;
+    }
+
+    const llama_pos first = swa->seq_pos_min(seq);
+
+    return first >= 0 && first <= std::max(0, pos - (llama_pos) swa->n_swa + 1);
 }
 
 kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
@@ -107,13 +155,13 @@ kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
     if (const auto * kv = get_kv(mem)) {
         res.attn = bytes(kv);
     }
-    if (auto * m = dynamic_cast<llama_memory_hybrid *>(mem)) {
+    if (const auto * kv = get_swa(mem)) {
+        res.swa = bytes(kv);
+    }
+    if (auto * m = exactly<llama_memory_hybrid>(mem)) {
         res.recurrent = sum(m->get_mem_recr());
-    } else if (auto * m = dynamic_cast<llama_memory_hybrid_iswa *>(mem)) {
+    } else if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) {
         res.recurrent = sum(m->get_mem_recr());
-        res.swa       = bytes(m->get_mem_attn()->get_swa());
-    } else if (auto * m = dynamic_cast<llama_kv_cache_iswa *>(mem)) {
-        res.swa       = bytes(m->get_swa());
     } else if (mem && !res.attn) {
         res.recurrent = sum(mem);
     }

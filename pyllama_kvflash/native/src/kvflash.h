@@ -102,8 +102,10 @@ struct kvf_kv_bytes {
 // the sentence of this thread's last error, "" if there was none
 LLAMA_API const char * kvf_error(void);
 
-// start the library once, and collect its log: lines below min_level (enum ggml_log_level) are not echoed to stderr
-LLAMA_API void kvf_init(int min_level);
+// start the library (once), and collect its log
+LLAMA_API void kvf_init(void);
+// echo log lines from min_level (enum ggml_log_level) on to stderr; none at first
+LLAMA_API void kvf_log_level(int min_level);
 
 // stop: decodes return KVF_E_ABORTED until it is called with false (safe in a signal handler; CPU computations only)
 LLAMA_API void kvf_interrupt(bool stop);

@@ -1,0 +1,98 @@
+"""The public surface: what is exported, that it is typed, and that the documents agree with it."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pyllama_kvflash
+
+ROOT = Path(__file__).parent.parent
+
+USER_CODE = """
+from pyllama_kvflash import Done, KVFlash, Sampling, Stats, Token
+
+with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048) as kv:
+    stats: Stats | None = None
+    for event in kv.generate("text", max_tokens=4, sampling=Sampling(temperature=0), stop=["x"]):
+        match event:
+            case Token():
+                print(event.text, event.id)
+            case Done():
+                stats = event.stats
+    rate: float = stats.decode_rate if stats else 0.0
+    n: int = int(kv.residency().state.sum()) + kv.n_tokens
+    kv.pin(0, 64)
+"""
+
+
+def test_all_is_pinned():
+    assert pyllama_kvflash.__all__ == [
+        "Done",
+        "Event",
+        "KVFlash",
+        "KVFlashError",
+        "Options",
+        "Paged",
+        "Prefill",
+        "Residency",
+        "Sampling",
+        "Stats",
+        "Token",
+        "__version__",
+        "as_dict",
+    ]
+
+
+@pytest.mark.native
+def test_every_public_name_can_be_imported():
+    assert all(getattr(pyllama_kvflash, name) is not None for name in pyllama_kvflash.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'KVFlush'"):
+        _ = pyllama_kvflash.KVFlush
+
+
+def test_version_is_the_project_s():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == pyllama_kvflash.__version__
+
+
+def test_user_code_type_checks(tmp_path):
+    pytest.importorskip("mypy")
+    file = tmp_path / "user.py"
+    file.write_text(USER_CODE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    file.write_text(USER_CODE + "kv.pin('a', 64)\n")  # and a mistake is found
+    assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 1
+
+
+@pytest.mark.native
+def test_help_in_the_docs_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/cli.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_record_document_agrees_with_the_header():
+    """The table of docs/RECORD_FORMAT.md names every field of struct kvf_record, in order, at its offset."""
+    header = (ROOT / "pyllama_kvflash/native/src/kvflash.h").read_text()
+    struct = re.search(r"struct kvf_record \{(.*?)\};", header, re.DOTALL)
+    assert struct is not None
+    fields, offset = [], 0
+    for kind, name in re.findall(r"^\s*(\w+)_t +(\w+);", struct[1], re.MULTILINE):
+        size = int(re.sub(r"\D", "", kind)) // 8
+        fields.append((offset, size, name))
+        offset += size
+    table = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)`", (ROOT / "docs/RECORD_FORMAT.md").read_text(), re.MULTILINE)
+    assert [(int(o), int(s), n) for o, s, n in table] == fields
+    assert offset == 64
