@@ -78,11 +78,13 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
         "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, n_threads=args.threads),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
-    prefill = {name: fill(kv, tokens[: args.pool - turns] if name == "small" else tokens) for name, kv in caches.items()}
+    start = args.pool - args.steps  # of the small cache, which is kept as full as the pool is
+    prefill = {name: fill(kv, tokens[:start] if name == "small" else tokens) for name, kv in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in caches}
     for _ in range(args.rounds + 1):
         for name, kv in caches.items():
             times[name].append(decode(kv, args.steps))
+        caches["small"].rollback(start)
     stats = {name: kv.stats() for name, kv in caches.items()}
     caches["pool"].check_integrity()
     for kv in caches.values():
@@ -110,9 +112,11 @@ def fill(kv: KVFlash, tokens: native.Tokens) -> float:
 def decode(kv: KVFlash, steps: int) -> float:
     """Seconds a token."""
     sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    token = sampler.sample(kv.ctx)
     begin = time.perf_counter()
     for _ in range(steps):
-        kv.decode([sampler.sample(kv.ctx)])
+        kv.decode([token])
+        token = sampler.sample(kv.ctx)
     kv.ctx.synchronize()
     return (time.perf_counter() - begin) / steps
 
@@ -137,7 +141,9 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
             f"{r.host / (r.records * record):.3f}",
         ]
         print("| " + " | ".join(cells) + " |")
-    print("\nThe pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral.")
+    print(
+        "\nThe pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral."
+    )
 
 
 def plot(rows: list[Row], args: argparse.Namespace) -> None:
@@ -149,12 +155,14 @@ def plot(rows: list[Row], args: argparse.Namespace) -> None:
     for name, label, color in (("full", "full cache", "#555555"), ("pool", f"pool of {args.pool:,}", "#e0702a")):
         y = [r.decode_ms[name] for r in rows]
         ax.plot(x, y, marker="o", color=color)
-        ax.annotate(f"{label}: {y[-1]:.1f} ms", (x[-1], y[-1]), (-8, 8), textcoords="offset points", ha="right", color=color)
+        ax.annotate(
+            f"{label}: {y[-1]:.1f} ms", (x[-1], y[-1]), (-8, 8), textcoords="offset points", ha="right", color=color
+        )
     ax.set_xlabel("context, tokens")
     ax.set_ylabel("ms a decoded token")
     ax.set_ylim(0)
     ax.set_xticks(x, [f"{n // 1024}K" for n in x])
-    ax.set_title(f"8 layers, 8 KV heads × 64, f16 KV; {args.threads} threads of {cpu()}", fontsize=9, loc="left")
+    ax.set_title(f"8 layers, 8 KV heads of 64, f16 KV; {args.threads} threads of {cpu()}", fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(args.plot)
 
@@ -203,7 +211,7 @@ def clocked() -> Iterator[Clock]:
 
 def overhead(threads: int, n: int = 2048) -> None:
     """What Python adds to a decoded token: the wall clock of `generate`, less the time inside the library."""
-    with clocked() as clock, KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, n_threads=threads) as kv:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, n_threads=threads) as kv, clocked() as clock:
         for _ in kv.generate([0] * 2048, max_tokens=1):
             pass
         clock.seconds.clear()

@@ -110,7 +110,7 @@ def _built():
 def test_fuzz(tiny_path: Callable[[str], Path], model: str, cache: str) -> None:
     seed = 1 + 3 * ["f16", "q8_0", "q4_0", "f16 --no-fa"].index(cache) + ["qwen3", "qwen35", "gemma4"].index(model)
 
-    res = fuzz(tiny_path(model), "--seed", str(seed), "--steps", "200", "--type", *cache.split())
+    res = fuzz(tiny_path(model), "--seed", str(seed), "--steps", "300", "--type", *cache.split())
     assert res.returncode == 0, res.stdout[-8000:]
 
     # of each run, so that none passes because it did nothing

@@ -44,7 +44,11 @@ class Output:
     ) -> None:
         if self._file is None or self._path is None:
             return
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as err:
+            if value is None:  # else the write has said so
+                raise self._error(err) from None
         if not self._begun and not self._existed:
             self._path.unlink(missing_ok=True)
 

@@ -109,7 +109,8 @@ class Ledger:
 
     def state_of(self, chunk: int) -> State:
         """State of a chunk that exists."""
-        self._expect(0 <= chunk < self.n_chunks, f"chunk {chunk} does not exist")
+        if not 0 <= chunk < self.n_chunks:
+            raise LedgerError(f"chunk {chunk} does not exist")
         return State(self._state[chunk])
 
     def protected(self) -> Mask:
@@ -137,11 +138,15 @@ class Ledger:
     def write(self, n_tokens: int) -> None:
         """n_tokens more positions were decoded, into resident chunks and free blocks."""
         n_new = self.new_chunks(n_tokens)
-        self._expect(n_tokens > 0, "nothing to write")
-        self._expect(n_new <= self.n_free, f"{n_new} new chunks, {self.n_free} free blocks")
-        if self.n_tokens % self.chunk:
-            self._expect(self._state[-1] == State.RESIDENT, f"chunk {self.n_chunks - 1} is written to but not resident")
-        chunks = np.append(self._now[1], np.array([(State.RESIDENT, False, 0)] * n_new, _CHUNK))
+        if n_tokens <= 0:
+            raise LedgerError("nothing to write")
+        if n_new > self.n_free:
+            raise LedgerError(f"{n_new} new chunks, {self.n_free} free blocks")
+        if self.n_tokens % self.chunk and self._state[-1] != State.RESIDENT:
+            raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")
+        chunks = self._now[1]
+        if n_new:
+            chunks = np.concatenate([chunks, np.array([(State.RESIDENT, False, 0)] * n_new, _CHUNK)])
         self._tick += 1
         chunks["touched"][self.n_sealed :] = self._tick
         self._now = (self.n_tokens + n_tokens, chunks)
@@ -152,71 +157,77 @@ class Ledger:
 
     def store(self, chunk: int) -> None:
         """A sealed, resident chunk's record is in the host store."""
-        self._expect(chunk < self.n_sealed, f"chunk {chunk} is not sealed")
-        self._expect(self.state_of(chunk) == State.RESIDENT, f"chunk {chunk} is not resident")
+        if chunk >= self.n_sealed:
+            raise LedgerError(f"chunk {chunk} is not sealed")
+        if self.state_of(chunk) != State.RESIDENT:
+            raise LedgerError(f"chunk {chunk} is not resident")
         self._stored[chunk] = True
 
     def drop(self, chunk: int) -> None:
         """A chunk left the pool."""
-        self._expect(self.state_of(chunk) == State.RESIDENT, f"chunk {chunk} is not resident")
-        self._expect(bool(self._stored[chunk]), f"chunk {chunk} has no record: it would be lost")
-        self._expect(not self.protected()[chunk], f"chunk {chunk} is protected")
+        if self.state_of(chunk) != State.RESIDENT:
+            raise LedgerError(f"chunk {chunk} is not resident")
+        if not self._stored[chunk]:
+            raise LedgerError(f"chunk {chunk} has no record: it would be lost")
+        if self.protected()[chunk]:
+            raise LedgerError(f"chunk {chunk} is protected")
         self._state[chunk] = State.OUT
 
     def begin_page_in(self, chunk: int) -> None:
         """A block is set aside for a chunk, and its bytes are under way."""
-        self._expect(self.state_of(chunk) == State.OUT, f"chunk {chunk} is not out")
-        self._expect(self.n_free > 0, f"no free block for chunk {chunk}")
+        if self.state_of(chunk) != State.OUT:
+            raise LedgerError(f"chunk {chunk} is not out")
+        if self.n_free <= 0:
+            raise LedgerError(f"no free block for chunk {chunk}")
         self._state[chunk] = State.IN_FLIGHT
 
     def commit_page_in(self, chunk: int) -> None:
         """The bytes have arrived."""
-        self._expect(self.state_of(chunk) == State.IN_FLIGHT, f"chunk {chunk} is not in flight")
+        if self.state_of(chunk) != State.IN_FLIGHT:
+            raise LedgerError(f"chunk {chunk} is not in flight")
         self._tick += 1
         self._touched[chunk] = self._tick
         self._state[chunk] = State.RESIDENT
 
     def abort_page_in(self, chunk: int) -> None:
         """The bytes will not arrive: the block is free again."""
-        self._expect(self.state_of(chunk) == State.IN_FLIGHT, f"chunk {chunk} is not in flight")
+        if self.state_of(chunk) != State.IN_FLIGHT:
+            raise LedgerError(f"chunk {chunk} is not in flight")
         self._state[chunk] = State.OUT
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions. A chunk that is cut through must be resident; its record is void."""
-        self._expect(0 <= n_tokens <= self.n_tokens, f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
+        if not 0 <= n_tokens <= self.n_tokens:
+            raise LedgerError(f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
         keep = -(-n_tokens // self.chunk)
-        self._expect(not np.any(self._state[keep:] == State.IN_FLIGHT), "a chunk to be forgotten is in flight")
+        if np.any(self._state[keep:] == State.IN_FLIGHT):
+            raise LedgerError("a chunk to be forgotten is in flight")
         chunks = self._now[1][:keep].copy()
         if n_tokens % self.chunk:
-            self._expect(chunks["state"][-1] == State.RESIDENT, f"chunk {keep - 1} is cut through but not resident")
+            if chunks["state"][-1] != State.RESIDENT:
+                raise LedgerError(f"chunk {keep - 1} is cut through but not resident")
             chunks["stored"][-1] = False
         self._now = (n_tokens, chunks)
 
     def clear(self) -> None:
         """Forget every position; the pins stay."""
-        self._expect(self.n_in_flight == 0, "a chunk is in flight")
+        if self.n_in_flight != 0:
+            raise LedgerError("a chunk is in flight")
         self.rollback(0)
         self._tick = 0
 
     def check_integrity(self) -> None:
         """Raise LedgerError if the ledger contradicts itself. Cheap: for tests, and when idle."""
         n = self.n_chunks
-        self._expect(n == -(-self.n_tokens // self.chunk), f"{n} chunks for {self.n_tokens} positions")
-        self._expect(
-            self.n_free >= 0, f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool"
-        )
-        self._expect(
-            self.n_free + self.n_in_flight + self.n_resident == self.n_block, "free + in flight + resident != pool"
-        )
-        self._expect(
-            bool(np.all(self._stored[self._state != State.RESIDENT])), "a chunk is neither resident nor stored"
-        )
-        self._expect(not np.any(self._stored[self.n_sealed :]), "a record of a chunk that is not sealed")
-        self._expect(
-            bool(np.all(self._state[self.n_sealed :] == State.RESIDENT)), "a chunk being written is not resident"
-        )
-
-    @staticmethod
-    def _expect(condition: bool, what: str) -> None:  # noqa: FBT001
-        if not condition:
-            raise LedgerError(what)
+        if n != -(-self.n_tokens // self.chunk):
+            raise LedgerError(f"{n} chunks for {self.n_tokens} positions")
+        if self.n_free < 0:
+            raise LedgerError(f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool")
+        if self.n_free + self.n_in_flight + self.n_resident != self.n_block:
+            raise LedgerError("free + in flight + resident != pool")
+        if not np.all(self._stored[self._state != State.RESIDENT]):
+            raise LedgerError("a chunk is neither resident nor stored")
+        if np.any(self._stored[self.n_sealed :]):
+            raise LedgerError("a record of a chunk that is not sealed")
+        if not np.all(self._state[self.n_sealed :] == State.RESIDENT):
+            raise LedgerError("a chunk being written is not resident")

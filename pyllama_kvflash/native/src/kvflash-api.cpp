@@ -2,9 +2,9 @@
 
 #include "kvflash-impl.h"
 
+#include "gguf.h"
 #include "llama-context.h"
 #include "llama-graph.h"
-#include "gguf.h"
 #include "llama-impl.h"
 
 #include <atomic>
@@ -23,7 +23,7 @@
 
 static thread_local std::string g_error;
 
-static std::atomic<bool> g_stop = false;
+static std::atomic<bool> g_stop      = false;
 static std::atomic<int>  g_min_level = GGML_LOG_LEVEL_NONE;
 
 // the library says why it failed in its log only: keep its last error lines
@@ -34,20 +34,14 @@ static constexpr size_t LOG_BYTES = 4096;
 
 static void log_line(ggml_log_level level, const char * text, void * /*ud*/) {
     static thread_local ggml_log_level last = GGML_LOG_LEVEL_NONE;
-    if (level != GGML_LOG_LEVEL_CONT) {
-        last = level;
-    }
+    if (level != GGML_LOG_LEVEL_CONT) { last = level; }
     if (last >= GGML_LOG_LEVEL_ERROR) {
         const std::lock_guard<std::mutex> lock(g_log_mutex);
         g_log += text;
-        if (g_log.size() > LOG_BYTES) {
-            g_log.erase(0, g_log.size() - LOG_BYTES);
-        }
+        if (g_log.size() > LOG_BYTES) { g_log.erase(0, g_log.size() - LOG_BYTES); }
     }
     const int min_level = g_min_level;
-    if (min_level != GGML_LOG_LEVEL_NONE && last >= min_level) {
-        fputs(text, stderr);
-    }
+    if (min_level != GGML_LOG_LEVEL_NONE && last >= min_level) { fputs(text, stderr); }
 }
 
 static std::string take_log() {
@@ -72,17 +66,14 @@ static thread_local int g_guarded = 0;
 // a failed GGML_ASSERT of the library would end the process: within a guard() it becomes an exception instead. its state
 // may be damaged then, but the caller can still say what happened, and keep what it has
 static void on_abort(const char * message) {
-    if (g_guarded > 0) {
-        throw kvf_failure(KVF_E_BACKEND, message);
-    }
+    if (g_guarded > 0) { throw kvf_failure(KVF_E_BACKEND, message); }
     fprintf(stderr, "%s\n", message);
 }
 
 // run f, and turn whatever it throws into a status
-template <typename F>
-static int guard(F && f) {
+template <typename F> static int guard(F && f) {
     struct enter {
-        enter()  { g_guarded++; }
+        enter() { g_guarded++; }
         ~enter() { g_guarded--; }
     } const inside;
 
@@ -90,21 +81,15 @@ static int guard(F && f) {
     try {
         f();
         return KVF_OK;
-    } catch (const kvf_failure & err) {
-        return fail(err.status, err.what());
-    } catch (const std::bad_alloc &) {
+    } catch (const kvf_failure & err) { return fail(err.status, err.what()); } catch (const std::bad_alloc &) {
         return fail(KVF_E_MEMORY, "out of memory");
-    } catch (const std::exception & err) {
-        return fail(KVF_E_BACKEND, err.what());
-    } catch (...) {
+    } catch (const std::exception & err) { return fail(KVF_E_BACKEND, err.what()); } catch (...) {
         return fail(KVF_E_BACKEND, "unknown error");
     }
 }
 
 static void check(bool ok, const char * what) {
-    if (!ok) {
-        throw kvf_failure(KVF_E_ARGUMENT, what);
-    }
+    if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
 }
 
 // the attention cache of a context. sync: the buffer copies do not run on the stream of the computation
@@ -112,14 +97,10 @@ static llama_kv_cache & get_kv(llama_context * ctx, bool pool, bool sync) {
     check(ctx, "there is no context");
 
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    if (!kv) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache");
-    }
+    if (!kv) { throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache"); }
     check(!pool || llama_kvflash::is_pool(*kv), "this context has no pool");
 
-    if (sync) {
-        ctx->synchronize();
-    }
+    if (sync) { ctx->synchronize(); }
     return *kv;
 }
 
@@ -127,13 +108,13 @@ static void check_seq(llama_context * ctx, llama_seq_id seq) {
     check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
 }
 
-const char * kvf_error(void) {
-    return g_error.c_str();
+static void check_chunk(const llama_kv_cache & kv, int32_t chunk) {
+    check(chunk >= 0 && chunk < INT32_MAX / (int32_t) llama_kvflash::n_chunk(kv), "there is no such chunk");
 }
 
-void kvf_log_level(int min_level) {
-    g_min_level = min_level;
-}
+const char * kvf_error(void) { return g_error.c_str(); }
+
+void kvf_log_level(int min_level) { g_min_level = min_level; }
 
 void kvf_init(void) {
     static std::once_flag once;
@@ -147,9 +128,7 @@ void kvf_init(void) {
     });
 }
 
-void kvf_interrupt(bool stop) {
-    g_stop = stop;
-}
+void kvf_interrupt(bool stop) { g_stop = stop; }
 
 //
 // model and context
@@ -158,32 +137,33 @@ void kvf_interrupt(bool stop) {
 // the library divides by some metadata, and allocates by other, without a look at it: a damaged file would end the process,
 // or keep it busy for ever
 static void check_metadata(const char * path) {
-    static const struct { const char * suffix; int64_t low, high; } LIMITS[] = {
-        { ".full_attention_interval",  1, 1 << 16 },
-        { ".rope.dimension_count",     1, 1 << 16 },
-        { ".rope.dimension_count_swa", 1, 1 << 16 },
-        { ".ssm.conv_kernel",          1, 1 << 16 },
-        { ".ssm.group_count",          0, 1 << 16 },
-        { ".ssm.inner_size",           1, 1 << 24 },
-        { ".ssm.state_size",           1, 1 << 24 },
-        { ".ssm.time_step_rank",       0, 1 << 24 },
+    static const struct {
+        const char * suffix;
+        int64_t      low, high;
+    } LIMITS[] = {
+            {".full_attention_interval", 1, 1 << 16},
+            {".rope.dimension_count", 1, 1 << 16},
+            {".rope.dimension_count_swa", 1, 1 << 16},
+            {".ssm.conv_kernel", 1, 1 << 16},
+            {".ssm.group_count", 0, 1 << 16},
+            {".ssm.inner_size", 1, 1 << 24},
+            {".ssm.state_size", 1, 1 << 24},
+            {".ssm.time_step_rank", 0, 1 << 24},
     };
 
-    const std::unique_ptr<gguf_context, decltype(&gguf_free)> meta(gguf_init_from_file(path, { true, nullptr }), gguf_free);
-    if (!meta) {
-        throw kvf_failure(KVF_E_MODEL, take_log());
-    }
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> meta(gguf_init_from_file(path, {true, nullptr}), gguf_free);
+    if (!meta) { throw kvf_failure(KVF_E_MODEL, take_log()); }
 
     for (int64_t i = 0; i < gguf_get_n_kv(meta.get()); ++i) {
-        if (gguf_get_kv_type(meta.get(), i) != GGUF_TYPE_UINT32) {
-            continue;
-        }
+        if (gguf_get_kv_type(meta.get(), i) != GGUF_TYPE_UINT32) { continue; }
         const std::string key   = gguf_get_key(meta.get(), i);
         const int64_t     value = gguf_get_val_u32(meta.get(), i);
         for (const auto & limit : LIMITS) {
             const size_t n = strlen(limit.suffix);
-            if (key.size() > n && key.compare(key.size() - n, n, limit.suffix) == 0 && (value < limit.low || value > limit.high)) {
-                throw kvf_failure(KVF_E_MODEL, format("its metadata is damaged: %s is %lld", key.c_str(), (long long) value));
+            if (key.size() > n && key.compare(key.size() - n, n, limit.suffix) == 0 &&
+                    (value < limit.low || value > limit.high)) {
+                throw kvf_failure(
+                        KVF_E_MODEL, format("its metadata is damaged: %s is %lld", key.c_str(), (long long) value));
             }
         }
     }
@@ -196,34 +176,32 @@ int kvf_model_load(const char * path, const llama_model_params * params, llama_m
         check_metadata(path);
 
         // the caller's callback, but for an interrupt
-        llama_model_params mparams = *params;
+        llama_model_params mparams          = *params;
         mparams.progress_callback_user_data = const_cast<llama_model_params *>(params);
-        mparams.progress_callback = [](float progress, void * ud) {
+        mparams.progress_callback           = [](float progress, void * ud) {
             const auto * user = (const llama_model_params *) ud;
-            return !g_stop && (!user->progress_callback || user->progress_callback(progress, user->progress_callback_user_data));
+            return !g_stop &&
+                   (!user->progress_callback || user->progress_callback(progress, user->progress_callback_user_data));
         };
 
         *model = llama_model_load_from_file(path, mparams);
-        if (!*model) {
-            throw g_stop ? kvf_failure(KVF_E_ABORTED, "interrupted") : kvf_failure(KVF_E_MODEL, take_log());
-        }
+        if (!*model) { throw g_stop ? kvf_failure(KVF_E_ABORTED, "interrupted") : kvf_failure(KVF_E_MODEL, take_log()); }
     });
 }
 
-int kvf_context_new(llama_model * model, const llama_context_params * params, const kvf_pool_params * pool, llama_context ** ctx) {
+int kvf_context_new(
+        llama_model * model, const llama_context_params * params, const kvf_pool_params * pool, llama_context ** ctx) {
     return guard([&] {
         check(model && params && ctx, "a model, parameters and a place for the context are needed");
         take_log();
 
         llama_context_params cparams = *params;
-        cparams.abort_callback = [](void *) { return g_stop.load(std::memory_order_relaxed); };
+        cparams.abort_callback       = [](void *) { return g_stop.load(std::memory_order_relaxed); };
 
         if (pool) {
             const llama_kvflash::scope scope(*pool);
             *ctx = llama_init_from_model(model, cparams);
-            if (!*ctx) {
-                scope.rethrow();
-            }
+            if (!*ctx) { scope.rethrow(); }
         } else {
             *ctx = llama_init_from_model(model, cparams);
         }
@@ -235,9 +213,7 @@ int kvf_context_new(llama_model * model, const llama_context_params * params, co
     });
 }
 
-const char * kvf_memory_class(llama_context * ctx) {
-    return ctx ? llama_kvflash::class_name(ctx->get_memory()) : "none";
-}
+const char * kvf_memory_class(llama_context * ctx) { return ctx ? llama_kvflash::class_name(ctx->get_memory()) : "none"; }
 
 int kvf_get_kv_bytes(llama_context * ctx, struct kvf_kv_bytes * bytes) {
     return guard([&] {
@@ -268,7 +244,7 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
         check(ctx && tokens, "a context and tokens are needed");
         check_seq(ctx, seq);
         check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
-        check(pos >= 0, "positions are not negative");
+        check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
 
         const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
 
@@ -284,22 +260,23 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
         out[n - 1] = outputs != 0;
 
         llama_batch batch = {};
-        batch.n_tokens = n;
-        batch.token    = const_cast<llama_token *>(tokens);
-        batch.pos      = p.data();
-        batch.n_seq_id = n_seq.data();
-        batch.seq_id   = seqs.data();
-        batch.logits   = out.data();
+        batch.n_tokens    = n;
+        batch.token       = const_cast<llama_token *>(tokens);
+        batch.pos         = p.data();
+        batch.n_seq_id    = n_seq.data();
+        batch.seq_id      = seqs.data();
+        batch.logits      = out.data();
 
         take_log();
 
         const int ret = llama_decode(ctx, batch);
         switch (ret) {
-            case  0: break;
-            case  1: throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos));
-            case  2: throw kvf_failure(KVF_E_ABORTED,  "interrupted");
-            case -2: throw kvf_failure(KVF_E_MEMORY,   take_log());
-            default: throw kvf_failure(KVF_E_BACKEND,  take_log());
+            case 0: break;
+            case 1:
+                throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos));
+            case 2: throw kvf_failure(KVF_E_ABORTED, "interrupted");
+            case -2: throw kvf_failure(KVF_E_MEMORY, take_log());
+            default: throw kvf_failure(KVF_E_BACKEND, take_log());
         }
     });
 }
@@ -321,7 +298,8 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
             throw kvf_failure(KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone", p0));
         }
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d", p0));
+            throw kvf_failure(
+                    KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d", p0));
         }
     });
 }
@@ -358,7 +336,8 @@ int kvf_block_of(llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t *
     return guard([&] {
         const auto & kv = get_kv(ctx, true, false);
         check_seq(ctx, seq);
-        check(block && chunk >= 0, "a chunk number and a place for the result are needed");
+        check_chunk(kv, chunk);
+        check(block, "a place for the result is needed");
         *block = llama_kvflash::block_of(kv, seq, chunk);
     });
 }
@@ -367,7 +346,8 @@ int kvf_read(llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, s
     return guard([&] {
         const auto & kv = get_kv(ctx, true, true);
         check_seq(ctx, seq);
-        check(dst && chunk >= 0 && size == llama_kvflash::info(kv).record_bytes, "a chunk number and record_bytes of room are needed");
+        check_chunk(kv, chunk);
+        check(dst && size == llama_kvflash::info(kv).record_bytes, "record_bytes of room are needed");
         llama_kvflash::read(kv, seq, chunk, dst);
     });
 }
@@ -376,7 +356,7 @@ int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
     return guard([&] {
         auto & kv = get_kv(ctx, true, false);
         check_seq(ctx, seq);
-        check(chunk >= 0, "a chunk number is needed");
+        check_chunk(kv, chunk);
         llama_kvflash::drop(kv, seq, chunk);
     });
 }
@@ -385,10 +365,11 @@ int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void
     return guard([&] {
         auto & kv = get_kv(ctx, true, true);
         check_seq(ctx, seq);
-        check(src && block && chunk >= 0, "a chunk number, a record and a block are needed");
+        check_chunk(kv, chunk);
+        check(src && block, "a record and a block are needed");
         if (size != llama_kvflash::info(kv).record_bytes) {
             throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %llu bytes, not %zu",
-                        (unsigned long long) llama_kvflash::info(kv).record_bytes, size));
+                                                    (unsigned long long) llama_kvflash::info(kv).record_bytes, size));
         }
         *block = llama_kvflash::page_in(kv, seq, chunk, src, *block);
     });
@@ -405,9 +386,7 @@ int kvf_q(llama_context * ctx, uint32_t i, float * dst, size_t n) {
 
         const auto * res = ctx->get_gf_res_active();
         const auto * q   = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
-        if (!q) {
-            throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap");
-        }
+        if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
         check(q->type == GGML_TYPE_F32 && (size_t) ggml_nelements(q) == n, "room for n_head*n_embd_head_k floats is needed");
 
         ggml_backend_tensor_get(q, dst, 0, ggml_nbytes(q));

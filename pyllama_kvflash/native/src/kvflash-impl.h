@@ -48,16 +48,17 @@ struct llama_kvflash {
     static llama_kv_cache::slot_info find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
     static int32_t  block_of(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk); // -1: not resident
-    static uint32_t n_block (const llama_kv_cache & kv);
-    static bool     is_free (const llama_kv_cache & kv, uint32_t block);
+    static uint32_t n_block(const llama_kv_cache & kv);
+    static uint32_t n_chunk(const llama_kv_cache & kv) { return kv.pool_chunk; }
+    static bool     is_free(const llama_kv_cache & kv, uint32_t block);
 
     // the full-attention cache of a memory, nullptr if there is no supported one
     static llama_kv_cache * get_kv(llama_memory_i * mem);
     static const char *     class_name(llama_memory_i * mem);
 
     // whether the sliding-window cache, if there is one, holds the whole window of position pos
-    static bool has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos);
-    static kvf_kv_bytes     kv_bytes(llama_memory_i * mem);
+    static bool         has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos);
+    static kvf_kv_bytes kv_bytes(llama_memory_i * mem);
 
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }
 
@@ -73,9 +74,9 @@ struct llama_kvflash {
 
     static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used);
 
-    static void    read   (const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
-    static void    drop   (      llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
-    static int32_t page_in(      llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block);
+    static void    read(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
+    static void    drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
+    static int32_t page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block);
     static void    scribble(const llama_kv_cache & kv, uint8_t byte);
 
 private:

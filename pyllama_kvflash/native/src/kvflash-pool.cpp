@@ -11,8 +11,8 @@
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache-msa.h"
 #include "llama-memory-hybrid-idx.h"
-#include "llama-memory-hybrid.h"
 #include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
 #include <algorithm>
@@ -45,36 +45,26 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
     g_refusal.reset();
 }
 
-llama_kvflash::scope::~scope() {
-    g_setup = nullptr;
-}
+llama_kvflash::scope::~scope() { g_setup = nullptr; }
 
 void llama_kvflash::scope::rethrow() const {
-    if (g_refusal) {
-        throw *g_refusal;
-    }
+    if (g_refusal) { throw *g_refusal; }
 }
 
-uint32_t llama_kvflash::n_cells(uint32_t kv_size) {
-    return g_setup ? std::min(g_setup->n_pool, kv_size) : kv_size;
-}
+uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? std::min(g_setup->n_pool, kv_size) : kv_size; }
 
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
-    if (!g_setup) {
-        return;
-    }
-    if (cparams.n_seq_max != 1) {
-        refuse(KVF_E_UNSUPPORTED, "a pool serves one sequence");
-    }
+    if (!g_setup) { return; }
+    if (cparams.n_seq_max != 1) { refuse(KVF_E_UNSUPPORTED, "a pool serves one sequence"); }
 
     auto * kv = get_kv(mem);
     if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
         refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
     }
     // the reserve up front covers one batch: nothing may be evicted between its ubatches
-    if (kv->get_size() < std::min(cparams.n_batch, cparams.n_ctx_seq) + 2*g_setup->n_chunk) {
-        refuse(KVF_E_ARGUMENT, format("a pool of %u cells cannot hold a batch of %u and two chunks",
-                    kv->get_size(), cparams.n_batch));
+    if (kv->get_size() < std::min(cparams.n_batch, cparams.n_ctx_seq) + 2 * g_setup->n_chunk) {
+        refuse(KVF_E_ARGUMENT,
+                format("a pool of %u cells cannot hold a batch of %u and two chunks", kv->get_size(), cparams.n_batch));
     }
 
     kv->pool_chunk       = g_setup->n_chunk;
@@ -94,50 +84,45 @@ void llama_kvflash::reject_restore(llama_memory_i * mem) {
 //
 
 // a memory of exactly this class: a derived one keeps more than its base does, and the pool does not know about that
-template <typename T>
-static T * exactly(llama_memory_i * mem) {
+template <typename T> static T * exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
 }
 
 llama_kv_cache * llama_kvflash::get_kv(llama_memory_i * mem) {
-    if (auto * m = exactly<llama_memory_hybrid     >(mem)) { return m->get_mem_attn(); }
+    if (auto * m = exactly<llama_memory_hybrid>(mem)) { return m->get_mem_attn(); }
     if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) { return m->get_mem_attn()->get_base(); }
-    if (auto * m = exactly<llama_kv_cache_iswa     >(mem)) { return m->get_base(); }
+    if (auto * m = exactly<llama_kv_cache_iswa>(mem)) { return m->get_base(); }
 
     return exactly<llama_kv_cache>(mem);
 }
 
 const char * llama_kvflash::class_name(llama_memory_i * mem) {
-    if (exactly<llama_kv_cache          >(mem)) { return "llama_kv_cache"; }
-    if (exactly<llama_kv_cache_dsa      >(mem)) { return "llama_kv_cache_dsa"; }
-    if (exactly<llama_kv_cache_dsa_iswa >(mem)) { return "llama_kv_cache_dsa_iswa"; }
-    if (exactly<llama_kv_cache_dsv4     >(mem)) { return "llama_kv_cache_dsv4"; }
-    if (exactly<llama_kv_cache_iswa     >(mem)) { return "llama_kv_cache_iswa"; }
-    if (exactly<llama_kv_cache_msa      >(mem)) { return "llama_kv_cache_msa"; }
-    if (exactly<llama_memory_hybrid     >(mem)) { return "llama_memory_hybrid"; }
-    if (exactly<llama_memory_hybrid_idx >(mem)) { return "llama_memory_hybrid_idx"; }
+    if (exactly<llama_kv_cache>(mem)) { return "llama_kv_cache"; }
+    if (exactly<llama_kv_cache_dsa>(mem)) { return "llama_kv_cache_dsa"; }
+    if (exactly<llama_kv_cache_dsa_iswa>(mem)) { return "llama_kv_cache_dsa_iswa"; }
+    if (exactly<llama_kv_cache_dsv4>(mem)) { return "llama_kv_cache_dsv4"; }
+    if (exactly<llama_kv_cache_iswa>(mem)) { return "llama_kv_cache_iswa"; }
+    if (exactly<llama_kv_cache_msa>(mem)) { return "llama_kv_cache_msa"; }
+    if (exactly<llama_memory_hybrid>(mem)) { return "llama_memory_hybrid"; }
+    if (exactly<llama_memory_hybrid_idx>(mem)) { return "llama_memory_hybrid_idx"; }
     if (exactly<llama_memory_hybrid_iswa>(mem)) { return "llama_memory_hybrid_iswa"; }
-    if (exactly<llama_memory_recurrent  >(mem)) { return "llama_memory_recurrent"; }
+    if (exactly<llama_memory_recurrent>(mem)) { return "llama_memory_recurrent"; }
 
     return mem ? "of an unknown class" : "none";
 }
 
 static llama_kv_cache * get_swa(llama_memory_i * mem) {
     if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) { return m->get_mem_attn()->get_swa(); }
-    if (auto * m = exactly<llama_kv_cache_iswa     >(mem)) { return m->get_swa(); }
+    if (auto * m = exactly<llama_kv_cache_iswa>(mem)) { return m->get_swa(); }
 
     return nullptr;
 }
 
 bool llama_kvflash::has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos) {
-    const auto * swa = get_swa(mem);
-    if (!swa || pos == 0 || swa->layers.empty()) {
-        return true;
-    }
+    const auto *    swa   = get_swa(mem);
+    const llama_pos first = swa ? swa->seq_pos_min(seq) : -1;
 
-    const llama_pos first = swa->seq_pos_min(seq);
-
-    return first >= 0 && first <= std::max(0, pos - (llama_pos) swa->n_swa + 1);
+    return first < 0 || pos <= 0 || first <= std::max(0, pos - (llama_pos) swa->n_swa + 1);
 }
 
 kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
@@ -152,12 +137,8 @@ kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
 
     kvf_kv_bytes res = {};
 
-    if (const auto * kv = get_kv(mem)) {
-        res.attn = bytes(kv);
-    }
-    if (const auto * kv = get_swa(mem)) {
-        res.swa = bytes(kv);
-    }
+    if (const auto * kv = get_kv(mem)) { res.attn = bytes(kv); }
+    if (const auto * kv = get_swa(mem)) { res.swa = bytes(kv); }
     if (auto * m = exactly<llama_memory_hybrid>(mem)) {
         res.recurrent = sum(m->get_mem_recr());
     } else if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) {
@@ -172,27 +153,21 @@ kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
 int32_t llama_kvflash::block_of(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
     const auto & sp = kv.v_cells[0].seq_pos_get(seq);
 
-    const llama_pos p0 = chunk*(llama_pos) kv.pool_chunk;
+    const llama_pos p0 = chunk * (llama_pos) kv.pool_chunk;
 
-    const auto it = sp.lower_bound({ p0, 0 });
-    if (it == sp.end() || it->first >= p0 + (llama_pos) kv.pool_chunk) {
-        return -1;
-    }
+    const auto it = sp.lower_bound({p0, 0});
+    if (it == sp.end() || it->first >= p0 + (llama_pos) kv.pool_chunk) { return -1; }
 
-    return it->second/kv.pool_chunk;
+    return it->second / kv.pool_chunk;
 }
 
-uint32_t llama_kvflash::n_block(const llama_kv_cache & kv) {
-    return kv.get_size()/kv.pool_chunk;
-}
+uint32_t llama_kvflash::n_block(const llama_kv_cache & kv) { return kv.get_size() / kv.pool_chunk; }
 
 bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
     const auto & cells = kv.v_cells[0];
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
-        if (!cells.is_empty(block*kv.pool_chunk + i)) {
-            return false;
-        }
+        if (!cells.is_empty(block * kv.pool_chunk + i)) { return false; }
     }
 
     return true;
@@ -203,7 +178,7 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
 
     const auto & cells = kv.v_cells[0];
 
-    llama_kv_cache::slot_info res = { 0, 0, { }, { } };
+    llama_kv_cache::slot_info res = {0, 0, {}, {}};
     res.resize(1);
     res.strm[0] = 0;
     res.idxs[0].reserve(ubatch.n_tokens);
@@ -216,7 +191,7 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         const llama_seq_id seq   = ubatch.seq_id[i][0];
         const llama_pos    pos   = ubatch.pos[i];
-        const int32_t      chunk = pos/(llama_pos) n_chunk;
+        const int32_t      chunk = pos / (llama_pos) n_chunk;
 
         if (ubatch.n_seq_id[i] != 1) {
             LLAMA_LOG_ERROR("%s: a token of a pool belongs to one sequence, not to %d\n", __func__, ubatch.n_seq_id[i]);
@@ -226,23 +201,21 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
         int32_t block = block_of(kv, seq, chunk);
 
         if (block < 0) {
-            const auto it = fresh.find({ seq, chunk });
+            const auto it = fresh.find({seq, chunk});
             if (it != fresh.end()) {
                 block = it->second;
             } else {
                 while (b_next < n_block(kv) && !is_free(kv, b_next)) {
                     b_next++;
                 }
-                if (b_next == n_block(kv)) {
-                    return {};
-                }
+                if (b_next == n_block(kv)) { return {}; }
 
-                block = b_next++;
-                fresh[{ seq, chunk }] = block;
+                block               = b_next++;
+                fresh[{seq, chunk}] = block;
             }
         }
 
-        const uint32_t idx = block*n_chunk + pos%n_chunk;
+        const uint32_t idx = block * n_chunk + pos % n_chunk;
 
         // e.g. the tokens of an image that share one M-RoPE position
         if (!cells.is_empty(idx) || (i > 0 && res.idxs[0].back() == idx)) {

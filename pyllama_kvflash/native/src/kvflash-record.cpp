@@ -8,14 +8,14 @@
 #include <cstring>
 #include <vector>
 
-static_assert(sizeof(kvf_record)        == 64, "the record layout is a file format");
+static_assert(sizeof(kvf_record) == 64, "the record layout is a file format");
 static_assert(sizeof(llama_kv_cell_ext) == 12, "the record layout is a file format");
 
 // K rows begin on a cache line, whatever the chunk size
 static constexpr uint32_t META_ALIGN = 64;
 
 uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
-    return GGML_PAD(sizeof(kvf_record) + kv.pool_chunk*sizeof(llama_kv_cell_ext), META_ALIGN);
+    return GGML_PAD(sizeof(kvf_record) + kv.pool_chunk * sizeof(llama_kv_cell_ext), META_ALIGN);
 }
 
 kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
@@ -26,7 +26,7 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
     for (uint32_t j = 0; j <= i; ++j) {
         const auto & layer = kv.layers[j];
 
-        res = {};
+        res               = {};
         res.il            = layer.il;
         res.type_k        = layer.k->type;
         res.type_v        = layer.v ? (int32_t) layer.v->type : -1;
@@ -37,8 +37,8 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
         res.n_embd_head_k = kv.hparams.n_embd_head_k(layer.il);
 
         if (is_pool(kv)) {
-            res.size_k = ggml_row_size(layer.k->type, layer.k->ne[0])*kv.pool_chunk;
-            res.size_v = layer.v ? ggml_row_size(layer.v->type, layer.v->ne[0])*kv.pool_chunk : 0;
+            res.size_k = ggml_row_size(layer.k->type, layer.k->ne[0]) * kv.pool_chunk;
+            res.size_v = layer.v ? ggml_row_size(layer.v->type, layer.v->ne[0]) * kv.pool_chunk : 0;
             res.offs_k = offs;
             res.offs_v = offs + res.size_k;
 
@@ -53,16 +53,15 @@ kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
     const auto last = layer(kv, n_layer(kv) - 1);
 
     kvf_pool_info res = {};
-    res.n_pool       = kv.get_size();
-    res.n_chunk      = kv.pool_chunk;
-    res.n_block      = n_block(kv);
-    res.n_kv         = kv.pool_n_kv;
-    res.n_layer      = n_layer(kv);
-    res.record_bytes = last.offs_v + last.size_v;
-    res.meta_bytes   = meta_bytes(kv);
-    res.flags        = (kv.v_trans    ? KVF_FLAG_V_TRANS : 0) |
-                       (kv.attn_rot_k ? KVF_FLAG_ROT_K   : 0) |
-                       (kv.attn_rot_v ? KVF_FLAG_ROT_V   : 0);
+    res.n_pool        = kv.get_size();
+    res.n_chunk       = kv.pool_chunk;
+    res.n_block       = n_block(kv);
+    res.n_kv          = kv.pool_n_kv;
+    res.n_layer       = n_layer(kv);
+    res.record_bytes  = last.offs_v + last.size_v;
+    res.meta_bytes    = meta_bytes(kv);
+    res.flags         = (kv.v_trans ? KVF_FLAG_V_TRANS : 0) | (kv.attn_rot_k ? KVF_FLAG_ROT_K : 0) |
+                (kv.attn_rot_v ? KVF_FLAG_ROT_V : 0);
 
     for (uint32_t b = 0; b < res.n_block; ++b) {
         res.n_block_free += is_free(kv, b);
@@ -75,7 +74,7 @@ kvf_record llama_kvflash::head(const llama_kv_cache & kv, int32_t chunk, uint64_
     const auto in   = info(kv);
     const auto last = layer(kv, n_layer(kv) - 1);
 
-    kvf_record res = {};
+    kvf_record res   = {};
     res.magic        = KVF_RECORD_MAGIC;
     res.version      = KVF_RECORD_VERSION;
     res.head_bytes   = sizeof(kvf_record);
@@ -98,11 +97,11 @@ void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t 
 
     for (uint32_t b = 0; b < n_block(kv); ++b) {
         chunks[b] = -1;
-        n_used[b] =  0;
+        n_used[b] = 0;
 
-        for (uint32_t i = b*kv.pool_chunk; i < (b + 1)*kv.pool_chunk; ++i) {
+        for (uint32_t i = b * kv.pool_chunk; i < (b + 1) * kv.pool_chunk; ++i) {
             if (!cells.is_empty(i)) {
-                chunks[b] = cells.pos_get(i)/(llama_pos) kv.pool_chunk;
+                chunks[b] = cells.pos_get(i) / (llama_pos) kv.pool_chunk;
                 n_used[b]++;
             }
         }
@@ -110,18 +109,18 @@ void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t 
 }
 
 void llama_kvflash::copy(const llama_kv_cache & kv, uint32_t block, void * dst, const void * src) {
-    const uint32_t i0 = block*kv.pool_chunk;
+    const uint32_t i0 = block * kv.pool_chunk;
 
     uint64_t offs = meta_bytes(kv);
 
     const auto rows = [&](ggml_tensor * t) {
         const size_t row  = ggml_row_size(t->type, t->ne[0]);
-        const size_t size = row*kv.pool_chunk;
+        const size_t size = row * kv.pool_chunk;
 
         if (dst) {
-            ggml_backend_tensor_get(t, (char *) dst + offs, i0*row, size);
+            ggml_backend_tensor_get(t, (char *) dst + offs, i0 * row, size);
         } else {
-            ggml_backend_tensor_set(t, (const char *) src + offs, i0*row, size);
+            ggml_backend_tensor_set(t, (const char *) src + offs, i0 * row, size);
         }
 
         offs += size;
@@ -131,15 +130,15 @@ void llama_kvflash::copy(const llama_kv_cache & kv, uint32_t block, void * dst, 
     const auto cols = [&](ggml_tensor * t) {
         const size_t el   = ggml_type_size(t->type);
         const size_t n    = t->ne[0];
-        const size_t size = el*kv.pool_chunk;
+        const size_t size = el * kv.pool_chunk;
 
         if (dst) {
-            ggml_backend_tensor_get_2d(t, (char *) dst + offs, i0*el, size, n, el*kv.get_size(), size);
+            ggml_backend_tensor_get_2d(t, (char *) dst + offs, i0 * el, size, n, el * kv.get_size(), size);
         } else {
-            ggml_backend_tensor_set_2d(t, (const char *) src + offs, i0*el, size, n, el*kv.get_size(), size);
+            ggml_backend_tensor_set_2d(t, (const char *) src + offs, i0 * el, size, n, el * kv.get_size(), size);
         }
 
-        offs += size*n;
+        offs += size * n;
     };
 
     for (const auto & layer : kv.layers) {
@@ -159,17 +158,13 @@ void llama_kvflash::scribble(const llama_kv_cache & kv, uint8_t byte) {
     const std::vector<uint8_t> record(info(kv).record_bytes, byte);
 
     for (uint32_t b = 0; b < n_block(kv); ++b) {
-        if (is_free(kv, b)) {
-            copy(kv, b, nullptr, record.data());
-        }
+        if (is_free(kv, b)) { copy(kv, b, nullptr, record.data()); }
     }
 }
 
 static uint32_t resident_block(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
     const int32_t block = llama_kvflash::block_of(kv, seq, chunk);
-    if (block < 0) {
-        throw kvf_failure(KVF_E_STATE, format("chunk %d is not resident", chunk));
-    }
+    if (block < 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is not resident", chunk)); }
     return block;
 }
 
@@ -183,13 +178,13 @@ void llama_kvflash::read(const llama_kv_cache & kv, llama_seq_id seq, int32_t ch
     uint64_t mask = 0;
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
-        const uint32_t idx = block*kv.pool_chunk + i;
+        const uint32_t idx = block * kv.pool_chunk + i;
 
         if (!cells.is_empty(idx)) {
             const llama_kv_cell_ext ext = cells.ext_get(idx);
 
             mask |= 1ull << i;
-            memcpy((char *) dst + sizeof(kvf_record) + i*sizeof(ext), &ext, sizeof(ext));
+            memcpy((char *) dst + sizeof(kvf_record) + i * sizeof(ext), &ext, sizeof(ext));
         }
     }
 
@@ -205,32 +200,30 @@ void llama_kvflash::drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
     auto & cells = kv.v_cells[0];
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
-        const uint32_t idx = block*kv.pool_chunk + i;
+        const uint32_t idx = block * kv.pool_chunk + i;
 
-        if (!cells.is_empty(idx)) {
-            cells.rm(idx);
-        }
+        if (!cells.is_empty(idx)) { cells.rm(idx); }
     }
 }
 
 // the first field in which a record differs from what this cache would write for the chunk, nullptr: none
 static const char * mismatch(const kvf_record & got, const kvf_record & want) {
-    if (got.magic        != want.magic)        { return "magic number"; }
-    if (got.version      != want.version)      { return "version"; }
-    if (got.head_bytes   != want.head_bytes)   { return "header size"; }
+    if (got.magic != want.magic) { return "magic number"; }
+    if (got.version != want.version) { return "version"; }
+    if (got.head_bytes != want.head_bytes) { return "header size"; }
     if (got.record_bytes != want.record_bytes) { return "size"; }
-    if (got.fingerprint  != want.fingerprint)  { return "model fingerprint"; }
-    if (got.chunk        != want.chunk)        { return "chunk number"; }
-    if (got.n_chunk      != want.n_chunk)      { return "chunk size"; }
-    if (got.n_layer      != want.n_layer)      { return "layer count"; }
-    if (got.type_k       != want.type_k)       { return "type of K"; }
-    if (got.type_v       != want.type_v)       { return "type of V"; }
-    if (got.flags        != want.flags)        { return "layout or rotation"; }
-    if (got.meta_bytes   != want.meta_bytes)   { return "metadata size"; }
-    if (got.reserved     != 0)                 { return "reserved field"; }
+    if (got.fingerprint != want.fingerprint) { return "model fingerprint"; }
+    if (got.chunk != want.chunk) { return "chunk number"; }
+    if (got.n_chunk != want.n_chunk) { return "chunk size"; }
+    if (got.n_layer != want.n_layer) { return "layer count"; }
+    if (got.type_k != want.type_k) { return "type of K"; }
+    if (got.type_v != want.type_v) { return "type of V"; }
+    if (got.flags != want.flags) { return "layout or rotation"; }
+    if (got.meta_bytes != want.meta_bytes) { return "metadata size"; }
+    if (got.reserved != 0) { return "reserved field"; }
 
     const uint64_t all = want.n_chunk == 64 ? ~0ull : (1ull << want.n_chunk) - 1;
-    if (got.mask == 0 || (got.mask & ~all))    { return "mask"; }
+    if (got.mask == 0 || (got.mask & ~all)) { return "mask"; }
 
     return nullptr;
 }
@@ -240,26 +233,19 @@ int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t ch
     memcpy(&rec, src, sizeof(rec));
 
     if (const char * field = mismatch(rec, head(kv, chunk, 0))) {
-        throw kvf_failure(KVF_E_RECORD, format("not a record of chunk %d of this model and cache: the %s differs", chunk, field));
+        throw kvf_failure(
+                KVF_E_RECORD, format("not a record of chunk %d of this model and cache: the %s differs", chunk, field));
     }
-    if (block_of(kv, seq, chunk) >= 0) {
-        throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk));
-    }
+    if (block_of(kv, seq, chunk) >= 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk)); }
 
     for (uint32_t b = 0; b < n_block(kv) && block < 0; ++b) {
-        if (is_free(kv, b)) {
-            block = b;
-        }
+        if (is_free(kv, b)) { block = b; }
     }
-    if (block < 0) {
-        throw kvf_failure(KVF_E_NO_BLOCK, format("no free block for chunk %d", chunk));
-    }
+    if (block < 0) { throw kvf_failure(KVF_E_NO_BLOCK, format("no free block for chunk %d", chunk)); }
     if ((uint32_t) block >= n_block(kv)) {
         throw kvf_failure(KVF_E_ARGUMENT, format("block %d is outside the pool of %u blocks", block, n_block(kv)));
     }
-    if (!is_free(kv, block)) {
-        throw kvf_failure(KVF_E_STATE, format("block %d is not free", block));
-    }
+    if (!is_free(kv, block)) { throw kvf_failure(KVF_E_STATE, format("block %d is not free", block)); }
 
     copy(kv, block, nullptr, src);
 
@@ -267,12 +253,12 @@ int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t ch
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
         if (rec.mask & (1ull << i)) {
-            const uint32_t idx = block*kv.pool_chunk + i;
+            const uint32_t idx = block * kv.pool_chunk + i;
 
             llama_kv_cell_ext ext;
-            memcpy(&ext, (const char *) src + sizeof(kvf_record) + i*sizeof(ext), sizeof(ext));
+            memcpy(&ext, (const char *) src + sizeof(kvf_record) + i * sizeof(ext), sizeof(ext));
 
-            cells.pos_set(idx, chunk*(llama_pos) kv.pool_chunk + i);
+            cells.pos_set(idx, chunk * (llama_pos) kv.pool_chunk + i);
             cells.ext_set(idx, ext);
             cells.seq_add(idx, seq);
         }

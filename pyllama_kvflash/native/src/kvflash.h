@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 enum kvf_status {
-    KVF_OK            =  0,
+    KVF_OK            = 0,
     KVF_E_ARGUMENT    = -1, // a value is out of range
     KVF_E_UNSUPPORTED = -2, // the model, or its memory, cannot do this
     KVF_E_NO_BLOCK    = -3, // no free block: nothing was changed, drop chunks and call again
@@ -32,12 +32,12 @@ enum kvf_status {
     KVF_E_ABORTED     = -9, // stopped by kvf_interrupt()
 };
 
-#define KVF_RECORD_MAGIC   0x5246564bu // "KVFR"
+#define KVF_RECORD_MAGIC 0x5246564bu // "KVFR"
 #define KVF_RECORD_VERSION 1
 
 #define KVF_FLAG_V_TRANS 1 // V is stored as n_embd_v columns of n_chunk elements (no flash attention)
-#define KVF_FLAG_ROT_K   2 // K is Hadamard-rotated (quantised caches)
-#define KVF_FLAG_ROT_V   4
+#define KVF_FLAG_ROT_K 2   // K is Hadamard-rotated (quantised caches)
+#define KVF_FLAG_ROT_V 4
 
 // The head of a record, little endian. What follows it: n_chunk cells of 12 bytes (int32 x, y, token), zeros up to
 // meta_bytes, then for each pooled layer in ascending order its K rows and its V rows, raw, as they lie in the cache.
@@ -50,13 +50,13 @@ struct kvf_record {
     uint64_t fingerprint;  // of the model, as given in kvf_pool_params
     uint64_t mask;         // bit i: position chunk*n_chunk + i is in the record
     int32_t  chunk;
-    uint32_t n_chunk;      // positions in a chunk
-    uint32_t n_layer;      // pooled layers
-    int32_t  type_k;       // enum ggml_type
+    uint32_t n_chunk; // positions in a chunk
+    uint32_t n_layer; // pooled layers
+    int32_t  type_k;  // enum ggml_type
     int32_t  type_v;
-    uint32_t flags;        // KVF_FLAG_*
-    uint32_t meta_bytes;   // offset of the first K row
-    uint32_t reserved;     // 0
+    uint32_t flags;      // KVF_FLAG_*
+    uint32_t meta_bytes; // offset of the first K row
+    uint32_t reserved;   // 0
 };
 
 struct kvf_pool_params {
@@ -69,34 +69,34 @@ struct kvf_pool_params {
 struct kvf_pool_info {
     uint32_t n_pool;
     uint32_t n_chunk;
-    uint32_t n_block;       // n_pool/n_chunk
+    uint32_t n_block; // n_pool/n_chunk
     uint32_t n_block_free;
-    uint32_t n_kv;          // width of the attention graph, in cells
-    uint32_t n_layer;       // pooled layers
+    uint32_t n_kv;    // width of the attention graph, in cells
+    uint32_t n_layer; // pooled layers
     uint64_t record_bytes;
     uint32_t meta_bytes;
-    uint32_t flags;         // KVF_FLAG_*
+    uint32_t flags; // KVF_FLAG_*
 };
 
 struct kvf_layer {
-    int32_t  il;            // layer of the model
-    int32_t  type_k;        // enum ggml_type
-    int32_t  type_v;        // -1: no V is stored (MLA)
-    uint32_t n_embd_k;      // elements of a K row
+    int32_t  il;       // layer of the model
+    int32_t  type_k;   // enum ggml_type
+    int32_t  type_v;   // -1: no V is stored (MLA)
+    uint32_t n_embd_k; // elements of a K row
     uint32_t n_embd_v;
-    uint32_t n_head;        // query heads
+    uint32_t n_head; // query heads
     uint32_t n_head_kv;
     uint32_t n_embd_head_k;
-    uint64_t offs_k;        // of the K rows in a record, bytes
-    uint64_t size_k;        // bytes of all n_chunk rows
+    uint64_t offs_k; // of the K rows in a record, bytes
+    uint64_t size_k; // bytes of all n_chunk rows
     uint64_t offs_v;
     uint64_t size_v;
 };
 
 struct kvf_kv_bytes {
-    uint64_t attn;          // the full-attention KV cache: the pool, or the whole context
-    uint64_t swa;           // the sliding-window KV cache
-    uint64_t recurrent;     // the recurrent state
+    uint64_t attn;      // the full-attention KV cache: the pool, or the whole context
+    uint64_t swa;       // the sliding-window KV cache
+    uint64_t recurrent; // the recurrent state
 };
 
 // the sentence of this thread's last error, "" if there was none
@@ -114,19 +114,20 @@ LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params 
 
 // pool: NULL for a stock context, with one cell for each logical position
 LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
-                              const struct kvf_pool_params * pool, struct llama_context ** ctx);
+        const struct kvf_pool_params * pool, struct llama_context ** ctx);
 
 // the class of the context's memory ("llama_kv_cache", ...)
 LLAMA_API const char * kvf_memory_class(struct llama_context * ctx);
-LLAMA_API int kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
+LLAMA_API int          kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
 // layer i of the attention cache, pooled or not (record offsets are 0 if not)
-LLAMA_API int kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
+LLAMA_API int      kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
 LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
 
 // decode n tokens of sequence seq at positions pos, pos + 1, ...; outputs: 0 none, 1 the last token, 2 all tokens
-// KVF_E_NO_BLOCK: nothing was changed
-LLAMA_API int kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
-                         const llama_token * tokens, int32_t n, int outputs);
+// KVF_E_NO_BLOCK: nothing was changed. KVF_E_ABORTED: a part of the batch may be in the cache: kvf_seq_rm() takes it out;
+// where it cannot (a recurrent state has gone on), kvf_clear()
+LLAMA_API int kvf_decode(
+        struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
 // forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
@@ -147,8 +148,8 @@ LLAMA_API int kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chu
 // free the block of a resident chunk. metadata only: the caller has its record, or does not want it
 LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 // put a record into a free block (in/out, -1: the first free one); waits for the computation
-LLAMA_API int kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size,
-                          int32_t * block);
+LLAMA_API int kvf_page_in(
+        struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block);
 // overwrite the bytes of all free blocks: nothing may ever read them
 LLAMA_API int kvf_scribble(struct llama_context * ctx, uint8_t byte);
 
