@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny
 
 MIB = 2**20
+WARM_UP = 4  # tokens at the beginning of a turn that are not timed
 GEOMETRY = {"n_layer": 8, "n_embd": 512, "n_ff": 1024, "n_head": 16, "n_head_kv": 8, "n_head_dim": 64}
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="prompt lengths")
     parser.add_argument("--pool", type=int, default=1024, help="tokens")
     parser.add_argument("--steps", type=int, default=16, help="tokens that a cache decodes in its turn")
-    parser.add_argument("--rounds", type=int, default=8, help="turns; the median counts")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each; the median counts")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw decode time against context (needs matplotlib)")
     args = parser.parse_args()
@@ -72,26 +73,28 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
     """Fill the three caches, then let them take turns."""
     rng = np.random.default_rng(context)
     tokens = rng.integers(0, tiny.N_VOCAB, context, dtype=np.int32)
-    turns = args.steps * (args.rounds + 1)
+    turns = (args.steps + WARM_UP) * args.rounds
     caches = {
         "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
         "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, n_threads=args.threads),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
-    start = args.pool - args.steps  # of the small cache, which is kept as full as the pool is
+    start = args.pool - args.steps - WARM_UP  # of the small cache, which is kept as full as the pool is
     prefill = {name: fill(kv, tokens[:start] if name == "small" else tokens) for name, kv in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in caches}
-    for _ in range(args.rounds + 1):
-        for name, kv in caches.items():
-            times[name].append(decode(kv, args.steps))
+    order = list(caches)
+    for _ in range(args.rounds):
+        for name in order:
+            times[name].append(decode(caches[name], args.steps))
         caches["small"].rollback(start)
+        order.append(order.pop(0))  # the one before leaves its data in the processor's caches: take turns in that, too
     stats = {name: kv.stats() for name, kv in caches.items()}
     caches["pool"].check_integrity()
     for kv in caches.values():
         kv.close()
     return Row(
         context,
-        {name: 1e3 * statistics.median(t[1:]) for name, t in times.items()},  # the first turn warms up
+        {name: 1e3 * statistics.median(t) for name, t in times.items()},
         prefill,
         {name: s.kv_device_bytes for name, s in stats.items()},
         stats["pool"].host_bytes,
@@ -113,8 +116,10 @@ def decode(kv: KVFlash, steps: int) -> float:
     """Seconds a token."""
     sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
     token = sampler.sample(kv.ctx)
-    begin = time.perf_counter()
-    for _ in range(steps):
+    begin = 0.0
+    for i in range(WARM_UP + steps):
+        if i == WARM_UP:
+            begin = time.perf_counter()
         kv.decode([token])
         token = sampler.sample(kv.ctx)
     kv.ctx.synchronize()

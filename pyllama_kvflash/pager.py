@@ -55,15 +55,18 @@ class Pager:
         Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
-        plan = make_room(ledger, self._score, ledger.new_chunks(n_tokens))
+        n_new = ledger.new_chunks(n_tokens)
+        plan = make_room(ledger, self._score, n_new) if n_new else Plan()  # most tokens go on in their chunk
         self.store.reserve((ledger.n_tokens + n_tokens) // ledger.chunk - ledger.n_sealed)
         self._apply(plan)
         return plan
 
     def written(self, n_tokens: int) -> None:
         """A batch was decoded: write the records of the chunks that are full now. From here on they are free to drop."""
+        n_sealed = self.ledger.n_sealed
         self.ledger.write(n_tokens)
-        self._seal()
+        if self.ledger.n_sealed > n_sealed:
+            self._seal()
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():

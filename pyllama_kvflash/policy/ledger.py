@@ -140,7 +140,7 @@ class Ledger:
         n_new = self.new_chunks(n_tokens)
         if n_tokens <= 0:
             raise LedgerError("nothing to write")
-        if n_new > self.n_free:
+        if n_new and n_new > self.n_free:
             raise LedgerError(f"{n_new} new chunks, {self.n_free} free blocks")
         if self.n_tokens % self.chunk and self._state[-1] != State.RESIDENT:
             raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")

@@ -366,7 +366,7 @@ int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void
         auto & kv = get_kv(ctx, true, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
-        check(src && block, "a record and a block are needed");
+        check(src && block && *block >= -1, "a record, and a block or -1 are needed");
         if (size != llama_kvflash::info(kv).record_bytes) {
             throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %llu bytes, not %zu",
                                                     (unsigned long long) llama_kvflash::info(kv).record_bytes, size));

@@ -242,7 +242,7 @@ int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t ch
         if (is_free(kv, b)) { block = b; }
     }
     if (block < 0) { throw kvf_failure(KVF_E_NO_BLOCK, format("no free block for chunk %d", chunk)); }
-    if ((uint32_t) block >= n_block(kv)) {
+    if (block >= (int32_t) n_block(kv)) {
         throw kvf_failure(KVF_E_ARGUMENT, format("block %d is outside the pool of %u blocks", block, n_block(kv)));
     }
     if (!is_free(kv, block)) { throw kvf_failure(KVF_E_STATE, format("block %d is not free", block)); }

@@ -150,7 +150,8 @@ LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chu
 // put a record into a free block (in/out, -1: the first free one); waits for the computation
 LLAMA_API int kvf_page_in(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block);
-// overwrite the bytes of all free blocks: nothing may ever read them
+// overwrite the bytes of all free blocks, for tests: no result may depend on them. they must be finite numbers of the
+// cache type: without flash attention a masked cell is multiplied by 0, not skipped
 LLAMA_API int kvf_scribble(struct llama_context * ctx, uint8_t byte);
 
 // the queries of the last decoded token in pooled layer i: [n_head, n_embd_head_k] floats, in the basis of the cached K
