@@ -17,7 +17,11 @@ def render() -> str:
     for name in ("", *main.commands):
         command = main.commands[name] if name else main
         title = f"kvflash {name}".strip()
-        settings: dict[str, Any] = {"max_content_width": 100, "terminal_width": 100, "help_option_names": ["-h", "--help"]}
+        settings: dict[str, Any] = {
+            "max_content_width": 100,
+            "terminal_width": 100,
+            "help_option_names": ["-h", "--help"],
+        }
         with click.Context(command, info_name=title, **settings) as ctx:
             parts.append(f"## {title}\n\n```\n{command.get_help(ctx)}\n```\n")
     return "\n".join(parts)
