@@ -947,7 +947,7 @@ def test_cut_off_at_every_line(opened: Open, operation: str) -> None:
             lost.append(f"{cut.where}: {err!r}")
             kv = opened(**{**TINY, "n_ctx": 16384})
             feed(kv, 400, 16)
-    assert n > 50, "nothing was cut off"
+    assert n > 30, "nothing was cut off"
     assert lost == []
     if operation == "decode":
         assert np.array_equal(feed(kv, kv.n_tokens + 16, 16)[-1], feed(control, kv.n_tokens, 16)[-1])
