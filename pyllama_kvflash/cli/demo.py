@@ -25,8 +25,8 @@ back from host memory. The third column shows that nothing paged out is lost; th
 recency does not know what to bring back.
 
 \b
-  kvflash demo                              32K tokens through a pool of 2K; about 4 minutes on 2 cores
-  kvflash demo --tokens 8K --kvflash 1K     about 20 seconds
+  kvflash demo                              32K tokens through a pool of 2K; about 2 minutes on 2 cores
+  kvflash demo --tokens 8K --kvflash 1K     about 10 seconds
 """
 
 
