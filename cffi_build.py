@@ -85,8 +85,6 @@ int32_t  llama_model_n_swa(const struct llama_model * model);
 uint64_t llama_model_size(const struct llama_model * model);
 uint64_t llama_model_n_params(const struct llama_model * model);
 bool     llama_model_has_encoder(const struct llama_model * model);
-bool     llama_model_is_recurrent(const struct llama_model * model);
-bool     llama_model_is_hybrid(const struct llama_model * model);
 bool     llama_model_is_diffusion(const struct llama_model * model);
 int32_t  llama_model_desc(const struct llama_model * model, char * buf, size_t buf_size);
 int32_t  llama_model_meta_val_str(const struct llama_model * model, const char * key, char * buf, size_t buf_size);
@@ -103,7 +101,6 @@ enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, ... };
 enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
 int32_t     llama_vocab_n_tokens(const struct llama_vocab * vocab);
 bool        llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
-llama_token llama_vocab_bos(const struct llama_vocab * vocab);
 int32_t     llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len,
                            llama_token * tokens, int32_t n_tokens_max, bool add_special, bool parse_special);
 int32_t     llama_token_to_piece(const struct llama_vocab * vocab, llama_token token,

@@ -1,6 +1,5 @@
 """What a person sees on stderr: progress, notes, the closing line."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,8 +144,3 @@ def stats_table(s: Stats) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def is_tty() -> bool:
-    """Whether stdin is a person."""
-    return sys.stdin is not None and sys.stdin.isatty()

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
-from pyllama_kvflash.cli.report import Reporter, banner, closing_line, is_tty, stats_table
+from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, as_dict, stats_dict
@@ -157,7 +157,7 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
             msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
             raise UsageError(msg)
         return prompt
-    if prompt_file is None and is_tty():
+    if prompt_file is None and sys.stdin is not None and sys.stdin.isatty():
         msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
         raise UsageError(msg)
     name = "stdin" if prompt_file in (None, "-") else str(prompt_file)
