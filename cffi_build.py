@@ -169,6 +169,18 @@ int  kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, co
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);
 
+enum kvf_summary_kind {
+    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS, ...
+};
+int  kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
+int  kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
+                   uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
+int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
+               const float * q, float * dst, size_t stride);
+int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
+int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
+int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
+
 extern "Python" bool kvf_on_progress(float progress, void * user_data);
 """)
 

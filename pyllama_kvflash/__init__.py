@@ -18,10 +18,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pyllama_kvflash.engine import KVFlash
     from pyllama_kvflash.errors import KVFlashError
-    from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token, as_dict
+    from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
     from pyllama_kvflash.native import Sampling
     from pyllama_kvflash.options import Options
     from pyllama_kvflash.pager import Residency
+    from pyllama_kvflash.policy import Scorer, View
 
 _HOME = {
     "Done": "events",
@@ -31,7 +32,11 @@ _HOME = {
     "Options": "options",
     "Paged": "events",
     "Prefill": "events",
+    "Reselect": "events",
     "Residency": "pager",
+    "Scorer": "policy",
+    "View": "policy",
+    "Warn": "events",
     "Sampling": "native",
     "Stats": "events",
     "Token": "events",
@@ -46,10 +51,14 @@ __all__ = [
     "Options",
     "Paged",
     "Prefill",
+    "Reselect",
     "Residency",
     "Sampling",
+    "Scorer",
     "Stats",
     "Token",
+    "View",
+    "Warn",
     "__version__",
     "as_dict",
 ]

@@ -1,10 +1,12 @@
 """The engine: decide, apply, decode, event.
 
 A KVFlash holds one sequence. For each batch it has the pager decide what must leave the pool and apply that (`policy`),
-decodes (`native`), has the chunks stored that are full now, and yields what happened (`events`).
+decodes (`native`), has the chunks stored that are full now, and yields what happened (`events`). Between batches the
+selector has all chunks scored and the best ones brought back.
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +18,13 @@ import numpy.typing as npt
 
 from pyllama_kvflash import native
 from pyllama_kvflash.errors import Interrupted, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn
 from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.pager import Pager, Residency
+from pyllama_kvflash.policy import Queries, n_queries
+from pyllama_kvflash.selector import Selector
 from pyllama_kvflash.text import TextStream
 
 
@@ -40,10 +44,23 @@ class KVFlash:
         self.notes = loaded.notes
         self.warnings = loaded.warnings
         self._full_bytes = loaded.full_bytes
-        self._n_tokens = 0
+        self._recurrent = self.ctx.kv_bytes().recurrent > 0
+        self._max_batch = loaded.n_batch
+        self._history = array("i")
         self._pending: int | None = None  # produced, and not yet decoded
         self._consistent = True
-        self._pager = Pager(self.ctx, self.options, self.n_pool) if self.n_pool is not None else None
+        self._pager: Pager | None = None
+        self._selector: Selector | None = None
+        if self.n_pool is not None and loaded.scorer is not None:
+            scorer = loaded.scorer
+            try:
+                self._pager = Pager(self.ctx, self.options, self.n_pool, scorer.summary)
+            except UnsupportedError as err:
+                self.warnings += (f"policy {scorer.name} cannot score this model: {err}; using lru",)
+                self._pager = Pager(self.ctx, self.options, self.n_pool, None)
+            else:
+                if scorer.name != "lru":
+                    self._selector = Selector(self.ctx, self._pager, scorer, self.options)
 
     @classmethod
     def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
@@ -55,6 +72,8 @@ class KVFlash:
 
     def close(self) -> None:
         """Free the context and the model. Harmless when called again."""
+        if self._selector is not None:
+            self._selector.close()
         self.ctx.close()
         self.model.close()
 
@@ -101,7 +120,9 @@ class KVFlash:
                 yield event
             begin = time.perf_counter()
             while max_tokens < 0 or n_generated < max_tokens:
+                step = time.perf_counter()
                 token = sampler.sample(self.ctx)
+                sample_s = time.perf_counter() - step
                 if self.model.is_eog(token):
                     reason = "eos"
                     break
@@ -113,11 +134,10 @@ class KVFlash:
                     break
                 if n_generated == max_tokens:
                     break
-                if self._n_tokens >= self.options.n_ctx:
+                if self.n_tokens >= self.options.n_ctx:
                     reason = "context"
                     break
-                if paged := self._advance(np.array([token], np.int32)):
-                    yield paged
+                yield from self._decode_one(token, sample_s)
         except Interrupted:
             reason = "interrupted"
         stats = self.stats(
@@ -130,29 +150,122 @@ class KVFlash:
         yield Done(reason, text.flush(), stats)
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens in batches after what is in the context; the last one gets logits. Yields Paged and Prefill."""
-        ids = np.ascontiguousarray(tokens, np.int32)
-        n, n_batch = len(ids), self.options.n_batch
-        self._check_room(n, self._n_tokens)
-        begin = time.perf_counter()
-        for i in range(0, n, n_batch):
-            last = i + n_batch >= n
-            if paged := self._advance(ids[i : i + n_batch], native.LAST if last else native.NONE):
-                yield paged
-            if last:
-                self.ctx.synchronize()
-            seconds = time.perf_counter() - begin
-            yield Prefill(min(i + n_batch, n), n, seconds, self.resident_bytes, self.host_bytes)
+        """Decode tokens in batches after what is in the context; the last one gets logits.
 
-    def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> None:
-        """Decode one batch (at most n_batch tokens) after what is in the context.
-
-        outputs: which tokens get logits (native.NONE, LAST, ALL). Raises UsageError (the context is full), PoolError,
-        HostMemoryError, Interrupted and NativeError; the sequence is then what it was before.
+        The pool is chosen anew between batches, and for the last tokens, which are then run again (tail replay). Yields
+        Paged, Reselect, Warn and Prefill.
         """
         ids = np.ascontiguousarray(tokens, np.int32)
-        self._check_room(len(ids), self._n_tokens)
-        self._advance(ids, outputs)
+        n, done = len(ids), 0
+        self._check_room(n, self.n_tokens)
+        self._cancel()
+        n_tail = self._replayed(n)
+        begin = time.perf_counter()
+        while done < n:
+            size = min(self.n_batch, (n - n_tail if done < n - n_tail else n) - done)
+            last = done + size == n
+            if last and self._chosen(size):
+                yield from self._tail(ids[done:])
+            elif paged := self._advance(ids[done : done + size], native.LAST if last else native.NONE):
+                yield paged
+            done += size
+            if last:
+                self.ctx.synchronize()
+            elif self._selector and self.options.prefill_reselect and self._selector.needed:
+                yield from self._reselect("prefill", [self._selector.queries()], min(self.n_batch, n - done))
+            seconds = time.perf_counter() - begin
+            yield Prefill(done, n, seconds, self.resident_bytes, self.host_bytes)
+
+    def _replayed(self, n: int) -> int:
+        """How many tokens at the end of a prompt of n are run again: none, if all of it stays resident."""
+        return min(self.options.replay, n, self.n_batch, self.options.tail * self.options.chunk) if self._chosen(n) else 0
+
+    def _chosen(self, n: int) -> bool:
+        """Whether the pool cannot hold n more tokens beside all that is there, and a scorer chooses what stays."""
+        return self._selector is not None and self.n_pool is not None and self.n_tokens + n > self.n_pool
+
+    def _tail(self, tokens: Tokens) -> Iterator[Event]:
+        """The end of a prompt: run it, choose the pool for it, and run it again on what was missing the first time."""
+        selector, start = self._selector, self.n_tokens
+        if selector is None:
+            msg = "there is no selector"
+            raise AssertionError(msg)
+        state = self.ctx.save_partial() if self._recurrent else b""
+        queries: list[Queries] = []
+        n_single = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))  # the tap has one token a batch
+        for part in np.split(tokens, range(len(tokens) - n_single + 1, len(tokens))):
+            if paged := self._advance(part):
+                yield paged
+            queries.append(selector.queries())
+        moved = False
+        for event in self._reselect("question", queries, 1):
+            moved |= isinstance(event, Reselect) and bool(event.page_ins)
+            yield event
+        if moved and self.options.replay:
+            self._rewind(start, state)
+            if paged := self._advance(tokens):
+                yield paged
+
+    def _rewind(self, n_tokens: int, state: bytes) -> None:
+        """Back to the first n_tokens positions, with what save_partial() gave there."""
+        with self._step():
+            if state:
+                self.ctx.restore_partial(state, n_tokens)
+            else:
+                self.ctx.seq_rm(n_tokens)
+            del self._history[n_tokens:]
+            self.pager.rolled_back(n_tokens)
+
+    def _reselect(self, reason: str, queries: Sequence[Queries], n_next: int) -> Iterator[Event]:
+        """Score and repage at once, leaving room for n_next tokens."""
+        selector = self._selector
+        if selector is None or not selector.needed:
+            return
+        n_free = self.pager.ledger.new_chunks(n_next)
+        with self._step():
+            event = selector.now(reason, self.tokens, queries, max(1, n_free))
+        yield from self._warnings(selector)
+        yield event
+
+    def _decode_one(self, token: int, seconds: float) -> Iterator[Event]:
+        """A token of the answer; seconds: what sampling it took."""
+        begin = time.perf_counter()
+        if paged := self._advance(np.array([token], np.int32)):
+            yield paged
+        yield from self._tick(1, seconds + time.perf_counter() - begin)
+
+    def _tick(self, n_new: int, seconds: float) -> Iterator[Event]:
+        """After a decode: what the schedule says."""
+        selector = self._selector
+        if selector is None or not selector.needed:
+            return
+        with self._step():
+            event = selector.tick(self.tokens, n_new, seconds)
+        yield from self._warnings(selector)
+        if event:
+            yield event
+
+    def _warnings(self, selector: Selector) -> Iterator[Event]:
+        while selector.warnings:
+            yield Warn(selector.warnings.pop(0))
+
+    def _cancel(self) -> None:
+        """No scores of what the sequence was."""
+        if self._selector is not None:
+            self._selector.cancel()
+
+    def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
+        """Decode one batch (at most n_batch tokens) after what is in the context, and do what the schedule says then.
+
+        outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
+        UsageError (the context is full), PoolError, HostMemoryError, Interrupted and NativeError; the sequence is then
+        what it was before.
+        """
+        ids = np.ascontiguousarray(tokens, np.int32)
+        self._check_room(len(ids), self.n_tokens)
+        begin = time.perf_counter()
+        paged = self._advance(ids, outputs)
+        return [*([paged] if paged else []), *self._tick(len(ids), time.perf_counter() - begin)]
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """A copy of the logits (n_vocab,) of token i of the last batch."""
@@ -176,7 +289,7 @@ class KVFlash:
             tokens = np.ascontiguousarray(prompt, np.int32)
         if append and self._pending is not None:
             tokens = np.concatenate([[self._pending], tokens]).astype(np.int32)
-        self._check_room(len(tokens), 0 if not append else self._n_tokens)
+        self._check_room(len(tokens), 0 if not append else self.n_tokens)
         return tokens
 
     def _check_room(self, n: int, at: int) -> None:
@@ -194,12 +307,12 @@ class KVFlash:
 
     def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
         """One batch: make room, decode, seal. What moved, if anything did."""
-        pos = self._n_tokens
+        pos = self.n_tokens
         with self._step():
             plan = self._pager.make_room(len(tokens)) if self._pager else None
             self.ctx.decode(tokens, pos, outputs)
             self._pending = None
-            self._n_tokens += len(tokens)
+            self._history.frombytes(np.ascontiguousarray(tokens, np.int32).tobytes())
             if self._pager:
                 self._pager.written(len(tokens))
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
@@ -217,12 +330,12 @@ class KVFlash:
         if self._consistent:
             return
         try:
-            self.ctx.seq_rm(self._n_tokens)
+            self.ctx.seq_rm(self.n_tokens)
         except UnsupportedError:
             msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
             raise NativeError(msg) from None
         if self._pager:
-            self._pager.reconcile(self._n_tokens)
+            self._pager.reconcile(self.n_tokens)
         self._consistent = True
 
     #
@@ -232,12 +345,23 @@ class KVFlash:
     @property
     def n_tokens(self) -> int:
         """Positions written so far."""
-        return self._n_tokens
+        return len(self._history)
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens written so far, (n_tokens,) int32, a copy."""
+        return np.array(self._history, np.int32)
+
+    @property
+    def n_batch(self) -> int:
+        """Tokens of a batch at most: what the pool holds beside its sinks, tail and pins."""
+        return min(self._max_batch, self._pager.n_batch) if self._pager else self._max_batch
 
     def clear(self) -> None:
         """Forget the sequence and its records; pins stay."""
+        self._cancel()
         self._consistent = False
-        self._n_tokens = 0
+        del self._history[:]
         self._pending = None
         self.ctx.clear()
         if self._pager:
@@ -250,15 +374,17 @@ class KVFlash:
         logits() has nothing to do with it until the next decode. Raises UnsupportedError if a recurrent state, or a
         sliding window that was overwritten, cannot go back.
         """
-        if not 0 <= n_tokens <= self._n_tokens:
-            msg = f"cannot roll back to {n_tokens} positions: there are {self._n_tokens}"
+        if not 0 <= n_tokens <= self.n_tokens:
+            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
             raise UsageError(msg)
+        self._cancel()
         with self._step():
-            before, self._n_tokens = self._n_tokens, n_tokens
+            gone = self._history[n_tokens:]
+            del self._history[n_tokens:]
             try:
                 self.ctx.seq_rm(n_tokens)
             except UnsupportedError:
-                self._n_tokens = before
+                self._history += gone
                 raise
             self._pending = None
             if self._pager:
@@ -289,6 +415,11 @@ class KVFlash:
         check_span(start, end, self.options.n_ctx)
         with self._step():
             self.pager.pin(start, end)
+
+    def reselect(self) -> Reselect | None:
+        """Score all chunks with the last token's queries now, and bring back the best. None: nothing is out, or lru."""
+        events = [e for e in self._reselect("decode", [self._selector.queries()] if self._selector else [], 1) if isinstance(e, Reselect)]
+        return events[0] if events else None
 
     def unpin(self, start: int, end: int) -> None:
         """Let the chunks of positions [start, end) be evicted again."""
@@ -334,7 +465,7 @@ class KVFlash:
     ) -> Stats:
         """Memory and page traffic now, with the counts and times given."""
         kv = self.ctx.kv_bytes()
-        pager = self._pager
+        pager, selector = self._pager, self._selector
         return Stats(
             n_prompt=n_prompt,
             n_generated=n_generated,
@@ -351,5 +482,8 @@ class KVFlash:
             stored=pager.n_stored if pager else 0,
             pages_out=pager.n_out if pager else 0,
             pages_in=pager.n_in if pager else 0,
+            reselects=selector.n_done if selector else 0,
+            reselect_s=selector.seconds if selector else 0.0,
+            summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
             seed=seed,
         )

@@ -6,6 +6,7 @@
     │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
     ├── PoolError               1   a chunk, pin or batch for which the pool has no room
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
+    ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
@@ -43,6 +44,10 @@ class PoolError(KVFlashError):
 
 class RecordError(KVFlashError):
     """Bytes that are not a record of this chunk, model and cache."""
+
+
+class ScorerError(KVFlashError):
+    """A scorer cannot score: its model does not load, or what it gave is no score for each chunk."""
 
 
 class HostMemoryError(KVFlashError):

@@ -23,6 +23,9 @@ class Stats:
     stored: int  # chunks written to the host store
     pages_out: int  # chunks dropped from the pool
     pages_in: int  # chunks brought back
+    reselects: int  # times that all chunks were scored
+    reselect_s: float  # spent on that, beside decode or not
+    summary_bytes: int  # host memory of the summaries of keys that the scorer works on
     seed: int | None  # of the sampler, None: greedy
 
     @property
@@ -57,6 +60,30 @@ class Paged:
 
 
 @dataclass(frozen=True, slots=True)
+class Reselect:
+    """All chunks were scored, and the pool was changed to the best of them, with `pos` positions written.
+
+    reason: "prefill" (between two batches), "question" (at the end of the prompt, before its last tokens are run again)
+    or "decode". scores: of each chunk, higher is hotter, None: it does not compete (sinks, tail, pins, not full).
+    """
+
+    pos: int
+    reason: str
+    scores: tuple[float | None, ...]
+    drops: tuple[int, ...]
+    page_ins: tuple[int, ...]
+    score_s: float
+    apply_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that the user should know, and that does not end the run."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """A token was produced. text: what can be shown by now, "" while a UTF-8 sequence or a stop string is incomplete."""
 
@@ -73,7 +100,7 @@ class Done:
     stats: Stats
 
 
-Event = Prefill | Paged | Token | Done
+Event = Prefill | Paged | Reselect | Warn | Token | Done
 
 
 def as_dict(event: Event) -> dict[str, Any]:

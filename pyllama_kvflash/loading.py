@@ -9,20 +9,26 @@ from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, Unsupp
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, devices, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Geometry, PoolSize, pool_floor, resolve_pool
-from pyllama_kvflash.policy.sizing import pinned_chunks
+from pyllama_kvflash.policy import Geometry, PoolSize, Scorer, pool_floor, resolve_pool
+from pyllama_kvflash.policy.sizing import BATCH, largest_batch, pinned_chunks
+from pyllama_kvflash.registry import make_scorer
 
 _GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model and its context. full_bytes: full-attention KV of the whole context; n_pool None: the full cache."""
+    """A model and its context. full_bytes: full-attention KV of the whole context; n_pool None: the full cache.
+
+    scorer: None for the full cache. n_batch: the largest batch. summaries: of the kind that the scorer asks for.
+    """
 
     model: Model
     ctx: Context
     options: Options
     n_pool: int | None
+    n_batch: int
+    scorer: Scorer | None
     full_bytes: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -57,17 +63,28 @@ def _load(model: Model, options: Options) -> Loaded:
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
     size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, token_bytes, model)
-    pool = None
+    n_batch = min(options.n_batch or _largest_batch(size.n_pool, options), options.n_ctx)
+    pool, scorer = None, None
     if size.n_pool is None:
         _check_memory(token_bytes * options.n_ctx, options.n_ctx)
     else:
-        pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, fingerprint=fingerprint(model.path))
-    ctx = _context(model, options, pool)
+        scorer = make_scorer(options, model.path)
+        q_tap = scorer.name != "lru"
+        mark = fingerprint(model.path)
+        pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)
+    ctx = _context(model, options, n_batch, pool)
     warnings = size.warnings
     if options.n_ctx > model.n_ctx_train:
         trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
         warnings += (f"{trained}: text beyond that may come out wrong",)
-    return Loaded(model, ctx, options, size.n_pool, token_bytes * ctx.n_ctx, size.notes, warnings)
+    return Loaded(model, ctx, options, size.n_pool, n_batch, scorer, token_bytes * ctx.n_ctx, size.notes, warnings)
+
+
+def _largest_batch(n_pool: int | None, options: Options) -> int:
+    if n_pool is None:
+        return BATCH
+    n_pinned = len(pinned_chunks(options.pins, options.chunk))
+    return largest_batch(n_pool, options.chunk, options.sinks, options.tail, n_pinned)
 
 
 def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:
@@ -78,7 +95,7 @@ def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) ->
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx,
-        floor=pool_floor(options.chunk, options.n_batch, options.sinks, options.tail, n_pinned),
+        floor=pool_floor(options.chunk, options.n_batch or options.chunk, options.sinks, options.tail, n_pinned),
         free=free_bytes(),
         token_bytes=token_bytes,
     )
@@ -93,13 +110,13 @@ def _check_memory(n_bytes: int, n_ctx: int) -> None:
         raise NativeError(msg)
 
 
-def _context(model: Model, options: Options, pool: PoolParams | None) -> Context:
+def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:
     try:
         return Context(
             model,
             n_ctx=options.n_ctx,
-            n_batch=options.n_batch,
-            n_ubatch=options.n_ubatch,
+            n_batch=n_batch,
+            n_ubatch=min(options.n_ubatch, n_batch),
             n_threads=options.n_threads or 1,
             type_k=options.type_k,
             type_v=options.type_v,

@@ -1,14 +1,17 @@
 """How a model is run. Names are llama.cpp's where it has one."""
 
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Self
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES
-from pyllama_kvflash.policy import POLICIES
+from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
+from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
+SUMMARY = re.compile(r"centroid:(1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
@@ -19,17 +22,29 @@ class Options:
     """Options of a KVFlash. Sizes are tokens.
 
     n_ctx: logical context, 0: the model's. pool: tokens of KV kept on the device, "auto", or "off" for the full cache.
-    chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay ("lru"). n_batch, n_ubatch: prompt
-    tokens per decode call and per graph. n_threads: None: all cores. n_gpu_layers: -1: all. type_k, type_v: cache
-    types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the beginning and at the end that always stay.
+    chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay and come back, a name ("qk", "qk-cos",
+    "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to the
+    next, at least; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
+    that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
+    prompt, too. qk_summary, qk_aggregate, qk_query: of policy "qk", see policy.Qk. draft_model: of policy "drafter".
+    n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads:
+    None: all cores. n_gpu_layers: -1: all. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the beginning and at the end that always stay.
     pins: position ranges [start, end) that always stay.
     """
 
     n_ctx: int = 0
     pool: int | str = "auto"
     chunk: int = 64
-    policy: str = "lru"
-    n_batch: int = 512
+    policy: str | Scorer = "qk"
+    tau: int = 64
+    share: float = 0.05
+    replay: int = 64
+    prefill_reselect: bool = True
+    qk_summary: str = "centroid:4"
+    qk_aggregate: str = "zmax"
+    qk_query: str = "last:4"
+    draft_model: str | None = None
+    n_batch: int = 0
     n_ubatch: int = 512
     n_threads: int | None = None
     n_gpu_layers: int = -1
@@ -43,7 +58,7 @@ class Options:
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
         _within(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
-        _within(self.n_batch, 1, MAX_TOKENS, "n_batch (-b/--batch-size)", "512 is usual")
+        _within(self.n_batch, 0, MAX_TOKENS, "n_batch (-b/--batch-size)", "0 takes as many as the pool allows")
         _within(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
         _within(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         _within(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
@@ -51,7 +66,19 @@ class Options:
         if self.n_threads is not None:
             _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
         _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
-        _one_of(self.policy, tuple(POLICIES), "policy (--kvflash-policy)")
+        if isinstance(self.policy, str):
+            _one_of(self.policy, policy_names(), "policy (--kvflash-policy)")
+        elif not isinstance(self.policy, Scorer):
+            msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
+            raise UsageError(msg)
+        _within(self.tau, 1, MAX_TOKENS, "tau (--kvflash-tau)", "64 is usual")
+        _within(self.share, 0, 1, "share (--kvflash-share)", "0.05 is usual, 0 sets no limit")
+        _within(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
+        if not SUMMARY.fullmatch(self.qk_summary):
+            msg = f"qk_summary (--qk-summary) is {self.qk_summary!r}: give centroid:1, :2, :4, :8 or :16, mean, minmax or exact"
+            raise UsageError(msg)
+        _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
+        n_queries(self.qk_query)
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
         _one_of(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
         _one_of(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
@@ -63,7 +90,7 @@ class Options:
             check_span(start, end, MAX_TOKENS)
 
     def resolved(self, n_ctx_train: int) -> Self:
-        """With the model's context, this machine's threads, and no batch larger than the context."""
+        """With the model's context, this machine's threads, and no batch larger than the context (0 stays: the pool's)."""
         n_ctx = self.n_ctx or n_ctx_train
         for start, end in self.pins:
             check_span(start, end, n_ctx)
@@ -71,7 +98,6 @@ class Options:
             self,
             n_ctx=n_ctx,
             n_batch=min(self.n_batch, n_ctx),
-            n_ubatch=min(self.n_ubatch, self.n_batch, n_ctx),
             n_threads=self.n_threads or _cores(),
         )
 
@@ -83,7 +109,7 @@ def check_span(start: int, end: int, n_ctx: int) -> None:
         raise UsageError(msg)
 
 
-def _within(value: int, low: int, high: int, name: str, hint: str) -> None:
+def _within(value: float, low: float, high: float, name: str, hint: str) -> None:
     if not low <= value <= high:
         msg = f"{name} is {value}, and must be from {low} to {high}: {hint}"
         raise UsageError(msg)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.errors import PoolError, UsageError
-from pyllama_kvflash.native import Context
+from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
+from pyllama_kvflash.native import Context, Summaries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import POLICIES, Ledger, LedgerError, Plan, State, bring_in, make_room
-from pyllama_kvflash.policy.sizing import pinned_chunks, pool_floor
+from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy.sizing import largest_batch, pinned_chunks, pool_floor
 from pyllama_kvflash.store import HostStore
 
 
@@ -18,7 +18,7 @@ class Residency:
     """Where the chunks are, one array element each (n_chunks,).
 
     state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
-    score: float64, of the policy, higher is hotter.
+    score: float64, what the last scoring gave, higher is hotter; NaN if it gave none.
     """
 
     state: npt.NDArray[np.int8]
@@ -36,14 +36,29 @@ class Pager:
     reconcile() makes the pool what the ledger says. n_out, n_in and n_stored count moves since the last clear().
     """
 
-    def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
+    def __init__(self, ctx: Context, options: Options, n_pool: int, summary: str | None) -> None:
+        """summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be."""
         self.n_out = self.n_in = self.n_stored = 0
         self.ledger = Ledger(n_pool // options.chunk, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
         self.store = HostStore(ctx.pool_info().record_bytes)
+        self.summaries: Summaries | None = None
         self._ctx = ctx
-        self._n_batch = options.n_batch
-        self._score = POLICIES[options.policy]
+        self._layers = ctx.layers()
+        self._min_batch = options.n_batch or options.chunk
+        self.summarise(summary)
+
+    @property
+    def n_layer(self) -> int:
+        """Pooled layers."""
+        return len(self._layers)
+
+    @property
+    def n_batch(self) -> int:
+        """The largest batch that the pool holds beside its sinks, tail and pins."""
+        ledger = self.ledger
+        n_pool = ledger.n_block * ledger.chunk
+        return largest_batch(n_pool, ledger.chunk, ledger.n_sinks, ledger.n_tail, len(ledger.pins))
 
     #
     # a batch
@@ -56,8 +71,11 @@ class Pager:
         """
         ledger = self.ledger
         n_new = ledger.new_chunks(n_tokens)
-        plan = make_room(ledger, self._score, n_new) if n_new else Plan()  # most tokens go on in their chunk
-        self.store.reserve((ledger.n_tokens + n_tokens) // ledger.chunk - ledger.n_sealed)
+        plan = make_room(ledger, n_new) if n_new else Plan()  # most tokens go on in their chunk
+        n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
+        self.store.reserve(n_full - ledger.n_sealed)
+        if self.summaries is not None and n_full > ledger.n_sealed:
+            self._reserve_summaries(self.summaries, n_full)
         self._apply(plan)
         return plan
 
@@ -70,7 +88,10 @@ class Pager:
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
-            self._ctx.read(chunk, self.store.put(chunk))
+            record = self.store.put(chunk)
+            self._ctx.read(chunk, record)
+            if self.summaries is not None:
+                self.summaries.put(chunk, record)
             self.ledger.store(chunk)
             self.n_stored += 1
 
@@ -91,6 +112,40 @@ class Pager:
             self.n_in += 1
 
     #
+    # relevance
+    #
+
+    def summarise(self, kind: str | None) -> None:
+        """Keep summaries of this kind from now on, beginning with the records that are there. None: keep none.
+
+        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
+        """
+        self.summaries = None
+        if kind is None:
+            return
+        summaries = Summaries(self._layers, self.ledger.chunk, kind)
+        stored = np.flatnonzero(self.ledger.stored)
+        self._reserve_summaries(summaries, len(stored))
+        for chunk in stored:
+            summaries.put(int(chunk), self.store.get(int(chunk)))
+        self.summaries = summaries
+
+    def _reserve_summaries(self, summaries: Summaries, n: int) -> None:
+        try:
+            summaries.reserve(n)
+        except MemoryError:
+            size = n * summaries.chunk_bytes / 2**20
+            msg = f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
+            raise HostMemoryError(msg) from None
+
+    def reselect(self, scores: Scores, n_free: int) -> Plan:
+        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free."""
+        self.ledger.rate(scores)
+        plan = reselect(self.ledger, n_free)
+        self._apply(plan)
+        return plan
+
+    #
     # the sequence
     #
 
@@ -103,17 +158,21 @@ class Pager:
         cut, rest = divmod(n_tokens, ledger.chunk)
         if rest and ledger.state_of(cut) == State.OUT:
             ledger.rollback((cut + 1) * ledger.chunk)
-            self._apply(bring_in(ledger, self._score, [cut]))
+            self._apply(bring_in(ledger, [cut]))
             self._ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
         self.store.forget(cut)
+        if self.summaries is not None:
+            self.summaries.truncate(cut)
         tail = range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks)
-        self._apply(bring_in(ledger, self._score, tail))
+        self._apply(bring_in(ledger, tail))
 
     def clear(self) -> None:
         """Forget the sequence; pins stay."""
         self.ledger.clear()
         self.store.forget(0)
+        if self.summaries is not None:
+            self.summaries.truncate(0)
         self.n_out = self.n_in = self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
@@ -138,7 +197,8 @@ class Pager:
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one."""
         self._check(chunk)
-        self._apply(bring_in(self.ledger, self._score, [chunk]))
+        self._apply(bring_in(self.ledger, [chunk]))
+        self.ledger.unrate(chunk)  # who asks for it wants it to stay
 
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool."""
@@ -155,14 +215,14 @@ class Pager:
         ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
         n_pinned, n_pool = len(ledger.pins | chunks), ledger.n_block * ledger.chunk
-        floor = pool_floor(ledger.chunk, self._n_batch, ledger.n_sinks, ledger.n_tail, n_pinned)
+        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n_pinned)
         if floor > n_pool:
             msg = (
                 f"pinning {start}:{end} makes {n_pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
                 f" this one has {n_pool}: use a larger pool or pin less"
             )
             raise PoolError(msg)
-        self._apply(bring_in(ledger, self._score, sorted(c for c in chunks if c < ledger.n_chunks)))
+        self._apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
         ledger.pins |= chunks
 
     def unpin(self, start: int, end: int) -> None:
@@ -187,7 +247,7 @@ class Pager:
         used = chunks >= 0
         block[chunks[used]] = np.flatnonzero(used)
         sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
-        return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), self._score(ledger))
+        return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""

@@ -8,6 +8,7 @@ from pyllama_kvflash.native.device import Device, devices
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.sampler import Sampler, Sampling
+from pyllama_kvflash.native.summary import Summaries
 
 __all__ = [
     "ALL",
@@ -24,6 +25,7 @@ __all__ = [
     "Record",
     "Sampler",
     "Sampling",
+    "Summaries",
     "Tokens",
     "devices",
     "init",

@@ -177,6 +177,18 @@ class Context:
         """Forget positions [start, end) in the full-attention cache only: the stock equal of an eviction."""
         check(lib.kvf_attn_seq_rm(self.handle, SEQ, start, end))
 
+    def save_partial(self) -> bytes:
+        """The state that no chunk holds (recurrent, sliding window), empty for a plain cache."""
+        size = ffi.new("size_t *")
+        check(lib.kvf_partial_size(self.handle, SEQ, size))
+        res = bytearray(size[0])
+        check(lib.kvf_partial_get(self.handle, SEQ, ffi.from_buffer(res), len(res)))
+        return bytes(res)
+
+    def restore_partial(self, state: bytes, pos: int) -> None:
+        """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
+        check(lib.kvf_partial_set(self.handle, SEQ, pos, ffi.from_buffer(state), len(state)))
+
     #
     # geometry
     #

@@ -7,9 +7,19 @@ here imports another part of the package, so prompts can be made without the nat
 from pathlib import Path
 from typing import Final
 
+from .facts import MAX_DECOYS, MAX_FACTS, make_facts
 from .prompt import MAX_NEEDLES, Needle, NeedlePrompt, make_prompt
 
-__all__ = ["BUNDLED_MODEL", "MAX_NEEDLES", "Needle", "NeedlePrompt", "make_prompt"]
+__all__ = [
+    "BUNDLED_MODEL",
+    "MAX_DECOYS",
+    "MAX_FACTS",
+    "MAX_NEEDLES",
+    "Needle",
+    "NeedlePrompt",
+    "make_facts",
+    "make_prompt",
+]
 
 BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
 """The model that ships with the package: it recalls secret codes in up to 64K tokens, and knows nothing else."""

@@ -1,23 +1,32 @@
 """Decisions: pure Python and numpy. No native code, no files, no clock: everything here runs without a compiler."""
 
-from pyllama_kvflash.policy.ledger import Ledger, LedgerError, State
-from pyllama_kvflash.policy.plan import Plan, Scorer, bring_in, make_room
-from pyllama_kvflash.policy.scorers import POLICIES, lru
+from pyllama_kvflash.policy.ledger import Ledger, LedgerError, Scores, State
+from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect
+from pyllama_kvflash.policy.schedule import Schedule
+from pyllama_kvflash.policy.scorers import AGGREGATES, Lru, Qk, QkCos, Queries, Scorer, View, n_queries
 from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_floor, resolve_pool
 
 __all__ = [
-    "POLICIES",
+    "AGGREGATES",
     "Geometry",
     "Ledger",
     "LedgerError",
+    "Lru",
     "Plan",
     "PoolSize",
+    "Qk",
+    "QkCos",
+    "Queries",
+    "Schedule",
     "Scorer",
+    "Scores",
     "State",
+    "View",
     "auto_pool",
     "bring_in",
-    "lru",
     "make_room",
+    "n_queries",
     "pool_floor",
+    "reselect",
     "resolve_pool",
 ]

@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
+Scores = npt.NDArray[np.float64]
 
 
 class LedgerError(AssertionError):
     """A step that the ledger's rules forbid: a bug in the caller, never the user's fault."""
 
 
-_CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64)])
+_CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64), ("score", np.float64)])
 
 
 class State(IntEnum):
@@ -107,6 +108,24 @@ class Ledger:
         """When each chunk was last written to or paged in (n_chunks,), in steps: larger is later. A copy."""
         return self._touched.copy()
 
+    @property
+    def score(self) -> Scores:
+        """What the last scoring gave each chunk (n_chunks,), NaN if it gave none. A copy."""
+        return self._now[1]["score"].copy()
+
+    def heat(self) -> Scores:
+        """The order in which chunks leave, coldest first (n_chunks,): by score; above those, by recency, the unscored."""
+        score, touched = self._now[1]["score"], self._touched
+        rated = ~np.isnan(score)
+        heat = touched + np.float64(np.count_nonzero(rated))
+        heat[rated] = np.argsort(np.argsort(score[rated], kind="stable"), kind="stable")
+        return heat
+
+    def candidates(self) -> Mask:
+        """Which chunks compete for the blocks that nothing protected needs, resident or out (n_chunks,)."""
+        mask: Mask = self._stored & (self._state != State.IN_FLIGHT) & ~self.protected()
+        return mask
+
     def state_of(self, chunk: int) -> State:
         """State of a chunk that exists."""
         if not 0 <= chunk < self.n_chunks:
@@ -146,10 +165,22 @@ class Ledger:
             raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")
         chunks = self._now[1]
         if n_new:
-            chunks = np.concatenate([chunks, np.array([(State.RESIDENT, False, 0)] * n_new, _CHUNK)])
+            chunks = np.concatenate([chunks, np.array([(State.RESIDENT, False, 0, np.nan)] * n_new, _CHUNK)])
         self._tick += 1
         chunks["touched"][self.n_sealed :] = self._tick
+        chunks["score"][self.n_sealed :] = np.nan
         self._now = (self.n_tokens + n_tokens, chunks)
+
+    def rate(self, scores: Scores) -> None:
+        """The first chunks were scored anew, (n,) float64, n at most n_chunks; NaN: no score."""
+        if len(scores) > self.n_chunks:
+            raise LedgerError(f"{len(scores)} scores for {self.n_chunks} chunks")
+        self._now[1]["score"][: len(scores)] = scores
+
+    def unrate(self, chunk: int) -> None:
+        """Forget a chunk's score: it counts as just used until the next scoring."""
+        self.state_of(chunk)
+        self._now[1]["score"][chunk] = np.nan
 
     def to_store(self) -> list[int]:
         """Sealed chunks that have no record yet: the store must take them before they can be evicted."""

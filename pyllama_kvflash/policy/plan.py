@@ -1,17 +1,12 @@
-"""What to drop and what to fetch: computed here, applied in one place (the engine)."""
+"""What to drop and what to fetch: computed here, applied in one place (the pager)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy.ledger import Ledger, State
-
-Scores = npt.NDArray[np.float64]
-Scorer = Callable[[Ledger], Scores]
-"""From a ledger to a score for each of its chunks, (n_chunks,) float64; higher is hotter. Asked only when needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +20,43 @@ class Plan:
         return bool(self.drops or self.page_ins)
 
 
-def make_room(ledger: Ledger, score: Scorer, n_blocks: int) -> Plan:
-    """Free enough blocks for n_blocks new ones, by dropping the evictable chunks of lowest score.
+def make_room(ledger: Ledger, n_blocks: int) -> Plan:
+    """Free enough blocks for n_blocks new ones, by dropping the coldest evictable chunks.
 
     Raises PoolError if what is protected leaves too few: nothing is dropped then.
     """
-    return Plan(drops=_coldest(ledger, score, n_blocks - ledger.n_free, keep=()))
+    return Plan(drops=_coldest(ledger, n_blocks - ledger.n_free, keep=()))
 
 
-def bring_in(ledger: Ledger, score: Scorer, chunks: Sequence[int]) -> Plan:
-    """Make the given chunks resident, at the cost of the evictable ones of lowest score. Resident ones stay.
+def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
+    """Make the given chunks resident, at the cost of the coldest evictable ones. Resident ones stay.
 
     Raises PoolError if there is no room for all of them.
     """
     missing = tuple(c for c in dict.fromkeys(chunks) if ledger.state_of(c) == State.OUT)
-    return Plan(drops=_coldest(ledger, score, len(missing) - ledger.n_free, keep=chunks), page_ins=missing)
+    return Plan(drops=_coldest(ledger, len(missing) - ledger.n_free, keep=chunks), page_ins=missing)
 
 
-def _coldest(ledger: Ledger, score: Scorer, n: int, keep: Sequence[int]) -> tuple[int, ...]:
+def reselect(ledger: Ledger, n_free: int) -> Plan:
+    """Make the hottest of all candidates resident, in or out, and leave n_free blocks free for what comes next.
+
+    Page-ins come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room
+    for any candidate, nothing moves.
+    """
+    mask = ledger.candidates()
+    resident = ledger.state == State.RESIDENT
+    room = ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(resident & ~mask))
+    candidates = np.flatnonzero(mask)
+    if room <= 0:
+        return Plan()
+    hottest = candidates[np.argsort(-ledger.heat()[candidates], kind="stable")]
+    page_ins = hottest[:room][~resident[hottest[:room]]]
+    cold = hottest[room:][resident[hottest[room:]]][::-1]
+    n_drop = max(0, len(page_ins) + n_free - ledger.n_free)
+    return Plan(tuple(int(c) for c in cold[:n_drop]), tuple(int(c) for c in page_ins))
+
+
+def _coldest(ledger: Ledger, n: int, keep: Sequence[int]) -> tuple[int, ...]:
     if n <= 0:
         return ()
     mask = ledger.evictable()
@@ -55,5 +69,5 @@ def _coldest(ledger: Ledger, score: Scorer, n: int, keep: Sequence[int]) -> tupl
             " are protected (sinks, tail, pins); use a larger pool, a smaller batch or fewer pins"
         )
         raise PoolError(msg)
-    order = np.argsort(score(ledger)[candidates], kind="stable")  # ties: the older chunk goes
+    order = np.argsort(ledger.heat()[candidates], kind="stable")  # ties: the older chunk goes
     return tuple(int(c) for c in candidates[order[:n]])

@@ -1,17 +1,203 @@
 """How much each chunk matters now. A scorer sees all chunks, resident or not; higher is hotter."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-from pyllama_kvflash.policy.ledger import Ledger
-from pyllama_kvflash.policy.plan import Scorer, Scores
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.policy.ledger import Mask, Scores
+
+Floats = npt.NDArray[np.float32]
+Queries = Sequence[Floats]
+"""Queries of one token: for each pooled layer (n_head, n_embd_head_k), in the basis of the cached keys."""
 
 
-def lru(ledger: Ledger) -> Scores:
+class Products(Protocol):
+    """Summaries of the keys of sealed chunks. `native.Summaries` is the one in use."""
+
+    @property
+    def n_layer(self) -> int:
+        """Pooled layers."""
+
+    def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
+        """(n_head, n): for each head and each of the first n chunks, the largest product q·k with a row of its summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A sequence at one moment, for a scorer to look at. Nothing in it changes while the scorer runs.
+
+    tokens: int32 (n_tokens,). chunk: positions in a chunk. touched: when each chunk was last written or paged in
+    (n_chunks,), larger is later. candidates: bool (n_chunks,), those whose score counts. queries: of the last token, or
+    of each token of the question. summaries: of the kind that the scorer asked for, None if it asked for none. each: as
+    `map`, maybe in several threads.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    chunk: int
+    touched: npt.NDArray[np.int64]
+    candidates: Mask
+    queries: Sequence[Queries] = ()
+    summaries: Products | None = None
+    each: Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]] = map
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Ranks chunks. To add one: any object like this, given as `policy`; or an entry point, see docs/SCORERS.md.
+
+    name: for reports. summary: what is to be kept of the keys of each sealed chunk ("centroid:4", "mean", ...), None:
+    nothing. query: whose queries the view has, "last" (the last token's), "last:N" (those of the last N tokens) or
+    "question" (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and
+    while decoding, there may be fewer.
+    """
+
+    name: str
+    summary: str | None
+    query: str
+
+    def score(self, view: View) -> Scores:
+        """A score for each chunk, (n_chunks,) float64; higher is hotter. What is no candidate may have any value.
+
+        Called in a thread beside decode, never in two at once.
+        """
+
+
+class Lru:
     """Least recently used: a chunk is used when it is written or paged in. It knows nothing of what the chunks say."""
-    return ledger.touched.astype(np.float64)
+
+    name = "lru"
+    summary = None
+    query = "last"
+
+    def score(self, view: View) -> Scores:
+        """The time of last use."""
+        return view.touched.astype(np.float64)
 
 
-POLICIES: Mapping[str, Scorer] = {"lru": lru}
-"""Built-in policies by the name that `--kvflash-policy` takes."""
+AGGREGATES = ("zmax", "layer-mean")
+HALO = 0.5
+"""Standard deviations by which a chunk may be colder than its neighbour."""
+
+
+class Qk:
+    """The model's own attention: queries against a summary of each chunk's keys.
+
+    A head's score of a chunk is the largest q·c/√d over the rows c of its summary. "zmax" z-normalises each head's scores
+    over the candidates and takes the maximum over layers and heads, since few heads retrieve and a mean drowns them.
+    "layer-mean" is the mean over layers of the maximum over heads, for comparison. Of several queries, the maximum.
+
+    What a query looks for may lie across the border of two chunks, and only one of them look like it: with "zmax" a
+    chunk has at least the score of its better neighbour less HALO. Measured in docs/RESULTS.md.
+    """
+
+    name = "qk"
+
+    def __init__(self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4") -> None:
+        """summary: as `native.Summaries` takes it. Raises UsageError."""
+        if aggregate not in AGGREGATES:
+            msg = f"the aggregate of qk is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
+            raise UsageError(msg)
+        n_queries(query)
+        self.summary = summary
+        self.aggregate = aggregate
+        self.query = query
+
+    def score(self, view: View) -> Scores:
+        """Scores of the candidates, -inf for the others."""
+        zmax = self.aggregate == "zmax"
+        aggregate = _zmax if zmax else _layer_mean
+        scores = _of_candidates(view, lambda q, n: aggregate(view, [x / np.sqrt(x.shape[1]) for x in q], n))
+        return _with_halo(scores, view.candidates) if zmax else scores
+
+
+class QkCos:
+    """The published formula, as a control: mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
+
+    A chunk without a summary has -2, below any cosine.
+    """
+
+    name = "qk-cos"
+    summary = "direction"
+    query = "last"
+
+    def score(self, view: View) -> Scores:
+        """Scores of the candidates, -2 for the others."""
+        unit = [[x / (np.linalg.norm(x, axis=1, keepdims=True) + 1e-9) for x in q] for q in view.queries]
+        scores = np.full(len(view.candidates), -2.0)
+        n = _n_scored(view)
+        if n and unit:
+            found = np.max([_layer_mean(view, q, n) for q in unit], axis=0)
+            scores[:n] = np.where(view.candidates[:n], found, -2.0)
+        return scores
+
+
+def n_queries(query: str) -> int | None:
+    """How many of the last tokens a scorer wants the queries of; None: all of the question. Raises UsageError."""
+    match = re.fullmatch(r"question|last(?::([1-9]\d{0,2}))?", query)
+    if match is None:
+        msg = f"{query!r} is no choice of queries: give last, last:N (1 to 999) or question"
+        raise UsageError(msg)
+    return None if query == "question" else int(match[1] or 1)
+
+
+def _of_candidates(view: View, score: Callable[[Queries, int], Floats]) -> Scores:
+    scores = np.full(len(view.candidates), -np.inf)
+    n = _n_scored(view)
+    if n and view.queries:
+        found = np.max([score(q, n) for q in view.queries], axis=0)
+        scores[:n] = np.where(view.candidates[:n], found, -np.inf)
+    return scores
+
+
+def _with_halo(scores: Scores, candidates: Mask) -> Scores:
+    """Each candidate's score, or that of its better neighbour among them less HALO. Scores of others are -inf."""
+    res = scores.copy()
+    np.maximum(res[1:], scores[:-1] - HALO, out=res[1:])
+    np.maximum(res[:-1], scores[1:] - HALO, out=res[:-1])
+    return np.where(candidates, res, -np.inf)
+
+
+def _n_scored(view: View) -> int:
+    """The chunks up to the last candidate."""
+    found = np.flatnonzero(view.candidates)
+    return int(found[-1]) + 1 if len(found) else 0
+
+
+def _zmax(view: View, q: Queries, n: int) -> Floats:
+    """Maximum over layers and heads of the scores, each head's z-normalised over the candidates."""
+    mask = view.candidates[:n]
+    first, count = int(np.argmax(mask)), int(np.count_nonzero(mask))
+    whole = count == n - first  # no pins in between: a slice is not copied
+    products = _products(view)
+
+    def one(layer: int) -> Floats:
+        x = products.score(layer, q[layer], n)
+        y = x[:, first:] if whole else x[:, mask]
+        x -= y.mean(axis=1, keepdims=True)
+        y = x[:, first:] if whole else x[:, mask]
+        x *= 1 / np.sqrt(np.einsum("hc,hc->h", y, y) / count + 1e-12)[:, None]
+        res: Floats = x.max(axis=0)
+        return res
+
+    res: Floats = np.max(list(view.each(one, range(products.n_layer))), axis=0)
+    return res
+
+
+def _layer_mean(view: View, q: Queries, n: int) -> Floats:
+    """Mean over layers of the maximum over heads."""
+    products = _products(view)
+    best = view.each(lambda layer: products.score(layer, q[layer], n).max(axis=0), range(products.n_layer))
+    res: Floats = np.mean(list(best), axis=0)
+    return res
+
+
+def _products(view: View) -> Products:
+    if view.summaries is None:
+        msg = "this scorer needs summaries of the keys, and none were kept"
+        raise UsageError(msg)
+    return view.summaries

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; beyond it a pool costs decode speed and brings little
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
+BATCH = 2048  # tokens; llama.cpp's own default, beyond it a batch brings nothing
 SPARE_BLOCKS = 2  # blocks that must stay evictable, so that paging never deadlocks
 
 
@@ -34,6 +35,12 @@ def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: in
     batch_blocks = -(-n_batch // chunk) + 1  # a batch may begin in the middle of a chunk
     blocks = n_sinks + n_tail + n_pinned + batch_blocks + SPARE_BLOCKS
     return _round_up(blocks * chunk)
+
+
+def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0) -> int:
+    """Tokens of the largest batch, in whole chunks, for which such a pool is no smaller than its floor; at most BATCH."""
+    blocks = n_pool // chunk - n_sinks - n_tail - n_pinned - SPARE_BLOCKS - 1
+    return max(1, min(blocks * chunk, BATCH))
 
 
 def auto_pool(free: int, token_bytes: int, n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:

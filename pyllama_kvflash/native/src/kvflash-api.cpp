@@ -379,6 +379,98 @@ int kvf_scribble(llama_context * ctx, uint8_t byte) {
     return guard([&] { llama_kvflash::scribble(get_kv(ctx, true, true), byte); });
 }
 
+//
+// the state that no chunk holds
+//
+
+static constexpr llama_state_seq_flags PARTIAL = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+
+// a plain cache has none, and upstream would write all of its cells
+static bool has_partial(llama_context * ctx) { return llama_kvflash::has_partial(ctx->get_memory()); }
+
+int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
+    return guard([&] {
+        check(ctx && size, "a context and a place for the result are needed");
+        check_seq(ctx, seq);
+        *size = has_partial(ctx) ? llama_state_seq_get_size_ext(ctx, seq, PARTIAL) : 0;
+    });
+}
+
+int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t size) {
+    return guard([&] {
+        check(ctx && dst, "a context and a place for the state are needed");
+        check_seq(ctx, seq);
+        take_log();
+        if (has_partial(ctx) && llama_state_seq_get_data_ext(ctx, (uint8_t *) dst, size, seq, PARTIAL) != size) {
+            throw kvf_failure(KVF_E_BACKEND, "the state cannot be saved: " + take_log());
+        }
+    });
+}
+
+int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size) {
+    return guard([&] {
+        check(ctx && src, "a context and a state are needed");
+        check_seq(ctx, seq);
+        check(pos >= 0, "positions are from 0 to 2^31 - 1");
+        take_log();
+        if (has_partial(ctx) && llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
+            throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
+        }
+        if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
+    });
+}
+
+//
+// relevance
+//
+
+static void check_summary(const kvf_layer * layer, uint32_t n, int kind, uint32_t n_row, uint32_t n_chunk) {
+    check(layer, "a layer is needed");
+    if (layer->n_embd_head_k % 2 || layer->n_head_kv == 0 || layer->n_head % layer->n_head_kv ||
+            layer->n_embd_k != layer->n_head_kv * layer->n_embd_head_k) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, format("the keys of layer %d are no %u heads of %u dimensions", layer->il,
+                                                     layer->n_head_kv, layer->n_embd_head_k));
+    }
+    const bool one = kind == KVF_SUMMARY_MEAN || kind == KVF_SUMMARY_DIRECTION;
+    check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_ROWS, "there is no such kind of summary");
+    check(n_row >= 1 && n_row <= 64 && (n_row & (n_row - 1)) == 0, "a summary has 1, 2, 4, ... 64 rows");
+    check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
+    check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
+    check((!one || n_row == 1) && (kind != KVF_SUMMARY_MINMAX || n_row == 2) &&
+                    (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
+            "this kind of summary has another number of rows");
+}
+
+int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size) {
+    return guard([&] {
+        check_summary(layer, n, KVF_SUMMARY_CENTROIDS, n_row, 0);
+        check(size, "a place for the result is needed");
+        *size = kvf_summary::size(*layer, n, n_row);
+    });
+}
+
+int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
+        uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n) {
+    return guard([&] {
+        check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
+        check_summary(layer, n, kind, n_row, n_chunk);
+        check(record && slab && i < n, "a record and a slab with this entry are needed");
+        check(layer->size_k == ggml_row_size((ggml_type) layer->type_k, layer->n_embd_k) * n_chunk &&
+                        layer->offs_k + layer->size_k <= record_size,
+                "the record is shorter than this layer's keys");
+        kvf_summary::write(*layer, n_chunk, record, kind, n_row, slab, i);
+    });
+}
+
+int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
+        float * dst, size_t stride) {
+    return guard([&] {
+        check_summary(layer, n, kind, n_row, 0);
+        check(slab && q && dst && stride >= n, "a slab, queries and room for the scores are needed");
+        kvf_summary::score(*layer, slab, n, kind, n_row, q, dst, stride);
+    });
+}
+
 int kvf_q(llama_context * ctx, uint32_t i, float * dst, size_t n) {
     return guard([&] {
         const auto & kv = get_kv(ctx, true, true);

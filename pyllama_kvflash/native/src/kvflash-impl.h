@@ -60,6 +60,9 @@ struct llama_kvflash {
     static bool         has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos);
     static kvf_kv_bytes kv_bytes(llama_memory_i * mem);
 
+    // whether there is state beside the full-attention cache
+    static bool has_partial(llama_memory_i * mem);
+
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }
 
     //
@@ -82,4 +85,14 @@ struct llama_kvflash {
 private:
     // copy a block's rows to dst, or from src: either is null. both point at whole records
     static void copy(const llama_kv_cache & kv, uint32_t block, void * dst, const void * src);
+};
+
+// summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k][16 rows] bf16 for each layer
+struct kvf_summary {
+    static size_t size(const kvf_layer & layer, uint32_t n, uint32_t n_row);
+
+    static void write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
+            uint16_t * dst, uint32_t i);
+    static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
+            float * dst, size_t stride);
 };

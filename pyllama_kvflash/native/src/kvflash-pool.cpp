@@ -125,6 +125,8 @@ bool llama_kvflash::has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos
     return first < 0 || pos <= 0 || first <= std::max(0, pos - (llama_pos) swa->n_swa + 1);
 }
 
+bool llama_kvflash::has_partial(llama_memory_i * mem) { return get_kv(mem) && !exactly<llama_kv_cache>(mem); }
+
 kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
     const auto bytes = [](const llama_kv_cache * kv) -> uint64_t { return kv->size_k_bytes() + kv->size_v_bytes(); };
     const auto sum   = [](llama_memory_i * m) {

@@ -154,6 +154,37 @@ LLAMA_API int kvf_page_in(
 // cache type: without flash attention a masked cell is multiplied by 0, not skipped
 LLAMA_API int kvf_scribble(struct llama_context * ctx, uint8_t byte);
 
+//
+// relevance: summaries of the keys of a record, and their products with queries. No context is used: any thread may call
+// these. n_embd_k must be n_head_kv*n_embd_head_k, and n_embd_head_k even
+//
+
+enum kvf_summary_kind {
+    KVF_SUMMARY_CENTROIDS = 0, // n_row centroids: farthest-point seeds, two Lloyd steps, scaled to their rows' mean length
+    KVF_SUMMARY_MEAN      = 1, // 1 row
+    KVF_SUMMARY_DIRECTION = 2, // 1 row, the mean scaled to length 1
+    KVF_SUMMARY_MINMAX    = 3, // 2 rows, elementwise
+    KVF_SUMMARY_ROWS      = 4, // all n_chunk rows
+};
+
+// bf16 values that a slab of n summaries of a layer has
+LLAMA_API int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
+// summarise the keys of a record in one layer: entry i of a slab of n
+LLAMA_API int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
+        int kind, uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
+// for each of n_head queries [n_head, n_embd_head_k] and the first n entries of a slab, the largest product of the query
+// with a row (MINMAX: the upper bound of such products) -> dst[head*stride + i]
+LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
+        const float * q, float * dst, size_t stride);
+
+// the calls below need a context again
+
+// the state that no chunk holds (recurrent, sliding window), as upstream's "partial only" sequence state
+LLAMA_API int kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
+LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
+// put it back, as of position pos, and forget the attention cache from there on
+LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
+
 // the queries of the last decoded token in pooled layer i: [n_head, n_embd_head_k] floats, in the basis of the cached K
 // (after RoPE and rotation). n: floats that dst holds. waits for the computation
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);

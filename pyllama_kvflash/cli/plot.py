@@ -1,0 +1,56 @@
+"""`kvflash plot`: a picture of a run."""
+
+from pathlib import Path
+
+import click
+
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.plot import FORMATS, render
+from pyllama_kvflash.trace import read_trace
+
+HELP = """Draw a run: which chunks were in the pool at every position, and what they were worth.
+
+TRACE.jsonl is what kvflash run --trace wrote; one of a run that was cut off, or is still going, will do. Each row of the
+picture is a chunk, each column a position of the run. Below is how many chunks moved, to the right what the policy
+thought of each chunk in the end: a chunk that you know to matter and that is grey there was forgotten.
+
+\b
+  kvflash run model.gguf -f long.txt --trace run.jsonl
+  kvflash plot run.jsonl                    writes run.png
+  kvflash plot run.jsonl -o run.svg         or .pdf: sharp at any size
+
+It needs matplotlib: pip install 'pyllama-kvflash[plot]'.
+"""
+
+
+@click.command(help=HELP, short_help="Draw what was resident during a run.")
+@click.argument("trace", metavar="TRACE.jsonl")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write to this file, a .png, .svg or .pdf.  [default: TRACE.png]",
+)
+def plot(trace: str, output: str | None) -> None:
+    """Draw a trace."""
+    source = Path(trace)
+    if output is None and not source.name:
+        msg = f"{trace} is a directory: give a trace, as kvflash run --trace FILE writes it"
+        raise UsageError(msg)
+    target = Path(output) if output is not None else source.with_suffix(".png")
+    kind = target.suffix.lower().removeprefix(".")
+    if kind not in FORMATS:
+        allowed = ", ".join(f".{name}" for name in FORMATS)
+        msg = f"{target} is no picture that can be written: give a name that ends in one of {allowed}"
+        raise UsageError(msg)
+    if target == source or (target.exists() and source.exists() and target.samefile(source)):
+        msg = f"{target} is the trace itself: give another file with -o/--output"
+        raise UsageError(msg)
+    data = render(read_trace(source), kind)
+    try:
+        target.write_bytes(data)
+    except OSError as err:
+        msg = f"{target} cannot be written: {err.strerror}"
+        raise OutputError(msg) from None
+    Reporter().note(f"wrote {target}")

@@ -1,0 +1,54 @@
+"""Where the trace of a run goes: `kvflash run --trace`. `kvflash plot` draws it."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pyllama_kvflash.cli.output import Output
+from pyllama_kvflash.errors import UsageError
+
+_DIGITS = 6  # of a score: a picture needs no more, and a long context has thousands of them
+
+
+class TraceWriter:
+    """A file of one JSON object a line, each seen at once: a run that is cut off leaves what it got to.
+
+    As with Output, the file is opened at once and emptied with the first line. Raises UsageError and OutputError.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[Path] = ()) -> None:
+        """Inputs: files that must not be written over."""
+        path = Path(name)
+        if path.exists() and any(other.exists() and other.samefile(path) for other in inputs):
+            msg = f"{name} is in use by this run: give another file with --trace"
+            raise UsageError(msg)
+        self._out = Output(name)
+
+    def __enter__(self) -> Self:
+        self._out.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._out.__exit__(kind, value, trace)
+
+    def start(self, **meta: Any) -> None:
+        """The first line: model, policy, n_ctx, n_pool, chunk, tau."""
+        self._line({"event": "start", **meta})
+
+    def event(self, event: dict[str, Any]) -> None:
+        """An event, as events.as_dict gives it. A score that is None, NaN or infinite is written as null."""
+        if event.get("scores") is not None:
+            event = {**event, "scores": _plain(event["scores"])}
+        self._line(event)
+
+    def _line(self, value: dict[str, Any]) -> None:
+        self._out.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def _plain(scores: Iterable[Any]) -> list[float | None]:
+    return [None if s is None or not math.isfinite(s) else float(f"{s:.{_DIGITS}g}") for s in scores]

@@ -1,0 +1,171 @@
+"""From another tokenizer's tokens to ours, by way of the text: where tokens lie in it, and what they score there."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Scores = npt.NDArray[np.float64]
+Spans = npt.NDArray[np.int64]
+"""Characters [start, end) of each token, (n, 2): in order, and a partition of [0, length of the text)."""
+
+
+def char_spans(pieces: Sequence[bytes]) -> Spans:
+    """Where each token lies in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in characters.
+
+    A character that is cut belongs to the token that completes it: not before that one does a model know it. A broken
+    one (U+FFFD) belongs to the token that shows that it is broken, at the end to the last that has bytes. Tokens that
+    complete none have an empty span, before their character; so have those without bytes (special ones).
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    counts = np.fromiter((len(decode(piece)) for piece in pieces), np.int64, len(pieces))
+    if rest := len(decode(b"", final=True)):
+        counts[next(i for i in reversed(range(len(pieces))) if pieces[i])] += rest
+    ends = np.cumsum(counts)
+    return np.stack([ends - counts, ends], axis=1)
+
+
+def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
+    """Scores of one tokenizer's tokens, (n,), for those of another, (m,) float64: the highest of those that overlap it.
+
+    A target with an empty span takes the score of the source at that place, at the end of the text of the last one.
+    Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text, all
+    targets take the highest score. Where the texts' lengths differ (a tokenizer may normalise: a leading space, NFC),
+    positions are scaled in proportion, so that they end together: right but for about as many characters as differ.
+
+    Raises ValueError if there are not as many scores as sources, or targets but no source.
+    """
+    values = np.asarray(scores, np.float64)
+    if values.shape != (len(spans_from),):
+        msg = f"scores have the shape {values.shape} for {len(spans_from)} spans: give one score for each span"
+        raise ValueError(msg)
+    if len(spans_to) == 0:
+        return np.empty(0, np.float64)
+    if len(values) == 0:
+        msg = f"there is no score to give to {len(spans_to)} tokens: score at least one token"
+        raise ValueError(msg)
+    held = spans_from[:, 1] > spans_from[:, 0]
+    if not held.any():
+        return np.full(len(spans_to), values.max())
+    # each times the other's length: whole numbers, so equal texts are compared exactly
+    start, end = (spans_from[held] * max(int(spans_to[-1, 1]), 1)).T
+    low, high = (spans_to * int(spans_from[-1, 1])).T
+    first = np.minimum(np.searchsorted(end, low, "right"), len(end) - 1)
+    stop = np.searchsorted(start, high, "left")
+    # reduceat takes the one at `first` where `stop` is not after it (an empty span), and no `stop` that is no index
+    padded = np.append(values[held], 0.0)
+    best: Scores = np.maximum.reduceat(padded, np.stack([first, stop], axis=1).ravel())[::2]
+    return best
+
+
+class Retokenizer:
+    """Another tokenizer's tokens of a growing text, at a cost of only what is new.
+
+    tokenize: from UTF-8 to token ids, without special tokens; it is never given a part of a character. piece: the bytes
+    of a token. overlap: how many unchanged tokens are tokenised again with what follows them, since a token may
+    depend on it (up to three more if they cut a character).
+
+    The tokens may differ from those of the whole text in one piece where a token depends on more than that. A tokenizer
+    that puts a space before its text is fine. One that changes it (lower case, NFC) is right, but from the first change
+    on is given the whole text whenever that grows.
+
+    Attributes (replaced by `update`, never changed in place):
+        tokens: (n,) int32
+        spans: (n, 2) int64, characters of the text; if the tokenizer changes it, of the text as changed
+
+    Raises ValueError for a negative overlap.
+    """
+
+    def __init__(
+        self, tokenize: Callable[[bytes], Sequence[int] | Tokens], piece: Callable[[int], bytes], overlap: int = 16
+    ) -> None:
+        if overlap < 0:
+            msg = f"overlap is {overlap}: choose 0 or more"
+            raise ValueError(msg)
+        self.tokens: Tokens = np.empty(0, np.int32)
+        self.spans: Spans = np.empty((0, 2), np.int64)
+        self._tokenize = tokenize
+        self._piece = piece
+        self._overlap = overlap
+        self._text: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # valid UTF-8
+        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of the tokens, in bytes of the text
+        self._spelt = True  # the pieces spell the text, perhaps after a space: `_ends` can be trusted
+
+    def update(self, text: str | bytes) -> int:
+        """The text is now this; broken UTF-8 is read as U+FFFD. Returns how many leading tokens are as they were.
+
+        If `tokenize` or `piece` raises, nothing has changed.
+        """
+        string = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        data = np.frombuffer(string.encode(), np.uint8)
+        same = _common(self._text, data)
+        if same == len(data) == len(self._text):
+            return len(self.tokens)
+
+        found = self._go_on(data, same) if self._spelt else None
+        kept, fresh, pieces = found or (0, *self._read(data.tobytes()))
+        joined = b"".join(pieces)
+        spelt = found is not None or (joined.endswith(data.tobytes()) and not joined[: len(joined) - len(data)].strip())
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        ends = np.cumsum(sizes) + (len(data) - len(joined))
+        spans = char_spans(pieces)
+        if spelt and pieces:  # they end where the text does; a space before it is no part of it
+            spans = np.maximum(spans + (len(string) - spans[-1, 1]), 0)
+
+        tokens = np.concatenate([self.tokens[:kept], fresh])
+        unchanged = _common(self.tokens, tokens)
+        self.tokens, self.spans = tokens, np.concatenate([self.spans[:kept], spans])
+        self._text, self._ends, self._spelt = data, np.concatenate([self._ends[:kept], ends]), spelt
+        return unchanged
+
+    def _go_on(self, data: npt.NDArray[np.uint8], same: int) -> tuple[int, Tokens, list[bytes]] | None:
+        """How many tokens to keep, and the ids and pieces after them. None: start from the beginning.
+
+        same: how many leading bytes of the text are as they were
+        """
+        keep = int(np.searchsorted(self._ends, same, "right"))
+        first = max(keep - self._overlap, 0)
+        while first and _within(data, int(self._ends[first - 1])):
+            first -= 1
+        seam = int(self._ends[first - 1]) if first else 0
+        if seam <= 0:  # less than 0: the tokenizer has put more than one token before the text
+            return None
+        tail = data[seam:].tobytes()
+        fresh, pieces = self._read(tail)
+        spelt = b"".join(pieces)
+
+        # After the seam the old tokens are better, since they saw what is before it; at the end the new ones. So go over
+        # from old to new after the last token that they share. It is looked for from the end, where they are in step even
+        # if the tokenizer has put a space before the tail.
+        known = {
+            (end, token): i
+            for i, end, token in zip(
+                range(first, keep), self._ends[first:keep].tolist(), self.tokens[first:keep].tolist(), strict=True
+            )
+        }
+        end = len(data)
+        for j in reversed(range(len(pieces))):
+            i = known.get((end, int(fresh[j])))
+            if i is not None and not _within(data, end):
+                return (i + 1, fresh[j + 1 :], pieces[j + 1 :]) if spelt.endswith(tail[end - seam :]) else None
+            end -= len(pieces[j])
+        return (first, fresh, pieces) if spelt == tail else None
+
+    def _read(self, text: bytes) -> tuple[Tokens, list[bytes]]:
+        tokens = np.asarray(self._tokenize(text), np.int32)
+        return tokens, [self._piece(token) for token in tokens.tolist()]
+
+
+def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Length of the longest common beginning."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def _within(data: npt.NDArray[np.uint8], at: int) -> bool:
+    """Whether a character of this UTF-8 would be cut here."""
+    return at < len(data) and int(data[at]) & 0xC0 == 0x80  # noqa: PLR2004 (10xxxxxx: not the first byte of one)

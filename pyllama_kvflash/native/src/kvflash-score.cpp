@@ -1,0 +1,340 @@
+// summaries of a chunk's keys, and their products with a query, see kvflash.h. pure functions of the bytes they are given
+
+#include "kvflash-impl.h"
+
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+// the hot loop, for the widest vectors that the processor has
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define KVF_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define KVF_CLONES
+#endif
+
+// rows lie side by side in panels of LANES, dimension by dimension: a panel is multiplied without a horizontal sum
+static constexpr uint32_t LANES = 16;
+
+static constexpr float TINY = 1e-9f; // a row of zeros has no direction
+
+typedef float    lanes_f __attribute__((vector_size(LANES * 4)));
+typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
+typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
+
+static uint16_t to_bf16(float x) { return ggml_fp32_to_bf16(x).bits; }
+
+// where lane `row % LANES` of dimension 0 of a row is; the next dimension is LANES further on
+static size_t place(const kvf_layer & layer, uint32_t head, uint32_t row) {
+    return ((size_t) (row / LANES) * layer.n_head_kv + head) * layer.n_embd_head_k * LANES + row % LANES;
+}
+
+//
+// summaries
+//
+
+// keys of one head: n rows of d floats
+struct keys {
+    const float * data;
+    uint32_t      n, d, stride;
+
+    const float * row(uint32_t i) const { return data + (size_t) i * stride; }
+};
+
+// squared distances of a point from n rows, which are given dimension by dimension: [d][n]
+KVF_CLONES
+static void distances(const float * columns, uint32_t n, const float * point, uint32_t d, float * res) {
+    std::fill_n(res, n, 0.0f);
+    for (uint32_t i = 0; i < d; ++i) {
+        const float * x = columns + (size_t) i * n;
+        for (uint32_t t = 0; t < n; ++t) {
+            res[t] += (x[t] - point[i]) * (x[t] - point[i]);
+        }
+    }
+}
+
+KVF_CLONES
+static void add(const float * row, float * sum, uint32_t d) {
+    for (uint32_t i = 0; i < d; ++i) {
+        sum[i] += row[i];
+    }
+}
+
+static void scale(float * row, float factor, uint32_t d) {
+    for (uint32_t i = 0; i < d; ++i) {
+        row[i] *= factor;
+    }
+}
+
+static float length(const float * row, uint32_t d) {
+    float sum = 0;
+    for (uint32_t i = 0; i < d; ++i) {
+        sum += row[i] * row[i];
+    }
+    return sqrtf(sum);
+}
+
+static std::vector<float> mean(const keys & k) {
+    std::vector<float> res(k.d, 0.0f);
+    for (uint32_t t = 0; t < k.n; ++t) {
+        add(k.row(t), res.data(), k.d);
+    }
+    scale(res.data(), 1.0f / k.n, k.d);
+    return res;
+}
+
+// k-means: farthest-point seeds (Gonzalez 1985), the first being the row farthest from the mean, then two Lloyd steps.
+// a centroid that loses all its rows stays where it is. Last, each is scaled to the mean length of its rows: the mean of
+// rows that point different ways is shorter than any of them, and would lose against a chunk of equal rows
+static std::vector<float> centroids(const keys & k, uint32_t n) {
+    std::vector<float> columns((size_t) k.d * k.n);
+    for (uint32_t t = 0; t < k.n; ++t) {
+        for (uint32_t i = 0; i < k.d; ++i) {
+            columns[(size_t) i * k.n + t] = k.row(t)[i];
+        }
+    }
+
+    std::vector<float> res((size_t) n * k.d);
+    std::vector<float> dist(k.n);
+    std::vector<float> least(k.n);
+
+    const auto at = [&](uint32_t i) { return res.data() + (size_t) i * k.d; };
+
+    distances(columns.data(), k.n, mean(k).data(), k.d, least.data());
+    for (uint32_t i = 0; i < n; ++i) {
+        const uint32_t far = std::max_element(least.begin(), least.end()) - least.begin();
+        memcpy(at(i), k.row(far), k.d * sizeof(float));
+        distances(columns.data(), k.n, at(i), k.d, dist.data());
+        for (uint32_t t = 0; t < k.n; ++t) {
+            least[t] = i ? std::min(least[t], dist[t]) : dist[t];
+        }
+    }
+
+    std::vector<uint32_t> nearest(k.n);
+    for (int step = 0; step < 2; ++step) {
+        std::fill(nearest.begin(), nearest.end(), 0);
+        distances(columns.data(), k.n, at(0), k.d, least.data());
+        for (uint32_t i = 1; i < n; ++i) {
+            distances(columns.data(), k.n, at(i), k.d, dist.data());
+            for (uint32_t t = 0; t < k.n; ++t) {
+                if (dist[t] < least[t]) {
+                    least[t]   = dist[t];
+                    nearest[t] = i;
+                }
+            }
+        }
+        for (uint32_t i = 0; i < n; ++i) {
+            const uint32_t count = std::count(nearest.begin(), nearest.end(), i);
+            if (count == 0) { continue; }
+            std::fill_n(at(i), k.d, 0.0f);
+            for (uint32_t t = 0; t < k.n; ++t) {
+                if (nearest[t] == i) { add(k.row(t), at(i), k.d); }
+            }
+            scale(at(i), 1.0f / count, k.d);
+        }
+    }
+
+    const std::vector<float> origin(k.d, 0.0f);
+    distances(columns.data(), k.n, origin.data(), k.d, dist.data());
+    for (uint32_t i = 0; i < n; ++i) {
+        float    sum   = 0;
+        uint32_t count = 0;
+        for (uint32_t t = 0; t < k.n; ++t) {
+            if (nearest[t] == i) {
+                sum += sqrtf(dist[t]);
+                count++;
+            }
+        }
+        if (count) { scale(at(i), sum / count / (length(at(i), k.d) + TINY), k.d); }
+    }
+    return res;
+}
+
+static std::vector<float> bounds(const keys & k) {
+    std::vector<float> res(2 * k.d);
+    for (uint32_t i = 0; i < k.d; ++i) {
+        res[i] = res[k.d + i] = k.row(0)[i];
+        for (uint32_t t = 1; t < k.n; ++t) {
+            res[i]       = std::min(res[i], k.row(t)[i]);
+            res[k.d + i] = std::max(res[k.d + i], k.row(t)[i]);
+        }
+    }
+    return res;
+}
+
+static std::vector<float> direction(const keys & k) {
+    auto res = mean(k);
+    scale(res.data(), 1.0f / (length(res.data(), k.d) + TINY), k.d);
+    return res;
+}
+
+static std::vector<float> rows(const keys & k) {
+    std::vector<float> res((size_t) k.n * k.d);
+    for (uint32_t t = 0; t < k.n; ++t) {
+        memcpy(res.data() + (size_t) t * k.d, k.row(t), k.d * sizeof(float));
+    }
+    return res;
+}
+
+static std::vector<float> summary(const keys & k, int kind, uint32_t n_row) {
+    switch (kind) {
+        case KVF_SUMMARY_CENTROIDS: return centroids(k, n_row);
+        case KVF_SUMMARY_MEAN: return mean(k);
+        case KVF_SUMMARY_DIRECTION: return direction(k);
+        case KVF_SUMMARY_MINMAX: return bounds(k);
+        default: return rows(k);
+    }
+}
+
+void kvf_summary::write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
+        uint16_t * dst, uint32_t i) {
+    const auto   type = (ggml_type) layer.type_k;
+    const size_t size = ggml_row_size(type, layer.n_embd_k);
+
+    std::vector<float> k((size_t) n_chunk * layer.n_embd_k);
+    for (uint32_t t = 0; t < n_chunk; ++t) {
+        const char * src = (const char *) record + layer.offs_k + t * size;
+        float *      to  = k.data() + (size_t) t * layer.n_embd_k;
+        if (type == GGML_TYPE_F32) {
+            memcpy(to, src, size);
+        } else {
+            ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
+        }
+    }
+
+    const uint32_t d = layer.n_embd_head_k;
+    for (uint32_t h = 0; h < layer.n_head_kv; ++h) {
+        const auto res = summary({k.data() + (size_t) h * d, n_chunk, d, layer.n_embd_k}, kind, n_row);
+        for (uint32_t r = 0; r < n_row; ++r) {
+            uint16_t * to = dst + place(layer, h, i * n_row + r);
+            for (uint32_t j = 0; j < d; ++j) {
+                to[(size_t) j * LANES] = to_bf16(res[(size_t) r * d + j]);
+            }
+        }
+    }
+}
+
+//
+// scores
+//
+
+// bf16 is the upper half of a float
+static inline __attribute__((always_inline)) void widen(const uint16_t * src, lanes_f & dst) {
+    lanes_h h;
+    memcpy(&h, src, sizeof(h));
+    const lanes_u u = __builtin_convertvector(h, lanes_u) << 16;
+    memcpy(&dst, &u, sizeof(dst));
+}
+
+// G queries of d floats times the LANES rows of a panel
+template <uint32_t G>
+static inline __attribute__((always_inline)) void multiply(
+        const uint16_t * panel, uint32_t d, const float * q, lanes_f * res) {
+    lanes_f even[G] = {};
+    lanes_f odd[G]  = {};
+
+    for (uint32_t i = 0; i < d; i += 2) { // two sums a query: one would wait for itself
+        lanes_f a, b;
+        widen(panel + (size_t) i * LANES, a);
+        widen(panel + (size_t) (i + 1) * LANES, b);
+        __builtin_prefetch(panel + (size_t) (i + 64) * LANES);
+        for (uint32_t g = 0; g < G; ++g) {
+            even[g] += q[(size_t) g * d + i] * a;
+            odd[g] += q[(size_t) g * d + i + 1] * b;
+        }
+    }
+    for (uint32_t g = 0; g < G; ++g) {
+        res[g] = even[g] + odd[g];
+    }
+}
+
+// the best row of each chunk in a panel that begins with row `row`. a chunk of more rows than LANES goes on in the next ones
+static inline __attribute__((always_inline)) void best(
+        const lanes_f & dots, uint32_t n_row, uint32_t row, uint32_t n, float * dst) {
+    float x[LANES];
+    memcpy(x, &dots, sizeof(x));
+
+    uint32_t n_left = LANES;
+    for (uint32_t width = 1; width < n_row && n_left > 1; width *= 2) {
+        n_left /= 2;
+        for (uint32_t j = 0; j < n_left; ++j) {
+            x[j] = std::max(x[2 * j], x[2 * j + 1]);
+        }
+    }
+    const uint32_t first = row / n_row;
+    for (uint32_t j = 0; j < n_left && first + j < n; ++j) {
+        dst[first + j] = std::max(dst[first + j], x[j]);
+    }
+}
+
+KVF_CLONES
+static void score_panels(const kvf_layer & layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+        float * dst, size_t stride) {
+    const uint32_t d     = layer.n_embd_head_k;
+    const uint32_t group = layer.n_head / layer.n_head_kv;
+
+    for (uint32_t row = 0; row < n * n_row; row += LANES) {
+        for (uint32_t k = 0; k < layer.n_head_kv; ++k) {
+            const uint16_t * panel = slab + place(layer, k, row);
+
+            lanes_f res[4];
+            for (uint32_t g = 0; g < group;) {
+                const uint32_t h    = k * group + g;
+                const float *  qh   = q + (size_t) h * d;
+                const uint32_t left = group - g;
+                const uint32_t step = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+                switch (step) {
+                    case 4: multiply<4>(panel, d, qh, res); break;
+                    case 2: multiply<2>(panel, d, qh, res); break;
+                    default: multiply<1>(panel, d, qh, res); break;
+                }
+                for (uint32_t j = 0; j < step; ++j) {
+                    best(res[j], n_row, row, n, dst + (h + j) * stride);
+                }
+                g += step;
+            }
+        }
+    }
+}
+
+void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
+        const float * q, float * dst, size_t stride) {
+    const auto fill = [&](float value, float * to, size_t step) {
+        for (uint32_t h = 0; h < layer.n_head; ++h) {
+            std::fill_n(to + h * step, n, value);
+        }
+    };
+
+    fill(-std::numeric_limits<float>::infinity(), dst, stride);
+    if (kind != KVF_SUMMARY_MINMAX) {
+        score_panels(layer, slab, n, n_row, q, dst, stride);
+        return;
+    }
+
+    // the bound of Quest (Tang et al. 2024), sum of max(q*min, q*max): what of q is positive meets the maxima, the rest the
+    // minima. as single rows: row 2c is chunk c's minimum, row 2c + 1 its maximum
+    const size_t       n_q = (size_t) layer.n_head * layer.n_embd_head_k;
+    std::vector<float> part(n_q);
+    std::vector<float> dots((size_t) layer.n_head * 2 * n);
+    for (uint32_t side = 0; side < 2; ++side) {
+        for (size_t i = 0; i < n_q; ++i) {
+            part[i] = side ? std::max(q[i], 0.0f) : std::min(q[i], 0.0f);
+        }
+        std::fill(dots.begin(), dots.end(), -std::numeric_limits<float>::infinity());
+        score_panels(layer, slab, 2 * n, 1, part.data(), dots.data(), 2 * n);
+        for (uint32_t h = 0; h < layer.n_head; ++h) {
+            for (uint32_t c = 0; c < n; ++c) {
+                const float x       = dots[(size_t) h * 2 * n + 2 * c + side];
+                dst[h * stride + c] = side ? dst[h * stride + c] + x : x;
+            }
+        }
+    }
+}
+
+size_t kvf_summary::size(const kvf_layer & layer, uint32_t n, uint32_t n_row) {
+    return (size_t) GGML_PAD(n * n_row, LANES) * layer.n_head_kv * layer.n_embd_head_k;
+}

@@ -1,0 +1,126 @@
+"""Summaries of the keys of chunks, and how queries score against them."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native.context import Layer, Record
+from pyllama_kvflash.native.lib import check, ffi, lib
+
+_KINDS: dict[str, tuple[int, int]] = {
+    "centroid": (lib.KVF_SUMMARY_CENTROIDS, 0),
+    "mean": (lib.KVF_SUMMARY_MEAN, 1),
+    "direction": (lib.KVF_SUMMARY_DIRECTION, 1),
+    "minmax": (lib.KVF_SUMMARY_MINMAX, 2),
+    "exact": (lib.KVF_SUMMARY_ROWS, 0),
+}
+
+SLAB = 256  # chunks
+
+
+class Summaries:
+    """Summaries of chunks 0, 1, 2 ... of a sequence, in every pooled layer, as bf16 in slabs that never move.
+
+    kind: "centroid:N" (k-means of N = 1, 2, 4, 8 or 16: farthest-point seeds, two Lloyd steps, each scaled to the mean
+    length of its keys), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys). Scoring may run in another thread than
+    appending: entries that are there do not change. A function of the records' bytes alone.
+    """
+
+    def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
+        """layers: of a pooled context, whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
+        match = re.fullmatch(r"centroid:(\d{1,2})|(mean|direction|minmax|exact)", kind)
+        if match is None:
+            msg = f"{kind!r} is no summary of keys: give centroid:N, mean, direction, minmax or exact"
+            raise UsageError(msg)
+        self.kind = kind
+        self._kind, n_row = _KINDS[match[2] or "centroid"]
+        self._n_row = int(match[1]) if match[1] else n_row or n_chunk
+        self._n_chunk = n_chunk
+        self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
+        self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
+        self._sizes = [self._size(layer) for layer in self._layers]
+        self._slabs: list[list[npt.NDArray[np.uint16]]] = []
+        self._n = 0
+
+    def _size(self, layer: Any) -> int:
+        out = ffi.new("size_t *")
+        check(lib.kvf_summary_size(layer, SLAB, self._n_row, out))
+        return int(out[0])
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def n_layer(self) -> int:
+        """Pooled layers."""
+        return len(self._layers)
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory taken."""
+        return len(self._slabs) * 2 * sum(self._sizes)
+
+    @property
+    def chunk_bytes(self) -> float:
+        """Host memory of one summary."""
+        return 2 * sum(self._sizes) / SLAB
+
+    def reserve(self, n: int) -> None:
+        """Take the memory for the first n. Raises MemoryError."""
+        while len(self._slabs) * SLAB < n:
+            self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # full: committed now
+
+    def put(self, chunk: int, record: Record) -> None:
+        """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there."""
+        if chunk > self._n:
+            msg = f"chunk {chunk} is summarised before chunk {self._n}"
+            raise UsageError(msg)
+        self.reserve(chunk + 1)
+        slab, i = divmod(chunk, SLAB)
+        src = ffi.from_buffer(record)
+        for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
+            dst = ffi.from_buffer("uint16_t[]", rows)
+            check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, i, SLAB))
+        self._n = max(self._n, chunk + 1)
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n."""
+        self._n = min(self._n, n)
+        del self._slabs[-(-self._n // SLAB) :]
+
+    def score(self, layer: int, q: npt.NDArray[np.float32], n: int | None = None) -> npt.NDArray[np.float32]:
+        """For queries (n_head, n_embd_head_k) of a pooled layer: (n_head, n), each head's largest product with a row.
+
+        "minmax": the upper bound of such products (Quest, Tang et al. 2024). n: the first n chunks, None: all.
+        """
+        n = self._n if n is None else n
+        if q.shape != self._shapes[layer] or n > self._n:
+            msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
+            raise UsageError(msg)
+        q = np.ascontiguousarray(q, np.float32)
+        res = np.empty((len(q), n), np.float32)
+        pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
+        for begin in range(0, n, SLAB):
+            rows = ffi.from_buffer("uint16_t[]", self._slabs[begin // SLAB][layer])
+            count = min(SLAB, n - begin)
+            check(lib.kvf_score(self._layers[layer], rows, count, self._kind, self._n_row, pq, to + begin, n))
+        return res
+
+    def entry(self, chunk: int) -> list[npt.NDArray[np.float32]]:
+        """The summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k). For tests and the curious."""
+        slab, i = divmod(chunk, SLAB)
+        res = []
+        for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
+            panels = rows.reshape(-1, layer.n_head_kv, layer.n_embd_head_k, 16)
+            flat = panels.transpose(1, 0, 3, 2).reshape(layer.n_head_kv, -1, layer.n_embd_head_k)
+            mine = flat[:, i * self._n_row : (i + 1) * self._n_row].astype(np.uint32) << 16
+            res.append(mine.view(np.float32))
+        return res
+
+
+def _as_dict(layer: Layer) -> dict[str, int]:
+    return {name: getattr(layer, name) for name in Layer.__dataclass_fields__}

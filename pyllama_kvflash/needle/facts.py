@@ -1,0 +1,137 @@
+"""Documents of facts: secret codes at random depths, each with decoys that share its words and do not tell it."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from . import words
+from .prompt import _QUESTION, _STATEMENT, Needle, NeedlePrompt, _draw_answers, _draw_keys, _fit, _Prose
+from .words import _sentence
+
+MAX_FACTS: Final = 64
+MAX_DECOYS: Final = 8
+
+_GAP: Final = 64  # tokens of prose from one place for lines to the next: a usual paragraph stays whole
+_APART: Final = 2  # places from a fact to its decoys: they seldom share a chunk of the cache with it
+# No numbers: another number told of the same key ("The password for ...") misleads even the full cache.
+_MENTIONS: Final = (
+    "{hero} has forgotten the secret code for the {key}.",
+    "The keeper of the {key} is {hero}.",
+    "In {month} {hero} saw the {key} near the {noun} of {place}.",
+    "{hero} drew a picture of the {key} and gave it to the teacher.",
+    "Nobody in {place} knows who made the {key}.",
+)
+
+
+def make_facts(
+    n_tokens: int,
+    count: Callable[[str], int],
+    *,
+    n_facts: int = 8,
+    n_decoys: int = 2,
+    seed: int = 1,
+) -> NeedlePrompt:
+    """Write a document of prose with `n_facts` secret codes at random depths, each on a line of its own.
+
+    Every fact has `n_decoys` decoys, lines elsewhere in the document.  They are, by turns and beginning
+    anywhere, the code for another key with the same adjective, the code for another key with the same noun,
+    and a sentence that mentions the fact's key without a code.  No key has two codes, no code two keys.
+
+    The result depends on the arguments alone, as with `make_prompt`.  The same `seed`, `n_facts` and
+    `n_decoys` give the same facts and decoys at every length, the facts at about the same relative depths.
+    The keys are ones that the bundled model was trained on: with the full cache it misses none or few.
+
+    Args:
+        n_tokens: tokens that the document may take; it ends less than about 100 tokens short of that.
+        count: tokens of a text by the model's own tokenizer, without BOS, as for `make_prompt`.
+        n_facts: codes to be asked for, 1 to `MAX_FACTS`.
+        n_decoys: decoys of each fact, 0 to `MAX_DECOYS`.
+        seed: number of the document, 0 or more.
+
+    Returns:
+        The document.  Its needles are the facts, in document order; the decoys are in the text alone.
+
+    Raises:
+        ValueError: an argument is out of range, `n_tokens` cannot hold the facts and decoys, or `count` does
+            not behave as a token counter.
+    """
+    if not 1 <= n_facts <= MAX_FACTS:
+        raise ValueError(f"n_facts is {n_facts}: choose a number from 1 to {MAX_FACTS}.")
+    if not 0 <= n_decoys <= MAX_DECOYS:
+        raise ValueError(f"n_decoys is {n_decoys}: choose a number from 0 to {MAX_DECOYS}.")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: choose 0 or more.")
+
+    rng = random.Random(seed)
+    keys = _draw_keys(rng, n_facts, held_out=False)
+    answers = _draw_answers(rng, n_facts * (1 + n_decoys))
+    statements = [_STATEMENT.format(key=key, answer=answer) for key, answer in zip(keys, answers, strict=False)]
+    decoys = _draw_decoys(rng, keys, iter(answers[n_facts:]), n_decoys)
+    needed = count("".join(line + "\n" for group in (statements, *decoys) for line in group))
+    if needed > n_tokens:
+        raise ValueError(
+            f"n_tokens is {n_tokens}, but the {n_facts} facts with {n_decoys} decoys each alone take {needed} "
+            f"tokens: raise n_tokens to {needed} or more, or lower n_facts or n_decoys."
+        )
+
+    places, at = _spread(rng, statements, decoys, max(1, (n_tokens - needed) // _GAP))
+    layout, total = _fit(_Prose(rng, count), places, n_tokens, needed)
+    starts = [layout.starts[place] + offset for place, offset in at]
+    needles = tuple(
+        Needle(
+            key=key,
+            answer=answer,
+            statement=statement,
+            question=_QUESTION.format(key=key),
+            start=start,
+            end=start + len(statement),
+        )
+        for key, answer, statement, start in zip(keys, answers, statements, starts, strict=False)
+    )
+    return NeedlePrompt(text=layout.text, needles=needles, n_tokens=total, seed=seed)
+
+
+def _draw_decoys(rng: random.Random, keys: list[str], answers: Iterator[str], n: int) -> list[list[str]]:
+    """Draw `n` decoys of every key; codes are told the next of `answers`."""
+    used = set(keys)
+    decoys = []
+    for key in keys:
+        adjective, noun = key.split()
+        first = rng.randrange(3)
+        group = []
+        for kind in range(first, first + n):
+            if kind % 3 == 2:
+                cast = {"key": key, "hero": f"{rng.choice(words.FIRST_NAMES)} {rng.choice(words.LAST_NAMES)}"}
+                group.append(_sentence(rng.choice(_MENTIONS), rng, cast))
+                continue
+            if kind % 3 == 0:
+                pairs = [(adjective, other) for other in words.TRAINED_NOUNS]
+            else:
+                pairs = [(other, noun) for other in words.TRAINED_ADJECTIVES]
+            trained = [" ".join(pair) for pair in pairs if not words.is_held_out_pair(*pair)]
+            decoy = rng.choice([other for other in trained if other not in used])
+            used.add(decoy)
+            group.append(_STATEMENT.format(key=decoy, answer=next(answers)))
+        decoys.append(group)
+    return decoys
+
+
+def _spread(
+    rng: random.Random, facts: list[str], decoys: list[list[str]], n_places: int
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Put the lines into `n_places` even places of the document, at random, decoys away from their fact.
+
+    Returns the lines of every place, joined, and of every fact its place and the characters before it there.
+    The facts keep their order.
+    """
+    places = [""] * n_places
+    at = []
+    apart = min(_APART, n_places // 2)
+    depths = sorted(rng.random() for _ in facts)
+    for fact, depth, group in zip(facts, depths, decoys, strict=True):
+        place = int(depth * n_places)
+        at.append((place, len(places[place])))
+        places[place] += fact + "\n"
+        for decoy in group:
+            places[(place + rng.randint(apart, n_places - apart)) % n_places] += decoy + "\n"
+    return places, at

@@ -1,0 +1,74 @@
+"""When to score: often enough to follow the text, seldom enough to cost nothing that is felt."""
+
+import math
+
+
+class Schedule:
+    """Every tau tokens, or tau times a power of two where scoring would cost more than `share` of the decode time.
+
+    Costs are measured (the caller has the clock). Powers of two, so that a little noise in them does not move the steps
+    at which the pool changes: the same seed gives the same text unless the measured cost itself crosses a step.
+    """
+
+    def __init__(self, tau: int = 64, share: float = 0.05) -> None:
+        self.tau = tau
+        self.share = share
+        self._step_s: float | None = None
+        self._costs: list[float] = []
+        self._n = 0
+        self._begun = False
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that a reselect costs: the median of the last five."""
+        return sorted(self._costs)[len(self._costs) // 2] if self._costs else 0.0
+
+    @property
+    def interval(self) -> int:
+        """Tokens from one scoring to the next."""
+        if not self._step_s or not self.share:
+            return self.tau
+        tokens = self.cost_s / (self.share * self._step_s)
+        return self.tau * 2 ** max(0, math.ceil(math.log2(max(tokens, 1) / self.tau)))
+
+    @property
+    def lag(self) -> int:
+        """Tokens from the beginning of a scoring to the step where its plan is applied: a number of its own, not of the
+        clock's, so that the same seed gives the same text. As long as a scoring may take by its share of the time.
+        """
+        return max(1, math.ceil(self.share * self.interval))
+
+    def restart(self) -> None:
+        """The pool was just chosen anew."""
+        self._n = 0
+        self._begun = False
+
+    def step(self, n_tokens: int, seconds: float) -> None:
+        """n_tokens were decoded in so many seconds."""
+        self._n += n_tokens
+        each = seconds / n_tokens
+        self._step_s = each if self._step_s is None else 0.9 * self._step_s + 0.1 * each
+
+    def scored(self, seconds: float) -> None:
+        """A reselect took so many seconds in all."""
+        self._costs = [*self._costs[-4:], seconds]
+
+    @property
+    def left(self) -> int:
+        """Tokens until the next scoring begins."""
+        return self.interval - self._n
+
+    def begin(self) -> bool:
+        """Whether to begin to score now; asked once a step."""
+        if self._begun or self._n < self.interval:
+            return False
+        self._n = 0
+        self._begun = True
+        return True
+
+    def apply(self) -> bool:
+        """Whether the scores that were begun are due now."""
+        if not self._begun or self._n < self.lag:
+            return False
+        self._begun = False
+        return True

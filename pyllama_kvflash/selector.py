@@ -1,0 +1,155 @@
+"""The selector: has the chunks scored, beside decode or at once, and the pool changed to the best of them."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError
+from pyllama_kvflash.events import Reselect
+from pyllama_kvflash.native import Context
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.pager import Pager
+from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, n_queries
+
+_LAYER_THREADS = 4  # more would only wait for memory
+
+Scored = tuple[Scores, float]
+
+
+class Selector:
+    """Asks the scorer when the schedule says so. One thread scores, and nothing else touches the scorer.
+
+    `begin` looks at the sequence and starts the thread; `finish` waits for it, and has the plan applied. Whoever takes
+    positions away, or replaces them, calls `cancel` first.
+    """
+
+    def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
+        self.scorer = scorer
+        self.schedule = Schedule(options.tau, options.share)
+        self.warnings: list[str] = []
+        self._recent: deque[Queries] = deque(maxlen=n_queries(scorer.query) or 1)
+        self.n_done = 0
+        self.seconds = 0.0
+        self._ctx = ctx
+        self._pager = pager
+        self._worker = ThreadPoolExecutor(1, "kvflash-score")
+        self._layers = ThreadPoolExecutor(min(_LAYER_THREADS, options.n_threads or 1), "kvflash-layer")
+        self._job: Future[Scored] | None = None
+        self._view: View | None = None
+
+    def close(self) -> None:
+        """End the threads."""
+        self.cancel()
+        self._worker.shutdown()
+        self._layers.shutdown()
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything is out: else there is nothing to choose."""
+        ledger = self._pager.ledger
+        return ledger.n_resident < ledger.n_chunks
+
+    def queries(self) -> Queries:
+        """Those of the last token decoded, for each pooled layer."""
+        return [self._ctx.queries(i) for i in range(self._pager.n_layer)] if self.scorer.summary is not None else []
+
+    def tick(self, tokens: npt.NDArray[np.int32], n_new: int, seconds: float) -> Reselect | None:
+        """n_new tokens were decoded: apply the scores that are due, or begin to score. tokens: the whole sequence."""
+        self.schedule.step(n_new, seconds)
+        if not self.needed:
+            return None
+        if self.schedule.left < (self._recent.maxlen or 1):
+            self._recent.append(self.queries())
+        if self.schedule.apply():
+            return self.finish("decode", len(tokens), n_free=1)
+        if self.schedule.begin():
+            self.begin(tokens, list(self._recent))
+        return None
+
+    def now(self, reason: str, tokens: npt.NDArray[np.int32], queries: Sequence[Queries], n_free: int) -> Reselect:
+        """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
+        self.cancel()
+        self.begin(tokens, queries)
+        event = self.finish(reason, len(tokens), n_free)
+        self.schedule.restart()
+        return event
+
+    def begin(self, tokens: npt.NDArray[np.int32], queries: Sequence[Queries]) -> None:
+        """Start to score the sequence as it is now."""
+        ledger = self._pager.ledger
+        self._view = View(
+            tokens=tokens.copy(),
+            chunk=ledger.chunk,
+            touched=ledger.touched,
+            candidates=ledger.candidates(),
+            queries=queries,
+            summaries=self._pager.summaries,
+            each=self._each,
+        )
+        self._job = self._worker.submit(_timed, self.scorer, self._view)
+
+    def finish(self, reason: str, pos: int, n_free: int) -> Reselect:
+        """Wait for the scores, and change the pool to the best chunks."""
+        job, view = self._job, self._view
+        self._job = self._view = None
+        if job is None or view is None:
+            msg = "no scoring was begun"
+            raise AssertionError(msg)
+        try:
+            scores, score_s = job.result()
+        except (Interrupted, KeyboardInterrupt):
+            raise
+        except ScorerError as err:
+            scores, score_s = self._fall_back(err, view)
+        scores = np.where(view.candidates, scores, np.nan)
+        begin = time.perf_counter()
+        plan = self._pager.reselect(scores, n_free)
+        apply_s = time.perf_counter() - begin
+        self.schedule.scored(score_s + apply_s)
+        self.n_done += 1
+        self.seconds += score_s + apply_s
+        shown = tuple(None if np.isnan(x) else float(x) for x in scores)
+        return Reselect(pos, reason, shown, plan.drops, plan.page_ins, score_s, apply_s)
+
+    def cancel(self) -> None:
+        """Forget what was begun, once the thread is done with it."""
+        job, self._job, self._view = self._job, None, None
+        if job is not None:
+            job.exception()
+        self._recent.clear()
+        self.schedule.restart()
+
+    def _fall_back(self, err: ScorerError, view: View) -> Scored:
+        """The scorer cannot work: go on with qk, whose summaries are made of the records that are there."""
+        self.warnings.append(f"{self.scorer.name} cannot score: {err}; using qk")
+        self.scorer = Qk()
+        self._pager.summarise(self.scorer.summary)
+        return self._worker.submit(_timed, self.scorer, self._with_summaries(view)).result()
+
+    def _with_summaries(self, view: View) -> View:
+        queries = view.queries if all(view.queries) else [[self._ctx.queries(i) for i in range(self._pager.n_layer)]]
+        return View(view.tokens, view.chunk, view.touched, view.candidates, queries, self._pager.summaries, self._each)
+
+    def _each(self, f: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
+        return self._layers.map(f, items)
+
+
+def _timed(scorer: Scorer, view: View) -> Scored:
+    begin = time.perf_counter()
+    try:
+        scores = np.asarray(scorer.score(view), np.float64)
+    except (KVFlashError, MemoryError):
+        raise
+    except Exception as err:
+        msg = f"it failed with {type(err).__name__}: {err}"
+        raise ScorerError(msg) from err
+    n = len(view.candidates)
+    if scores.shape != (n,) or np.any(np.isnan(scores[view.candidates])):
+        msg = f"it gave scores of shape {scores.shape}, or not a number, for {n} chunks"
+        raise ScorerError(msg)
+    return scores, time.perf_counter() - begin

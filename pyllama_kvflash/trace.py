@@ -1,0 +1,287 @@
+"""What `kvflash run --trace` wrote, as arrays: where every chunk was, what it was worth, what moved.
+
+A trace is one JSON object a line: "start" with the run's settings, then the engine's events in order. It may end
+anywhere, in the middle of a line too. `read_trace` keeps a bounded number of moments, however long the run was.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.errors import UsageError
+
+MAX_MOMENTS = 1000  # of the prompt, and as many of what was decoded: a picture has no room for more
+_MAX_CELLS = 1 << 24  # of an array of moments by chunks
+_MAX_START = 1 << 16  # bytes of the first line: a file that is no trace may be one line of many GB
+_RECORD = "record one with kvflash run --trace FILE"
+
+Ints = npt.NDArray[np.int64]
+States = npt.NDArray[np.int8]
+Scores = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """A run. Moment i: positions[i] positions are written, and what had to move for that has moved."""
+
+    meta: dict[str, Any]  # the first line: model, policy, n_ctx, n_pool, chunk, tau
+    n_prompt: int  # tokens of the prompt, computed or not
+    reason: str | None  # why it ended, None: the trace was cut off
+    positions: Ints  # (n_moments,) never falls
+    residency: States  # (n_moments, n_chunks) -1: not written yet, 0: out, 1: resident
+    n_in: Ints  # (n_moments,) chunks brought back since the moment before
+    n_out: Ints  # (n_moments,) chunks dropped since the moment before
+    reselect_pos: Ints  # (n_reselects,)
+    scores: Scores  # (n_reselects, n_chunks) NaN: no candidate, or not written yet
+    last_reselect: Ints  # (n_moments,) index of the reselect whose choice the moment shows, -1: there was none
+
+    @property
+    def chunk(self) -> int:
+        """Positions of a chunk."""
+        return int(self.meta["chunk"])
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace, cut off or not. Raises UsageError: no such file, no trace, a bad line, or nothing happened in it."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            replay = _Replay(_start(path, file))
+            cut: UsageError | None = None
+            for number, line in enumerate(file, 2):
+                if cut is not None:
+                    raise cut
+                try:
+                    replay.event(_object(line))
+                except _BadEventError as err:
+                    bad = UsageError(f"line {number} of {path} {err}: the trace is damaged, {_RECORD}")
+                    if not isinstance(err, _NotJSONError):
+                        raise bad from None
+                    cut = bad  # if it is the last line, the run was cut off there
+    except FileNotFoundError:
+        msg = f"there is no trace {path}: {_RECORD}"
+        raise UsageError(msg) from None
+    except IsADirectoryError:
+        msg = f"{path} is a directory: give a trace, or {_RECORD}"
+        raise UsageError(msg) from None
+    except OSError as err:
+        msg = f"the trace {path} cannot be read: {err.strerror}"
+        raise UsageError(msg) from None
+    trace = replay.trace()
+    if not len(trace.positions):
+        msg = f"the trace {path} ends before the first batch of the prompt: let the run get further"
+        raise UsageError(msg)
+    return trace
+
+
+#
+# lines
+#
+
+
+class _BadEventError(Exception):
+    """A line that no run writes; what is wrong with it, as a clause."""
+
+
+class _NotJSONError(_BadEventError):
+    """As the last line of a run that was cut off."""
+
+
+def _start(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """The run's settings."""
+    line = file.readline(_MAX_START)
+    if not line:
+        msg = f"{path} is empty: {_RECORD}"
+        raise UsageError(msg)
+    try:
+        meta = _object(line)
+        if meta["event"] != "start":
+            raise _BadEventError(f'begins with "{meta["event"]}", not with "start"')
+        chunk = _integer(meta, "chunk", low=1)
+        _integer(meta, "n_ctx", low=1)
+        if meta.get("n_pool") is not None:
+            _integer(meta, "n_pool", low=chunk)
+    except _BadEventError as err:
+        msg = f"{path} is not a trace, its first line {err}: {_RECORD}"
+        raise UsageError(msg) from None
+    return {name: value for name, value in meta.items() if name != "event"}
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # no UTF-8 and no JSON are ValueErrors
+        raise _NotJSONError("is not JSON") from None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        raise _BadEventError("is no event")
+    return found
+
+
+def _integer(event: dict[str, Any], name: str, *, low: int = 0, high: int = 1 << 31) -> int:
+    value = event.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise _BadEventError(f'has {json.dumps(value)[:40]} for "{name}", not a number from {low} to {high}')
+    return value
+
+
+def _chunks(event: dict[str, Any], name: str, n_max: int) -> list[int]:
+    value = event.get(name)
+    if not isinstance(value, list) or not all(type(c) is int and 0 <= c < n_max for c in value):
+        raise _BadEventError(f'has {json.dumps(value)[:40]} for "{name}", not chunks below {n_max}')
+    return value
+
+
+#
+# replay
+#
+
+
+class _Thinned:
+    """At most `limit` things of many, evenly spaced, the first and the last one always."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._stride, self._seen = limit, 1, 0
+        self._kept: list[Any] = []
+        self._last: Any = None
+
+    def add(self, thing: Any) -> None:
+        if self._seen % self._stride == 0:
+            self._kept.append(thing)
+        if len(self._kept) >= self._limit:
+            del self._kept[1::2]
+            self._stride *= 2
+        self._seen += 1
+        self._last = thing
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._kept
+        if self._last is not None and self._kept[-1] is not self._last:
+            yield self._last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moment:
+    pos: int
+    state: States
+    n_in: int  # since the beginning
+    n_out: int
+    reselects: int
+
+
+class _Replay:
+    """Follows a run event by event, and takes notes."""
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        self._meta = meta
+        self._chunk: int = meta["chunk"]
+        self._n_ctx: int = meta["n_ctx"]
+        self._n_max = -(-self._n_ctx // self._chunk)
+        limit = max(4, min(MAX_MOMENTS, _MAX_CELLS // self._n_max))
+        self._prefill, self._decode, self._reselects = _Thinned(limit), _Thinned(limit), _Thinned(2 * limit)
+        self._state: States = np.zeros(0, np.int8)
+        self._written = 0
+        self._n_prompt = 0
+        self._first: int | None = None  # position of the first token that was produced
+        self._n_tokens = 0
+        self._n_in = self._n_out = self._n_reselects = 0
+        self._moved = False  # since the last moment
+        self._reason: str | None = None
+
+    def event(self, event: dict[str, Any]) -> None:
+        """A line after the first. Raises _BadEventError."""
+        match event["event"]:
+            case "prefill":
+                self._n_prompt = _integer(event, "total", high=self._n_ctx)
+                self._write(_integer(event, "done", low=1, high=self._n_ctx))
+                self._moment(self._prefill)
+            case "paged":
+                self._move(event)
+            case "reselect":
+                self._move(event)
+                self._n_reselects += 1
+                scores = self._scores(event)
+                self._reselects.add((self._n_reselects, event["pos"], scores))
+            case "token":
+                self._token()
+            case "done":
+                reason = event.get("reason")
+                self._reason = reason if isinstance(reason, str) else "done"
+            case "start":
+                raise _BadEventError("starts another run")
+            case _:  # of a later version
+                pass
+
+    def _token(self) -> None:
+        """A token was produced: those before it are written, and it itself will be with the next one."""
+        if self._first is None:
+            self._first = self._written
+        else:
+            self._n_tokens += 1
+            if self._first + self._n_tokens > self._n_ctx:
+                raise _BadEventError(f"is a token beyond the context of {self._n_ctx}")
+            self._write(self._first + self._n_tokens)
+            self._moment(self._decode)
+
+    def _write(self, n_tokens: int) -> None:
+        """n_tokens positions are written: new chunks are resident."""
+        self._written = max(self._written, n_tokens)
+        n_new = -(-self._written // self._chunk) - len(self._state)
+        if n_new > 0:
+            self._state = np.concatenate([self._state, np.ones(n_new, np.int8)])
+
+    def _move(self, event: dict[str, Any]) -> None:
+        self._write(_integer(event, "pos", high=self._n_ctx))
+        n = len(self._state)
+        drops, page_ins = _chunks(event, "drops", n), _chunks(event, "page_ins", n)
+        self._state[drops] = 0
+        self._state[page_ins] = 1
+        self._n_out += len(drops)
+        self._n_in += len(page_ins)
+        self._moved = self._moved or bool(drops or page_ins)
+
+    def _scores(self, event: dict[str, Any]) -> Scores:
+        try:
+            found = np.array(event.get("scores"), np.float64)  # None becomes NaN
+        except (TypeError, ValueError, OverflowError):
+            found = np.zeros(())
+        if found.ndim != 1 or len(found) > self._n_max:
+            raise _BadEventError('has no list of numbers for "scores"')
+        with np.errstate(over="ignore"):
+            scores = found.astype(np.float32)
+        scores[~np.isfinite(scores)] = np.nan
+        return scores
+
+    def _moment(self, moments: _Thinned) -> None:
+        moments.add(_Moment(self._written, self._state.copy(), self._n_in, self._n_out, self._n_reselects))
+        self._moved = False
+
+    def trace(self) -> Trace:
+        """What was noted."""
+        if self._moved and self._written:  # nothing was computed after it
+            self._moment(self._prefill if self._first is None else self._decode)
+        moments: list[_Moment] = [*self._prefill, *self._decode]
+        numbers, pos, scores = zip(*self._reselects, strict=True) if self._n_reselects else ((), (), ())
+        return Trace(
+            meta=self._meta,
+            n_prompt=self._n_prompt,
+            reason=self._reason,
+            positions=np.array([m.pos for m in moments], np.int64),
+            residency=_padded([m.state for m in moments], len(self._state), np.int8(-1)),
+            n_in=np.diff([m.n_in for m in moments], prepend=0),
+            n_out=np.diff([m.n_out for m in moments], prepend=0),
+            reselect_pos=np.array(pos, np.int64),
+            scores=_padded(scores, len(self._state), np.float32(np.nan)),
+            last_reselect=np.searchsorted(numbers, [m.reselects for m in moments], side="right") - 1,
+        )
+
+
+def _padded(rows: Any, width: int, fill: Any) -> npt.NDArray[Any]:
+    res = np.full((len(rows), width), fill)
+    for i, row in enumerate(rows):
+        res[i, : len(row)] = row[:width]
+    return res
