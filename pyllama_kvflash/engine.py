@@ -172,13 +172,15 @@ class KVFlash:
             if last:
                 self.ctx.synchronize()
             elif self._selector and self.options.prefill_reselect and self._selector.needed:
-                yield from self._reselect("prefill", [self._selector.queries()], min(self.n_batch, n - done))
+                yield from self._reselect("prefill", [self.queries()], min(self.n_batch, n - done))
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, self.resident_bytes, self.host_bytes)
 
     def _replayed(self, n: int) -> int:
         """How many tokens at the end of a prompt of n are run again: none, if all of it stays resident."""
-        return min(self.options.replay, n, self.n_batch, self.options.tail * self.options.chunk) if self._chosen(n) else 0
+        return (
+            min(self.options.replay, n, self.n_batch, self.options.tail * self.options.chunk) if self._chosen(n) else 0
+        )
 
     def _chosen(self, n: int) -> bool:
         """Whether the pool cannot hold n more tokens beside all that is there, and a scorer chooses what stays."""
@@ -271,6 +273,10 @@ class KVFlash:
         """A copy of the logits (n_vocab,) of token i of the last batch."""
         return self.ctx.logits(i)
 
+    def queries(self) -> Queries:
+        """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
+        return self._selector.queries() if self._selector else []
+
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
         """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for."""
         return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -353,6 +359,13 @@ class KVFlash:
         return np.array(self._history, np.int32)
 
     @property
+    def policy(self) -> str:
+        """The name of the scorer at work, "full" without a pool."""
+        if self._pager is None:
+            return "full"
+        return self._selector.scorer.name if self._selector else "lru"
+
+    @property
     def n_batch(self) -> int:
         """Tokens of a batch at most: what the pool holds beside its sinks, tail and pins."""
         return min(self._max_batch, self._pager.n_batch) if self._pager else self._max_batch
@@ -418,7 +431,7 @@ class KVFlash:
 
     def reselect(self) -> Reselect | None:
         """Score all chunks with the last token's queries now, and bring back the best. None: nothing is out, or lru."""
-        events = [e for e in self._reselect("decode", [self._selector.queries()] if self._selector else [], 1) if isinstance(e, Reselect)]
+        events = [e for e in self._reselect("decode", [self.queries()], 1) if isinstance(e, Reselect)]
         return events[0] if events else None
 
     def unpin(self, start: int, end: int) -> None:

@@ -68,7 +68,7 @@ def _load(model: Model, options: Options) -> Loaded:
     if size.n_pool is None:
         _check_memory(token_bytes * options.n_ctx, options.n_ctx)
     else:
-        scorer = make_scorer(options, model.path)
+        scorer = make_scorer(options, model)
         q_tap = scorer.name != "lru"
         mark = fingerprint(model.path)
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)

@@ -1,10 +1,10 @@
 """Policies by name: the built-in ones, and those that other packages register."""
 
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import Model
 from pyllama_kvflash.policy import Lru, Qk, QkCos, Scorer
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ def policy_names() -> tuple[str, ...]:
     return (*BUILT_IN, *sorted(_registered().keys() - set(BUILT_IN)))
 
 
-def make_scorer(options: "Options", model: Path) -> Scorer:
-    """The scorer of a policy. model: the target's file, next to which a drafter is looked for.
+def make_scorer(options: "Options", model: Model) -> Scorer:
+    """The scorer of a policy. model: the target, next to which a drafter is looked for.
 
     Raises UsageError: no such policy, no drafter found, or what was registered is no scorer.
     """
@@ -38,7 +38,7 @@ def make_scorer(options: "Options", model: Path) -> Scorer:
     if policy in ("drafter", "crosstok"):
         from pyllama_kvflash.drafter import Drafter, find_drafter  # noqa: PLC0415 (it is an engine of its own)
 
-        return Drafter(find_drafter(options.draft_model, model), model, options, retokenize=policy == "crosstok")
+        return Drafter(find_drafter(options.draft_model, model.path), model, options, retokenize=policy == "crosstok")
     return _load(_registered()[policy])
 
 

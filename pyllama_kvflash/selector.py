@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Selector:
     """
 
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
-        self.scorer = scorer
+        self.scorer: Scorer = scorer
         self.schedule = Schedule(options.tau, options.share)
         self.warnings: list[str] = []
         self._recent: deque[Queries] = deque(maxlen=n_queries(scorer.query) or 1)
@@ -47,6 +48,8 @@ class Selector:
         self.cancel()
         self._worker.shutdown()
         self._layers.shutdown()
+        if close := getattr(self.scorer, "close", None):
+            close()
 
     @property
     def needed(self) -> bool:
@@ -56,7 +59,7 @@ class Selector:
 
     def queries(self) -> Queries:
         """Those of the last token decoded, for each pooled layer."""
-        return [self._ctx.queries(i) for i in range(self._pager.n_layer)] if self.scorer.summary is not None else []
+        return [self._ctx.queries(i) for i in range(self._pager.n_layer)]
 
     def tick(self, tokens: npt.NDArray[np.int32], n_new: int, seconds: float) -> Reselect | None:
         """n_new tokens were decoded: apply the scores that are due, or begin to score. tokens: the whole sequence."""
@@ -127,13 +130,11 @@ class Selector:
     def _fall_back(self, err: ScorerError, view: View) -> Scored:
         """The scorer cannot work: go on with qk, whose summaries are made of the records that are there."""
         self.warnings.append(f"{self.scorer.name} cannot score: {err}; using qk")
+        if close := getattr(self.scorer, "close", None):
+            close()
         self.scorer = Qk()
         self._pager.summarise(self.scorer.summary)
-        return self._worker.submit(_timed, self.scorer, self._with_summaries(view)).result()
-
-    def _with_summaries(self, view: View) -> View:
-        queries = view.queries if all(view.queries) else [[self._ctx.queries(i) for i in range(self._pager.n_layer)]]
-        return View(view.tokens, view.chunk, view.touched, view.candidates, queries, self._pager.summaries, self._each)
+        return self._worker.submit(_timed, self.scorer, replace(view, summaries=self._pager.summaries)).result()
 
     def _each(self, f: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         return self._layers.map(f, items)

@@ -12,6 +12,7 @@ import click
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
+from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.errors import KVFlashError
 
@@ -27,6 +28,8 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash run model.gguf -f long.txt                  a prompt file, pool chosen from free memory
   kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
+  kvflash run model.gguf -f long.txt --trace t.jsonl  and what stayed and came back, for the next line
+  kvflash plot t.jsonl                                a picture of it
   kvflash inspect model.gguf                          what can be pooled, and what it costs
 
 \b
@@ -78,3 +81,4 @@ def main() -> None:
 main.add_command(run)
 main.add_command(demo)
 main.add_command(inspect)
+main.add_command(plot)

@@ -6,10 +6,12 @@ from functools import reduce
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
-from pyllama_kvflash.policy import POLICIES
+from pyllama_kvflash.policy import AGGREGATES
+from pyllama_kvflash.registry import policy_names
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
@@ -36,6 +38,39 @@ class TokenCount(click.ParamType[int | str]):
         return int(match[1]) * _UNITS[match[2]]
 
 
+class Policy(click.ParamType[str]):
+    """The name of a policy."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check, or fail with what there is."""
+        if value not in policy_names():
+            self.fail(f"{value!r} is no policy: there are {', '.join(policy_names())}", param, ctx)
+        return str(value)
+
+
+class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
+    """Ranges of positions: 0:512,4K:5K."""
+
+    name = "spans"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        """Parse, or fail with what is allowed."""
+        if isinstance(value, tuple):
+            return value
+        count = TokenCount()
+        res = []
+        for part in filter(None, str(value).split(",")):
+            start, colon, end = part.partition(":")
+            if not colon:
+                self.fail(f"{part!r} is no range of positions: give one such as 0:512, several with commas", param, ctx)
+            res.append((int(count.convert(start, param, ctx)), int(count.convert(end, param, ctx))))
+        return tuple(res)
+
+
 class Layers(click.ParamType[int]):
     """A number of layers; all (or llama.cpp's auto, or a negative number) is -1."""
 
@@ -54,6 +89,18 @@ class Layers(click.ParamType[int]):
 def env(name: str, llama: str | None = None) -> list[str]:
     """Environment variables of an option: ours, then llama.cpp's."""
     return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
+
+
+def resolve(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Options from the values of POOL and SCORERS: pins put together, a drafter taken at its word."""
+    res = dict(values)
+    res["chunk"] = int(res["chunk"])
+    prefix, spans = res.pop("pin_prefix"), res.pop("pin_spans")
+    res["pins"] = (((0, prefix),) if prefix else ()) + spans
+    typed = click.get_current_context().get_parameter_source("policy")
+    if res["draft_model"] and typed == ParameterSource.DEFAULT:
+        res["policy"] = "drafter"
+    return res
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -78,8 +125,9 @@ CONTEXT = options(
 )  # fmt: skip
 
 COMPUTE = options(
-    click.option("-b", "--batch-size", "n_batch", type=TokenCount(), default=512, show_default=True,
-                 envvar=env("BATCH"), help="Prompt tokens per decode call; the pool must hold one such batch."),
+    click.option("-b", "--batch-size", "n_batch", type=TokenCount(), default=0, show_default=True,
+                 envvar=env("BATCH"), help="Prompt tokens per decode call, which the pool must hold, 0: as many as it"
+                 " can, at most 2048."),
     click.option("-ub", "--ubatch-size", "n_ubatch", type=TokenCount(), default=512, show_default=True,
                  envvar=env("UBATCH"), help="Prompt tokens computed at once."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
@@ -94,8 +142,36 @@ POOL = options(
                  help="Pool size in tokens; auto: half of the free device memory, at most 16K; off: the full cache."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
                  show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
-    click.option("--kvflash-policy", "policy", type=click.Choice(list(POLICIES)), default="lru", show_default=True,
-                 envvar="KVFLASH_POLICY", help="Which chunks stay. lru: the most recent ones."),
+    click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,
+                 envvar="KVFLASH_POLICY",
+                 help="Which chunks stay and come back. qk: those that the model's own attention asks for; drafter: those"
+                 " that a small model's does (crosstok: through its own tokenizer); lru: the most recent ones; qk-cos: a"
+                 " published formula, for comparison; or one that a package registered."),
+    click.option("--kvflash-tau", "tau", type=TokenCount(), default=64, show_default=True, envvar="KVFLASH_TAU",
+                 help="Tokens from one scoring of all chunks to the next; more where it would cost too much."),
+    click.option("--kvflash-share", "share", type=float, default=0.05, show_default=True, envvar="KVFLASH_SHARE",
+                 help="Share of the decode time that scoring may take, 0: no limit."),
+    click.option("--kvflash-replay", "replay", type=TokenCount(), default=64, show_default=True,
+                 envvar="KVFLASH_REPLAY",
+                 help="Tokens at the end of the prompt to run again once the pool was chosen for them, 0: none."),
+    click.option("--pin-prefix", metavar="N", type=TokenCount(), default=0, show_default=True,
+                 help="Keep the first N tokens on the device."),
+    click.option("--pin-spans", metavar="A:B,C:D", type=Spans(), default="",
+                 help="Keep these positions on the device, each from A up to B. BOS is position 0."),
+)  # fmt: skip
+
+SCORERS = options(
+    click.option("--qk-summary", metavar="KIND", default="centroid:4", show_default=True, envvar="KVFLASH_QK_SUMMARY",
+                 help="What qk keeps of a chunk's keys: centroid:N (1, 2, 4, 8, 16), mean, minmax or exact."),
+    click.option("--qk-aggregate", type=click.Choice(AGGREGATES), default="zmax", show_default=True,
+                 envvar="KVFLASH_QK_AGGREGATE", help="How the scores of all heads become one."),
+    click.option("--qk-query", metavar="WHICH", default="last:4", show_default=True, envvar="KVFLASH_QK_QUERY",
+                 help="Whose queries score: last, last:N (tokens) or question (all that are run again)."),
+    click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, envvar="KVFLASH_DRAFT_SCORER",
+                 help="The drafter, and policy drafter.  [default: MODEL-draft.gguf or draft-scorer.gguf next to the"
+                 " model, in $KVFLASH_DRAFT_DIR, or in ~/.cache/kvflash]"),
+    click.option("--draft-pool", type=TokenCount(), default=2048, show_default=True, envvar="KVFLASH_DRAFT_POOL",
+                 help="The drafter's own pool in tokens."),
 )  # fmt: skip
 
 SAMPLING = options(

@@ -104,7 +104,7 @@ def banner(kv: KVFlash) -> list[str]:
         return [head, *kv.notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
-        f" the device, the full cache takes {mib(s.kv_full_bytes)}"
+        f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"
     )
     return [head, *kv.notes, pool]
 
@@ -139,6 +139,7 @@ def stats_table(s: Stats) -> Table:
         ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
+        ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
     for name, value in rows:

@@ -3,7 +3,8 @@
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
+from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
-from pyllama_kvflash.events import Done, Event, Prefill, Token, as_dict, stats_dict
+from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -31,6 +33,7 @@ secret codes hidden in long texts, good for a first try.
   kvflash run model.gguf -f book.txt --kvflash 4K -n 200 --temp 0
   cat book.txt | kvflash run model.gguf -f - --json > answer.json
   kvflash run model.gguf -f book.txt -ctk q8_0 -ctv q8_0 --stats
+  kvflash run model.gguf -f book.txt --kvflash 4K --trace out.jsonl && kvflash plot out.jsonl
 
 A pool smaller than what it must hold (first chunk, last four chunks, pins, one batch and two more) is raised, with a
 warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
@@ -68,10 +71,12 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
     help="Stop at this text, which is not shown. Can be given several times.",
 )
 @params.POOL
+@params.SCORERS
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
 @click.option("-o", "--output", metavar="FILE", help="Write to a file instead of stdout.")
+@click.option("--trace", metavar="FILE", help="Write what is resident, scored and moved, for `kvflash plot FILE`.")
 @click.option("--stats", is_flag=True, help="Show all figures at the end, on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object with text, reason and figures at the end.")
 @click.option("--jsonl", "as_jsonl", is_flag=True, help="Write every event as a line of JSON.")
@@ -85,6 +90,7 @@ def run(
     n_predict: int,
     stop: tuple[str, ...],
     output: str | None,
+    trace: str | None,
     *,
     stats: bool,
     as_json: bool,
@@ -101,7 +107,7 @@ def run(
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
     sampling = _sampling(options)
-    options["chunk"] = int(options["chunk"])
+    options = params.resolve(options)
     text = _read_prompt(prompt, prompt_file)
     reporter = Reporter(quiet=quiet)
     path = model_path(model_arg, model, reporter)
@@ -116,7 +122,8 @@ def run(
             for line in banner(kv):
                 reporter.note(line)
             events = kv.generate(text, max_tokens=n_predict, sampling=sampling, stop=stop)
-            answer, done = _write(events, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
+            with _traced(trace, kv, events, [path, Path(prompt_file or "-"), Path(output or "-")]) as seen:
+                answer, done = _write(seen, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
     reporter.note(closing_line(done.stats, done.reason))
@@ -196,6 +203,8 @@ def _write(
                 _json_line(out, as_dict(event))
             if isinstance(event, Prefill):
                 bar(event)
+            elif isinstance(event, Warn):
+                reporter.warn(event.text)
             elif isinstance(event, Token | Done):
                 bar.finish()
                 text += event.text
@@ -209,6 +218,28 @@ def _write(
     raise AssertionError(msg)
 
 
+@contextmanager
+def _traced(name: str | None, kv: KVFlash, events: Iterator[Event], inputs: list[Path]) -> Iterator[Iterator[Event]]:
+    """The events, on their way written to a trace if one is asked for."""
+    if name is None:
+        yield events
+        return
+    with TraceWriter(name, inputs) as writer:
+        o = kv.options
+        writer.start(
+            model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.tau
+        )
+        yield map(_noted(writer), events)
+
+
+def _noted(writer: TraceWriter) -> Callable[[Event], Event]:
+    def note(event: Event) -> Event:
+        writer.event(as_dict(event))
+        return event
+
+    return note
+
+
 def _json_line(out: Output, value: dict[str, Any]) -> None:
     out.write(json.dumps(value, ensure_ascii=False) + "\n")
 
@@ -217,7 +248,7 @@ def _summary(kv: KVFlash, path: Path, text: str, done: Done) -> dict[str, Any]:
     return {
         "model": str(path),
         "description": kv.model.description,
-        "policy": kv.options.policy,
+        "policy": kv.policy,
         "text": text,
         "reason": done.reason,
         "notes": kv.notes,

@@ -29,7 +29,7 @@ class Schedule:
         if not self._step_s or not self.share:
             return self.tau
         tokens = self.cost_s / (self.share * self._step_s)
-        return self.tau * 2 ** max(0, math.ceil(math.log2(max(tokens, 1) / self.tau)))
+        return self.tau << max(0, math.ceil(math.log2(max(tokens, 1) / self.tau)))
 
     @property
     def lag(self) -> int:

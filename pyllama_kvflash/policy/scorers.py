@@ -71,7 +71,7 @@ class Lru:
     """Least recently used: a chunk is used when it is written or paged in. It knows nothing of what the chunks say."""
 
     name = "lru"
-    summary = None
+    summary: str | None = None
     query = "last"
 
     def score(self, view: View) -> Scores:
@@ -103,7 +103,7 @@ class Qk:
             msg = f"the aggregate of qk is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
             raise UsageError(msg)
         n_queries(query)
-        self.summary = summary
+        self.summary: str | None = summary
         self.aggregate = aggregate
         self.query = query
 
@@ -122,7 +122,7 @@ class QkCos:
     """
 
     name = "qk-cos"
-    summary = "direction"
+    summary: str | None = "direction"
     query = "last"
 
     def score(self, view: View) -> Scores:

@@ -1,0 +1,170 @@
+"""The drafter: a small model that reads along, and whose attention says which chunks of the target matter."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.crosstok import Retokenizer, char_spans, spread
+from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, UsageError
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.policy import Qk, Queries, Scores, View
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.engine import KVFlash
+    from pyllama_kvflash.options import Options
+
+NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
+"""What a drafter is called that lies next to its target, or in the cache folder."""
+
+_TAIL = 4  # tokens whose queries score, as in Qk
+
+
+def find_drafter(given: str | None, target: Path) -> Path:
+    """The drafter's file: the one given, or the first that exists of NAMES next to the target, then in the folder that
+    KVFLASH_DRAFT_DIR names, then in $XDG_CACHE_HOME/kvflash (~/.cache/kvflash). Raises UsageError.
+    """
+    if given is not None:
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvflash"
+    folders = [target.parent, *([Path(d)] if (d := os.environ.get("KVFLASH_DRAFT_DIR")) else []), cache]
+    places = [folder / name.format(stem=target.stem) for folder in folders for name in NAMES]
+    for place in places:
+        if place.is_file():
+            return place
+    msg = f"no drafter is found: give one with --draft-scorer, or put it at {' or '.join(map(str, places))}"
+    raise UsageError(msg)
+
+
+class Drafter:
+    """Scores chunks by the attention of a small model's last tokens, z-normalised as in `Qk`.
+
+    The drafter runs in a pool of its own and keeps what it has read: scoring again costs the tokens that are new. Its
+    model is loaded when it is first asked. With another tokenizer than the target's ("crosstok") it reads the target's
+    text in its own tokens, and its scores come back by the spans of characters.
+    """
+
+    summary: str | None = None
+    query = "last"
+
+    def __init__(self, path: Path, target: Model, options: "Options", *, retokenize: bool = False) -> None:
+        """target: whose tokens are scored. options: the target's; n_ctx, n_threads, chunk and draft_pool are used.
+
+        retokenize: go by the text even if the tokenizers are the same.
+        """
+        self.name = "crosstok" if retokenize else "drafter"
+        self.path = path
+        self._target = target
+        self._options = options
+        self._retokenize = retokenize
+        self._kv: KVFlash | None = None
+        self._queries: list[Queries] = []
+        self._retokenizer: Retokenizer | None = None
+
+    def close(self) -> None:
+        """Free the model. Harmless when called again."""
+        if self._kv is not None:
+            self._kv.close()
+            self._kv = None
+
+    def score(self, view: View) -> Scores:
+        """Scores of the chunks that the drafter has read to their end; the lowest of these for the others.
+
+        Raises ScorerError if the drafter does not load or run, and Interrupted.
+        """
+        try:
+            kv = self._loaded()
+            if self._retokenizer is None:
+                self._read(kv, view.tokens)
+                scores = self._chunk_scores(kv)
+            else:
+                scores = self._through_text(kv, self._retokenizer, view)
+        except Interrupted:
+            raise
+        except (KVFlashError, OSError, ValueError) as err:
+            raise ScorerError(str(err)) from err
+        res = np.full(len(view.candidates), scores.min(initial=0.0))
+        res[: len(scores)] = scores[: len(res)]
+        return res
+
+    def _loaded(self) -> "KVFlash":
+        if self._kv is None:
+            from pyllama_kvflash.engine import KVFlash  # noqa: PLC0415 (the engine has a scorer, and this one an engine)
+
+            o = self._options
+            options: dict[str, Any] = {
+                "n_ctx": o.n_ctx * (2 if self._retokenize else 1),
+                "chunk": o.chunk,
+                "n_threads": o.n_threads,
+            }
+            kv = KVFlash.from_file(
+                self.path, pool=o.draft_pool, policy=Qk(), prefill_reselect=False, replay=0, **options
+            )
+            if self._retokenize or not same_tokenizer(kv.model, self._target):
+                self.name = "crosstok"
+                self._retokenizer = Retokenizer(
+                    lambda text: [int(t) for t in kv.tokenize(text, add_special=False)], kv.model.piece
+                )
+            self._kv = kv
+        return self._kv
+
+    def _read(self, kv: "KVFlash", tokens: npt.NDArray[np.int32]) -> None:
+        """Bring the drafter to the end of these tokens: what it has read of them stays."""
+        have = kv.tokens
+        n = min(len(have), len(tokens))
+        differ = np.flatnonzero(have[:n] != tokens[:n])
+        keep = int(differ[0]) if len(differ) else n
+        if keep == len(tokens) == len(have) and self._queries:
+            return
+        keep = min(keep, max(0, len(tokens) - _TAIL))
+        if keep < len(have):
+            try:
+                kv.rollback(keep)
+            except KVFlashError:  # a recurrent state cannot go back
+                kv.clear()
+                keep = 0
+        new = tokens[keep:]
+        for _ in kv.prefill(new[:-_TAIL]) if len(new) > _TAIL else ():
+            pass
+        self._queries = []
+        for token in new[-_TAIL:]:
+            kv.decode(np.array([token], np.int32))
+            self._queries.append(kv.queries())
+
+    def _chunk_scores(self, kv: "KVFlash") -> Scores:
+        """A score for each full chunk of the drafter's; its first has none of its own, since all heads look there."""
+        summaries = kv.pager.summaries
+        n = len(summaries) if summaries is not None else 0
+        candidates = np.ones(n, np.bool_)
+        candidates[: kv.options.sinks] = False
+        view = View(kv.tokens, kv.options.chunk, np.zeros(n, np.int64), candidates, self._queries, summaries)
+        scores = Qk().score(view)
+        return np.where(candidates, scores, scores[candidates].min(initial=0.0))
+
+    def _through_text(self, kv: "KVFlash", retokenizer: Retokenizer, view: View) -> Scores:
+        """Read the target's text in the drafter's tokens; the best score of what a target's chunk says."""
+        pieces = _pieces(self._target, view.tokens)
+        retokenizer.update(b"".join(pieces))
+        special = kv.tokenize("", add_special=True)  # BOS, if the drafter has one
+        self._read(kv, np.concatenate([special, retokenizer.tokens]).astype(np.int32))
+        scores = self._chunk_scores(kv)
+        if len(scores) == 0:
+            return scores
+        each = np.full(kv.n_tokens, scores.min())
+        n = len(scores) * kv.options.chunk
+        each[:n] = np.repeat(scores, kv.options.chunk)
+        mine = spread(each[len(special) :], retokenizer.spans, char_spans(pieces))
+        return np.maximum.reduceat(mine, np.arange(0, len(mine), view.chunk))
+
+
+def same_tokenizer(a: Model, b: Model) -> bool:
+    """Whether every token id means the same text to both models."""
+    return a.n_vocab == b.n_vocab and all(a.piece(i) == b.piece(i) for i in range(a.n_vocab))
+
+
+def _pieces(model: Model, tokens: npt.NDArray[np.int32]) -> Sequence[bytes]:
+    known = {int(t): model.piece(int(t)) for t in np.unique(tokens)}
+    return [known[int(t)] for t in tokens]
