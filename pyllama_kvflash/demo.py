@@ -26,18 +26,25 @@ class Answers:
         return [needle.answer in answer for needle, answer in zip(needles, self.answers, strict=True)]
 
 
-def run_full(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> Answers:
-    """All questions, with the full cache."""
-    return _ask_all("full cache", kv, prompt, _prefill(kv, prompt, on_prefill), recall=False)
-
-
-def run_pool(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> tuple[Answers, Answers]:
-    """All questions with the pool as its policy leaves it, then with the chunk that holds the answer brought back."""
-    prefill_s = _prefill(kv, prompt, on_prefill)
-    return (
-        _ask_all(f"pool, {kv.options.policy}", kv, prompt, prefill_s, recall=False),
-        _ask_all("pool, chunk brought back", kv, prompt, prefill_s, recall=True),
-    )
+def answer_all(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> Answers:
+    """Read the text, and answer all questions, each as if it were the only one."""
+    kv.clear()
+    prefill_s = 0.0
+    for event in kv.prefill(kv.tokenize(prompt.text)):
+        if isinstance(event, Prefill):
+            prefill_s = event.seconds
+            on_prefill(event)
+    end, n_decoded, decode_s = kv.n_tokens, 0, 0.0
+    answers = []
+    for needle in prompt.needles:
+        text, stats = ask(kv, needle.question)
+        answers.append(text)
+        n_decoded += stats.n_generated - 1
+        decode_s += stats.decode_s
+        kv.rollback(end)
+    stats = kv.stats(n_prompt=end, n_generated=n_decoded + 1, prefill_s=prefill_s, decode_s=decode_s)
+    name = "full cache" if kv.n_pool is None else f"pool, {kv.policy}"
+    return Answers(name, tuple(answers), stats)
 
 
 def positions(kv: KVFlash, prompt: NeedlePrompt) -> list[tuple[int, int]]:
@@ -49,34 +56,8 @@ def positions(kv: KVFlash, prompt: NeedlePrompt) -> list[tuple[int, int]]:
     ]
 
 
-def _prefill(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> float:
-    kv.clear()
-    seconds = 0.0
-    for event in kv.prefill(kv.tokenize(prompt.text)):
-        if isinstance(event, Prefill):
-            seconds = event.seconds
-            on_prefill(event)
-    return seconds
-
-
-def _ask_all(name: str, kv: KVFlash, prompt: NeedlePrompt, prefill_s: float, *, recall: bool) -> Answers:
-    end = kv.n_tokens
-    answers, n_decoded, decode_s = [], 0, 0.0
-    spans = positions(kv, prompt)
-    for needle, (first, last) in zip(prompt.needles, spans, strict=True):
-        if recall:
-            for chunk in range(first // kv.options.chunk, (last - 1) // kv.options.chunk + 1):
-                kv.page_in(chunk)
-        text, stats = _ask(kv, needle.question)
-        answers.append(text)
-        n_decoded += stats.n_generated - 1
-        decode_s += stats.decode_s
-        kv.rollback(end)
-    stats = kv.stats(n_prompt=end, n_generated=n_decoded + 1, prefill_s=prefill_s, decode_s=decode_s)
-    return Answers(name, tuple(answers), stats)
-
-
-def _ask(kv: KVFlash, question: str) -> tuple[str, Stats]:
+def ask(kv: KVFlash, question: str) -> tuple[str, Stats]:
+    """A question after what is in the context, and the greedy answer up to the end of its line."""
     text = ""
     greedy = Sampling(temperature=0)
     for event in kv.generate(question, max_tokens=ANSWER_TOKENS, sampling=greedy, stop=["\n"], append=True):

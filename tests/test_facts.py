@@ -233,5 +233,5 @@ def test_the_full_cache_finds_all_facts() -> None:
 
     with KVFlash.from_file(BUNDLED_MODEL, pool="off", n_ctx=2112, n_threads=1) as kv:
         prompt = make_facts(2048, lambda text: len(kv.tokenize(text, add_special=False)))
-        answers = demo.run_full(kv, prompt, lambda _: None)
+        answers = demo.answer_all(kv, prompt, lambda _: None)
     assert all(answers.found(prompt.needles)), answers.answers

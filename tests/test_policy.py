@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,17 +20,16 @@ from hypothesis.stateful import (
 )
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy import POLICIES, Ledger, LedgerError, Plan, Scorer, State, bring_in, lru, make_room
+from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy import plan as planning
+from pyllama_kvflash.policy.ledger import _CHUNK
 from pyllama_kvflash.policy.sizing import SPARE_BLOCKS, pinned_chunks
 
 
-def fixed(scores: npt.NDArray[Any]) -> Scorer:
-    return lambda _: scores.astype(np.float64)
-
-
-def unasked(_: Ledger) -> npt.NDArray[np.float64]:
-    raise AssertionError("the scorer was asked for nothing")
+def heat_of(ledger: Ledger, chunk: int) -> tuple[bool, float, int]:
+    """What the order of chunks is by the words of the design: equal ones are equally hot, and scores are never equal."""
+    score = ledger.score[chunk]
+    return (True, float(ledger.touched[chunk]), 0) if np.isnan(score) else (False, float(score), chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +130,7 @@ class Paging(RuleBasedStateMachine):
         self.ledger = Ledger(n_block, chunk, n_sinks=geometry.n_sinks, n_tail=geometry.n_tail)
         self.world = World(n_block, chunk)
         self.held: set[int] = set()  # resident and protected after the last step
+        self.scores: list[float] = []  # what the ledger must know, NaN: nothing
 
     #
     # what must hold
@@ -194,13 +194,20 @@ class Paging(RuleBasedStateMachine):
     # the engine's steps
     #
 
-    def scorer(self, seed: int | None) -> Scorer:
-        """lru, or random numbers, with ties if the seed is even."""
-        if seed is None:
-            return lru
-        n = self.ledger.n_chunks
-        rng = np.random.default_rng(seed)
-        return fixed(rng.random(n) if seed % 2 else rng.integers(0, 3, n))
+    def rate(self, seed: int | None) -> None:
+        """No scores, or random ones for the first chunks, with ties if the seed is even; some of them none."""
+        rng = np.random.default_rng(seed or 0)
+        n = self.ledger.n_chunks if seed is None else int(rng.integers(self.ledger.n_chunks, endpoint=True))
+        scores = rng.random(n) if seed and seed % 2 else rng.integers(0, 3, n).astype(np.float64)
+        scores[rng.random(n) < (1 if seed is None else 0.2)] = np.nan
+        self.ledger.rate(scores)
+        self.scores[:n] = scores.tolist()
+
+    def forget(self, n: int) -> None:
+        """Positions from n on."""
+        self.world.seq_rm(n)
+        self.ledger.rollback(n)
+        del self.scores[-(-n // self.geometry.chunk) :]
 
     def drop(self, chunks: Iterable[int]) -> None:
         for c in chunks:
@@ -218,19 +225,23 @@ class Paging(RuleBasedStateMachine):
             self.ledger.commit_page_in(c)
             self.seen["page in"] += 1
 
-    def check(
-        self, plan: Plan, score: Scorer, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()
-    ) -> None:
+    def check(self, plan: Plan, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
         """What a plan must be beyond its effect: see Exact."""
+
+    def check_reselect(self, plan: Plan, n_free: int) -> None:
+        """The same of a plan that chooses the pool anew."""
 
     def advance(self, n: int, seed: int | None) -> None:
         self.seal()
-        n_new, score = self.ledger.new_chunks(n), self.scorer(seed)
-        plan = planning.make_room(self.ledger, score, n_new)
-        self.check(plan, score, n_new)
+        self.rate(seed)
+        n_new = self.ledger.new_chunks(n)
+        plan = planning.make_room(self.ledger, n_new)
+        self.check(plan, n_new)
         self.apply(plan)
+        first = len(self.world.truth) // self.geometry.chunk
         self.world.decode(n)
         self.ledger.write(n)
+        self.scores[first:] = [np.nan] * (-(-len(self.world.truth) // self.geometry.chunk) - first)
 
     def seal(self, at_most: int | None = None) -> None:
         for c in self.ledger.to_store()[:at_most]:
@@ -239,10 +250,10 @@ class Paging(RuleBasedStateMachine):
 
     def bring(self, chunks: list[int], seed: int | None) -> None:
         self.seal()
-        score = self.scorer(seed)
+        self.rate(seed)
         missing = [c for c in dict.fromkeys(chunks) if c not in self.world.pool and c not in self.world.landing]
-        plan = planning.bring_in(self.ledger, score, chunks)
-        self.check(plan, score, len(missing), missing, chunks)
+        plan = planning.bring_in(self.ledger, chunks)
+        self.check(plan, len(missing), missing, chunks)
         self.apply(plan)
         out = set(chunks) - set(self.world.pool) - self.world.landing
         assert not out, f"chunks {out} were not brought in"
@@ -292,7 +303,10 @@ class Paging(RuleBasedStateMachine):
     @rule(pick=picks, seed=seeds)
     def page_in(self, pick: int, seed: int | None) -> None:
         out = self.chunks_that_are(State.OUT)
-        self.bring([out[pick % len(out)]], seed)
+        chunk = out[pick % len(out)]
+        self.bring([chunk], seed)
+        self.ledger.unrate(chunk)
+        self.scores[chunk] = np.nan
 
     @precondition(lambda self: self.ledger.n_chunks)
     @rule(picks=st.lists(picks, min_size=1, max_size=12), seed=seeds)
@@ -305,14 +319,24 @@ class Paging(RuleBasedStateMachine):
         if len(missing) <= room:
             self.bring(chunks, seed)
         else:
+            self.rate(seed)
             before = snapshot(self.ledger)
             try:
-                planning.bring_in(self.ledger, self.scorer(seed), chunks)
+                planning.bring_in(self.ledger, chunks)
             except PoolError:
                 assert snapshot(self.ledger) == before
             else:
                 raise AssertionError("there is no room, and yet a plan")
             self.seen["no room"] += 1
+
+    @rule(n_free=st.integers(0, 4), seed=seeds)
+    def reselect(self, n_free: int, seed: int | None) -> None:
+        """Whatever is not stored yet, or under way."""
+        self.rate(seed)
+        plan = planning.reselect(self.ledger, n_free)
+        self.check_reselect(plan, n_free)
+        self.apply(plan)
+        self.seen["reselect"] += bool(plan.page_ins)
 
     @precondition(lambda self: self.chunks_that_are(State.OUT) and self.ledger.n_in_flight < SPARE_BLOCKS)
     @rule(pick=picks, seed=seeds)
@@ -321,7 +345,8 @@ class Paging(RuleBasedStateMachine):
         self.seal()
         out = self.chunks_that_are(State.OUT)
         chunk = out[pick % len(out)]
-        self.drop(planning.bring_in(self.ledger, self.scorer(seed), [chunk]).drops)
+        self.rate(seed)
+        self.drop(planning.bring_in(self.ledger, [chunk]).drops)
         self.ledger.begin_page_in(chunk)
         self.world.begin(chunk)
 
@@ -368,12 +393,10 @@ class Paging(RuleBasedStateMachine):
         self.seal()
         self.settle(list(self.world.landing))
         if n % chunk and self.ledger.state_of(cut) == State.OUT:
-            self.world.seq_rm((cut + 1) * chunk)
-            self.ledger.rollback((cut + 1) * chunk)
+            self.forget((cut + 1) * chunk)
             self.bring([cut], seed)
             self.seen["cut brought in"] += 1
-        self.world.seq_rm(n)
-        self.ledger.rollback(n)
+        self.forget(n)
         n_chunks = self.ledger.n_chunks
         tail = range(max(0, n_chunks - self.geometry.n_tail), n_chunks)
         self.bring(tail, seed)
@@ -386,6 +409,7 @@ class Paging(RuleBasedStateMachine):
         self.settle(list(self.world.landing))
         self.world.seq_rm(0)
         self.ledger.clear()
+        self.scores.clear()
         self.seen["clear"] += 1
 
 
@@ -399,19 +423,22 @@ class Exact(Paging):
         assert {int(c) for c in np.flatnonzero(ledger.evictable())} == (set(world.pool) & set(world.host)) - protected
         assert {int(c) for c in np.flatnonzero(ledger.stored)} == set(world.host)
         assert ledger.n_sealed == len(world.truth) // world.chunk
-        assert ledger.n_chunks == len(ledger.state) == len(ledger.touched) == len(lru(ledger))
+        assert ledger.n_chunks == len(ledger.state) == len(ledger.touched) == len(ledger.heat())
+        assert np.array_equal(ledger.score, self.scores, equal_nan=True)
+        places = set(world.host) - world.landing
+        assert {int(c) for c in np.flatnonzero(ledger.candidates())} == places - protected
         assert ledger.to_store() == [c for c in range(ledger.n_sealed) if c not in world.host]
 
-    def check(
-        self, plan: Plan, score: Scorer, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()
-    ) -> None:
+    def check(self, plan: Plan, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
         """No more drops than needed, of the coldest that may go, coldest first; of equals, the older."""
         may_go = {int(c) for c in np.flatnonzero(self.ledger.evictable())} - set(keep)
-        scores = score(self.ledger)
-        by_heat = sorted(may_go, key=lambda c: (scores[c], c))
+        by_heat = sorted(may_go, key=lambda c: (heat_of(self.ledger, c), c))
         assert plan.drops == tuple(by_heat[: max(0, n_blocks - self.ledger.n_free)]), "not the coldest"
         assert plan.page_ins == tuple(page_ins)
         assert bool(plan) == bool(plan.drops or plan.page_ins)
+
+    def check_reselect(self, plan: Plan, n_free: int) -> None:
+        check_choice(self.ledger, plan, n_free)
 
     def advance(self, n: int, seed: int | None) -> None:
         first = self.ledger.n_sealed
@@ -429,6 +456,9 @@ class Exact(Paging):
             lambda: ledger.write((ledger.n_free + 1) * ledger.chunk),
             lambda: ledger.rollback(ledger.n_tokens + 1),
             lambda: ledger.rollback(-1),
+            lambda: ledger.rate(np.zeros(n + 1)),
+            lambda: ledger.unrate(n),
+            lambda: ledger.unrate(-1),
         ]
         for c in {-1, n, pick % (n + 1)}:
             state = ledger.state_of(c) if 0 <= c < n else None
@@ -449,12 +479,37 @@ class Exact(Paging):
             assert snapshot(ledger) == before
 
 
+def check_choice(ledger: Ledger, plan: Plan, n_free: int) -> None:
+    """The hottest of all candidates and what is protected, for as few moves as that takes. `ledger` is as it was before."""
+    resident = {int(c) for c in np.flatnonzero(ledger.state == State.RESIDENT)}
+    candidates = {int(c) for c in np.flatnonzero(ledger.candidates())}
+    drops, page_ins = set(plan.drops), set(plan.page_ins)
+    assert len(drops) == len(plan.drops)
+    assert len(page_ins) == len(plan.page_ins)
+    assert drops <= resident & candidates, "what is no candidate is dropped"
+    assert page_ins <= candidates - resident, "what is no candidate, or is there, is paged in"
+
+    room = ledger.n_block - n_free - ledger.n_in_flight - len(resident - candidates)
+    if room <= 0:
+        assert plan == Plan(), "there is no room, and yet a plan"
+        return
+    chosen = (resident - drops | page_ins) & candidates
+    heats = sorted((heat_of(ledger, c) for c in candidates), reverse=True)
+    assert sorted((heat_of(ledger, c) for c in chosen), reverse=True) == heats[:room], "not the hottest"
+    assert ledger.n_free + len(drops) - len(page_ins) >= n_free, "too few blocks are free"
+    assert len(drops) == max(0, len(page_ins) + n_free - ledger.n_free), "more is dropped than is needed"
+    hot, cold = ([heat_of(ledger, c) for c in chunks] for chunks in (plan.page_ins, plan.drops))
+    assert hot == sorted(hot, reverse=True), "not the hottest first"
+    assert cold == sorted(cold), "not the coldest first"
+
+
 def snapshot(ledger: Ledger) -> tuple[Any, ...]:
     return (
         ledger.n_tokens,
         tuple(ledger.state.tolist()),
         tuple(ledger.stored.tolist()),
         tuple(ledger.touched.tolist()),
+        ledger.score.tobytes(),
         frozenset(ledger.pins),
     )
 
@@ -484,40 +539,53 @@ def test_nothing_is_lost_whatever_the_order() -> None:
         "rollback",
         "cut brought in",
         "clear",
+        "reselect",
     )
     assert not [step for step in steps if not Paging.seen[step]]
     assert Paging.seen["drop"] > 1000
     assert Paging.seen["page in"] > 100
 
 
-def filled(n_block: int = 8, chunk: int = 16, *, n_tokens: int | None = None) -> Ledger:
+def filled(n_block: int = 8, chunk: int = 16, *, n_tokens: int | None = None, scores: Iterable[float] = ()) -> Ledger:
     """A pool with chunks in all its blocks, all stored; chunk 0 is a sink, the last two are the tail."""
     ledger = Ledger(n_block, chunk, n_sinks=1, n_tail=2)
     ledger.write(n_tokens or n_block * chunk)
     for c in ledger.to_store():
         ledger.store(c)
+    ledger.rate(np.array(list(scores), np.float64))
     return ledger
 
 
+def come_back(ledger: Ledger, chunk: int) -> None:
+    ledger.begin_page_in(chunk)
+    ledger.commit_page_in(chunk)
+
+
+def by_heat(ledger: Ledger) -> list[int]:
+    """All chunks, coldest first."""
+    return [int(c) for c in np.argsort(ledger.heat(), kind="stable")]
+
+
 def test_the_older_of_equally_cold_chunks_goes() -> None:
-    ledger = filled()
-    assert make_room(ledger, fixed(np.zeros(8)), 2) == Plan(drops=(1, 2))
-    assert make_room(ledger, fixed(np.array([0, 5, 3, 5, 3, 9, 0, 0])), 3) == Plan(drops=(2, 4, 1))
+    assert make_room(filled(scores=[0] * 8), 2) == Plan(drops=(1, 2))
+    assert make_room(filled(), 2) == Plan(drops=(1, 2))
+    assert make_room(filled(scores=[0, 5, 3, 5, 3, 9, 0, 0]), 3) == Plan(drops=(2, 4, 1))
 
 
-def test_free_blocks_are_used_first() -> None:
+def test_free_blocks_are_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = filled(n_tokens=6 * 16 - 1)
-    assert not make_room(ledger, unasked, 2)
-    assert not bring_in(ledger, unasked, [1, 5])
-    assert make_room(ledger, fixed(np.zeros(6)), 3).drops == (1,)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "heat", lambda _: pytest.fail("the order was asked for, where nothing has to go"))
+        assert not make_room(ledger, 2)
+        assert not bring_in(ledger, [1, 5])
+    assert make_room(ledger, 3).drops == (1,)
 
 
 def test_lru_holds_on_to_what_was_paged_in() -> None:
     ledger = filled()
     ledger.drop(1)
-    ledger.begin_page_in(1)
-    ledger.commit_page_in(1)
-    assert make_room(ledger, POLICIES["lru"], 5).drops == (2, 3, 4, 5, 1)
+    come_back(ledger, 1)
+    assert make_room(ledger, 5).drops == (2, 3, 4, 5, 1)
 
 
 def test_bring_in_never_drops_what_it_was_asked_for() -> None:
@@ -527,7 +595,8 @@ def test_bring_in_never_drops_what_it_was_asked_for() -> None:
     ledger.write(2 * 16)
     for c in ledger.to_store():
         ledger.store(c)
-    plan = bring_in(ledger, fixed(np.arange(10.0)), [3, 1, 4, 1, 2, 9])
+    ledger.rate(np.arange(10.0))
+    plan = bring_in(ledger, [3, 1, 4, 1, 2, 9])
     assert plan == Plan(drops=(5, 6), page_ins=(1, 2))
 
 
@@ -536,9 +605,176 @@ def test_too_little_room_drops_nothing_and_says_why() -> None:
     ledger.pins |= {3, 4, 99}
     before = snapshot(ledger)
     with pytest.raises(PoolError, match=r"^4 more blocks .* 3 can be freed: 5 of its 8 are protected .* larger pool"):
-        make_room(ledger, fixed(np.zeros(8)), 4)
-    assert make_room(ledger, fixed(np.zeros(8)), 3).drops == (1, 2, 5)
+        make_room(ledger, 4)
+    assert make_room(ledger, 3).drops == (1, 2, 5)
     assert snapshot(ledger) == before
+
+
+#
+# scores
+#
+
+
+def test_a_new_chunk_has_no_score_and_scores_are_a_copy() -> None:
+    ledger = filled()
+    assert np.isnan(ledger.score).all()
+    ledger.score[:] = 1
+    ledger.candidates()[:] = False
+    assert np.isnan(ledger.score).all()
+    assert ledger.candidates().tolist() == [False, True, True, True, True, True, False, False]
+
+
+def test_scores_stay_with_the_first_chunks() -> None:
+    """A scoring that began before the last chunks were there says nothing of them; the next one replaces it."""
+    ledger = filled(scores=[3, 1, 2])
+    assert ledger.score[:3].tolist() == [3, 1, 2]
+    assert np.isnan(ledger.score[3:]).all()
+    ledger.rate(np.array([np.nan, 7]))
+    assert ledger.score[1:3].tolist() == [7, 2]
+    assert np.isnan(ledger.score[0])
+    before = snapshot(ledger)
+    ledger.rate(np.zeros(0))
+    assert snapshot(ledger) == before
+    with pytest.raises(LedgerError, match="9 scores for 8 chunks"):
+        ledger.rate(np.zeros(9))
+    assert snapshot(ledger) == before
+
+
+def test_what_is_unscored_is_hotter_than_all_that_is_scored() -> None:
+    ledger = filled(scores=[np.nan, 1e9, np.inf, np.nan, -np.inf, -5])
+    ledger.drop(3)
+    come_back(ledger, 3)
+    assert by_heat(ledger) == [4, 5, 1, 2, 0, 6, 7, 3]
+    assert make_room(ledger, 5).drops == (4, 5, 1, 2, 3)
+
+
+def test_a_chunk_that_was_asked_for_is_hot_until_the_next_scoring() -> None:
+    ledger = filled(scores=range(8))
+    ledger.unrate(1)
+    assert make_room(ledger, 4).drops == (2, 3, 4, 5)
+    ledger.rate(np.arange(8.0))
+    assert make_room(ledger, 4).drops == (1, 2, 3, 4)
+    for chunk in (-1, 8):
+        with pytest.raises(LedgerError, match=f"chunk {chunk} does not exist"):
+            ledger.unrate(chunk)
+
+
+def test_a_chunk_that_is_written_to_again_loses_its_score() -> None:
+    ledger = filled(scores=range(8))
+    ledger.rollback(5 * 16 + 3)
+    assert ledger.score.tolist() == [0, 1, 2, 3, 4, 5]
+    ledger.write(1)
+    assert ledger.score[:5].tolist() == [0, 1, 2, 3, 4]
+    assert np.isnan(ledger.score[5])
+
+
+def test_a_chunk_that_is_full_keeps_its_score_while_the_next_is_written() -> None:
+    ledger = filled(10, n_tokens=8 * 16, scores=range(8))
+    ledger.write(16)
+    assert ledger.score[:8].tolist() == list(range(8))
+    assert np.isnan(ledger.score[8])
+
+
+def test_rollback_forgets_the_scores_behind_it() -> None:
+    ledger = filled(scores=range(8))
+    ledger.rollback(4 * 16)
+    assert ledger.score.tolist() == [0, 1, 2, 3]
+    ledger.write(4 * 16)
+    assert np.isnan(ledger.score[4:]).all()
+    ledger.clear()
+    assert len(ledger.score) == 0
+
+
+def test_scores_stay_where_a_chunk_goes() -> None:
+    ledger = filled(scores=range(8))
+    ledger.drop(1)
+    assert ledger.score[1] == 1
+    come_back(ledger, 1)
+    assert ledger.score[1] == 1
+    assert make_room(ledger, 1).drops == (1,), "a score counts for more than what was used last"
+
+
+@st.composite
+def ledgers(draw: st.DrawFn) -> Ledger:
+    """Any chunks that the rules allow, stored or not, in, out or under way; scores with ties, infinite ones and none."""
+    n, chunk = draw(st.integers(0, 14)), draw(st.sampled_from([1, 4]))
+    n_tokens = n * chunk - (draw(st.integers(0, chunk - 1)) if n else 0)
+    number = st.sampled_from([np.nan, np.nan, -np.inf, np.inf, 0.0, -0.0, 1.0]) | st.floats(allow_nan=False, width=16)
+    chunks = np.zeros(n, _CHUNK)
+    for i, row in enumerate(chunks):
+        row["stored"] = (i + 1) * chunk <= n_tokens and draw(st.integers(0, 4)) > 0
+        row["state"] = draw(st.sampled_from([0, 0, 1, 2, 2])) if row["stored"] else State.RESIDENT
+        row["touched"] = draw(st.integers(1, 5))
+        row["score"] = draw(number)
+    n_block = int(np.count_nonzero(chunks["state"])) + draw(st.integers(0, 4))
+    ledger = Ledger(n_block, chunk, n_sinks=draw(st.integers(0, 2)), n_tail=draw(st.integers(0, 3)))
+    ledger.pins |= draw(st.sets(st.integers(0, 16), max_size=3))
+    ledger._now = (n_tokens, chunks)
+    ledger._tick = 5
+    ledger.check_integrity()
+    return ledger
+
+
+PROPERTY = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=1000,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@given(ledger=ledgers())
+@PROPERTY
+def test_heat_is_the_order_of_scores_and_then_of_use(ledger: Ledger) -> None:
+    heat, order = ledger.heat(), [heat_of(ledger, c) for c in range(ledger.n_chunks)]
+    assert np.isfinite(heat).all()
+    for a in range(ledger.n_chunks):
+        for b in range(ledger.n_chunks):
+            assert (heat[a] < heat[b]) == (order[a] < order[b])
+
+
+@given(ledger=ledgers(), n_free=st.integers(0, 6))
+@PROPERTY
+def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free: int) -> None:
+    before, protected = snapshot(ledger), ledger.protected()
+    stays = {c for c in range(ledger.n_chunks) if ledger.state[c] == State.RESIDENT and not ledger.candidates()[c]}
+    plan = reselect(ledger, n_free)
+    assert snapshot(ledger) == before
+    check_choice(ledger, plan, n_free)
+    assert plan == reselect(ledger, n_free)
+    for chunk in plan.drops:
+        ledger.drop(chunk)
+    ledger.check_integrity()
+    for chunk in plan.page_ins:
+        ledger.begin_page_in(chunk)
+        ledger.check_integrity()
+        ledger.commit_page_in(chunk)
+    ledger.check_integrity()
+    assert not plan or ledger.n_free >= n_free
+    assert (ledger.state[sorted(stays)] == State.RESIDENT).all()
+    assert not protected[list(plan.drops)].any()
+
+
+def test_reselect_brings_the_best_back_hottest_first() -> None:
+    ledger = filled()
+    for c in (1, 2, 3):
+        ledger.drop(c)
+    ledger.write(3 * 16)
+    for c in ledger.to_store():
+        ledger.store(c)
+    ledger.rate(np.array([0, 7, 9, 1, 3, 2, 8, 4, 0, 0, 0]))  # 0 a sink, 9 and 10 the tail
+    assert reselect(ledger, 1) == Plan(drops=(8, 5, 4), page_ins=(2, 1))
+    assert reselect(ledger, 0) == Plan(drops=(8, 5), page_ins=(2, 1))
+    assert reselect(ledger, 4) == Plan(drops=(8, 5, 4, 7, 6), page_ins=(2,))
+    assert reselect(ledger, 5) == Plan()
+
+
+def test_reselect_moves_nothing_where_the_best_are_there() -> None:
+    ledger = filled(scores=range(8))
+    ledger.drop(1)
+    assert reselect(ledger, 1) == Plan()
+    assert reselect(ledger, 0) == Plan(page_ins=(1,))
 
 
 def test_a_chunk_without_a_record_never_leaves() -> None:
@@ -654,23 +890,59 @@ def floor_without_pins(self: Geometry, n_pins: int) -> int:
     return self.n_sinks + self.n_tail + -(-self.n_batch // self.chunk) + 1 + SPARE_BLOCKS
 
 
-def hottest(ledger: Ledger, score: Scorer, n: int, keep: Iterable[int]) -> tuple[int, ...]:
+def hottest(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
     mask = ledger.evictable()
     mask[list(keep)] = False
     candidates = np.flatnonzero(mask)
-    return tuple(int(c) for c in candidates[np.argsort(-score(ledger)[candidates])][: max(0, n)])
+    return tuple(int(c) for c in candidates[np.argsort(-ledger.heat()[candidates])][: max(0, n)])
 
 
-def too_few(ledger: Ledger, score: Scorer, n: int, keep: Iterable[int]) -> tuple[int, ...]:
-    return COLDEST(ledger, score, n - 1, tuple(keep))
+def too_few(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
+    return COLDEST(ledger, n - 1, tuple(keep))
 
 
-def keep_nothing(ledger: Ledger, score: Scorer, n: int, keep: Iterable[int]) -> tuple[int, ...]:
+def keep_nothing(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
     """Dropping what was to be brought in."""
-    return COLDEST(ledger, score, n, ())
+    return COLDEST(ledger, n, ())
+
+
+def page_in_too_much(ledger: Ledger, n_free: int) -> Plan:
+    """A choice that overlooks what is under way."""
+    plan = RESELECT(ledger, n_free - ledger.n_in_flight - 1)
+    return Plan(plan.drops, plan.page_ins)
+
+
+def page_in_before_the_drops(ledger: Ledger, n_free: int) -> Plan:
+    return Plan(RESELECT(ledger, n_free).drops[1:], RESELECT(ledger, n_free).page_ins)
+
+
+def coldest_first(ledger: Ledger, n_free: int) -> Plan:
+    return Plan(RESELECT(ledger, n_free).drops, RESELECT(ledger, n_free).page_ins[::-1])
+
+
+def choose_by_recency(ledger: Ledger, n_free: int) -> Plan:
+    """A choice that knows no scores."""
+    blind = Ledger(ledger.n_block, ledger.chunk, n_sinks=ledger.n_sinks, n_tail=ledger.n_tail)
+    blind.pins, blind._now = ledger.pins, (ledger.n_tokens, ledger._now[1].copy())
+    blind.rate(np.full(blind.n_chunks, np.nan))
+    return RESELECT(blind, n_free)
+
+
+def scores_are_kept(self: Ledger, n_tokens: int) -> None:
+    """A chunk that is written to again keeps the score of what it held."""
+    scores = self.score[: -(-self.n_tokens // self.chunk)]
+    WRITE(self, n_tokens)
+    self.rate(scores)
+
+
+def scored_is_hotter(self: Ledger) -> Scores:
+    """What was never scored counts as cold."""
+    return np.where(np.isnan(self.score), self.touched - 1e9, self.score)
 
 
 COLDEST = planning._coldest
+RESELECT = planning.reselect
+WRITE = Ledger.write
 
 BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (Ledger, "evictable", ignore_protection, Paging, "protected chunk . is dropped"),
@@ -695,6 +967,12 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (planning, "_coldest", too_few, Paging, "chunks in a pool of . blocks|no free block"),
     (planning, "_coldest", keep_nothing, Paging, "were not brought in|no room, and yet a plan"),
     (planning, "_coldest", hottest, Exact, "not the coldest"),
+    (planning, "reselect", page_in_too_much, Exact, "too few blocks are free|not the hottest|more is dropped|no room"),
+    (planning, "reselect", page_in_before_the_drops, Paging, "no free block for chunk ."),
+    (planning, "reselect", coldest_first, Exact, "not the hottest first"),
+    (planning, "reselect", choose_by_recency, Exact, "not the hottest"),
+    (Ledger, "write", scores_are_kept, Exact, "array_equal"),
+    (Ledger, "heat", scored_is_hotter, Exact, "not the coldest|not the hottest"),
 ]
 
 

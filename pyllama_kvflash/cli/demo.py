@@ -11,7 +11,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
-from pyllama_kvflash.demo import QUESTION_ROOM, Answers, positions, run_full, run_pool
+from pyllama_kvflash.demo import QUESTION_ROOM, Answers, answer_all, positions
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
@@ -20,9 +20,9 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 HELP = """Run a long prompt with the full cache and with a pool, side by side.
 
 Writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code: with
-the full cache, with the pool as its policy leaves it, and with the pool after the chunk that holds the code was brought
-back from host memory. The third column shows that nothing paged out is lost; the second, that a policy which only knows
-recency does not know what to bring back.
+the full cache, with a pool that keeps what is recent (lru), and with a pool of the same size that brings back what the
+model's attention asks for (qk, the default). The second column shows what a small cache forgets; the third, that nothing
+paged out is lost, and that it is found again.
 
 \b
   kvflash demo                              32K tokens through a pool of 2K; about 2 minutes on 2 cores
@@ -50,19 +50,17 @@ def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None,
     reporter = Reporter()
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads}
     with Output(output) as out, native.interruptible():
-        with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
+        runs = []
+        with KVFlash.from_file(BUNDLED_MODEL, pool=pool, policy="lru", **options) as kv:
             prompt = _make(kv, tokens, needles, seed)
             out.write(prompt.text + prompt.needles[0].question + "\n")
             reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
-            _introduce(kv, reporter)
             spans = positions(kv, prompt)
-            with reporter.prefilling("pool") as bar:
-                lru, recalled = run_pool(kv, prompt, bar)
-        with KVFlash.from_file(BUNDLED_MODEL, pool="off", **options) as kv:
-            _introduce(kv, reporter)
-            with reporter.prefilling("full cache") as bar:
-                full = run_full(kv, prompt, bar)
-    runs = [full, lru, recalled]
+            runs.append(_run(kv, prompt, reporter))
+        for size in (pool, "off"):
+            with KVFlash.from_file(BUNDLED_MODEL, pool=size, **options) as kv:
+                runs.append(_run(kv, prompt, reporter))
+    runs = [runs[-1], *runs[:-1]]
     if as_json:
         click.echo(json.dumps(_as_dict(prompt, runs)))
         return
@@ -84,11 +82,13 @@ def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
     return prompt
 
 
-def _introduce(kv: KVFlash, reporter: Reporter) -> None:
+def _run(kv: KVFlash, prompt: NeedlePrompt, reporter: Reporter) -> Answers:
     for warning in kv.warnings:
         reporter.warn(warning)
     for line in banner(kv):
         reporter.note(line)
+    with reporter.prefilling("full cache" if kv.n_pool is None else kv.policy) as bar:
+        return answer_all(kv, prompt, bar)
 
 
 def _print(prompt: NeedlePrompt, at: list[int], runs: list[Answers]) -> None:
