@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash import KVFlash, Sampling, native
+from pyllama_kvflash.bench.grid import cpu_name
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -128,7 +129,9 @@ def decode(kv: KVFlash, steps: int) -> float:
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:
     """The table, the machine and the command."""
-    print(f"Machine: {cpu()}, {args.threads} threads, Linux {platform.release()}, Python {platform.python_version()}.")
+    print(
+        f"Machine: {cpu_name()}, {args.threads} threads, Linux {platform.release()}, Python {platform.python_version()}."
+    )
     print(f"Command: `{' '.join(['python', *sys.argv])}`. Pool: {args.pool} tokens.\n")
     head = "| context | full cache ms/tok | pool ms/tok | full cache of pool size ms/tok | full ÷ pool | pool ÷ pool-sized |"
     print(f"{head} prefill full tok/s | prefill pool tok/s | device KV full MiB | pool MiB | host ÷ records |")
@@ -167,7 +170,7 @@ def plot(rows: list[Row], args: argparse.Namespace) -> None:
     ax.set_ylabel("ms a decoded token")
     ax.set_ylim(0)
     ax.set_xticks(x, [f"{n // 1024}K" for n in x])
-    ax.set_title(f"8 layers, 8 KV heads of 64, f16 KV; {args.threads} threads of {cpu()}", fontsize=9, loc="left")
+    ax.set_title(f"8 layers, 8 KV heads of 64, f16 KV; {args.threads} threads of {cpu_name()}", fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(args.plot)
 
@@ -232,14 +235,6 @@ def overhead(threads: int, n: int = 2048) -> None:
         print(f"| {name} | {clock.calls[name]:,} | {1e6 * seconds / n:.1f} |")
     print(f"| **Python** (all the rest) | | **{1e6 * (wall - inside) / n:.1f}** |")
     print(f"| wall clock | | {1e6 * wall / n:.1f} |")
-
-
-def cpu() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

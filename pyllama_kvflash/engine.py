@@ -23,7 +23,7 @@ from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.pager import Pager, Residency
-from pyllama_kvflash.policy import Queries, n_queries
+from pyllama_kvflash.policy import Queries, Scorer, n_queries
 from pyllama_kvflash.selector import Selector
 from pyllama_kvflash.text import TextStream
 
@@ -364,6 +364,21 @@ class KVFlash:
         if self._pager is None:
             return "full"
         return self._selector.scorer.name if self._selector else "lru"
+
+    @property
+    def scorer(self) -> Scorer | None:
+        """The scorer at work, None with lru or the full cache."""
+        return self._selector.scorer if self._selector else None
+
+    def use(self, scorer: Scorer) -> None:
+        """Have another scorer choose from now on. What it needs of the chunks is made from their records.
+
+        Raises UsageError if the context was made without one (lru, full cache), UnsupportedError and HostMemoryError.
+        """
+        if self._selector is None:
+            msg = f"policy {self.policy} has no scorer to replace: open the model with one"
+            raise UsageError(msg)
+        self._selector.use(scorer)
 
     @property
     def n_batch(self) -> int:

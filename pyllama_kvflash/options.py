@@ -26,7 +26,7 @@ class Options:
     "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to the
     next, at least; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
     that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
-    prompt, too. qk_summary, qk_aggregate, qk_query: of policy "qk", see policy.Qk. draft_model: of policy "drafter" and
+    prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy "drafter" and
     "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool.
     n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads:
     None: all cores. n_gpu_layers: -1: all. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the beginning and at the end that always stay.
@@ -44,6 +44,7 @@ class Options:
     qk_summary: str = "centroid:4"
     qk_aggregate: str = "zmax"
     qk_query: str = "last:4"
+    qk_rerank: int = 8
     draft_model: str | None = None
     draft_pool: int = 2048
     n_batch: int = 0
@@ -81,6 +82,7 @@ class Options:
             raise UsageError(msg)
         _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         n_queries(self.qk_query)
+        _within(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         _within(self.draft_pool, 1, MAX_TOKENS, "draft_pool (--draft-pool)", "2048 is usual")
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
         _one_of(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
-from pyllama_kvflash.native import Context, Summaries
+from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import largest_batch, pinned_chunks, pool_floor
@@ -45,6 +45,7 @@ class Pager:
         self.summaries: Summaries | None = None
         self._ctx = ctx
         self._layers = ctx.layers()
+        self.keys = Keys(self._layers, options.chunk, self.store.get)
         self._min_batch = options.n_batch or options.chunk
         self.summarise(summary)
 

@@ -39,16 +39,22 @@ def render(trace: Trace, kind: str) -> bytes:
     return data.getvalue()
 
 
-def residency_figure(trace: Trace) -> "Figure":
-    """Residency over the run, page traffic below it, the last scores beside it. Raises UsageError (no matplotlib)."""
+def figure(width: float, height: float, *, constrained: bool = True) -> "Figure":
+    """An empty figure of so many inches, to be saved. Raises UsageError if there is no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an optional extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError:
         msg = "plots need matplotlib: pip install 'pyllama-kvflash[plot]'"
         raise UsageError(msg) from None
-    fig = Figure(figsize=_SIZE, dpi=_DPI)
+    fig = Figure(figsize=(width, height), dpi=_DPI, layout="constrained" if constrained else None)
     FigureCanvasAgg(fig)
+    return fig
+
+
+def residency_figure(trace: Trace) -> "Figure":
+    """Residency over the run, page traffic below it, the last scores beside it. Raises UsageError (no matplotlib)."""
+    fig = figure(*_SIZE, constrained=False)
     scored = bool(np.isfinite(trace.scores).any())
     grid = fig.add_gridspec(
         2, 2, width_ratios=(5, 1), height_ratios=(5, 1), left=0.07, right=0.97, top=0.83, bottom=0.07, wspace=0.04, hspace=0.07

@@ -30,7 +30,7 @@ def make_scorer(options: "Options", model: Model) -> Scorer:
     if not isinstance(policy, str):
         return policy
     if policy == "qk":
-        return Qk(options.qk_summary, options.qk_aggregate, options.qk_query)
+        return Qk(options.qk_summary, options.qk_aggregate, options.qk_query, options.qk_rerank)
     if policy == "qk-cos":
         return QkCos()
     if policy == "lru":

@@ -1,7 +1,6 @@
 """The selector: has the chunks scored, beside decode or at once, and the pool changed to the best of them."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
-from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, n_queries
+from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, room_for_candidates
 
 _LAYER_THREADS = 4  # more would only wait for memory
 
@@ -33,7 +32,6 @@ class Selector:
         self.scorer: Scorer = scorer
         self.schedule = Schedule(options.tau, options.share)
         self.warnings: list[str] = []
-        self._recent: deque[Queries] = deque(maxlen=n_queries(scorer.query) or 1)
         self.n_done = 0
         self.seconds = 0.0
         self._ctx = ctx
@@ -51,6 +49,12 @@ class Selector:
         if close := getattr(self.scorer, "close", None):
             close()
 
+    def use(self, scorer: Scorer) -> None:
+        """Go on with another scorer."""
+        self.cancel()
+        self._pager.summarise(scorer.summary)
+        self.scorer = scorer
+
     @property
     def needed(self) -> bool:
         """Whether anything is out: else there is nothing to choose."""
@@ -66,24 +70,24 @@ class Selector:
         self.schedule.step(n_new, seconds)
         if not self.needed:
             return None
-        if self.schedule.left < (self._recent.maxlen or 1):
-            self._recent.append(self.queries())
         if self.schedule.apply():
             return self.finish("decode", len(tokens), n_free=1)
         if self.schedule.begin():
-            self.begin(tokens, list(self._recent))
+            self.begin(tokens, [self.queries()], n_free=1)
         return None
 
     def now(self, reason: str, tokens: npt.NDArray[np.int32], queries: Sequence[Queries], n_free: int) -> Reselect:
         """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
         self.cancel()
-        self.begin(tokens, queries)
+        self.begin(tokens, queries, n_free, close=reason == "question")
         event = self.finish(reason, len(tokens), n_free)
         self.schedule.restart()
         return event
 
-    def begin(self, tokens: npt.NDArray[np.int32], queries: Sequence[Queries]) -> None:
-        """Start to score the sequence as it is now."""
+    def begin(
+        self, tokens: npt.NDArray[np.int32], queries: Sequence[Queries], n_free: int, *, close: bool = False
+    ) -> None:
+        """Start to score the sequence as it is now. close: the scorer may take its time."""
         ledger = self._pager.ledger
         self._view = View(
             tokens=tokens.copy(),
@@ -92,6 +96,8 @@ class Selector:
             candidates=ledger.candidates(),
             queries=queries,
             summaries=self._pager.summaries,
+            room=max(0, room_for_candidates(ledger, n_free)),
+            keys=self._pager.keys if close else None,
             each=self._each,
         )
         self._job = self._worker.submit(_timed, self.scorer, self._view)
@@ -124,7 +130,6 @@ class Selector:
         job, self._job, self._view = self._job, None, None
         if job is not None:
             job.exception()
-        self._recent.clear()
         self.schedule.restart()
 
     def _fall_back(self, err: ScorerError, view: View) -> Scored:
@@ -132,8 +137,8 @@ class Selector:
         self.warnings.append(f"{self.scorer.name} cannot score: {err}; using qk")
         if close := getattr(self.scorer, "close", None):
             close()
+        self._pager.summarise(Qk().summary)
         self.scorer = Qk()
-        self._pager.summarise(self.scorer.summary)
         return self._worker.submit(_timed, self.scorer, replace(view, summaries=self._pager.summaries)).result()
 
     def _each(self, f: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:

@@ -309,7 +309,6 @@ def test_metadata_that_makes_no_sense(
         (("-c", "99999999999999999999"), ("-c/--ctx-size", "99999999999999999999")),
         (("-c", "5000000000"), ("-c/--ctx-size", "5000000000")),
         (("-c", "big"), ("--ctx-size", "'big'")),
-        (("-b", "0"), ("-b/--batch-size", "0")),
         (("-b", "-1"), ("-b/--batch-size", "-1")),
         (("-b", "99999999999"), ("-b/--batch-size", "99999999999")),
         (("-ub", "0"), ("-ub/--ubatch-size", "0")),
@@ -324,7 +323,33 @@ def test_metadata_that_makes_no_sense(
         (("-fa", "maybe"), ("--flash-attn", "'maybe'")),
         (("-ngl", "some"), ("--n-gpu-layers", "'some'")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
-        (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "lru")),
+        (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, qk-cos, lru, drafter, crosstok")),
+        (("--kvflash-tau", "0"), ("--kvflash-tau", "is 0")),
+        (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
+        (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
+        (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99999999999")),
+        (("--kvflash-share", "-0.1"), ("--kvflash-share", "-0.1")),
+        (("--kvflash-share", "5"), ("--kvflash-share", "is 5.0")),
+        (("--kvflash-share", "nan"), ("--kvflash-share", "nan")),
+        (("--kvflash-share", "half"), ("--kvflash-share", "'half'")),
+        (("--kvflash-replay", "-1"), ("--kvflash-replay", "-1")),
+        (("--kvflash-replay", "all"), ("--kvflash-replay", "'all'")),
+        (("--qk-summary", "centroid:3"), ("--qk-summary", "'centroid:3'", "minmax")),
+        (("--qk-summary", ""), ("--qk-summary", "''")),
+        (("--qk-aggregate", "sum"), ("--qk-aggregate", "'sum'", "zmax")),
+        (("--qk-query", "last:0"), ("--qk-query", "'last:0'", "question")),
+        (("--qk-query", "none"), ("--qk-query", "'none'", "question")),
+        (("--draft-pool", "0"), ("--draft-pool", "is 0")),
+        (("--pin-prefix", "-1"), ("pin 0:-1", "give")),
+        (("--pin-prefix", "some"), ("--pin-prefix", "'some'")),
+        (("--pin-prefix", "1M"), ("0:1048576", "67584")),
+        (("--pin-spans", "5"), ("--pin-spans", "'5'", "0:512")),
+        (("--pin-spans", "5:"), ("--pin-spans", "''")),
+        (("--pin-spans", "0:64,a:b"), ("--pin-spans", "'a'")),
+        (("--pin-spans", "64:64"), ("64:64",)),
+        (("--pin-spans", "0:64,128:64"), ("128:64",)),
+        (("--pin-spans", "-1:64"), ("-1:64",)),
+        (("--pin-spans", "0:1M"), ("0:1048576", "67584")),
         (("--temp", "nan"), ("--temp", "nan")),
         (("--temp", "inf"), ("--temp", "inf")),
         (("--temp", "hot"), ("--temp", "'hot'")),
@@ -353,13 +378,15 @@ def test_quantised_v_without_flash_attention() -> None:
 
 
 def test_pool_smaller_than_the_floor_is_raised() -> None:
-    res = kvflash("run", "-p", "Hello", "-c", "8K", "--kvflash", "100", "-n", "4", "--temp", "0", "--json")
-    check_good(res)
-    assert "kvflash: warning: a pool of 100 tokens is too small: raised to 1024" in res.err
-    found = json.loads(res.out)
-    assert found["stats"]["n_pool"] == 1024
-    assert any("raised to 1024" in text for text in found["warnings"])
-    assert found["text"]
+    """To what the batch needs, or to the least of all."""
+    for args, n_pool in (((), 768), (("-b", "512"), 1024), (("--pin-prefix", "512"), 1280)):
+        res = kvflash("run", "-p", "Hello", "-c", "8K", "--kvflash", "100", "-n", "4", "--temp", "0", "--json", *args)
+        check_good(res)
+        assert f"kvflash: warning: a pool of 100 tokens is too small: raised to {n_pool}" in res.err
+        found = json.loads(res.out)
+        assert found["stats"]["n_pool"] == n_pool
+        assert any(f"raised to {n_pool}" in text for text in found["warnings"])
+        assert found["text"]
 
 
 def test_pool_larger_than_the_context_is_not_needed() -> None:
@@ -504,10 +531,11 @@ def test_full_disk_behind_other_commands(command: tuple[str, ...]) -> None:
         ("no-such.gguf", "-p", "Hello"),
         (str(BUNDLED_MODEL), "-p", "one two three four five six seven " * 20, "-c", "64"),
         (str(BUNDLED_MODEL), "-p", "Hello", "-c", "1K", "-ctv", "q8_0", "-fa", "off"),
-        (str(BUNDLED_MODEL), "-p", "Hello", "-b", "0"),
+        (str(BUNDLED_MODEL), "-p", "Hello", "-ub", "0"),
+        (str(BUNDLED_MODEL), "-p", "Hello", "-c", "4K", "--kvflash", "1K", "--kvflash-policy", "drafter"),
         (str(BUNDLED_MODEL), "-p", ""),
     ],
-    ids=["model", "prompt", "cache", "option", "empty"],
+    ids=["model", "prompt", "cache", "option", "drafter", "empty"],
 )
 def test_a_run_that_fails_writes_nothing_over(tmp_path: Path, args: tuple[str, ...]) -> None:
     path = tmp_path / "answer.txt"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.native
 SCRIPT = Path(sys.executable).with_name("kvflash")
 TIMEOUT = 60  # seconds; the slowest command here takes about ten
 NEEDLE_TOKEN_BYTES = 6 * 2 * 128 * 2  # layers, K and V, elements of a row, bytes of an f16
-COMMANDS = ("run", "demo", "inspect")
+COMMANDS = ("run", "demo", "inspect", "plot")
 
 # A pool of 768 tokens is what batches of 64 need: the prompt of 1,500 tokens is twice as long.
 SHORT = ("-p", "The secret code for the", "-c", "1K")
@@ -95,8 +96,8 @@ def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def examples(text: str) -> list[list[str]]:
     """The command lines that a help text shows, as arguments of kvflash."""
     lines = [line.strip() for line in text.splitlines()]
-    shown = [re.split(r"\s{2,}| \| ", line) for line in lines if re.match(r"(\S+ \S+ \| )?kvflash ", line)]
-    parts = [next(part for part in line if part.startswith("kvflash")) for line in shown]
+    shown = [re.split(r"\s{2,}| \| | && ", line) for line in lines if re.match(r"(\S+ \S+ \| )?kvflash ", line)]
+    parts = [part for line in shown for part in line if part.startswith("kvflash ")]
     return [[a.strip('"') for a in re.findall(r'"[^"]*"|\S+', part.split(" > ")[0])][1:] for part in parts]
 
 
@@ -180,7 +181,7 @@ def test_jsonl_is_an_object_a_line_that_ends_in_done(long_file: Path) -> None:
     assert kinds[0] == "prefill"
     assert kinds[-1] == "done"
     assert kinds.count("done") == 1
-    assert set(kinds) == {"prefill", "paged", "token", "done"}
+    assert set(kinds) == {"prefill", "paged", "reselect", "token", "done"}
     assert "prefill" not in kinds[kinds.index("token") :]
 
     prefill = [e for e in events if e["event"] == "prefill"]
@@ -191,8 +192,10 @@ def test_jsonl_is_an_object_a_line_that_ends_in_done(long_file: Path) -> None:
     tokens = [e for e in events if e["event"] == "token"]
     assert len(tokens) == events[-1]["stats"]["n_generated"] == 8
     assert "".join(e["text"] for e in [*tokens, events[-1]]) == summary(*args)["text"]
-    moved = sum(len(e["drops"]) for e in events if e["event"] == "paged")
-    assert moved == events[-1]["stats"]["pages_out"] > 0
+    for field, count in (("drops", "pages_out"), ("page_ins", "pages_in")):
+        moved = sum(len(e[field]) for e in events if e["event"] in {"paged", "reselect"})
+        assert moved <= events[-1]["stats"][count] <= moved + 4  # the tail that came back for the replay is in no event
+        assert moved > 0
 
 
 def test_quiet_leaves_nothing_on_stderr() -> None:
@@ -222,7 +225,7 @@ def test_closing_line_of_a_pool(long_file: Path) -> None:
     last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
     assert re.fullmatch(
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
-        r" · device KV 2\.2 MiB, full cache 12\.0 MiB \(18\.8 %\) · host [\d.]+ MiB · pages \d+ out, 0 in",
+        r" · device KV 2\.2 MiB, full cache 12\.0 MiB \(18\.8 %\) · host [\d.]+ MiB · pages \d+ out, \d+ in",
         last,
     ), last
 
@@ -389,7 +392,7 @@ def test_bad_environment_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_prompt_longer_than_the_pool(long_file: Path) -> None:
-    found = summary("-f", str(long_file), *POOLED, "-n", "8")
+    found = summary("-f", str(long_file), *POOLED, "-n", "8", "--kvflash-replay", "0")
     stats = found["stats"]
     assert stats["n_prompt"] > stats["n_pool"] == 768
     assert stats["kv_device_bytes"] == 768 * NEEDLE_TOKEN_BYTES
@@ -414,7 +417,7 @@ def test_off_equals_a_pool_that_holds_everything(long_file: Path) -> None:
 
 @pytest.mark.parametrize("chunk", ["16", "32", "64"])
 def test_chunk_sizes(long_file: Path, chunk: str) -> None:
-    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-chunk", chunk)
+    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-chunk", chunk, "--kvflash-replay", "0")
     assert found["stats"]["stored"] == found["stats"]["n_prompt"] // int(chunk)
 
 
@@ -576,6 +579,124 @@ def test_inspect_says_what_it_looks_at() -> None:
 
 def test_inspect_json_is_one_line() -> None:
     assert good("inspect", "--json").stdout.count("\n") == 1
+
+
+#
+# relevance
+#
+
+
+def test_trace_and_plot(long_file: Path, tmp_path: Path) -> None:
+    """What a run writes is what it did, and can be drawn."""
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "run.jsonl"
+    args = ("-f", str(long_file), *POOLED, "-n", "40", "--kvflash-tau", "16", "--kvflash-share", "0", "--temp", "0")
+    plain = good("run", *args)
+    res = good("run", *args, "--trace", str(trace), "--jsonl")
+    assert good("run", *args, "--trace", str(trace)).stdout == plain.stdout, "it changes nothing"
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    start = lines[0]
+    assert start.pop("event") == "start"
+    assert start == {
+        "model": str(BUNDLED_MODEL), "policy": "qk", "n_ctx": 4096, "n_pool": 768, "chunk": 64, "tau": 16
+    }  # fmt: skip
+    shown = [json.loads(line)["event"] for line in res.stdout.splitlines()]
+    assert Counter(line["event"] for line in lines[1:]) == Counter(shown)
+    chosen = [line for line in lines[1:] if line["event"] == "reselect"]
+    assert {line["reason"] for line in chosen} == {"prefill", "question", "decode"}
+    assert all(line["scores"][0] is None for line in chosen)  # the sink
+    assert all(isinstance(line["scores"][3], float) for line in chosen)
+
+    picture = tmp_path / "run.png"
+    assert f"wrote {picture}" in good("plot", str(trace)).stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert good("plot", str(trace), "-o", str(tmp_path / "x.svg")).exit_code == 0
+
+
+def test_trace_of_a_full_cache(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "run.jsonl"
+    good("run", *SHORT, "-n", "4", "--trace", str(trace))
+    assert json.loads(trace.read_text().splitlines()[0])["n_pool"] is None
+    good("plot", str(trace))
+
+
+@pytest.mark.parametrize("what", ["model", "prompt", "output"])
+def test_trace_over_something_in_use(tmp_path: Path, what: str) -> None:
+    paths = {name: tmp_path / name for name in ("model", "prompt", "output")}
+    for name, path in paths.items():
+        path.write_bytes(BUNDLED_MODEL.read_bytes() if name == "model" else b"The code")
+    before = paths[what].read_bytes()
+    res = invoke(
+        "run", str(paths["model"]), "-f", str(paths["prompt"]), "-o", str(paths["output"]), "-c", "1K", "-n", "2",
+        "--trace", str(paths[what]),
+    )  # fmt: skip
+    assert res.exit_code == 2, res.output
+    assert "--trace" in res.stderr
+    assert "Traceback" not in res.stderr
+    assert paths[what].read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["no/such/run.jsonl", "."])
+def test_trace_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    res = invoke("run", *SHORT, "-n", "2", "--trace", str(tmp_path / name))
+    assert res.exit_code == 1
+    assert "cannot be written" in res.stderr
+
+
+def test_policies(long_file: Path) -> None:
+    """Each by its name; the last code is in the tail, whatever chooses."""
+    answer = (long_file.parent / "answer.txt").read_text()
+    moved = {}
+    for policy in ("qk", "qk-cos", "lru"):
+        found = summary("-f", str(long_file), *POOLED, "-n", "8", "--kvflash-policy", policy)
+        assert found["policy"] == policy
+        assert answer in found["text"]
+        moved[policy] = found["stats"]["pages_in"]
+        assert (found["stats"]["reselects"] > 0) == (policy != "lru")
+        assert (found["stats"]["summary_bytes"] > 0) == (policy != "lru")
+    assert moved["lru"] == 0 < moved["qk"]
+
+
+def test_relevance_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_POLICY", "lru")
+    assert summary("-f", str(long_file), *POOLED, "-n", "1")["policy"] == "lru"
+    assert summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-policy", "qk")["policy"] == "qk"
+    monkeypatch.delenv("KVFLASH_POLICY")
+    few = summary("-f", str(long_file), *POOLED, "-n", "100", "-r", "never")["stats"]["reselects"]
+    monkeypatch.setenv("KVFLASH_TAU", "16")
+    monkeypatch.setenv("KVFLASH_SHARE", "0")
+    assert summary("-f", str(long_file), *POOLED, "-n", "100", "-r", "never")["stats"]["reselects"] >= few + 2
+
+
+def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None:
+    """--draft-scorer means policy drafter, unless another one is typed; a bad one is a warning."""
+    args = ("-f", str(long_file), *POOLED, "-n", "8")
+    found = summary(*args, "--draft-scorer", str(BUNDLED_MODEL))
+    assert (found["policy"], found["warnings"]) == ("drafter", [])
+    assert summary(*args, "--draft-scorer", str(BUNDLED_MODEL), "--kvflash-policy", "qk")["policy"] == "qk"
+    bad = tmp_path / "draft.gguf"
+    bad.write_bytes(b"no model")
+    res = good("run", *args, "--draft-scorer", str(bad), "--temp", "0", "-q")
+    assert res.stderr.count("\n") == 1
+    assert res.stderr.startswith(f"kvflash: warning: drafter cannot score: {bad} is no GGUF model")
+    assert (long_file.parent / "answer.txt").read_text() in res.stdout
+
+
+def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
+    """The chunks of --pin-prefix and --pin-spans are never dropped; without them they are."""
+    trace = tmp_path / "run.jsonl"
+    args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "1K", "--kvflash-policy", "lru", "-n", "1")
+
+    def gone(*more: str) -> set[int]:
+        good("run", *args, "--trace", str(trace), *more)
+        lines = [json.loads(line) for line in trace.read_text().splitlines()]
+        return {c for line in lines for c in line.get("drops", ())}
+
+    assert {1, 2, 5, 6, 7} <= gone()
+    left = gone("--pin-prefix", "100", "--pin-spans", "300:350,7:8,448:449")
+    assert not {0, 1, 4, 5, 7} & left
+    assert {2, 3, 6, 8} <= left
 
 
 #

@@ -46,7 +46,8 @@ Logits = npt.NDArray[np.float32]
 Open = Callable[..., KVFlash]
 
 TOKENS = np.random.default_rng(5).integers(0, tiny.N_VOCAB, 20_000).astype(np.int32)
-SMALL: dict[str, Any] = {"n_ctx": 16384, "pool": 768, "n_batch": 64, "n_threads": 1}  # 12 blocks, 7 of them evictable
+# 12 blocks, 7 of them evictable; what a scorer does is tested in test_relevance.py
+SMALL: dict[str, Any] = {"n_ctx": 16384, "pool": 768, "n_batch": 64, "n_threads": 1, "policy": "lru"}
 GREEDY = Sampling(temperature=0)
 README = Path(__file__).parent.parent / "README.md"
 
@@ -1229,7 +1230,7 @@ def test_an_exception_of_progress_ends_the_load(tiny_path: Callable[[str], Path]
         {"pool": "lots"},
         {"n_ctx": -1},
         {"n_ctx": 1 << 40},
-        {"n_batch": 0},
+        {"n_batch": -1},
         {"n_ubatch": 0},
         {"chunk": 48},
         {"policy": "best"},

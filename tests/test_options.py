@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 
 from pyllama_kvflash import errors, events
 from pyllama_kvflash.errors import KVFlashError, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Stats, Token, as_dict
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.policy import POLICIES
+from pyllama_kvflash.policy import AGGREGATES, Lru
 
 if TYPE_CHECKING:
     from pyllama_kvflash.options import Options
@@ -36,7 +37,6 @@ BIG = (1 << 30) + 1
 BAD: list[tuple[str, Any, str]] = [
     ("n_ctx", -1, "-1"),
     ("n_ctx", BIG, str(BIG)),
-    ("n_batch", 0, "0"),
     ("n_batch", -512, "-512"),
     ("n_batch", BIG, str(BIG)),
     ("n_ubatch", 0, "0"),
@@ -54,6 +54,28 @@ BAD: list[tuple[str, Any, str]] = [
     ("policy", "mru", "'mru'"),
     ("policy", "", "''"),
     ("policy", "LRU", "'LRU'"),
+    ("policy", None, "NoneType"),
+    ("policy", Lru, "type"),  # the class, not an object of it
+    ("tau", 0, "0"),
+    ("tau", -64, "-64"),
+    ("tau", BIG, str(BIG)),
+    ("share", -0.1, "-0.1"),
+    ("share", 1.5, "1.5"),
+    ("share", math.nan, "nan"),
+    ("replay", -1, "-1"),
+    ("replay", BIG, str(BIG)),
+    ("qk_summary", "centroid:3", "'centroid:3'"),
+    ("qk_summary", "centroid", "'centroid'"),
+    ("qk_summary", "mean ", "'mean '"),
+    ("qk_summary", "", "''"),
+    ("qk_aggregate", "max", "'max'"),
+    ("qk_query", "last:0", "'last:0'"),
+    ("qk_query", "last:1000", "'last:1000'"),
+    ("qk_query", "first", "'first'"),
+    ("qk_rerank", -1, "-1"),
+    ("qk_rerank", BIG, str(BIG)),
+    ("draft_pool", 0, "0"),
+    ("draft_pool", BIG, str(BIG)),
     ("type_k", "f17", "'f17'"),
     ("type_k", "q8", "'q8'"),
     ("type_v", "", "''"),
@@ -103,7 +125,21 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         {"n_gpu_layers": 0},
         {"sinks": 0, "tail": 1},
         *({"chunk": n} for n in (16, 32, 64)),
-        *({"policy": name} for name in POLICIES),
+        *({"policy": name} for name in ("qk", "qk-cos", "lru", "drafter", "crosstok")),
+        {"policy": Lru()},
+        {"n_batch": 0},
+        {"tau": 1},
+        {"tau": 1 << 30},
+        *({"share": share} for share in (0, 0.05, 1)),
+        {"replay": 0},
+        {"replay": 1 << 30},
+        {"prefill_reselect": False},
+        *({"qk_summary": f"centroid:{n}"} for n in (1, 2, 4, 8, 16)),
+        *({"qk_summary": kind} for kind in ("mean", "minmax", "exact")),
+        *({"qk_aggregate": name} for name in AGGREGATES),
+        *({"qk_query": query} for query in ("last", "last:1", "last:999", "question")),
+        {"qk_rerank": 0},
+        {"draft_model": "other.gguf", "draft_pool": 1},
         {"type_k": "q8_0", "type_v": "q4_0"},
         *({"flash_attn": mode} for mode in ("auto", "on", "off")),
         *({"pool": size} for size in ("auto", "off", 1, 1 << 30)),
@@ -127,21 +163,10 @@ def test_resolved_fills_in_what_the_model_and_the_machine_decide(options: type["
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    ("n_ctx", "n_batch", "n_ubatch", "want"),
-    [
-        (4096, 512, 512, (512, 512)),
-        (4096, 128, 512, (128, 128)),
-        (4096, 512, 128, (512, 128)),
-        (100, 512, 512, (100, 100)),
-        (100, 512, 64, (100, 64)),
-    ],
-)
-def test_resolved_batches_fit_in_each_other(
-    options: type["Options"], n_ctx: int, n_batch: int, n_ubatch: int, want: tuple[int, int]
-) -> None:
-    made = options(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch).resolved(8192)
-    assert (made.n_batch, made.n_ubatch) == want
+@pytest.mark.parametrize(("n_ctx", "n_batch", "want"), [(4096, 512, 512), (100, 512, 100), (100, 0, 0), (4096, 0, 0)])
+def test_resolved_batch_fits_the_context(options: type["Options"], n_ctx: int, n_batch: int, want: int) -> None:
+    """0 stays: what the pool allows is not known yet."""
+    assert options(n_ctx=n_ctx, n_batch=n_batch).resolved(8192).n_batch == want
 
 
 @pytest.mark.native
@@ -175,6 +200,7 @@ CLASSES: dict[str, type[KVFlashError]] = {
         ("PoolError", 1),
         ("RecordError", 1),
         ("HostMemoryError", 1),
+        ("ScorerError", 1),
         ("OutputError", 1),
         ("NativeError", 1),
         ("Interrupted", 130),
@@ -209,11 +235,16 @@ STATS = Stats(
     stored=15,
     pages_out=12,
     pages_in=3,
+    reselects=4,
+    reselect_s=0.125,
+    summary_bytes=1 << 20,
     seed=None,
 )
 EVENTS: list[Event] = [
     Prefill(512, 1000, 0.25, 1 << 28, 1 << 20),
     Paged(1024, (3, 1, 2), ()),
+    Reselect(1088, "decode", (None, 1.5, -0.25, None), (3,), (1, 2), 0.125, 0.0625),
+    Warn("drafter cannot score; using qk"),
     Token(42, 'é "\n\u2028'),
     Done("stop", "", STATS),
 ]

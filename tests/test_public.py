@@ -13,19 +13,36 @@ import pyllama_kvflash
 ROOT = Path(__file__).parent.parent
 
 USER_CODE = """
-from pyllama_kvflash import Done, KVFlash, Sampling, Stats, Token
+import numpy as np
+import numpy.typing as npt
 
-with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048) as kv:
+from pyllama_kvflash import Done, KVFlash, Reselect, Sampling, Scorer, Stats, Token, View, Warn
+
+class Newest:
+    name = "newest"
+    summary: str | None = None
+    query = "last"
+
+    def score(self, view: View) -> npt.NDArray[np.float64]:
+        return np.arange(len(view.candidates), dtype=np.float64)
+
+scorer: Scorer = Newest()
+with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048, policy=scorer) as kv:
     stats: Stats | None = None
     for event in kv.generate("text", max_tokens=4, sampling=Sampling(temperature=0), stop=["x"]):
         match event:
             case Token():
                 print(event.text, event.id)
+            case Reselect():
+                best: list[float] = [s for s in event.scores if s is not None]
+            case Warn():
+                print(event.text)
             case Done():
                 stats = event.stats
     rate: float = stats.decode_rate if stats else 0.0
     n: int = int(kv.residency().state.sum()) + kv.n_tokens
     kv.pin(0, 64)
+    again: Reselect | None = kv.reselect()
 """
 
 
@@ -38,10 +55,14 @@ def test_all_is_pinned():
         "Options",
         "Paged",
         "Prefill",
+        "Reselect",
         "Residency",
         "Sampling",
+        "Scorer",
         "Stats",
         "Token",
+        "View",
+        "Warn",
         "__version__",
         "as_dict",
     ]

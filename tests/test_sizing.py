@@ -59,7 +59,8 @@ def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> Non
     """One batch as the engine does it: room, with the spare blocks left, then decode and store."""
     free = ledger.n_free + int(np.count_nonzero(ledger.evictable()))
     assert free >= -(-n_batch // ledger.chunk) + SPARE_BLOCKS
-    for c in make_room(ledger, lambda _: rng.random(ledger.n_chunks), ledger.new_chunks(n)).drops:
+    ledger.rate(rng.random(ledger.n_chunks))
+    for c in make_room(ledger, ledger.new_chunks(n)).drops:
         ledger.drop(c)
     ledger.write(n)
     for c in ledger.to_store():
@@ -67,7 +68,8 @@ def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> Non
 
 
 def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
-    plan = bring_in(ledger, lambda _: rng.random(ledger.n_chunks), [chunk])
+    ledger.rate(rng.random(ledger.n_chunks))
+    plan = bring_in(ledger, [chunk])
     for c in plan.drops:
         ledger.drop(c)
     for c in plan.page_ins:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pyllama_kvflash import __version__
+from pyllama_kvflash.cli.bench import bench
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
@@ -30,6 +31,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
   kvflash run model.gguf -f long.txt --trace t.jsonl  and what stayed and came back, for the next line
   kvflash plot t.jsonl                                a picture of it
+  kvflash bench niah                                  what a pool finds, and what the full cache does
   kvflash inspect model.gguf                          what can be pooled, and what it costs
 
 \b
@@ -82,3 +84,4 @@ main.add_command(run)
 main.add_command(demo)
 main.add_command(inspect)
 main.add_command(plot)
+main.add_command(bench)

@@ -167,6 +167,8 @@ SCORERS = options(
                  envvar="KVFLASH_QK_AGGREGATE", help="How the scores of all heads become one."),
     click.option("--qk-query", metavar="WHICH", default="last:4", show_default=True, envvar="KVFLASH_QK_QUERY",
                  help="Whose queries score: last, last:N (tokens) or question (all that are run again)."),
+    click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",
+                 help="At the end of the prompt, rank this many times the pool's chunks again by all their keys, 0: none."),
     click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, envvar="KVFLASH_DRAFT_SCORER",
                  help="The drafter, and policy drafter.  [default: MODEL-draft.gguf or draft-scorer.gguf next to the"
                  " model, in $KVFLASH_DRAFT_DIR, or in ~/.cache/kvflash]"),

@@ -1,7 +1,7 @@
 """What a person sees on stderr: progress, notes, the closing line."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import click
@@ -50,6 +50,13 @@ class Reporter:
         with self._progress("{task.fields[info]}") as progress:
             yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
 
+    @contextmanager
+    def counting(self, label: str, total: int) -> Iterator["CellBar"]:
+        """A bar for a bench of so many runs."""
+        self._last = 0.0
+        with self._progress("{task.completed:.0f}/{task.total:.0f}  {task.fields[info]}") as progress:
+            yield CellBar(self, progress, progress.add_task(label, total=total, info=""), label)
+
     def _progress(self, info: str) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(info), TimeRemainingColumn())
         return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
@@ -94,6 +101,37 @@ class PrefillBar:
         self._progress.update(self._task, completed=ev.done, total=ev.total, info=info)
         left = (ev.total - ev.done) / rate if rate else 0.0
         self._reporter.plain(f"{self._label} {info}  {left:.0f} s left")
+
+
+class CellBar:
+    """Moves the bar of a bench."""
+
+    def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
+        self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
+        self._done = 0
+
+    def skip(self, n: int) -> None:
+        """So many runs were measured before."""
+        self._done += n
+        self._progress.update(self._task, completed=self._done)
+        if n:
+            self._reporter.note(f"{n} runs were measured before")
+
+    def done(self) -> None:
+        """A run is measured."""
+        self._done += 1
+        self._progress.update(self._task, completed=self._done)
+
+    def prefill(self, name: str) -> Callable[[Prefill], None]:
+        """What to call with the progress of a run of this name."""
+
+        def show(ev: Prefill) -> None:
+            info = f"{name}  {ev.done:,}/{ev.total:,} tok"
+            self._progress.update(self._task, info=info)
+            total = self._progress.tasks[self._task].total
+            self._reporter.plain(f"{self._label} {self._done}/{total:.0f}  {info}")
+
+        return show
 
 
 def banner(kv: KVFlash) -> list[str]:

@@ -167,21 +167,26 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt_file is None and sys.stdin is not None and sys.stdin.isatty():
         msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
         raise UsageError(msg)
-    name = "stdin" if prompt_file in (None, "-") else str(prompt_file)
+    return read_text(prompt_file or "-", "prompt").removesuffix("\n")
+
+
+def read_text(file: str, what: str = "text") -> str:
+    """A UTF-8 text from a file, "-" for stdin; what: its name in errors. Raises UsageError."""
+    name = "stdin" if file == "-" else file
     try:
         data = _stdin() if name == "stdin" else Path(name).read_bytes()
     except OSError as err:
-        msg = f"the prompt file {name} cannot be read: {err.strerror}"
+        msg = f"the {what} file {name} cannot be read: {err.strerror}"
         raise UsageError(msg) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as err:
-        msg = f"the prompt in {name} is not UTF-8 text: byte {data[err.start]:#04x} at offset {err.start}"
+        msg = f"the {what} in {name} is not UTF-8 text: byte {data[err.start]:#04x} at offset {err.start}"
         raise UsageError(msg) from None
     if "\0" in text:
-        msg = f"the prompt in {name} is binary: a zero byte at offset {data.index(0)}; give a text file"
+        msg = f"the {what} in {name} is binary: a zero byte at offset {data.index(0)}; give a text file"
         raise UsageError(msg)
-    return text.removesuffix("\n")
+    return text
 
 
 def _stdin() -> bytes:

@@ -8,7 +8,7 @@ from pyllama_kvflash.native.device import Device, devices
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.sampler import Sampler, Sampling
-from pyllama_kvflash.native.summary import Summaries
+from pyllama_kvflash.native.summary import Keys, Summaries
 
 __all__ = [
     "ALL",
@@ -18,6 +18,7 @@ __all__ = [
     "Context",
     "Device",
     "KVBytes",
+    "Keys",
     "Layer",
     "Model",
     "PoolInfo",

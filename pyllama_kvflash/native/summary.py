@@ -1,7 +1,7 @@
 """Summaries of the keys of chunks, and how queries score against them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ class Summaries:
         self.kind = kind
         self._kind, n_row = _KINDS[match[2] or "centroid"]
         self._n_row = int(match[1]) if match[1] else n_row or n_chunk
+        if self._n_row > n_chunk:
+            msg = f"{kind} is asked for chunks of {n_chunk} keys: give centroid:{n_chunk} at most"
+            raise UsageError(msg)
         self._n_chunk = n_chunk
         self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
@@ -76,8 +79,8 @@ class Summaries:
 
     def put(self, chunk: int, record: Record) -> None:
         """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there."""
-        if chunk > self._n:
-            msg = f"chunk {chunk} is summarised before chunk {self._n}"
+        if not 0 <= chunk <= self._n:
+            msg = f"chunk {chunk} is summarised, where {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
         slab, i = divmod(chunk, SLAB)
@@ -98,7 +101,7 @@ class Summaries:
         "minmax": the upper bound of such products (Quest, Tang et al. 2024). n: the first n chunks, None: all.
         """
         n = self._n if n is None else n
-        if q.shape != self._shapes[layer] or n > self._n:
+        if q.shape != self._shapes[layer] or not 0 <= n <= self._n:
             msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
             raise UsageError(msg)
         q = np.ascontiguousarray(q, np.float32)
@@ -119,6 +122,35 @@ class Summaries:
             flat = panels.transpose(1, 0, 3, 2).reshape(layer.n_head_kv, -1, layer.n_embd_head_k)
             mine = flat[:, i * self._n_row : (i + 1) * self._n_row].astype(np.uint32) << 16
             res.append(mine.view(np.float32))
+        return res
+
+
+class Keys:
+    """All keys of chunks, read from their records when they are asked about: exact, and as slow as they are many."""
+
+    def __init__(self, layers: Sequence[Layer], n_chunk: int, record: Callable[[int], Record]) -> None:
+        """record: gives the record of a chunk."""
+        self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
+        self._n_chunk = n_chunk
+        self._record = record
+
+    @property
+    def n_layer(self) -> int:
+        """Pooled layers."""
+        return len(self._layers)
+
+    def score(self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int]) -> npt.NDArray[np.float32]:
+        """For queries (n_head, n_embd_head_k) of a pooled layer: (n_head, len(chunks)), the largest product with a key."""
+        q = np.ascontiguousarray(q, np.float32)
+        if q.shape != (self._layers[layer].n_head, self._layers[layer].n_embd_head_k):
+            msg = f"queries {q.shape} are not those of layer {layer}"
+            raise UsageError(msg)
+        res = np.empty((len(q), len(chunks)), np.float32)
+        pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
+        for i, chunk in enumerate(chunks):
+            record = self._record(int(chunk))
+            src = ffi.from_buffer(record)
+            check(lib.kvf_score_keys(self._layers[layer], self._n_chunk, src, len(record), pq, to + i, len(chunks)))
         return res
 
 

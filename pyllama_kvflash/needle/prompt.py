@@ -1,9 +1,11 @@
 """Needle prompts: generated prose with secret codes at even depths, and one question for each code."""
 
 import random
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Final
 
 from . import words
@@ -58,6 +60,7 @@ def make_prompt(
     seed: int = 1,
     held_out: bool = False,
     drop: bool = False,
+    haystack: str | None = None,
 ) -> NeedlePrompt:
     """Write a document of prose with `n_needles` secret codes at even depths, each on a line of its own.
 
@@ -76,6 +79,8 @@ def make_prompt(
             full cache; of the trained ones it misses none.
         drop: leave the statements out and fill the room with prose.  Keys, answers and questions stay the
             same, so a correct answer could only be a guess.
+        haystack: text to hide the codes in instead of generated prose; from its beginning, over and over if it
+            is too short.
 
     Raises:
         ValueError: an argument is out of range, `n_tokens` cannot hold the needles, or `count` does not
@@ -98,7 +103,7 @@ def make_prompt(
             f"raise n_tokens to {needed} or more, or lower n_needles."
         )
 
-    prose = _Prose(rng, count)
+    prose = _Prose(rng, count, haystack)
     layout, total = _fit(prose, [""] * n_needles if drop else lines, n_tokens, 0 if drop else needed)
     if not layout.text:
         raise ValueError(f"n_tokens is {n_tokens}, too few for one sentence of prose: raise n_tokens.")
@@ -160,8 +165,8 @@ class _Prose:
     Every line is counted once, however often it is asked for.
     """
 
-    def __init__(self, rng: random.Random, count: Callable[[str], int]) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, count: Callable[[str], int], haystack: str | None = None) -> None:
+        self._source = cycle(_paragraphs(haystack)) if haystack else iter(lambda: words.paragraph(rng), None)
         self._sizes: dict[str, int] = {}
         self._paragraphs: list[list[str]] = []
         self._next = 0  # paragraph to read after `_rest`
@@ -180,7 +185,7 @@ class _Prose:
         """
         if not self._rest:
             if self._next == len(self._paragraphs):
-                self._paragraphs.append(words.paragraph(self._rng))
+                self._paragraphs.append(next(self._source))
             self._rest = self._paragraphs[self._next]
             self._next += 1
         fits = len(self._rest)
@@ -208,6 +213,15 @@ class _Prose:
     def _line(self, n: int) -> str:
         """Join the next `n` sentences to a line."""
         return " ".join(self._rest[:n]) + "\n"
+
+
+def _paragraphs(text: str) -> list[list[str]]:
+    """Lines of a text that have words, as sentences."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    found = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
+    if not found:
+        raise ValueError("the haystack has no words: give a text.")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

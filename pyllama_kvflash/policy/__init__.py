@@ -1,7 +1,7 @@
 """Decisions: pure Python and numpy. No native code, no files, no clock: everything here runs without a compiler."""
 
 from pyllama_kvflash.policy.ledger import Ledger, LedgerError, Scores, State
-from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect
+from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
 from pyllama_kvflash.policy.schedule import Schedule
 from pyllama_kvflash.policy.scorers import AGGREGATES, Lru, Qk, QkCos, Queries, Scorer, View, n_queries
 from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_floor, resolve_pool
@@ -29,4 +29,5 @@ __all__ = [
     "pool_floor",
     "reselect",
     "resolve_pool",
+    "room_for_candidates",
 ]

@@ -45,15 +45,21 @@ def reselect(ledger: Ledger, n_free: int) -> Plan:
     """
     mask = ledger.candidates()
     resident = ledger.state == State.RESIDENT
-    room = ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(resident & ~mask))
+    room = room_for_candidates(ledger, n_free)
     candidates = np.flatnonzero(mask)
     if room <= 0:
         return Plan()
-    hottest = candidates[np.argsort(-ledger.heat()[candidates], kind="stable")]
+    hottest = candidates[np.argsort(ledger.heat()[candidates], kind="stable")][::-1]  # ties: as in _coldest
     page_ins = hottest[:room][~resident[hottest[:room]]]
     cold = hottest[room:][resident[hottest[room:]]][::-1]
     n_drop = max(0, len(page_ins) + n_free - ledger.n_free)
     return Plan(tuple(int(c) for c in cold[:n_drop]), tuple(int(c) for c in page_ins))
+
+
+def room_for_candidates(ledger: Ledger, n_free: int) -> int:
+    """Blocks beside those of protected chunks and n_free that are to stay free; maybe less than none."""
+    kept = (ledger.state == State.RESIDENT) & ~ledger.candidates()
+    return ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(kept))
 
 
 def _coldest(ledger: Ledger, n: int, keep: Sequence[int]) -> tuple[int, ...]:

@@ -53,11 +53,6 @@ class Schedule:
         """A reselect took so many seconds in all."""
         self._costs = [*self._costs[-4:], seconds]
 
-    @property
-    def left(self) -> int:
-        """Tokens until the next scoring begins."""
-        return self.interval - self._n
-
     def begin(self) -> bool:
         """Whether to begin to score now; asked once a step."""
         if self._begun or self._n < self.interval:

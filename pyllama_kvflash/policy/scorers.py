@@ -27,14 +27,22 @@ class Products(Protocol):
         """(n_head, n): for each head and each of the first n chunks, the largest product q·k with a row of its summary."""
 
 
+class AllKeys(Protocol):
+    """All keys of chunks, read from their records. `native.Keys` is the one in use."""
+
+    def score(self, layer: int, q: Floats, chunks: Sequence[int]) -> Floats:
+        """(n_head, len(chunks)): for each head and chunk, the largest product q·k with one of its keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """A sequence at one moment, for a scorer to look at. Nothing in it changes while the scorer runs.
 
     tokens: int32 (n_tokens,). chunk: positions in a chunk. touched: when each chunk was last written or paged in
     (n_chunks,), larger is later. candidates: bool (n_chunks,), those whose score counts. queries: of the last token, or
-    of each token of the question. summaries: of the kind that the scorer asked for, None if it asked for none. each: as
-    `map`, maybe in several threads.
+    the last tokens of a prompt. summaries: of the kind that the scorer asked for, None if it asked for none. room: how
+    many candidates the pool can hold. keys: at the end of a prompt, where there is time to look closer; otherwise None.
+    each: as `map`, maybe in several threads.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -43,6 +51,8 @@ class View:
     candidates: Mask
     queries: Sequence[Queries] = ()
     summaries: Products | None = None
+    room: int = 0
+    keys: AllKeys | None = None
     each: Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]] = map
 
 
@@ -53,7 +63,7 @@ class Scorer(Protocol):
     name: for reports. summary: what is to be kept of the keys of each sealed chunk ("centroid:4", "mean", ...), None:
     nothing. query: whose queries the view has, "last" (the last token's), "last:N" (those of the last N tokens) or
     "question" (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and
-    while decoding, there may be fewer.
+    while decoding, it is always the last token's.
     """
 
     name: str
@@ -92,13 +102,18 @@ class Qk:
     "layer-mean" is the mean over layers of the maximum over heads, for comparison. Of several queries, the maximum.
 
     What a query looks for may lie across the border of two chunks, and only one of them look like it: with "zmax" a
-    chunk has at least the score of its better neighbour less HALO. Measured in docs/RESULTS.md.
+    chunk has at least the score of its better neighbour less HALO.
+
+    At the end of a prompt the best `rerank` times as many chunks as the pool has room for are ranked again, by all their
+    keys: four centroids of 64 keys can miss the one that matters. Measured in docs/RESULTS.md.
     """
 
     name = "qk"
 
-    def __init__(self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4") -> None:
-        """summary: as `native.Summaries` takes it. Raises UsageError."""
+    def __init__(
+        self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4", rerank: int = 4
+    ) -> None:
+        """summary: as `native.Summaries` takes it. rerank: 0: by the summaries alone. Raises UsageError."""
         if aggregate not in AGGREGATES:
             msg = f"the aggregate of qk is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
             raise UsageError(msg)
@@ -106,13 +121,17 @@ class Qk:
         self.summary: str | None = summary
         self.aggregate = aggregate
         self.query = query
+        self.rerank = rerank
 
     def score(self, view: View) -> Scores:
         """Scores of the candidates, -inf for the others."""
-        zmax = self.aggregate == "zmax"
-        aggregate = _zmax if zmax else _layer_mean
-        scores = _of_candidates(view, lambda q, n: aggregate(view, [x / np.sqrt(x.shape[1]) for x in q], n))
-        return _with_halo(scores, view.candidates) if zmax else scores
+        queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
+        if self.aggregate != "zmax":
+            return _of_candidates(view, queries, _layer_mean)
+        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates)
+        if self.rerank and view.keys is not None and self.summary != "exact":
+            return _rerank(view, view.keys, queries, scores, self.rerank * view.room)
+        return scores
 
 
 class QkCos:
@@ -145,13 +164,40 @@ def n_queries(query: str) -> int | None:
     return None if query == "question" else int(match[1] or 1)
 
 
-def _of_candidates(view: View, score: Callable[[Queries, int], Floats]) -> Scores:
+def _of_candidates(view: View, queries: Sequence[Queries], score: Callable[[View, Queries, int], Floats]) -> Scores:
     scores = np.full(len(view.candidates), -np.inf)
     n = _n_scored(view)
-    if n and view.queries:
-        found = np.max([score(q, n) for q in view.queries], axis=0)
+    if n and queries:
+        found = np.max([score(view, q, n) for q in queries], axis=0)
         scores[:n] = np.where(view.candidates[:n], found, -np.inf)
     return scores
+
+
+def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Scores, n: int) -> Scores:
+    """The n best anew by all their keys, each head z-normalised over them; the others below these, in their order."""
+    n_best = min(n, int(np.count_nonzero(view.candidates)))
+    best = sorted(int(c) for c in np.argsort(-scores, kind="stable")[:n_best])
+    if len(best) <= view.room or not queries:
+        return scores
+
+    def one(layer: int) -> Floats:
+        res: Floats = np.max([_z(keys.score(layer, q[layer], best)).max(axis=0) for q in queries], axis=0)
+        return res
+
+    closer = np.full(len(scores), -np.inf)
+    closer[best] = np.max(list(view.each(one, range(len(queries[0])))), axis=0)
+    among = np.isfinite(closer)
+    closer = _with_halo(closer, among)
+    rest = view.candidates & ~among
+    closer[rest] = scores[rest] - scores[rest].max(initial=-np.inf) + closer[best].min() - HALO
+    return closer
+
+
+def _z(x: Floats) -> Floats:
+    """Rows of scores (n_head, n) with mean 0 and variance 1."""
+    y = x - x.mean(axis=1, keepdims=True)
+    res: Floats = y / np.sqrt(np.einsum("hc,hc->h", y, y) / x.shape[1] + 1e-12)[:, None]
+    return res
 
 
 def _with_halo(scores: Scores, candidates: Mask) -> Scores:

@@ -449,16 +449,30 @@ int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row,
     });
 }
 
+static void check_record(const kvf_layer & layer, uint32_t n_chunk, const void * record, size_t record_size) {
+    check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
+    check(record && layer.size_k == ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k) * n_chunk &&
+                    layer.offs_k + layer.size_k <= record_size,
+            "the record is shorter than this layer's keys");
+}
+
 int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
         uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n) {
     return guard([&] {
-        check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
         check_summary(layer, n, kind, n_row, n_chunk);
-        check(record && slab && i < n, "a record and a slab with this entry are needed");
-        check(layer->size_k == ggml_row_size((ggml_type) layer->type_k, layer->n_embd_k) * n_chunk &&
-                        layer->offs_k + layer->size_k <= record_size,
-                "the record is shorter than this layer's keys");
+        check_record(*layer, n_chunk, record, record_size);
+        check(slab && i < n, "a slab with this entry is needed");
         kvf_summary::write(*layer, n_chunk, record, kind, n_row, slab, i);
+    });
+}
+
+int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
+        const float * q, float * dst, size_t stride) {
+    return guard([&] {
+        check_summary(layer, 1, KVF_SUMMARY_MEAN, 1, n_chunk);
+        check_record(*layer, n_chunk, record, record_size);
+        check(q && dst && stride >= 1, "queries and room for the scores are needed");
+        kvf_summary::score_keys(*layer, n_chunk, record, q, dst, stride);
     });
 }
 

@@ -190,21 +190,27 @@ static std::vector<float> summary(const keys & k, int kind, uint32_t n_row) {
     }
 }
 
-void kvf_summary::write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
-        uint16_t * dst, uint32_t i) {
+// the keys of a record in one layer, [n_chunk][n_embd_k]
+static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record) {
     const auto   type = (ggml_type) layer.type_k;
     const size_t size = ggml_row_size(type, layer.n_embd_k);
 
-    std::vector<float> k((size_t) n_chunk * layer.n_embd_k);
+    std::vector<float> res((size_t) n_chunk * layer.n_embd_k);
     for (uint32_t t = 0; t < n_chunk; ++t) {
         const char * src = (const char *) record + layer.offs_k + t * size;
-        float *      to  = k.data() + (size_t) t * layer.n_embd_k;
+        float *      to  = res.data() + (size_t) t * layer.n_embd_k;
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
         } else {
             ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
         }
     }
+    return res;
+}
+
+void kvf_summary::write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
+        uint16_t * dst, uint32_t i) {
+    const auto k = read_keys(layer, n_chunk, record);
 
     const uint32_t d = layer.n_embd_head_k;
     for (uint32_t h = 0; h < layer.n_head_kv; ++h) {
@@ -332,6 +338,44 @@ void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t
                 dst[h * stride + c] = side ? dst[h * stride + c] + x : x;
             }
         }
+    }
+}
+
+KVF_CLONES
+static float largest_product(const keys & k, const float * q) {
+    float res = -std::numeric_limits<float>::infinity();
+    for (uint32_t t = 0; t < k.n; ++t) {
+        const float * row = k.row(t);
+
+        lanes_f  sum = {};
+        uint32_t i   = 0;
+        for (; i + LANES <= k.d; i += LANES) {
+            lanes_f a, b;
+            memcpy(&a, row + i, sizeof(a));
+            memcpy(&b, q + i, sizeof(b));
+            sum += a * b;
+        }
+        float dot = 0;
+        for (uint32_t j = 0; j < LANES; ++j) {
+            dot += sum[j];
+        }
+        for (; i < k.d; ++i) {
+            dot += row[i] * q[i];
+        }
+        res = std::max(res, dot);
+    }
+    return res;
+}
+
+void kvf_summary::score_keys(
+        const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q, float * dst, size_t stride) {
+    const auto k = read_keys(layer, n_chunk, record);
+
+    const uint32_t d     = layer.n_embd_head_k;
+    const uint32_t group = layer.n_head / layer.n_head_kv;
+    for (uint32_t h = 0; h < layer.n_head; ++h) {
+        const keys head = {k.data() + (size_t) (h / group) * d, n_chunk, d, layer.n_embd_k};
+        dst[h * stride] = largest_product(head, q + (size_t) h * d);
     }
 }
 

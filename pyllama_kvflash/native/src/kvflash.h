@@ -177,6 +177,10 @@ LLAMA_API int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, co
 LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
         const float * q, float * dst, size_t stride);
 
+// the same with all keys of a record: the largest product of each query -> dst[head*stride]
+LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
+        const float * q, float * dst, size_t stride);
+
 // the calls below need a context again
 
 // the state that no chunk holds (recurrent, sliding window), as upstream's "partial only" sequence state

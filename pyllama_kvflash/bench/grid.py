@@ -1,0 +1,159 @@
+"""Cells of a benchmark: variants by name, results that survive an interruption, and tables of them."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from pyllama_kvflash import __version__
+from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.native import devices
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.registry import policy_names
+
+Key = dict[str, Any]
+Result = dict[str, Any]
+
+_SETTABLE = {f.name: f.type for f in fields(Options)} | {"policy": "str"}
+_FIXED = {"n_ctx", "pool", "pins", "policy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A row of a table: a policy, or "full", and the options that it has of its own."""
+
+    label: str
+    policy: str
+    options: dict[str, Any]
+
+    @property
+    def full(self) -> bool:
+        """The full cache, whatever the pool."""
+        return self.policy == "full"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read "policy/option=value/...", the options being fields of Options: "qk/replay=0", "full/type_k=q8_0".
+
+        Raises UsageError.
+        """
+        policy, *parts = text.split("/")
+        known = ("full", "oracle", *policy_names())
+        if policy not in known:
+            msg = f"{policy!r} in {text!r} is no policy: there are {', '.join(known)}"
+            raise UsageError(msg)
+        options = dict(_option(part, text) for part in parts)
+        return cls(text, policy, options)
+
+
+def _option(part: str, text: str) -> tuple[str, Any]:
+    name, equals, value = part.partition("=")
+    if not equals or name not in _SETTABLE or name in _FIXED:
+        msg = (
+            f"{part!r} in {text!r} is no option: give name=value, the name a field of Options such as replay or type_k"
+        )
+        raise UsageError(msg)
+    default = getattr(Options(), name)
+    try:
+        return name, type(default)(json.loads(value)) if isinstance(default, bool | int | float) else value
+    except ValueError:
+        msg = f"{part!r} in {text!r} needs a number"
+        raise UsageError(msg) from None
+
+
+class Results:
+    """Results by cell, appended to a file as they come: what is there is not measured again."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there. Raises UsageError (not a folder, a damaged line) and OutputError."""
+        self.folder = folder
+        self._path = folder / "results.jsonl"
+        self._known: dict[str, Result] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
+        except OSError as err:
+            msg = f"{folder} cannot be used for the results: {err.strerror}"
+            raise OutputError(msg) from None
+        for i, line in enumerate(lines):
+            try:
+                entry = json.loads(line)
+                self._known[_canonical(entry["key"])] = entry["result"]
+            except (ValueError, KeyError, TypeError):
+                if i + 1 < len(lines):  # the last one may have been cut off
+                    msg = f"line {i + 1} of {self._path} is no result: delete it, or give another folder"
+                    raise UsageError(msg) from None
+
+    def get(self, key: Key) -> Result | None:
+        """The result of a cell, if it was measured."""
+        return self._known.get(_canonical(key))
+
+    def add(self, key: Key, result: Result) -> None:
+        """Keep a result. Raises OutputError."""
+        self._known[_canonical(key)] = result
+        lines = [json.dumps({"key": json.loads(k), "result": r}) + "\n" for k, r in self._known.items()]
+        self.write("results.jsonl", "".join(lines))
+
+    def write(self, name: str, data: str | bytes) -> Path:
+        """Write a file of the folder, whole or not at all. Raises OutputError."""
+        path, part = self.folder / name, self.folder / f".{name}.part"
+        try:
+            part.write_bytes(data.encode() if isinstance(data, str) else data)
+            part.replace(path)
+        except OSError as err:
+            part.unlink(missing_ok=True)
+            msg = f"{path} cannot be written: {err.strerror}"
+            raise OutputError(msg) from None
+        return path
+
+
+def digest(text: str | None) -> str | None:
+    """A text's mark in a key."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text is not None else None
+
+
+def _canonical(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def comma_separated(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The same as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *rows])
+    return out.getvalue()
+
+
+def command(rows: Iterable[Any]) -> str:
+    """The machines that rows were measured on, and this command, for the foot of a table."""
+    machines = "; ".join(dict.fromkeys(row.machine for row in rows))
+    return f"{machines}: `kvflash {' '.join(sys.argv[1:])}`"
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    gpus = [d.description for d in devices() if d.gpu]
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else cpu_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{where}, {cores} cores, pyllama_kvflash {__version__}"
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it, or as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

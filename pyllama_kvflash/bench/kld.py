@@ -1,0 +1,233 @@
+"""Closeness to the full cache: teacher-forced on a text, how far the next-token distributions are apart."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.bench.grid import (
+    Key,
+    Result,
+    Results,
+    Variant,
+    comma_separated,
+    command,
+    digest,
+    machine,
+    markdown,
+)
+from pyllama_kvflash.bench.recall import open_variant
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.needle import NeedlePrompt, make_prompt
+
+Logits = npt.NDArray[np.float32]
+OnPrefill = Callable[[Prefill], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KldCell:
+    """A variant at a context. pool None: the full cache."""
+
+    n_ctx: int
+    pool: int | None
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class KldRow:
+    """How close a variant is to the full cache with f16, whose own row has 0 and 1.
+
+    share: device KV bytes over those of the full f16 cache. kld: mean of KL(full ‖ this) in nats; kld_99: its 99th
+    percentile. same_top: share of tokens whose most likely next token is the same. ppl: perplexity of the text.
+    """
+
+    variant: str
+    kind: str
+    n_ctx: int
+    pool: int | None
+    kv_device_bytes: int
+    share: float
+    kld: float
+    kld_99: float
+    same_top: float
+    ppl: float
+    prefill_s: float
+    decode_s: float
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class KldSweep:
+    """What is to be measured: the last n_score tokens of the first n_ctx of a text, given one by one as in decoding.
+
+    text None: one of that length with codes, whose end are questions with their answers.
+    """
+
+    model: Path
+    text: str | None
+    contexts: tuple[int, ...]
+    shares: tuple[float, ...]
+    variants: tuple[Variant, ...]
+    n_score: int
+    common: dict[str, Any] = field(default_factory=dict)
+
+    def cells(self) -> Iterator[KldCell]:
+        """All cells but the reference."""
+        for n_ctx in self.contexts:
+            for variant in self.variants:
+                if variant.full:
+                    yield KldCell(n_ctx, None, variant)
+                else:
+                    yield from (KldCell(n_ctx, int(n_ctx * share), variant) for share in self.shares)
+
+    def key(self, cell: KldCell) -> Key:
+        """What a result is filed under."""
+        return {
+            "bench": "kld",
+            "model": f"{fingerprint(self.model):016x}",
+            "n_ctx": cell.n_ctx,
+            "pool": cell.pool,
+            "variant": cell.variant.label,
+            "text": digest(self.text),
+            "score": self.n_score,
+            "common": {k: v for k, v in self.common.items() if k != "n_threads"},
+        }
+
+
+def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[KldCell]:
+    """Measure what is missing, the full cache first at each context; yields each cell that is done."""
+    reference = Variant("full", "full", {})
+    for n_ctx in sweep.contexts:
+        missing = [c for c in sweep.cells() if c.n_ctx == n_ctx and results.get(sweep.key(c)) is None]
+        if not missing:
+            continue
+        base, truth, at = _run(sweep, KldCell(n_ctx, None, reference), on_prefill("full"))
+        for cell in missing:
+            logits, _, now = _run(sweep, cell, on_prefill(f"{cell.variant.label} {cell.pool or ''}"))
+            results.add(sweep.key(cell), {**compare(base, logits, truth), **now, "full_bytes": at["kv_device_bytes"]})
+            yield cell
+
+
+def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits, npt.NDArray[np.int32], Result]:
+    """Logits (n_score, n_vocab) before each of the last tokens, those tokens (n_score,), and figures."""
+    with open_variant(sweep.model, cell.variant, cell.n_ctx, cell.pool or 0, sweep.common) as kv:
+        tokens = kv.tokenize(sweep.text or questions(kv, cell.n_ctx))[: cell.n_ctx]
+        if sweep.text and len(tokens) < cell.n_ctx:
+            msg = f"the text has {len(tokens)} tokens, and a context of {cell.n_ctx} is asked for: give a longer text"
+            raise UsageError(msg)
+        n = sweep.n_score
+        prefill_s = 0.0
+        for event in kv.prefill(tokens[:-n]):
+            if isinstance(event, Prefill):
+                prefill_s = event.seconds
+                on_prefill(event)
+        logits, decode_s = _forced(kv, tokens[-n:])
+        figures = {
+            "kv_device_bytes": kv.resident_bytes,
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            "machine": machine(),
+        }
+        return logits, tokens[-n:], figures
+
+
+def questions(kv: KVFlash, n_tokens: int) -> str:
+    """A text of nearly n_tokens with 16 codes, at whose end all are asked for and told."""
+
+    def count(text: str) -> int:
+        return len(kv.tokenize(text, add_special=False))
+
+    def end(prompt: NeedlePrompt) -> str:
+        return "".join(f"{n.question} {n.answer}.\n" for n in prompt.needles)
+
+    room = n_tokens - 1 - count(end(make_prompt(n_tokens, count)))
+    prompt = make_prompt(room, count)
+    return prompt.text + end(prompt)
+
+
+def _forced(kv: KVFlash, tokens: npt.NDArray[np.int32]) -> tuple[Logits, float]:
+    logits = np.empty((len(tokens), kv.model.n_vocab), np.float32)
+    begin = time.perf_counter()
+    for i, token in enumerate(tokens):
+        logits[i] = kv.logits()
+        if i + 1 < len(tokens):
+            kv.decode(np.array([token], np.int32))
+    return logits, time.perf_counter() - begin
+
+
+def compare(base: Logits, logits: Logits, truth: npt.NDArray[np.int32]) -> dict[str, float]:
+    """Closeness of logits (n, n_vocab) to the base's, and the perplexity of the true tokens (n,).
+
+    KL(p ‖ q) = Σ p (log p - log q), p the base's distribution, as in llama.cpp's `--kl-divergence`.
+    """
+    p, q = _log_softmax(base), _log_softmax(logits)
+    kld = np.maximum(np.sum(np.exp(p) * (p - q), axis=1), 0)
+    return {
+        "kld": float(kld.mean()),
+        "kld_99": float(np.percentile(kld, 99)),
+        "same_top": float(np.mean(p.argmax(axis=1) == q.argmax(axis=1))),
+        "ppl": math.exp(-float(q[np.arange(len(truth)), truth].mean())),
+    }
+
+
+def _log_softmax(x: Logits) -> npt.NDArray[np.float64]:
+    y = x.astype(np.float64)
+    y -= y.max(axis=1, keepdims=True)
+    res: npt.NDArray[np.float64] = y - np.log(np.exp(y).sum(axis=1, keepdims=True))
+    return res
+
+
+def rows(sweep: KldSweep, results: Results) -> list[KldRow]:
+    """All that was measured, by context and device memory."""
+    found = []
+    for cell in sweep.cells():
+        if (r := results.get(sweep.key(cell))) is None:
+            continue
+        values = {f.name: r[f.name] for f in fields(KldRow) if f.name in r}
+        kind = "full cache, quantised" if cell.variant.full else f"pool, {cell.variant.label}"
+        share = r["kv_device_bytes"] / r["full_bytes"]
+        found.append(
+            KldRow(variant=cell.variant.label, kind=kind, n_ctx=cell.n_ctx, pool=cell.pool, share=share, **values)
+        )
+    return sorted(found, key=lambda r: (r.n_ctx, -r.share, r.kld))
+
+
+def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
+    """A table, most device memory first."""
+    head = ["context", "variant", "pool", "device KV", "of full f16", "mean KLD", "99 % KLD", "same top", "perplexity"]
+    lines = [
+        [
+            r.n_ctx,
+            r.variant,
+            r.pool or "-",
+            f"{r.kv_device_bytes / 2**20:.2f} MiB",
+            f"{100 * r.share:.1f} %",
+            f"{r.kld:.2e}",
+            f"{r.kld_99:.2e}",
+            f"{100 * r.same_top:.1f} %",
+            f"{r.ppl:.3f}",
+        ]
+        for r in found
+    ]
+    note = f"The last {sweep.n_score} tokens of each context, given one by one; against the full f16 cache in the same run."
+    return markdown(head, lines) + f"\n{note} {command(found)}\n"
+
+
+def write(sweep: KldSweep, results: Results) -> str:
+    """Write results.md, .csv and .json; the Markdown."""
+    found = rows(sweep, results)
+    text = as_markdown(sweep, found)
+    names = [f.name for f in fields(KldRow)]
+    results.write("results.md", text)
+    results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in found]))
+    results.write("results.json", json.dumps({"kind": "kld", "rows": [asdict(r) for r in found]}, indent=1) + "\n")
+    return text

@@ -1,0 +1,143 @@
+"""Recall: codes hidden in a long text, asked for one by one. What was lost is blamed on what lost it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.bench.grid import Variant, machine
+from pyllama_kvflash.demo import ask, positions
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.needle import NeedlePrompt
+from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
+
+BLAMES = ("summary", "query", "scorer", "replay", "prefill")
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Knows where the answer is: the wanted chunks are hottest, then the most recent. A control."""
+
+    name: str = "oracle"
+    summary: str | None = None
+    query: str = "last"
+    wanted: set[int] = field(default_factory=set)
+
+    def score(self, view: View) -> Scores:
+        """1 for the wanted chunks, less for the others."""
+        scores: Scores = view.touched / (view.touched.max(initial=0) + 1.0)
+        scores[[c for c in self.wanted if c < len(scores)]] = 1.0
+        return scores
+
+
+def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dict[str, Any]) -> KVFlash:
+    """The model as a variant has it; `common` are options of all variants. Raises what KVFlash.from_file does."""
+    options = {**common, **variant.options, "n_ctx": n_ctx}
+    if variant.full:
+        return KVFlash.from_file(path, **{**options, "pool": "off"})
+    policy = Oracle() if variant.policy == "oracle" else variant.policy
+    return KVFlash.from_file(path, **{**options, "pool": pool, "policy": policy})
+
+
+def run_cell(
+    kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None], session: int = 0
+) -> dict[str, Any]:
+    """Read the text, ask for every code, each time from the end of the text, and find out what lost those that are lost.
+
+    session: of that many codes, ask once more one after the other without going back. Returns plain JSON values.
+    """
+    kv.clear()
+    begin = time.perf_counter()
+    for event in kv.prefill(kv.tokenize(prompt.text)):
+        if isinstance(event, Prefill):
+            on_prefill(event)
+    prefill_s = time.perf_counter() - begin
+    end = kv.n_tokens
+    spans = positions(kv, prompt)
+    found, answers, resident, lost = [], [], [], {}
+    begin = time.perf_counter()
+    for i, (needle, span) in enumerate(zip(prompt.needles, spans, strict=True)):
+        text = _asked(kv, needle.question, _chunks(kv, span))
+        found.append(needle.answer in text)
+        answers.append(text)
+        resident.append(_is_resident(kv, span))
+        kv.rollback(end)
+        if not found[-1] and isinstance(kv.scorer, Qk):
+            lost[str(i)] = _blame(kv, needle.question, needle.answer, span, end)
+    answer_s = (time.perf_counter() - begin) / len(prompt.needles)
+    stats = kv.stats()
+    return {
+        "found": found,
+        "resident": resident,
+        "answers": answers,
+        "expected": [n.answer for n in prompt.needles],
+        "position": [start for start, _ in spans],
+        "lost": lost,
+        "session": _session(kv, prompt, spans, session),
+        "n_tokens": end,
+        "prefill_s": prefill_s,
+        "answer_s": answer_s,
+        "score_ms": 1e3 * stats.reselect_s / stats.reselects if stats.reselects else 0.0,
+        "kv_device_bytes": stats.kv_device_bytes,
+        "kv_full_bytes": stats.kv_full_bytes,
+        "summary_bytes": stats.summary_bytes,
+        "host_bytes": stats.host_bytes,
+        "machine": machine(),
+    }
+
+
+def _asked(kv: KVFlash, question: str, wanted: set[int]) -> str:
+    if isinstance(kv.scorer, Oracle):
+        kv.scorer.wanted = wanted
+    return ask(kv, question)[0]
+
+
+def _chunks(kv: KVFlash, span: tuple[int, int]) -> set[int]:
+    return set(range(span[0] // kv.options.chunk, (span[1] - 1) // kv.options.chunk + 1))
+
+
+def _is_resident(kv: KVFlash, span: tuple[int, int]) -> bool:
+    if kv.n_pool is None:
+        return True
+    return bool(np.all(kv.residency().state[list(_chunks(kv, span))] == State.RESIDENT))
+
+
+def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: int) -> str:
+    """What lost a needle: the first of BLAMES whose mending finds it.
+
+    summary: with all keys it is found. query: with all keys, and the queries of the whole question. scorer: with the
+    chunk forced in; then the way that scores become one is left. prefill: not even then, since the text was read
+    without it. (A run without replay is blamed on that by its own row.)
+    """
+    mine = kv.scorer
+    rounds: list[tuple[str, Scorer]] = [
+        ("summary", Qk("exact")),
+        ("query", Qk("exact", query="question")),
+        ("scorer", Oracle()),
+    ]
+    res = "prefill"
+    for name, scorer in rounds:
+        kv.use(scorer)
+        text = _asked(kv, question, _chunks(kv, span))
+        kv.rollback(end)
+        if answer in text:
+            res = name
+            break
+    if mine is not None:
+        kv.use(mine)
+    return res
+
+
+def _session(kv: KVFlash, prompt: NeedlePrompt, spans: list[tuple[int, int]], n: int) -> dict[str, int]:
+    """Ask for n codes, spread over the text, one after the other: how many are found, and have all chunks resident."""
+    n = min(n, len(spans))
+    which = [i * len(spans) // n for i in range(n)]
+    found = resident = 0
+    for i in which:
+        text = _asked(kv, prompt.needles[i].question, _chunks(kv, spans[i]))
+        found += prompt.needles[i].answer in text
+        resident += _is_resident(kv, spans[i])
+    return {"asked": n, "found": found, "resident": resident}

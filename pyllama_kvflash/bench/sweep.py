@@ -1,0 +1,201 @@
+"""A sweep of recall cells: contexts x pools x variants x documents, resumable, and its tables."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, comma_separated, command, digest, markdown
+from pyllama_kvflash.bench.recall import open_variant, run_cell
+from pyllama_kvflash.demo import QUESTION_ROOM
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.needle import NeedlePrompt, make_facts, make_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run. pool None: any, since the full cache has none."""
+
+    n_ctx: int
+    pool: int | None
+    variant: Variant
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is to be measured. kind: "niah" (codes at even depths) or "facts" (at random ones, among decoys)."""
+
+    kind: str
+    model: Path
+    contexts: tuple[int, ...]
+    pools: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    n_needles: int
+    n_decoys: int = 0
+    session: int = 0
+    haystack: str | None = None
+    common: dict[str, Any] = field(default_factory=dict)
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, the full cache once for each context and document."""
+        for n_ctx in self.contexts:
+            for variant in self.variants:
+                for pool in (None,) if variant.full else self.pools:
+                    if pool is None or pool < n_ctx:
+                        yield from (Cell(n_ctx, pool, variant, seed) for seed in self.seeds)
+
+    def key(self, cell: Cell) -> Key:
+        """What a result is filed under: all that it depends on."""
+        return {
+            "bench": self.kind,
+            "model": f"{fingerprint(self.model):016x}",
+            "n_ctx": cell.n_ctx,
+            "pool": cell.pool,
+            "variant": cell.variant.label,
+            "seed": cell.seed,
+            "needles": self.n_needles,
+            "decoys": self.n_decoys,
+            "session": self.session,
+            "haystack": digest(self.haystack),
+            "common": {k: v for k, v in self.common.items() if k != "n_threads"},
+        }
+
+    def measure(self, cell: Cell, on_prefill: Callable[[Prefill], None]) -> Result:
+        """Run a cell. Raises UsageError and all that the engine does."""
+        room = QUESTION_ROOM * (self.session + 1)
+        with open_variant(self.model, cell.variant, cell.n_ctx + room, cell.pool or 0, self.common) as kv:
+            return run_cell(kv, self._prompt(kv, cell), on_prefill, self.session)
+
+    def _prompt(self, kv: KVFlash, cell: Cell) -> NeedlePrompt:
+        def count(text: str) -> int:
+            return len(kv.tokenize(text, add_special=False))
+
+        if self.kind == "facts":
+            return make_facts(cell.n_ctx, count, n_facts=self.n_needles, n_decoys=self.n_decoys, seed=cell.seed)
+        return make_prompt(cell.n_ctx, count, n_needles=self.n_needles, seed=cell.seed, haystack=self.haystack)
+
+
+#
+# tables
+#
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A variant at one context and pool, over all documents that were measured."""
+
+    variant: str
+    n_ctx: int
+    pool: int | None
+    docs: int
+    asked: int
+    found: int
+    resident: int
+    lost: dict[str, int]
+    session: dict[str, int]
+    by_place: list[float]
+    kv_device_bytes: int
+    kv_full_bytes: int
+    summary_bytes: int
+    prefill_s: float
+    answer_s: float
+    score_ms: float
+    machine: str
+
+
+def summarise(sweep: Sweep, results: Results) -> list[Row]:
+    """One row for each variant, context and pool that has results."""
+    groups: dict[tuple[str, int, int | None], list[Result]] = {}
+    for cell in sweep.cells():
+        if (result := results.get(sweep.key(cell))) is not None:
+            groups.setdefault((cell.variant.label, cell.n_ctx, cell.pool), []).append(result)
+    return [_row(*group, found) for group, found in groups.items()]
+
+
+def _row(variant: str, n_ctx: int, pool: int | None, rs: list[Result]) -> Row:
+    def mean(name: str) -> float:
+        return float(sum(r[name] for r in rs) / len(rs))
+
+    places = [[r["found"][i] for r in rs] for i in range(min(len(r["found"]) for r in rs))]
+    return Row(
+        variant=variant,
+        n_ctx=n_ctx,
+        pool=pool,
+        docs=len(rs),
+        asked=sum(len(r["found"]) for r in rs),
+        found=sum(sum(r["found"]) for r in rs),
+        resident=sum(sum(r["resident"]) for r in rs),
+        lost=dict(Counter(blame for r in rs for blame in r["lost"].values())),
+        session=dict(sum((Counter(r["session"]) for r in rs), Counter())),
+        by_place=[sum(p) / len(p) for p in places],
+        kv_device_bytes=rs[0]["kv_device_bytes"],
+        kv_full_bytes=rs[0]["kv_full_bytes"],
+        summary_bytes=rs[0]["summary_bytes"],
+        prefill_s=mean("prefill_s"),
+        answer_s=mean("answer_s"),
+        score_ms=mean("score_ms"),
+        machine=rs[0]["machine"],
+    )
+
+
+def as_markdown(sweep: Sweep, rows: list[Row]) -> str:
+    """Found of asked: a line for each variant, a column for each context and pool; and what lost those not found."""
+    columns = [(c, p) for c in sweep.contexts for p in sweep.pools if p < c]
+    by = {(r.variant, r.n_ctx, r.pool): r for r in rows}
+    head = ["found, context / pool", *(f"{_k(c)} / {_k(p)}" for c, p in columns), "all"]
+    lines = []
+    for variant in sweep.variants:
+        mine = [by.get((variant.label, c, None if variant.full else p)) for c, p in columns]
+        cells = [f"{r.found}/{r.asked}" if r else "-" for r in mine]
+        each = {(r.n_ctx, r.pool): r for r in mine if r}.values()
+        total = f"{sum(r.found for r in each)}/{sum(r.asked for r in each)}"
+        lines.append([variant.label, *cells, total])
+    shares = ["pool / context", *(f"{100 * p / c:.1f} %" for c, p in columns), ""]
+    text = markdown(head, [shares, *lines])
+    text += "".join(f"\n{note}\n" for note in _notes(sweep, rows))
+    return text + f"\n{len(sweep.seeds)} documents, {sweep.n_needles} codes each. {command(rows)}\n"
+
+
+def _notes(sweep: Sweep, rows: list[Row]) -> Iterator[str]:
+    for variant in sweep.variants:
+        lost: Counter[str] = Counter()
+        session: Counter[str] = Counter()
+        for row in rows:
+            if row.variant == variant.label:
+                lost += Counter(row.lost)
+                session += Counter(row.session)
+        if lost:
+            what = ", ".join(f"{n} by the {blame}" for blame, n in lost.most_common())
+            yield f"{variant.label} lost {lost.total()}: {what}."
+        if session:
+            yield (
+                f"{variant.label}, asked one after the other: {session['found']} of {session['asked']} found, gold chunks"
+                f" resident for {session['resident']} of {session['asked']}."
+            )
+
+
+_FIELDS = (
+    "variant", "n_ctx", "pool", "docs", "asked", "found", "resident", "kv_device_bytes", "kv_full_bytes",
+    "summary_bytes", "prefill_s", "answer_s", "score_ms",
+)  # fmt: skip
+
+
+def write(sweep: Sweep, results: Results) -> str:
+    """Write results.md, .csv and .json; the Markdown."""
+    rows = summarise(sweep, results)
+    text = as_markdown(sweep, rows)
+    results.write("results.md", text)
+    results.write("results.csv", comma_separated(_FIELDS, [[getattr(r, f) for f in _FIELDS] for r in rows]))
+    plain = [{name: getattr(r, name) for name in Row.__dataclass_fields__} for r in rows]
+    results.write("results.json", json.dumps({"kind": sweep.kind, "rows": plain}, indent=1) + "\n")
+    return text
+
+
+def _k(n: int) -> str:
+    return f"{n >> 10}K" if n % 1024 == 0 else str(n)

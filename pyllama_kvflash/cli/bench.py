@@ -1,0 +1,235 @@
+"""`kvflash bench`: does the pool say what the full cache says?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyllama_kvflash import native
+from pyllama_kvflash.bench import kld as kld_bench
+from pyllama_kvflash.bench import sweep as recall_bench
+from pyllama_kvflash.bench.figures import heat_map, kld_figure
+from pyllama_kvflash.bench.grid import Results, Variant
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.run import model_path, read_text
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading import check_file
+
+HELP = """Measure answers: does a pool say what the full cache says?
+
+Each bench runs the full cache and the pools on the same text, and writes results.md, .csv, .json and a picture into a
+folder. It can be stopped at any time: what was measured is kept in results.jsonl there, and not measured again.
+
+A variant is a policy, with options of its own after slashes: full, lru, qk, qk-cos, oracle (forces in the chunk that
+holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ...
+"""
+
+NIAH_HELP = """Codes hidden at even depths of long texts, asked for one by one.
+
+Without MODEL.gguf, with the bundled needle-7m, which finds them all with the full cache. Other models get the same
+texts, or yours with -f; an answer counts if the code is in it.
+
+\b
+  kvflash bench niah --contexts 8K --pools 1K --docs 1              a first look, half a minute
+  kvflash bench niah                                                8K to 64K, pools of 1K and 2K, 3 texts: an hour
+  kvflash bench niah model.gguf -f book.txt --variants full,lru,qk
+"""
+
+FACTS_HELP = """Facts at random depths, each among decoys that share its words, asked for one by one.
+
+Then some are asked for one after the other, without going back: are their chunks there, as answers pile up?
+
+\b
+  kvflash bench facts --contexts 16K --pools 1K
+"""
+
+KLD_HELP = """How far the next-token distributions are from the full cache's, on a text.
+
+The end of the text is given token by token, as in decoding. Compares pools with full caches quantised to q8_0 and q4_0,
+which take 53 % and 28 % of the memory. Without -f: a text with codes and, at its end, questions and answers.
+
+\b
+  kvflash bench kld model.gguf -f book.txt --contexts 16K
+"""
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Numbers of tokens with commas between them."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse, or fail with what is allowed."""
+        if isinstance(value, tuple):
+            return value
+        res = tuple(int(params.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
+        if min(res) < 1:
+            self.fail(f"{value!r} has a number below 1", param, ctx)
+        return res
+
+
+class Shares(click.ParamType[tuple[float, ...]]):
+    """Percentages with commas between them."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Parse, or fail with what is allowed."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            res = tuple(float(part.strip().removesuffix("%")) / 100 for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of percentages: give one such as 50,25,12.5", param, ctx)
+        if not all(0 < x < 1 for x in res):
+            self.fail(f"{value!r} must be above 0 and below 100", param, ctx)
+        return res
+
+
+def _variants(text: str) -> tuple[Variant, ...]:
+    return tuple({part: Variant.parse(part) for part in text.split(",")}.values())
+
+
+COMMON = params.options(
+    params.MODEL,
+    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-NAME]"),
+    click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
+                 show_default=True, help="Type of the K cache of all variants that do not say."),
+    click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
+                 show_default=True, help="Type of the V cache."),
+    click.option("-b", "--batch-size", "n_batch", type=params.TokenCount(), default=0, show_default=True,
+                 help="Prompt tokens per decode call, 0: as many as the pool can hold."),
+    click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, help="For variants of policy drafter."),
+    click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
+                 show_default=True, help="Layers to offload to the GPU."),
+)  # fmt: skip
+
+RECALL = params.options(
+    click.option("--contexts", type=Numbers(), default="8K,16K,32K,64K", show_default=True, help="Lengths of the text."),
+    click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes, in tokens."),
+    click.option("--docs", type=click.IntRange(1), default=3, show_default=True, help="Texts of each length."),
+    click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text."),
+)  # fmt: skip
+
+
+@click.group(help=HELP)
+def bench() -> None:
+    """`kvflash bench`."""
+
+
+@bench.command(help=NIAH_HELP, short_help="Codes at even depths of long texts.")
+@COMMON
+@RECALL
+@click.option("--needles", type=click.IntRange(1, 1000), default=16, show_default=True, help="Codes in each text.")
+@click.option(
+    "--variants",
+    default="full,lru,qk-cos,qk,oracle,oracle/replay=0",
+    show_default=True,
+    help="Rows of the table, see above.",
+)
+@click.option("-f", "--file", "text_file", metavar="FILE", help="Text to hide the codes in.")
+def niah(needles: int, text_file: str | None, **options: Any) -> None:
+    """Run the niah bench."""
+    haystack = read_text(text_file) if text_file else None
+    _recall("niah", options, n_needles=needles, haystack=haystack)
+
+
+@bench.command(help=FACTS_HELP, short_help="Facts among decoys that share their words.")
+@COMMON
+@RECALL
+@click.option(
+    "--facts", "n_facts", type=click.IntRange(1, 64), default=8, show_default=True, help="Facts in each text."
+)
+@click.option("--decoys", type=click.IntRange(0, 8), default=2, show_default=True, help="Decoys of each fact.")
+@click.option("--session", type=click.IntRange(0), default=7, show_default=True, help="Facts to ask for in one go.")
+@click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the table, see above.")
+def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
+    """Run the facts bench."""
+    _recall("facts", options, n_needles=n_facts, n_decoys=decoys, session=session)
+
+
+@bench.command(help=KLD_HELP, short_help="Distance from the full cache's distributions.")
+@COMMON
+@click.option("-f", "--file", "text_file", metavar="FILE", help="The text.")
+@click.option("--contexts", type=Numbers(), default="16K", show_default=True, help="Tokens of it to use.")
+@click.option("--score", "n_score", type=click.IntRange(1), default=256, show_default=True, help="Tokens to compare.")
+@click.option(
+    "--shares",
+    type=Shares(),
+    default="50,28.1,25,12.5,6.25",
+    show_default=True,
+    help="Pools, in percent of the context.",
+)
+@click.option(
+    "--variants",
+    default="full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk",
+    show_default=True,
+    help="Rows of the table, see above.",
+)
+def kld(text_file: str | None, n_score: int, **options: Any) -> None:
+    """Run the kld bench."""
+    model, folder, common, variants, reporter = _common("kld", options)
+    contexts = options["contexts"]
+    if n_score >= min(contexts):
+        msg = f"--score is {n_score}, and must be less than the shortest context of {min(contexts)}"
+        raise UsageError(msg)
+    text = read_text(text_file) if text_file else None
+    sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common)
+    results = Results(folder)
+    with native.interruptible(), reporter.counting("kld", len(list(sweep.cells()))) as bar:
+        bar.skip(sum(results.get(sweep.key(c)) is not None for c in sweep.cells()))
+        for _ in kld_bench.measure(sweep, results, bar.prefill):
+            bar.done()
+            kld_bench.write(sweep, results)
+    click.echo(kld_bench.write(sweep, results), nl=False)
+    rows = kld_bench.rows(sweep, results)
+    _picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
+
+
+def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
+    model, folder, common, variants, reporter = _common(kind, options)
+    seeds = tuple(range(options["seed"], options["seed"] + options["docs"]))
+    sweep = recall_bench.Sweep(
+        kind, model, options["contexts"], options["pools"], variants, seeds, common=common, **own
+    )
+    results = Results(folder)
+    cells = list(sweep.cells())
+    if not cells:
+        msg = "there is nothing to measure: no pool of --pools is smaller than a context of --contexts"
+        raise UsageError(msg)
+    missing = [cell for cell in cells if results.get(sweep.key(cell)) is None]
+    with native.interruptible(), reporter.counting(kind, len(cells)) as bar:
+        bar.skip(len(cells) - len(missing))
+        for cell in missing:
+            name = f"{cell.variant.label} {cell.n_ctx:,}/{cell.pool or 'full'} text {cell.seed}"
+            try:
+                results.add(sweep.key(cell), sweep.measure(cell, bar.prefill(name)))
+            except ValueError as err:  # a text that cannot be made
+                raise UsageError(str(err)) from None
+            recall_bench.write(sweep, results)
+            bar.done()
+    click.echo(recall_bench.write(sweep, results), nl=False)
+    rows = recall_bench.summarise(sweep, results)
+    title = f"{model.stem}: codes found, {len(seeds)} texts"
+    _picture(results, reporter, lambda: heat_map(rows, title))
+
+
+def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, Any], tuple[Variant, ...], Reporter]:
+    reporter = Reporter()
+    model = model_path(options["model_arg"], options["model"], reporter)
+    check_file(model)
+    folder = Path(options["output"] or f"kvflash-{kind}")
+    names = ("type_k", "type_v", "n_batch", "draft_model", "n_threads", "n_gpu_layers")
+    return model, folder, {n: options[n] for n in names}, _variants(options["variants"]), reporter
+
+
+def _picture(results: Results, reporter: Reporter, draw: Callable[[], bytes]) -> None:
+    try:
+        path = results.write("results.png", draw())
+    except UsageError as err:  # no matplotlib: the tables are what counts
+        reporter.warn(str(err))
+        return
+    reporter.note(f"wrote {path.with_suffix('.md')}, .csv, .json and .png")

@@ -1,0 +1,521 @@
+"""The drafter: another model reads along, and its attention chooses; and what happens if it cannot."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from test_engine import GREEDY, check_residency, out, text_of
+
+from pyllama_kvflash import KVFlash, Reselect, Warn, drafter
+from pyllama_kvflash.crosstok import char_spans
+from pyllama_kvflash.demo import answer_all, positions
+from pyllama_kvflash.drafter import Drafter, find_drafter, same_tokenizer
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.native import Context, Model
+from pyllama_kvflash.native.lib import lib
+from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+
+pytestmark = pytest.mark.native
+
+SMALL: dict[str, Any] = {
+    "n_ctx": 8192,
+    "pool": 768,
+    "draft_pool": 1024,
+    "n_threads": 1,
+    "share": 0,
+    "policy": "drafter",
+}
+Open = Callable[..., KVFlash]
+
+
+@pytest.fixture(autouse=True)
+def no_drafters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None that the user has."""
+    monkeypatch.delenv("KVFLASH_DRAFT_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open the needle model with itself as the drafter, unless told otherwise; closed after the test."""
+    held: list[KVFlash] = []
+
+    def open_(path: Path = BUNDLED_MODEL, **options: Any) -> KVFlash:
+        held.append(KVFlash.from_file(path, **{**SMALL, "draft_model": str(BUNDLED_MODEL), **options}))
+        return held[-1]
+
+    yield open_
+    for kv in held:
+        kv.close()
+
+
+@pytest.fixture(scope="module")
+def document() -> NeedlePrompt:
+    """2,048 tokens with four codes."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        return make_prompt(2048, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=2)
+
+
+@pytest.fixture(scope="module")
+def long_document() -> NeedlePrompt:
+    """4,096 tokens."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        return make_prompt(4096, lambda s: len(model.tokenize(s, add_special=False)), n_needles=8, seed=2)
+
+
+def rewrite(path: Path) -> Path:
+    """The needle model without every second of its words: it spells them, so texts split otherwise."""
+    reader = gguf.GGUFReader(BUNDLED_MODEL)
+    arch = reader.fields["general.architecture"].contents()
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    tokens = [f"zq{i}x" if i >= 300 and i % 2 else token for i, token in enumerate(tokens)]
+    known = set(tokens)
+    merges = [m.split(" ") for m in reader.fields["tokenizer.ggml.merges"].contents()]
+    replaced = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges if {a, b, a + b} <= known],
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        value = replaced.get(field.name, field.contents())
+        kind = field.types[0]
+        writer.add_key_value(field.name, value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The needle model, which splits texts into more tokens."""
+    return rewrite(tmp_path_factory.mktemp("draft") / "half.gguf")
+
+
+def drafter_of(kv: KVFlash) -> Drafter:
+    assert kv._selector is not None
+    assert isinstance(kv._selector.scorer, Drafter)
+    return kv._selector.scorer
+
+
+def inner(kv: KVFlash) -> KVFlash:
+    """The engine of its drafter."""
+    found = drafter_of(kv)._kv
+    assert found is not None
+    return found
+
+
+def warnings(events: list[Event]) -> list[str]:
+    return [e.text for e in events if isinstance(e, Warn)]
+
+
+def read(kv: KVFlash, text: str) -> list[Event]:
+    return list(kv.prefill(kv.tokenize(text)))
+
+
+#
+# what it is for
+#
+
+
+@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
+def test_a_drafter_finds_the_codes(opened: Open, document: NeedlePrompt, policy: str) -> None:
+    """A model with the same attention finds what the target's would."""
+    kv = opened(policy=policy)
+    assert kv.policy == policy
+    found = answer_all(kv, document, lambda _: None)
+    assert all(found.found(document.needles))
+    assert kv.policy == policy, "it is the drafter that found them"
+    assert (drafter_of(kv)._retokenizer is not None) == (policy == "crosstok")
+    assert kv.stats().summary_bytes == 0
+    assert inner(kv).n_pool == 1024
+    check_residency(kv)
+    inner(kv).check_integrity()
+
+
+def test_a_question_brings_back_the_chunk_of_its_code(opened: Open, document: NeedlePrompt) -> None:
+    kv = opened()
+    spans = positions(kv, document)
+    read(kv, document.text)
+    end = kv.n_tokens
+    for needle, (start, stop) in list(zip(document.needles, spans, strict=True))[:3]:
+        list(kv.generate(needle.question, max_tokens=1, sampling=GREEDY, append=True))
+        assert not set(range(start // 64, (stop - 1) // 64 + 1)) & set(out(kv)), needle.key
+        kv.rollback(end)
+
+
+def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedlePrompt, other_tokenizer: Path) -> None:
+    """End to end: it splits the text otherwise, reads all of it, and its scores are applied."""
+    kv = opened(policy="crosstok", draft_model=str(other_tokenizer))
+    events = read(kv, document.text)
+    events += list(kv.generate(document.needles[2].question, max_tokens=40, append=True))
+    assert warnings(events) == []
+    assert kv.policy == "crosstok"
+    theirs = inner(kv)
+    assert theirs.n_tokens > 1.1 * kv.n_tokens
+    assert len([e for e in events if isinstance(e, Reselect)]) > 2
+    text = kv.detokenize(kv.tokens[: len(kv.tokens) - 40])
+    assert theirs.detokenize(theirs.tokens).startswith(text)
+    check_residency(kv)
+    theirs.check_integrity()
+
+
+@pytest.mark.parametrize("depth", [0.2, 0.5, 0.8])
+def test_scores_come_back_by_the_span_of_the_text(
+    opened: Open, document: NeedlePrompt, other_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, depth: float
+) -> None:
+    """What the drafter finds hot is hot in the target: a rare word, planted, and the one chunk that it scores."""
+    at = document.text.index("\n", int(depth * len(document.text))) + 1
+    text = document.text[:at] + "Zyzzyva zyzzyva.\n" + document.text[at:]
+    kv = opened(policy="crosstok", draft_model=str(other_tokenizer), prefill_reselect=False)
+
+    def planted(theirs: KVFlash) -> npt.NDArray[np.float64]:
+        spans = char_spans([theirs.model.piece(int(t)) for t in theirs.tokens])
+        here = np.flatnonzero((spans[:, 0] >= at) & (spans[:, 0] < at + 7))
+        scores = np.zeros(theirs.n_tokens // 64)
+        scores[here // 64] = 1
+        return scores
+
+    monkeypatch.setattr(Drafter, "_chunk_scores", lambda _self, theirs: planted(theirs))
+    (event,) = [e for e in read(kv, text) if isinstance(e, Reselect)]
+    spans = char_spans([kv.model.piece(int(t)) for t in kv.tokens])
+    mine = set((np.flatnonzero((spans[:, 0] >= at) & (spans[:, 0] < at + 7)) // 64).tolist())
+    hot = {i for i, s in enumerate(event.scores) if s == 1}
+    assert mine <= hot
+    assert len(hot) <= 3  # their chunk of 64 tokens is about as long as one of ours
+    assert max(abs(h - m) for h in hot for m in mine) <= 1
+    assert not mine & set(out(kv))
+
+
+def test_other_pieces_are_another_tokenizer(
+    opened: Open, other_tokenizer: Path, document: NeedlePrompt, tmp_path: Path
+) -> None:
+    """It is found out, and the text is gone by; a model with other weights and the same pieces reads the ids."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as one, Model.load(other_tokenizer, no_alloc=True) as other:
+        assert same_tokenizer(one, one)
+        assert not same_tokenizer(one, other)
+    kv = opened(draft_model=str(other_tokenizer))
+    assert warnings(read(kv, document.text)) == []
+    assert kv.policy == "crosstok"
+    copy = tmp_path / "copy.gguf"
+    copy.symlink_to(BUNDLED_MODEL)
+    kv = opened(draft_model=str(copy))
+    read(kv, document.text)
+    assert kv.policy == "drafter"
+
+
+@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
+def test_a_tokenizer_of_more_tokens(opened: Open, document: NeedlePrompt, other_tokenizer: Path, policy: str) -> None:
+    """A text that fits the context of the target is read to its end, though it takes the drafter more tokens."""
+    kv = opened(policy=policy, draft_model=str(other_tokenizer), n_ctx=2112, draft_pool=768)
+    assert warnings(read(kv, document.text)) == []
+    assert inner(kv).n_tokens > 2112
+    assert kv.policy == "crosstok"
+
+
+#
+# drafters that cannot
+#
+
+
+def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
+    if kind == "no model":
+        path.write_bytes(b"Once upon a time")
+    elif kind == "half":
+        path.write_bytes(BUNDLED_MODEL.read_bytes()[: BUNDLED_MODEL.stat().st_size // 2])
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "cannot be pooled":
+        path.write_bytes(tiny_path("mamba").read_bytes())
+    elif kind == "no vocabulary":
+        path.write_bytes(tiny_path("qwen3").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "says"),
+    [
+        ("drafter", "missing", "does not exist"),
+        ("crosstok", "missing", "does not exist"),
+        ("drafter", "no model", "is no GGUF model"),
+        ("drafter", "half", "cannot be loaded"),
+        ("drafter", "directory", "is a directory"),
+        ("drafter", "cannot be pooled", "cannot be pooled"),
+        ("drafter", "no vocabulary", "has no tokenizer"),
+        ("crosstok", "no vocabulary", "has no tokenizer"),
+    ],
+)
+def test_qk_takes_over_from_a_drafter_that_cannot(
+    opened: Open,
+    document: NeedlePrompt,
+    tmp_path: Path,
+    tiny_path: Callable[[str], Path],
+    policy: str,
+    kind: str,
+    says: str,
+) -> None:
+    """One warning, which names the file; the codes are found, and the next run tries the drafter again."""
+    path = broken(kind, tmp_path / "draft.gguf", tiny_path)
+    kv = opened(policy=policy, draft_model=str(path))
+    assert kv.policy == policy
+    events = read(kv, document.text)
+    end = kv.n_tokens
+    for needle in document.needles[:2]:
+        more = list(kv.generate(needle.question, max_tokens=8, sampling=GREEDY, append=True))
+        assert needle.answer in text_of(more)
+        events += more
+        kv.rollback(end)
+    (warning,) = warnings(events)
+    assert "\n" not in warning
+    assert warning.startswith((f"{policy} cannot score: ", "crosstok cannot score: "))  # told by what it read
+    assert says in warning
+    assert warning.endswith("; using qk")
+    assert kv.policy == "qk"
+    check_residency(kv)
+    kv.close()
+
+    if path.is_dir():
+        path.rmdir()
+    path.write_bytes(BUNDLED_MODEL.read_bytes())
+    kv = opened(policy=policy, draft_model=str(path))
+    events = read(kv, document.text)
+    assert warnings(events) == []
+    assert kv.policy == policy
+
+
+def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
+    with pytest.raises(
+        UsageError, match=r"no drafter is found: give one with --draft-scorer, or put it at .*-draft.gguf"
+    ):
+        opened(draft_model=None)
+
+
+def test_a_drafter_that_is_interrupted_ends_the_generation(
+    opened: Open, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while it reads: no warning, no other scorer, and the sequence stands."""
+    kv = opened(prefill_reselect=False)
+    decode, n = Context.decode, 0
+
+    def call(self: Context, *args: Any) -> None:
+        nonlocal n
+        if self is not kv.ctx:
+            n += 1
+            if n == 2:
+                lib.kvf_interrupt(True)
+        decode(self, *args)
+
+    monkeypatch.setattr(Context, "decode", call)
+    try:
+        events = list(kv.generate(document.text, max_tokens=4))
+    finally:
+        lib.kvf_interrupt(False)
+    assert events[-1].reason == "interrupted"  # type: ignore[union-attr]
+    assert warnings(events) == []
+    assert kv.policy == "drafter"
+    kv.check_integrity()
+    kv.clear()
+    needle = document.needles[2]
+    assert needle.answer in text_of(list(kv.generate(document.text + needle.question, max_tokens=8, sampling=GREEDY)))
+    assert kv.policy == "drafter"
+
+
+@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
+@pytest.mark.parametrize("n_ctx", [1280, 2048, 2304])
+def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, n_ctx: int) -> None:
+    """The drafter keeps all of it then, and scores as well."""
+    kv = opened(policy=policy, n_ctx=n_ctx, draft_pool=2048)
+    assert kv.n_pool == 768
+    events = list(kv.prefill(np.arange(1200, dtype=np.int32) % 400 + 10))
+    assert warnings(events) == []
+    assert kv.policy == policy
+
+
+def test_small_pools_of_the_drafter_are_raised(opened: Open, document: NeedlePrompt) -> None:
+    kv = opened(draft_pool=1)
+    assert kv.n_pool == 768
+    assert warnings(read(kv, document.text)) == []
+    assert kv.policy == "drafter"
+    assert inner(kv).n_pool == 768
+
+
+#
+# where it is found
+#
+
+
+def test_places_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one given; next to the target, by its name and by the common one; in the named folder; in the cache."""
+    monkeypatch.setenv("KVFLASH_DRAFT_DIR", str(tmp_path / "named"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    target = tmp_path / "models" / "big.Q4.gguf"
+    with pytest.raises(UsageError, match="no drafter is found") as caught:
+        find_drafter(None, target)
+    folders = [tmp_path / "models", tmp_path / "named", tmp_path / "xdg" / "kvflash"]
+    places = [folder / name for folder in folders for name in ("big.Q4-draft.gguf", "draft-scorer.gguf")]
+    assert [str(caught.value).find(str(place)) > 0 for place in places] == [True] * 6
+    for place in reversed(places):  # each one goes before those that are there
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"GGUF")
+        assert find_drafter(None, target) == place
+    assert find_drafter("mine.gguf", target) == Path("mine.gguf")
+
+    places[0].unlink()
+    places[0].mkdir()  # a folder is no drafter
+    assert find_drafter(None, target) == places[1]
+
+
+def test_the_cache_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / ".cache" / "kvflash" / "draft-scorer.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    assert find_drafter(None, tmp_path / "models" / "big.gguf") == path
+
+
+def test_a_drafter_next_to_its_target_is_used(opened: Open, tmp_path: Path, document: NeedlePrompt) -> None:
+    for name in ("big.gguf", "big-draft.gguf"):
+        (tmp_path / name).symlink_to(BUNDLED_MODEL)
+    kv = opened(tmp_path / "big.gguf", draft_model=None)
+    read(kv, document.text)
+    assert drafter_of(kv).path == tmp_path / "big-draft.gguf"
+    assert inner(kv).model.path == tmp_path / "big-draft.gguf"
+
+
+#
+# what it costs
+#
+
+
+class Pushed:
+    """Tokens that the contexts of drafters decode."""
+
+    def __init__(self, kv: KVFlash, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n = 0
+        decode = Context.decode
+
+        def call(context: Context, tokens: Any, pos: int, outputs: int = 1) -> None:
+            if context is not kv.ctx:
+                self.n += len(tokens)
+            decode(context, tokens, pos, outputs)
+
+        monkeypatch.setattr(Context, "decode", call)
+
+    def take(self) -> int:
+        n, self.n = self.n, 0
+        return n
+
+
+@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
+def test_scoring_again_reads_what_is_new(
+    opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Tokens a scoring do not depend on the length of the context."""
+    kv = opened(policy=policy, tau=32, replay=0, prefill_reselect=False)
+    tokens = kv.tokenize(long_document.text)
+    pushed = Pushed(kv, monkeypatch)
+    each = []
+    for end in (1500, 2500, 3700):
+        list(kv.prefill(tokens[kv.n_tokens : end]))
+        pushed.take()
+        for at in range(end, end + 200):
+            events = kv.decode(tokens[at : at + 1])
+            assert warnings(events) == []
+            if any(isinstance(e, Reselect) for e in events):
+                each.append((end, pushed.take()))
+        assert pushed.take() == 0
+    counts = [n for _, n in each]
+    assert len(counts) >= 15
+    assert kv.policy == policy
+    if policy == "drafter":  # the four whose queries score are the last ones: none is read twice
+        assert set(counts) <= {32, 33}
+    assert max(counts) <= 32 + 24  # the last tokens of a text may split otherwise when it goes on
+    first, last = ([n for end, n in each if end == e] for e in (1500, 3700))
+    assert abs(np.mean(first) - np.mean(last)) < 8
+
+
+def test_rollback_of_the_target_rolls_the_drafter_back(
+    opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = opened(replay=0, prefill_reselect=False, tau=1 << 20)
+    tokens = kv.tokenize(long_document.text)
+    list(kv.prefill(tokens[:3000]))
+    theirs = inner(kv)
+    assert np.array_equal(theirs.tokens, tokens[:3000])
+    pushed = Pushed(kv, monkeypatch)
+    kv.rollback(2000)
+    other = tokens[::-1].copy()
+    for at in range(2000, 2100, 50):
+        kv.decode(other[at : at + 50])
+    event = kv.reselect()
+    assert event is not None
+    assert np.array_equal(theirs.tokens, kv.tokens)
+    assert pushed.take() == 100
+    theirs.check_integrity()
+
+    fresh = opened(replay=0, prefill_reselect=False, tau=1 << 20)  # and the scores are those of that text
+    list(fresh.prefill(tokens[:2000]))
+    for at in range(2000, 2100, 50):
+        fresh.decode(other[at : at + 50])
+    again = fresh.reselect()
+    assert again is not None
+    mine, its = (np.array([np.nan if s is None else s for s in e.scores]) for e in (event, again))
+    mask = ~np.isnan(mine) & ~np.isnan(its)
+    assert np.corrcoef(mine[mask], its[mask])[0, 1] > 0.9
+
+    kv.clear()
+    list(kv.prefill(other[:1500]))
+    assert np.array_equal(theirs.tokens, other[:1500])
+
+
+def test_a_hybrid_drafter_begins_anew(tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state cannot go back: it reads the whole sequence again, and no more than that."""
+    monkeypatch.setattr(drafter, "same_tokenizer", lambda _a, _b: True)  # these have none
+    tokens = np.random.default_rng(1).integers(0, 512, 4000).astype(np.int32)
+    options = {**SMALL, "n_ctx": 16384, "draft_model": str(tiny_path("qwen35")), "tau": 1 << 20, "replay": 0}
+    with KVFlash.from_file(tiny_path("qwen3"), **options) as kv:
+        events = list(kv.prefill(tokens[:3000]))
+        assert warnings(events) == []
+        assert kv.policy == "drafter"
+        kv.rollback(2000)
+        for at in range(3000, 3100, 50):
+            kv.decode(tokens[at : at + 50])
+        assert kv.reselect() is not None
+        assert kv.policy == "drafter"
+        assert np.array_equal(inner(kv).tokens, kv.tokens)
+        check_residency(kv)
+
+
+def test_closing_closes_the_drafter(opened: Open, document: NeedlePrompt) -> None:
+    kv = opened()
+    kv.close()  # not loaded yet
+    kv = opened()
+    read(kv, document.text)
+    theirs = inner(kv)
+    assert theirs.ctx.handle
+    kv.close()
+    for closed in (theirs.ctx, theirs.model, kv.ctx):
+        with pytest.raises(UsageError, match="is closed"):
+            _ = closed.handle
+    kv.close()
+
+
+def test_a_drafter_is_loaded_when_it_is_needed(opened: Open) -> None:
+    """Not for a text that fits the pool."""
+    kv = opened()
+    list(kv.generate("The secret code for the", max_tokens=8, sampling=GREEDY))
+    assert drafter_of(kv)._kv is None

@@ -1,0 +1,642 @@
+"""Summaries of keys against numpy, on made-up layers and records: what they are, what they depend on, what they score."""
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny
+from gguf import quants
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.errors import UnsupportedError, UsageError
+from pyllama_kvflash.native import CACHE_TYPES, Layer, Record, Summaries, row_bytes
+from pyllama_kvflash.native.summary import SLAB
+
+pytestmark = pytest.mark.native
+
+Keys = npt.NDArray[np.float32]  # row, head of K, dimension
+KINDS = ("centroid:1", "centroid:2", "centroid:4", "centroid:8", "centroid:16", "mean", "direction", "minmax", "exact")
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+
+META = 832  # bytes of a record before its first layer
+N_EMBD_V = 48
+BF16 = 2**-8  # bf16 has 8 significant bits: it is at most half of the last one off, relative to what was rounded
+
+
+def geometry(
+    *, n_layer: int = 2, n_head: int = 4, n_head_kv: int = 2, d: int = 64, n_chunk: int = 16, type_k: str = "f16"
+) -> list[Layer]:
+    """Layers as a record has them: K rows and V rows in turn."""
+    res, offset = [], META
+    size_k = row_bytes(CACHE_TYPES[type_k], n_head_kv * d) * n_chunk
+    size_v = 2 * N_EMBD_V * n_chunk
+    for il in range(n_layer):
+        res.append(
+            Layer(
+                il=il,
+                type_k=CACHE_TYPES[type_k],
+                type_v=CACHE_TYPES["f16"],
+                n_embd_k=n_head_kv * d,
+                n_embd_v=N_EMBD_V,
+                n_head=n_head,
+                n_head_kv=n_head_kv,
+                n_embd_head_k=d,
+                offs_k=offset,
+                size_k=size_k,
+                offs_v=offset + size_k,
+                size_v=size_v,
+            )
+        )
+        offset += size_k + size_v
+    return res
+
+
+def encode(values: Keys, type_k: str) -> Record:
+    """Rows as the cache holds them."""
+    kind = gguf.GGMLQuantizationType[type_k.upper()]
+    return np.ascontiguousarray(quants.quantize(values, kind)).view(np.uint8).reshape(-1)
+
+
+def record_of(layers: Sequence[Layer], seed: int = 0, type_k: str = "f16", n_chunk: int = 16) -> Record:
+    """Random bytes, and random keys around three places, so near each other that Lloyd steps would go on changing them."""
+    rng = np.random.default_rng(seed)
+    res = rng.integers(0, 256, layers[-1].offs_v + layers[-1].size_v).astype(np.uint8)
+    for layer in layers:
+        places = 0.5 * rng.standard_normal((3, layer.n_embd_k))
+        keys = places[rng.integers(0, 3, n_chunk)] + rng.standard_normal((n_chunk, layer.n_embd_k))
+        res[layer.offs_k : layer.offs_k + layer.size_k] = encode(keys.astype(np.float32), type_k)
+    return res
+
+
+def keys_of(layer: Layer, record: Record, type_k: str = "f16") -> Keys:
+    """The keys in a record."""
+    raw = record[layer.offs_k : layer.offs_k + layer.size_k]
+    kind = gguf.GGMLQuantizationType[type_k.upper()]
+    n_chunk = layer.size_k // row_bytes(layer.type_k, layer.n_embd_k)
+    flat = {"f32": np.float32, "f16": np.float16}.get(type_k)
+    values = raw.view(flat) if flat else quants.dequantize(raw.reshape(n_chunk, -1), kind)
+    return values.astype(np.float32).reshape(n_chunk, layer.n_head_kv, layer.n_embd_head_k)
+
+
+def layer_of_keys(keys: Keys) -> tuple[list[Layer], Record]:
+    """One layer, and a record with exactly these keys."""
+    n_chunk, n_head_kv, d = keys.shape
+    layers = geometry(n_layer=1, n_head=n_head_kv, n_head_kv=n_head_kv, d=d, n_chunk=n_chunk, type_k="f32")
+    record = np.zeros(layers[-1].offs_v + layers[-1].size_v, np.uint8)
+    record[META : META + layers[0].size_k] = keys.astype(np.float32).reshape(-1).view(np.uint8)
+    return layers, record
+
+
+def kept(layers: Sequence[Layer], kind: str, records: Sequence[Record], n_chunk: int = 16) -> Summaries:
+    res = Summaries(layers, n_chunk, kind)
+    for chunk, record in enumerate(records):
+        res.put(chunk, record)
+    return res
+
+
+def bits(summaries: Summaries, layer: int | None = None, n: int | None = None) -> list[bytes]:
+    """Of each chunk, in one layer or in all."""
+    entries = [summaries.entry(chunk) for chunk in range(len(summaries) if n is None else n)]
+    return [b"".join(x.tobytes() for x in (e if layer is None else [e[layer]])) for e in entries]
+
+
+#
+# the reference
+#
+
+
+def centroids(keys: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
+    """Farthest-point seeds, two Lloyd steps, and the mean length of its keys for each."""
+
+    def far(points: Sequence[npt.NDArray[np.float64]]) -> int:
+        return int(np.argmax([min(float(((x - p) ** 2).sum()) for p in points) for x in keys]))
+
+    res = [keys[far([keys.mean(axis=0)])]]
+    while len(res) < n:
+        res.append(keys[far(res)])
+    for _ in range(2):
+        nearest = np.array([int(np.argmin([((x - c) ** 2).sum() for c in res])) for x in keys])
+        res = [keys[nearest == i].mean(axis=0) if (nearest == i).any() else c for i, c in enumerate(res)]
+    for i, c in enumerate(res):
+        if (nearest == i).any() and np.linalg.norm(c) > 0:
+            res[i] = c / np.linalg.norm(c) * np.linalg.norm(keys[nearest == i], axis=1).mean()
+    return np.array(res)
+
+
+def summary(keys: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64]:
+    """Of one head's keys (row, dimension)."""
+    mean = keys.mean(axis=0)
+    name, _, n = kind.partition(":")
+    return {
+        "centroid": lambda: centroids(keys, int(n)),
+        "mean": lambda: mean[None],
+        "direction": lambda: mean[None] / np.linalg.norm(mean),
+        "minmax": lambda: np.array([keys.min(axis=0), keys.max(axis=0)]),
+        "exact": lambda: keys,
+    }[name]()
+
+
+def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Rounded to the nearest, ties to even."""
+    u = x.astype(np.float32).view(np.uint32)
+    return ((u + 0x7FFF + (u >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
+def want_scores(rows: Sequence[npt.NDArray[np.float32]], q: npt.NDArray[np.float32], kind: str) -> Any:
+    """(n_head, n) and what one sum of products may be off, for the summaries (n_head_kv, n_row, d) of each chunk."""
+    group = len(q) // len(rows[0])
+    res, off = np.empty((len(q), len(rows))), np.empty((len(q), len(rows)))
+    for c, entry in enumerate(rows):
+        for h, x in enumerate(q.astype(np.float64)):
+            terms = entry[h // group].astype(np.float64) * x
+            res[h, c] = terms.max(axis=0).sum() if kind == "minmax" else terms.sum(axis=1).max()
+            off[h, c] = 2**-20 * np.abs(terms).sum(axis=1).max()
+    return res, off
+
+
+def check_scores(summaries: Summaries, q: npt.NDArray[np.float32], layer: int, n: int | None = None) -> None:
+    found = summaries.score(layer, q, n)
+    count = len(summaries) if n is None else n
+    assert found.shape == (len(q), count)
+    assert found.dtype == np.float32
+    want, off = want_scores([summaries.entry(c)[layer] for c in range(count)], q, summaries.kind)
+    assert (np.abs(found - want) <= off).all()
+
+
+def queries(layer: Layer, seed: int = 3) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((layer.n_head, layer.n_embd_head_k)).astype(np.float32)
+
+
+#
+# what a summary is
+#
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_k", TYPES)
+def test_a_summary_is_what_numpy_makes_of_the_keys(kind: str, type_k: str) -> None:
+    layers = geometry(type_k=type_k)
+    records = [record_of(layers, seed, type_k) for seed in range(3)]
+    summaries = kept(layers, kind, records)
+    for record, chunk in zip(records, range(3), strict=True):
+        for layer, entry in zip(layers, summaries.entry(chunk), strict=True):
+            keys = keys_of(layer, record, type_k)
+            want = np.stack([summary(keys[:, h].astype(np.float64), kind) for h in range(2)])
+            assert entry.shape == want.shape
+            assert entry.dtype == np.float32
+            if kind in {"exact", "minmax"}:
+                assert np.array_equal(entry, to_bf16(want.astype(np.float32)))
+            else:
+                np.testing.assert_allclose(entry, want, rtol=BF16, atol=1e-5)  # 1e-5: sums in float near zero
+
+
+@pytest.mark.parametrize("n_chunk", [16, 32, 64])
+@pytest.mark.parametrize(("d", "n_head_kv"), [(64, 1), (80, 2), (128, 3)])
+@pytest.mark.parametrize("kind", ["centroid:4", "minmax", "exact"])
+def test_chunks_and_heads_of_any_size(n_chunk: int, d: int, n_head_kv: int, kind: str) -> None:
+    layers = geometry(d=d, n_head_kv=n_head_kv, n_head=n_head_kv, n_chunk=n_chunk, type_k="q8_0")
+    record = record_of(layers, 5, "q8_0", n_chunk)
+    summaries = kept(layers, kind, [record, record], n_chunk)
+    for layer, entry, again in zip(layers, summaries.entry(0), summaries.entry(1), strict=True):
+        keys = keys_of(layer, record, "q8_0").astype(np.float64)
+        want = np.stack([summary(keys[:, h], kind) for h in range(n_head_kv)])
+        np.testing.assert_allclose(entry, want, rtol=BF16, atol=1e-5)
+        assert np.array_equal(entry, again)
+
+
+def test_rows_that_are_equally_far_go_to_the_lower_index() -> None:
+    """The first seed is the first of the rows farthest from the mean; a row between two centroids is the first one's."""
+    keys = np.zeros((16, 1, 2), np.float32)
+    keys[3, 0], keys[7, 0] = (-4, 0), (4, 0)
+    found = kept(*_with(layer_of_keys(keys), "centroid:2")).entry(0)[0][0]
+    assert np.array_equal(found, to_bf16(np.array([[-4 / 15, 0], [4, 0]], np.float32)))
+    found = kept(*_with(layer_of_keys(-keys), "centroid:2")).entry(0)[0][0]
+    assert np.array_equal(found, to_bf16(np.array([[4 / 15, 0], [-4, 0]], np.float32)))
+
+
+def _with(made: tuple[list[Layer], Record], kind: str) -> tuple[list[Layer], str, list[Record]]:
+    layers, record = made
+    return layers, kind, [record]
+
+
+def test_a_centroid_without_rows_stays_where_it_is() -> None:
+    """Two places, four centroids: the third and the fourth seed are the first row, whose centroid has all the rows."""
+    keys = np.zeros((16, 1, 2), np.float32)
+    keys[:, 0] = (3, 4)
+    keys[9, 0] = (0, -2)
+    found = kept(*_with(layer_of_keys(keys), "centroid:4")).entry(0)[0][0]
+    assert found.tolist() == [[0, -2], [3, 4], [3, 4], [3, 4]]
+
+
+def test_a_centroid_is_as_long_as_its_keys_are_on_average() -> None:
+    """Keys that point away from each other: their mean is short."""
+    keys = np.zeros((16, 1, 2), np.float32)
+    keys[:8, 0], keys[8:, 0] = (3, 4), (4, -3)
+    assert np.allclose(kept(*_with(layer_of_keys(keys), "mean")).entry(0)[0][0], [[3.5, 0.5]], rtol=BF16)
+    one = kept(*_with(layer_of_keys(keys), "centroid:1")).entry(0)[0][0]
+    np.testing.assert_allclose(one, [5 * np.array([3.5, 0.5]) / np.hypot(3.5, 0.5)], rtol=BF16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_are_all_zero_have_a_summary_of_zeros(kind: str) -> None:
+    summaries = kept(*_with(layer_of_keys(np.zeros((16, 2, 4), np.float32)), kind))
+    assert not summaries.entry(0)[0].any()
+    assert not summaries.score(0, np.ones((2, 4), np.float32)).any()
+
+
+#
+# what a summary depends on
+#
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
+def test_the_same_records_give_the_same_bits(kind: str, type_k: str) -> None:
+    """Built again, put anew, put in other places, and after others were there."""
+    layers = geometry(type_k=type_k)
+    records = [record_of(layers, seed, type_k) for seed in range(6)]
+    first = kept(layers, kind, records)
+    want = bits(first)
+    assert len(set(want)) == 6
+    assert bits(kept(layers, kind, records)) == want
+    first.put(2, records[2].copy())
+    assert bits(first) == want
+    first.put(2, records[5])
+    assert bits(first) == [*want[:2], want[5], *want[3:]]
+    first.put(2, records[2])
+    assert bits(first) == want
+    assert bits(kept(layers, kind, records[::-1])) == want[::-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_k", TYPES)
+def test_a_summary_depends_on_the_keys_of_its_layer_alone(kind: str, type_k: str) -> None:
+    layers = geometry(n_layer=3, type_k=type_k)
+    record = record_of(layers, 0, type_k)
+    layer = layers[1]
+    mine = slice(layer.offs_k, layer.offs_k + layer.size_k)
+    other = record_of(layers, 1, type_k)
+    assert np.count_nonzero(other != record) > 0.9 * len(record)
+    other[mine] = record[mine]
+    assert bits(kept(layers, kind, [record]), 1) == bits(kept(layers, kind, [other]), 1)
+    assert bits(kept(layers, kind, [record]), 0) != bits(kept(layers, kind, [other]), 0)
+    assert bits(kept(layers, kind, [record]), 2) != bits(kept(layers, kind, [other]), 2)
+
+
+SIGN = {"f32": (4, 3, 0x80), "f16": (2, 1, 0x80), "bf16": (2, 1, 0x80), "q8_0": (34, 1, 0x80), "q4_0": (18, 1, 0x80)}
+"""Bytes of a value, or of a block, and where the bit that is the sign of it, or of its scale, is."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_k", TYPES)
+def test_a_single_bit_of_a_key_matters(kind: str, type_k: str) -> None:
+    """The sign of the largest value in a head, or of the scale of its block: a summary of any kind must see it."""
+    layers = geometry(n_layer=1, type_k=type_k)
+    record = record_of(layers, 0, type_k)
+    keys = np.abs(keys_of(layers[0], record, type_k)).reshape(-1)
+    size, byte, bit = SIGN[type_k]
+    largest = int(np.argmax(keys))
+    block = largest // (len(keys) * size // layers[0].size_k)
+    changed = record.copy()
+    changed[META + block * size + byte] ^= bit
+    assert np.count_nonzero(changed != record) == 1
+    assert not np.array_equal(keys_of(layers[0], changed, type_k), keys_of(layers[0], record, type_k))
+    assert bits(kept(layers, kind, [record])) != bits(kept(layers, kind, [changed]))
+
+
+def test_putting_a_chunk_leaves_the_others_alone() -> None:
+    """Beside it in the same panel of 16 rows, in the same slab and in the next one."""
+    layers = geometry(n_layer=1, d=64)
+    records = [record_of(layers, seed) for seed in range(4)]
+    summaries = kept(layers, "centroid:4", [records[i % 3] for i in range(SLAB + 3)])
+    want = bits(summaries)
+    for chunk in (0, 1, 5, SLAB - 1, SLAB, SLAB + 2):
+        summaries.put(chunk, records[3])
+        after = bits(summaries)
+        assert [c for c in range(SLAB + 3) if after[c] != want[c]] == [chunk]
+        summaries.put(chunk, records[chunk % 3])
+
+
+def test_summaries_forget_and_go_on() -> None:
+    layers = geometry()
+    records = [record_of(layers, seed) for seed in range(8)]
+    summaries = kept(layers, "centroid:4", records[:6])
+    summaries.truncate(3)
+    assert len(summaries) == 3
+    assert summaries.score(0, queries(layers[0])).shape == (4, 3)
+    with pytest.raises(UsageError, match="chunk 4 is summarised before chunk 3"):
+        summaries.put(4, records[4])
+    for chunk in (3, 4):
+        summaries.put(chunk, records[chunk + 3])
+    assert bits(summaries) == bits(kept(layers, "centroid:4", [*records[:3], *records[6:]]))
+    summaries.truncate(100)
+    assert len(summaries) == 5
+    summaries.truncate(0)
+    assert len(summaries) == summaries.n_bytes == 0
+    summaries.put(0, records[7])
+    assert bits(summaries) == bits(kept(layers, "centroid:4", records[7:]))
+
+
+#
+# scores
+#
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+def test_a_score_is_the_largest_product_with_a_row(kind: str, d: int, group: int) -> None:
+    """For "minmax" the bound of Quest, of any number of query heads to a head of keys."""
+    layers = geometry(n_head=2 * group, d=d)
+    summaries = kept(layers, kind, [record_of(layers, seed) for seed in range(7)])
+    for layer in (0, 1):
+        for n in (None, 1, 4, 6):
+            check_scores(summaries, queries(layers[layer], n or 0), layer, n)
+
+
+@pytest.mark.parametrize("kind", ["centroid:2", "centroid:16", "minmax"])
+def test_scores_across_slabs(kind: str) -> None:
+    """Chunks 255 and 256 lie side by side in a score, and not in memory."""
+    layers = geometry(n_layer=1, n_head=3, n_head_kv=1, d=32)
+    records = [record_of(layers, seed) for seed in range(600)]
+    summaries = Summaries(layers, 16, kind)
+    q = queries(layers[0])
+    for chunk, record in enumerate(records):
+        summaries.put(chunk, record)
+        if chunk + 1 in {255, 256, 257, 511, 600}:
+            check_scores(summaries, q, 0)
+    whole = summaries.score(0, q)
+    for n in (1, 17, 255, 256, 257, 512, 513, 599):
+        assert np.array_equal(summaries.score(0, q, n), whole[:, :n])
+
+
+@pytest.mark.parametrize("n_chunk", [32, 64])
+def test_scores_of_more_rows_than_a_panel_has(n_chunk: int) -> None:
+    layers = geometry(n_chunk=n_chunk)
+    records = [record_of(layers, seed, n_chunk=n_chunk) for seed in range(5)]
+    summaries = kept(layers, "exact", records, n_chunk)
+    for layer in (0, 1):
+        check_scores(summaries, queries(layers[layer]), layer)
+    found = summaries.score(0, queries(layers[0]))
+    products = [np.einsum("hd,rhd->hr", queries(layers[0]), keys_of(layers[0], r).repeat(2, axis=1)) for r in records]
+    np.testing.assert_allclose(found.T, [x.max(axis=1) for x in products], rtol=0.02)  # keys are rounded to bf16
+
+
+def test_minmax_is_above_every_product_with_a_key() -> None:
+    layers = geometry(n_layer=1, type_k="bf16")
+    records = [record_of(layers, seed, "bf16") for seed in range(20)]
+    q = queries(layers[0])
+    bound, exact = (kept(layers, kind, records).score(0, q) for kind in ("minmax", "exact"))
+    assert (bound >= exact - 1e-4).all()
+    assert (bound > exact).any()
+
+
+def test_queries_may_lie_anywhere_and_nothing_is_scored_for_nothing() -> None:
+    layers = geometry()
+    summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(3)])
+    q = queries(layers[0])
+    want = summaries.score(0, q)
+    assert np.array_equal(summaries.score(0, np.asfortranarray(q)), want)
+    assert np.array_equal(summaries.score(0, np.repeat(q, 2, axis=1)[:, ::2]), want)
+    assert summaries.score(0, q, 0).shape == (4, 0)
+    assert Summaries(layers, 16, "mean").score(1, q).shape == (4, 0)
+
+
+def test_scores_do_not_change_while_chunks_are_appended() -> None:
+    """In a thread, as they are asked for beside decode, across several slabs."""
+    layers = geometry(n_layer=1, d=128)
+    records = [record_of(layers, seed) for seed in range(8)]
+    summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
+    n, q = len(summaries), queries(layers[0])
+    want = summaries.score(0, q)
+    found: list[bool] = []
+    stop = threading.Event()
+
+    def score() -> None:
+        while not stop.is_set():
+            found.append(np.array_equal(summaries.score(0, q, n), want))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    try:
+        for chunk in itertools.count(n):
+            if chunk >= 3 * SLAB and len(found) >= 20:
+                break
+            summaries.put(chunk, records[(chunk + 1) % 8])
+    finally:
+        stop.set()
+        thread.join()
+    assert all(found)
+    assert np.array_equal(summaries.score(0, q, n), want)
+
+
+#
+# memory
+#
+
+
+def test_memory_comes_in_slabs_and_is_given_back() -> None:
+    layers = geometry(d=128, n_chunk=64)
+    summaries = Summaries(layers, 64, "centroid:4")
+    slab = SLAB * summaries.chunk_bytes
+    assert (len(summaries), summaries.n_layer, summaries.n_bytes) == (0, 2, 0)
+    for n, slabs in ((0, 0), (1, 1), (256, 1), (257, 2), (10, 2), (600, 3)):
+        summaries.reserve(n)
+        assert summaries.n_bytes == slabs * slab
+        assert len(summaries) == 0
+    record = record_of(layers, n_chunk=64)
+    for chunk in range(600):
+        summaries.put(chunk, record)
+    assert summaries.n_bytes == 3 * slab
+    for n, slabs in ((513, 3), (512, 2), (257, 2), (256, 1), (1, 1), (0, 0)):
+        summaries.truncate(n)
+        assert (len(summaries), summaries.n_bytes) == (n, slabs * slab)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_row"),
+    [("centroid:1", 1), ("centroid:4", 4), ("mean", 1), ("direction", 1), ("minmax", 2), ("exact", 64)],
+)
+def test_a_summary_takes_its_part_of_the_keys(kind: str, n_row: int) -> None:
+    """n_row rows of 16 bits, where a chunk has 64: four centroids are a sixteenth of f16 keys."""
+    layers = geometry(n_layer=3, d=128, n_chunk=64)
+    summaries = Summaries(layers, 64, kind)
+    assert summaries.chunk_bytes == n_row / 64 * sum(layer.size_k for layer in layers)
+
+
+def test_places_do_not_move() -> None:
+    """A score that is under way looks at them."""
+    layers = geometry()
+    record = record_of(layers)
+    summaries = kept(layers, "mean", [record])
+
+    def places() -> list[int]:
+        return [rows.__array_interface__["data"][0] for slab in summaries._slabs for rows in slab]
+
+    first = places()
+    summaries.reserve(1000)
+    before = places()
+    assert before[:2] == first
+    for chunk in range(1, 1001):
+        summaries.put(chunk, record)
+        assert places() == before
+    summaries.truncate(500)
+    assert places() == before[:4]
+
+
+def test_no_memory_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = geometry()
+    summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(3)])
+    want = bits(summaries)
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "full", full)
+        with pytest.raises(MemoryError):
+            summaries.reserve(SLAB + 1)
+    assert (len(summaries), summaries.n_bytes) == (3, SLAB * summaries.chunk_bytes)
+    assert bits(summaries) == want
+    summaries.reserve(SLAB + 1)
+
+
+#
+# errors
+#
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "centroid", "centroid:", "centroid:-1", "centroid:100", "MEAN", "mean:2", "mean\n"]
+)
+def test_a_summary_that_there_is_not(kind: str) -> None:
+    with pytest.raises(UsageError, match=r"is no summary of keys: give centroid:N, mean, direction, minmax or exact"):
+        Summaries(geometry(), 16, kind)
+
+
+@pytest.mark.parametrize("kind", ["centroid:0", "centroid:3", "centroid:12", "centroid:65"])
+def test_a_number_of_centroids_that_is_no_power_of_two(kind: str) -> None:
+    with pytest.raises(UsageError, match=r"a summary has 1, 2, 4, \.\.\. 64 rows"):
+        Summaries(geometry(), 16, kind)
+
+
+def test_more_centroids_than_keys() -> None:
+    layers = geometry()
+    summaries = Summaries(layers, 16, "centroid:32")
+    with pytest.raises(UsageError, match="at most as many rows as the chunk has keys"):
+        summaries.put(0, record_of(layers))
+    assert len(summaries) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n_embd_k": 192}, {"n_embd_head_k": 63, "n_embd_k": 126}, {"n_head": 5}, {"n_head_kv": 0}, {"n_head_kv": 1}],
+    ids=str,
+)
+def test_keys_that_are_no_heads(change: dict[str, int]) -> None:
+    """Latent attention, odd heads, heads that share no keys evenly."""
+    layers = geometry()
+    layers[1] = dataclasses.replace(layers[1], **change)
+    with pytest.raises(UnsupportedError, match=r"the keys of layer 1 are no [012] heads of 6[34] dimensions"):
+        Summaries(layers, 16, "centroid:4")
+
+
+def test_chunks_come_in_order() -> None:
+    layers = geometry()
+    summaries = Summaries(layers, 16, "mean")
+    with pytest.raises(UsageError, match="chunk 1 is summarised before chunk 0"):
+        summaries.put(1, record_of(layers))
+    assert len(summaries) == summaries.n_bytes == 0
+
+
+@pytest.mark.parametrize("missing", ["the last key", "a layer", "all"])
+def test_a_record_that_is_too_short(missing: str) -> None:
+    layers = geometry()
+    end = {"the last key": layers[1].offs_k + layers[1].size_k - 1, "a layer": layers[1].offs_k, "all": 0}[missing]
+    summaries = Summaries(layers, 16, "centroid:4")
+    with pytest.raises(UsageError, match="the record is shorter than this layer's keys"):
+        summaries.put(0, record_of(layers)[:end])
+    assert len(summaries) == 0
+    summaries.put(0, record_of(layers))
+    assert bits(summaries) == bits(kept(layers, "centroid:4", [record_of(layers)]))
+
+
+def test_a_record_of_chunks_of_another_size() -> None:
+    layers = geometry(n_chunk=64)
+    with pytest.raises(UsageError, match="the record is shorter than this layer's keys"):
+        Summaries(layers, 16, "mean").put(0, record_of(layers, n_chunk=64))
+    with pytest.raises(UsageError, match="a chunk has 16, 32 or 64 positions"):
+        Summaries(layers, 48, "mean").put(0, record_of(layers, n_chunk=64))
+
+
+@pytest.mark.parametrize("shape", [(4, 63), (3, 64), (5, 64), (256,), (1, 4, 64), (64, 4)])
+def test_queries_of_another_shape(shape: tuple[int, ...]) -> None:
+    layers = geometry()
+    summaries = kept(layers, "mean", [record_of(layers)])
+    with pytest.raises(UsageError, match=r"^queries \(.*\) for 1 chunks, where layer 1 has \(4, 64\) and 1$"):
+        summaries.score(1, np.zeros(shape, np.float32))
+
+
+def test_more_chunks_than_there_are() -> None:
+    """Though there is memory for them."""
+    layers = geometry()
+    summaries = kept(layers, "mean", [record_of(layers)] * 3)
+    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
+        summaries.score(0, queries(layers[0]), 4)
+    summaries.truncate(2)
+    with pytest.raises(UsageError, match=r"for 3 chunks, where layer 0 has \(4, 64\) and 2$"):
+        summaries.score(0, queries(layers[0]), 3)
+
+
+#
+# in use
+#
+
+
+@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
+def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[str], Path], type_k: str) -> None:
+    """While it pages, after a rollback into a chunk, and going on from there with other tokens."""
+    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB, 4000).astype(np.int32)
+    options: dict[str, Any] = {"n_ctx": 16384, "pool": 768, "n_batch": 64, "n_threads": 1}
+    with KVFlash.from_file(tiny_path("qwen3"), policy="qk", type_k=type_k, type_v=type_k, **options) as kv:
+
+        def feed(end: int, first: int) -> list[bytes]:
+            while kv.n_tokens < end:
+                size = min(64, end - kv.n_tokens)
+                kv.decode(tokens[first : first + size])
+                first += size
+            return check()
+
+        def check() -> list[bytes]:
+            pager = kv._pager
+            assert pager is not None
+            assert pager.summaries is not None
+            assert len(pager.summaries) == kv.n_tokens // 64 == len(pager.store)
+            again = Summaries(kv.ctx.layers(), 64, pager.summaries.kind)
+            for chunk in range(len(pager.summaries)):
+                again.put(chunk, pager.store.get(chunk))
+            found = bits(pager.summaries)
+            assert found == bits(again)
+            assert len(set(found)) == len(found)
+            return found
+
+        first = feed(1500, 0)
+        assert (kv.residency().state == 0).any()
+        kv.rollback(6 * 64 + 13)  # chunk 6 was out
+        assert check() == first[:6]
+        second = feed(1300, 2000)
+        assert second[:6] == first[:6]
+        assert not set(second[6:]) & set(first[6:])
+        kv.rollback(1280)
+        assert check() == second
+        kv.clear()
+        assert check() == []
