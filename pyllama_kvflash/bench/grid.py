@@ -143,7 +143,7 @@ def command(rows: Iterable[Any]) -> str:
 
 
 def machine() -> str:
-    """This machine in a few words."""
+    """The machine we are on, in a few words."""
     gpus = [d.description for d in devices() if d.gpu]
     where = f"{len(gpus)} x {gpus[0]}" if gpus else cpu_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
