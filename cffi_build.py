@@ -178,7 +178,7 @@ int  kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void 
 int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
                const float * q, float * dst, size_t stride);
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-                    const float * q, float * dst, size_t stride);
+                    const float * q, uint32_t n_token, float * dst, size_t stride);
 int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);

@@ -5,6 +5,7 @@
 #   bench/device.sh build     there: unpack, build for one architecture (KVFLASH_CUDA_ARCH, default 90a-real)
 #   bench/device.sh test      there: the oracles with every layer on the GPU
 #   bench/device.sh demo      there: the demonstration
+#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into .dev/results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,8 +44,38 @@ test)
 demo)
     kvflash demo "${@:2}"
     ;;
+recall)
+    mkdir -p .dev/results
+    at=.dev/results
+    case ${2:-1} in
+    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
+    2)
+        kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,qk/qk_rerank=0
+        kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,qk/qk_rerank=0 --contexts 8K,16K,32K
+        ;;
+    3)
+        for type in q8_0 q4_0; do
+            kvflash bench niah -o $at/niah-$type --variants full,qk -ctk $type -ctv $type
+        done
+        kvflash bench niah -o $at/ablation --contexts 16K,64K --pools 1K --variants \
+qk,qk/qk_rerank=0,qk/qk_rerank=0/qk_query=last,qk/qk_rerank=0/qk_query=question,qk/qk_rerank=0/qk_summary=centroid:2,\
+qk/qk_rerank=0/qk_summary=centroid:8,qk/qk_rerank=0/qk_summary=mean,qk/qk_rerank=0/qk_summary=minmax,\
+qk/qk_summary=exact,qk/qk_aggregate=layer-mean
+        ;;
+    4)
+        python3 -c 'from pyllama_kvflash import KVFlash
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+kv = KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off")
+print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=31).text)' >.dev/prose.txt
+        variants=full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk
+        kvflash bench kld -o $at/kld-prose -f .dev/prose.txt --contexts 8K,32K --score 512 --variants $variants
+        kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=4/share=0
+        ;;
+    esac
+    [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C .dev results
+    ;;
 *)
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

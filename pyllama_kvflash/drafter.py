@@ -11,15 +11,16 @@ import numpy.typing as npt
 from pyllama_kvflash.crosstok import Retokenizer, char_spans, spread
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, UsageError
 from pyllama_kvflash.native import Model
+from pyllama_kvflash.options import MAX_TOKENS, Options
 from pyllama_kvflash.policy import Qk, Queries, Scores, View
 
 if TYPE_CHECKING:
     from pyllama_kvflash.engine import KVFlash
-    from pyllama_kvflash.options import Options
 
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 """What a drafter is called that lies next to its target, or in the cache folder."""
 
+_CONTEXT = 8  # times the target's
 _TAIL = 4  # tokens whose queries score, as in Qk
 
 
@@ -50,7 +51,7 @@ class Drafter:
     summary: str | None = None
     query = "last"
 
-    def __init__(self, path: Path, target: Model, options: "Options", *, retokenize: bool = False) -> None:
+    def __init__(self, path: Path, target: Model, options: Options, *, retokenize: bool = False) -> None:
         """target: whose tokens are scored. options: the target's; n_ctx, n_threads, chunk and draft_pool are used.
 
         retokenize: go by the text even if the tokenizers are the same.
@@ -95,11 +96,9 @@ class Drafter:
             from pyllama_kvflash.engine import KVFlash  # noqa: PLC0415 (the engine has a scorer, and this one an engine)
 
             o = self._options
-            options: dict[str, Any] = {
-                "n_ctx": o.n_ctx * (2 if self._retokenize else 1),
-                "chunk": o.chunk,
-                "n_threads": o.n_threads,
-            }
+            # positions cost a pool nothing; another tokenizer may need more of them
+            n_ctx = min(_CONTEXT * (o.n_ctx + o.draft_pool), MAX_TOKENS)
+            options: dict[str, Any] = {"n_ctx": n_ctx, "chunk": o.chunk, "n_threads": o.n_threads}
             kv = KVFlash.from_file(
                 self.path, pool=o.draft_pool, policy=Qk(), prefill_reselect=False, replay=0, **options
             )

@@ -10,7 +10,7 @@ from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize, Scorer, pool_floor, resolve_pool
-from pyllama_kvflash.policy.sizing import BATCH, largest_batch, pinned_chunks
+from pyllama_kvflash.policy.sizing import BATCH, largest_batch, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import make_scorer
 
 _GGUF_MAGIC = b"GGUF"
@@ -83,19 +83,23 @@ def _load(model: Model, options: Options) -> Loaded:
 def _largest_batch(n_pool: int | None, options: Options) -> int:
     if n_pool is None:
         return BATCH
-    n_pinned = len(pinned_chunks(options.pins, options.chunk))
-    return largest_batch(n_pool, options.chunk, options.sinks, options.tail, n_pinned)
+    return largest_batch(n_pool, options.chunk, options.sinks, options.tail, _n_pinned(options))
+
+
+def _n_pinned(options: Options) -> int:
+    return n_pinned(pinned_chunks(options.pins, options.chunk), options.sinks)
 
 
 def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:
     if seen.refusal is not None:
         msg = f"{model.path} cannot be run with a pool: {seen.refusal}; run it with the full cache (--kvflash off)"
         raise UnsupportedError(msg)
-    n_pinned = len(pinned_chunks(options.pins, options.chunk))
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx,
-        floor=pool_floor(options.chunk, options.n_batch or options.chunk, options.sinks, options.tail, n_pinned),
+        floor=pool_floor(
+            options.chunk, options.n_batch or options.chunk, options.sinks, options.tail, _n_pinned(options)
+        ),
         free=free_bytes(),
         token_bytes=token_bytes,
     )

@@ -71,7 +71,7 @@ class Options:
         _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         if isinstance(self.policy, str):
             _one_of(self.policy, policy_names(), "policy (--kvflash-policy)")
-        elif not isinstance(self.policy, Scorer):
+        elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
             raise UsageError(msg)
         _within(self.tau, 1, MAX_TOKENS, "tau (--kvflash-tau)", "64 is usual")
@@ -81,7 +81,11 @@ class Options:
             msg = f"qk_summary (--qk-summary) is {self.qk_summary!r}: give centroid:1, :2, :4, :8 or :16, mean, minmax or exact"
             raise UsageError(msg)
         _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
-        n_queries(self.qk_query)
+        try:
+            n_queries(self.qk_query)
+        except UsageError as err:
+            msg = f"qk_query (--qk-query): {err}"
+            raise UsageError(msg) from None
         _within(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         _within(self.draft_pool, 1, MAX_TOKENS, "draft_pool (--draft-pool)", "2048 is usual")
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")

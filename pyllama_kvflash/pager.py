@@ -9,7 +9,7 @@ from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
-from pyllama_kvflash.policy.sizing import largest_batch, pinned_chunks, pool_floor
+from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
 from pyllama_kvflash.store import HostStore
 
 
@@ -59,7 +59,7 @@ class Pager:
         """The largest batch that the pool holds beside its sinks, tail and pins."""
         ledger = self.ledger
         n_pool = ledger.n_block * ledger.chunk
-        return largest_batch(n_pool, ledger.chunk, ledger.n_sinks, ledger.n_tail, len(ledger.pins))
+        return largest_batch(n_pool, ledger.chunk, ledger.n_sinks, ledger.n_tail, n_pinned(ledger.pins, ledger.n_sinks))
 
     #
     # a batch
@@ -150,23 +150,27 @@ class Pager:
     # the sequence
     #
 
-    def rolled_back(self, n_tokens: int) -> None:
+    def rolled_back(self, n_tokens: int) -> Plan:
         """Positions from n_tokens on were removed from the cache: forget them, and bring back what is the tail now.
 
         A chunk that is cut through comes back whole from its record, and is cut; it is sealed anew when it is full.
+        Returns what moved.
         """
         ledger = self.ledger
         cut, rest = divmod(n_tokens, ledger.chunk)
+        whole = Plan()
         if rest and ledger.state_of(cut) == State.OUT:
             ledger.rollback((cut + 1) * ledger.chunk)
-            self._apply(bring_in(ledger, [cut]))
+            whole = bring_in(ledger, [cut])
+            self._apply(whole)
             self._ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
         self.store.forget(cut)
         if self.summaries is not None:
             self.summaries.truncate(cut)
-        tail = range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks)
-        self._apply(bring_in(ledger, tail))
+        tail = bring_in(ledger, range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks))
+        self._apply(tail)
+        return Plan(whole.drops + tail.drops, whole.page_ins + tail.page_ins)
 
     def clear(self) -> None:
         """Forget the sequence; pins stay."""
@@ -215,11 +219,11 @@ class Pager:
         """Keep the chunks of positions [start, end), bringing back those that are out."""
         ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
-        n_pinned, n_pool = len(ledger.pins | chunks), ledger.n_block * ledger.chunk
-        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n_pinned)
+        n, n_pool = n_pinned(ledger.pins | chunks, ledger.n_sinks), ledger.n_block * ledger.chunk
+        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n)
         if floor > n_pool:
             msg = (
-                f"pinning {start}:{end} makes {n_pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
+                f"pinning {start}:{end} makes {n} pinned chunks, for which a pool of {floor} tokens is needed;"
                 f" this one has {n_pool}: use a larger pool or pin less"
             )
             raise PoolError(msg)

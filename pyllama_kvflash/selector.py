@@ -105,16 +105,14 @@ class Selector:
     def finish(self, reason: str, pos: int, n_free: int) -> Reselect:
         """Wait for the scores, and change the pool to the best chunks."""
         job, view = self._job, self._view
-        self._job = self._view = None
         if job is None or view is None:
             msg = "no scoring was begun"
             raise AssertionError(msg)
         try:
             scores, score_s = job.result()
-        except (Interrupted, KeyboardInterrupt):
-            raise
         except ScorerError as err:
             scores, score_s = self._fall_back(err, view)
+        self._job = self._view = None
         scores = np.where(view.candidates, scores, np.nan)
         begin = time.perf_counter()
         plan = self._pager.reselect(scores, n_free)
@@ -149,8 +147,10 @@ def _timed(scorer: Scorer, view: View) -> Scored:
     begin = time.perf_counter()
     try:
         scores = np.asarray(scorer.score(view), np.float64)
-    except (KVFlashError, MemoryError):
+    except (Interrupted, ScorerError):
         raise
+    except KVFlashError as err:
+        raise ScorerError(str(err)) from err
     except Exception as err:
         msg = f"it failed with {type(err).__name__}: {err}"
         raise ScorerError(msg) from err

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 def heat_map(rows: Sequence[Row], title: str) -> bytes:
     """Share of codes found, depth in the text (down) by context and pool (across), a panel for each variant: a PNG."""
     variants = list(dict.fromkeys(r.variant for r in rows))
-    columns = list(dict.fromkeys((r.n_ctx, r.pool) for r in rows if r.pool is not None)) or [
-        (r.n_ctx, None) for r in rows
-    ]
+    pooled = any(r.pool is not None for r in rows)
+    columns = list(dict.fromkeys((r.n_ctx, r.pool) for r in rows if r.pool is not None or not pooled))
     n = max(len(r.by_place) for r in rows)
     fig = figure(width=2.2 + 0.42 * max(4, len(columns)) * len(variants), height=5.4)
     axes = fig.subplots(1, len(variants), sharey=True, squeeze=False)[0]

@@ -140,17 +140,19 @@ class Keys:
         return len(self._layers)
 
     def score(self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int]) -> npt.NDArray[np.float32]:
-        """For queries (n_head, n_embd_head_k) of a pooled layer: (n_head, len(chunks)), the largest product with a key."""
+        """For queries (n_token, n_head, n_embd_head_k) of a pooled layer, the largest products with a key of each chunk:
+        (n_token * n_head, len(chunks)).
+        """
         q = np.ascontiguousarray(q, np.float32)
-        if q.shape != (self._layers[layer].n_head, self._layers[layer].n_embd_head_k):
+        if q.ndim != 3 or q.shape[1:] != (self._layers[layer].n_head, self._layers[layer].n_embd_head_k):  # noqa: PLR2004
             msg = f"queries {q.shape} are not those of layer {layer}"
             raise UsageError(msg)
-        res = np.empty((len(q), len(chunks)), np.float32)
+        res = np.empty((q.shape[0] * q.shape[1], len(chunks)), np.float32)
         pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
         for i, chunk in enumerate(chunks):
             record = self._record(int(chunk))
-            src = ffi.from_buffer(record)
-            check(lib.kvf_score_keys(self._layers[layer], self._n_chunk, src, len(record), pq, to + i, len(chunks)))
+            src, n = ffi.from_buffer(record), len(record)
+            check(lib.kvf_score_keys(self._layers[layer], self._n_chunk, src, n, pq, len(q), to + i, len(chunks)))
         return res
 
 

@@ -31,7 +31,7 @@ class AllKeys(Protocol):
     """All keys of chunks, read from their records. `native.Keys` is the one in use."""
 
     def score(self, layer: int, q: Floats, chunks: Sequence[int]) -> Floats:
-        """(n_head, len(chunks)): for each head and chunk, the largest product q·k with one of its keys."""
+        """For q (n_token, n_head, d): (n_token * n_head, len(chunks)), the largest product q·k with a key of the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Score
         return scores
 
     def one(layer: int) -> Floats:
-        res: Floats = np.max([_z(keys.score(layer, q[layer], best)).max(axis=0) for q in queries], axis=0)
+        res: Floats = _z(keys.score(layer, np.stack([q[layer] for q in queries]), best)).max(axis=0)
         return res
 
     closer = np.full(len(scores), -np.inf)

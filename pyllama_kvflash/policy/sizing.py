@@ -95,5 +95,10 @@ def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
     return {c for start, end in spans for c in range(start // chunk, -(-end // chunk))}
 
 
+def n_pinned(chunks: set[int], n_sinks: int) -> int:
+    """Pinned chunks that are no sinks."""
+    return len(chunks - set(range(n_sinks)))
+
+
 def _round_up(n: int) -> int:
     return -(-n // CELLS) * CELLS

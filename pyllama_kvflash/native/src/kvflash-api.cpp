@@ -412,6 +412,7 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
         check(ctx && src, "a context and a state are needed");
         check_seq(ctx, seq);
         check(pos >= 0, "positions are from 0 to 2^31 - 1");
+        check(has_partial(ctx) == (size > 0), "this is no state of this model");
         take_log();
         if (has_partial(ctx) && llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
@@ -467,12 +468,12 @@ int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void *
 }
 
 int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-        const float * q, float * dst, size_t stride) {
+        const float * q, uint32_t n_token, float * dst, size_t stride) {
     return guard([&] {
         check_summary(layer, 1, KVF_SUMMARY_MEAN, 1, n_chunk);
         check_record(*layer, n_chunk, record, record_size);
-        check(q && dst && stride >= 1, "queries and room for the scores are needed");
-        kvf_summary::score_keys(*layer, n_chunk, record, q, dst, stride);
+        check(q && n_token >= 1 && dst && stride >= 1, "queries and room for the scores are needed");
+        kvf_summary::score_keys(*layer, n_chunk, record, q, n_token, dst, stride);
     });
 }
 

@@ -95,6 +95,6 @@ struct kvf_summary {
             uint16_t * dst, uint32_t i);
     static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
             float * dst, size_t stride);
-    static void score_keys(
-            const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q, float * dst, size_t stride);
+    static void score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q, uint32_t n_token,
+            float * dst, size_t stride);
 };

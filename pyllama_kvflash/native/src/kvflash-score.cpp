@@ -2,6 +2,7 @@
 
 #include "kvflash-impl.h"
 
+#include "ggml-cpu.h"
 #include "llama-impl.h"
 
 #include <algorithm>
@@ -201,6 +202,8 @@ static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n_chunk, c
         float *      to  = res.data() + (size_t) t * layer.n_embd_k;
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
+        } else if (type == GGML_TYPE_F16) {
+            ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, to, layer.n_embd_k);
         } else {
             ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
         }
@@ -367,15 +370,16 @@ static float largest_product(const keys & k, const float * q) {
     return res;
 }
 
-void kvf_summary::score_keys(
-        const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q, float * dst, size_t stride) {
+void kvf_summary::score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q,
+        uint32_t n_token, float * dst, size_t stride) {
     const auto k = read_keys(layer, n_chunk, record);
 
     const uint32_t d     = layer.n_embd_head_k;
     const uint32_t group = layer.n_head / layer.n_head_kv;
-    for (uint32_t h = 0; h < layer.n_head; ++h) {
-        const keys head = {k.data() + (size_t) (h / group) * d, n_chunk, d, layer.n_embd_k};
-        dst[h * stride] = largest_product(head, q + (size_t) h * d);
+    for (uint32_t i = 0; i < n_token * layer.n_head; ++i) {
+        const uint32_t h = i % layer.n_head / group;
+
+        dst[i * stride] = largest_product({k.data() + (size_t) h * d, n_chunk, d, layer.n_embd_k}, q + (size_t) i * d);
     }
 }
 

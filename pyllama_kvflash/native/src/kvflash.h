@@ -177,9 +177,11 @@ LLAMA_API int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, co
 LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
         const float * q, float * dst, size_t stride);
 
-// the same with all keys of a record: the largest product of each query -> dst[head*stride]
+// the same with all keys of a record, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the largest
+// product
+// -> dst[(token*n_head + head)*stride]
 LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-        const float * q, float * dst, size_t stride);
+        const float * q, uint32_t n_token, float * dst, size_t stride);
 
 // the calls below need a context again
 

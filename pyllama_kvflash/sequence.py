@@ -1,0 +1,330 @@
+"""A sequence in a pool: which positions are written, what is resident, and what is brought back.
+
+Each batch has the pager decide what must leave the pool and apply that, is decoded, and has the chunks stored that are
+full then. Between batches the selector has all chunks scored. Whatever cuts a step off, the next one mends it first.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from pyllama_kvflash import native
+from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.events import Event, Paged, Reselect, Stats, Warn
+from pyllama_kvflash.loading import Loaded
+from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.options import check_span
+from pyllama_kvflash.pager import Pager, Residency
+from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.selector import Selector
+
+
+class PooledSequence:
+    """One sequence of up to n_ctx positions, of which the pool keeps n_pool on the device. `KVFlash` adds the text."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        """Use KVFlash.from_file."""
+        self.model = loaded.model
+        self.ctx = loaded.ctx
+        self.options = loaded.options
+        self.n_pool = loaded.n_pool
+        self.notes = loaded.notes
+        self.warnings = loaded.warnings
+        self._full_bytes = loaded.full_bytes
+        self._recurrent = self.ctx.kv_bytes().recurrent > 0
+        self._max_batch = loaded.n_batch
+        self._history = array("i")
+        self._pending: int | None = None  # produced, and not yet decoded
+        self._consistent = True
+        self._pager: Pager | None = None
+        self._selector: Selector | None = None
+        if self.n_pool is not None and loaded.scorer is not None:
+            scorer = loaded.scorer
+            try:
+                self._pager = Pager(self.ctx, self.options, self.n_pool, scorer.summary)
+            except UnsupportedError as err:
+                self.warnings += (f"policy {scorer.name} cannot score this model: {err}; using lru",)
+                self._pager = Pager(self.ctx, self.options, self.n_pool, None)
+            else:
+                if scorer.name != "lru":
+                    self._selector = Selector(self.ctx, self._pager, scorer, self.options)
+
+    def close(self) -> None:
+        """Free the context and the model. Harmless when called again."""
+        if self._selector is not None:
+            self._selector.close()
+        self.ctx.close()
+        self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    #
+    # decide, apply, decode
+    #
+
+    def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
+        """One batch: make room, decode, seal. What moved, if anything did."""
+        pos = self.n_tokens
+        with self._step():
+            plan = self._pager.make_room(len(tokens)) if self._pager else None
+            self.ctx.decode(tokens, pos, outputs)
+            self._pending = None
+            self._history.frombytes(np.ascontiguousarray(tokens, np.int32).tobytes())
+            if self._pager:
+                self._pager.written(len(tokens))
+        return Paged(pos, plan.drops, plan.page_ins) if plan else None
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """A change of the sequence or of what is resident. If it is cut off, the next one begins by reconciling."""
+        self._recover()
+        self._consistent = False
+        yield
+        self._consistent = True
+
+    def _recover(self) -> None:
+        """After a step that was cut off: take what it left in the cache out again, and go on from the last position."""
+        if self._consistent:
+            return
+        try:
+            self.ctx.seq_rm(self.n_tokens)
+        except UnsupportedError:
+            msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
+            raise NativeError(msg) from None
+        if self._pager:
+            self._pager.reconcile(self.n_tokens)
+        self._consistent = True
+
+    #
+    # relevance
+    #
+
+    def queries(self) -> Queries:
+        """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
+        return self._selector.queries() if self._selector else []
+
+    def _rewind(self, n_tokens: int, state: bytes) -> Paged | None:
+        """Back to the first n_tokens positions, with what save_partial() gave there. What moved, if anything did."""
+        with self._step():
+            if state:
+                self.ctx.restore_partial(state, n_tokens)
+            else:
+                self.ctx.seq_rm(n_tokens)
+            del self._history[n_tokens:]
+            plan = self.pager.rolled_back(n_tokens)
+        return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
+
+    def _reselect(self, reason: str, queries: Sequence[Queries], n_next: int) -> Iterator[Event]:
+        """Score and repage at once, leaving room for n_next tokens."""
+        selector = self._selector
+        if selector is None or not selector.needed:
+            return
+        n_free = self.pager.ledger.new_chunks(n_next)
+        with self._step():
+            event = selector.now(reason, self.tokens, queries, max(1, n_free))
+        yield from self._warnings(selector)
+        yield event
+
+    def _tick(self, n_new: int, seconds: float) -> Iterator[Event]:
+        """After a decode: what the schedule says."""
+        selector = self._selector
+        if selector is None or not selector.needed:
+            return
+        with self._step():
+            event = selector.tick(self.tokens, n_new, seconds)
+        yield from self._warnings(selector)
+        if event:
+            yield event
+
+    def _warnings(self, selector: Selector) -> Iterator[Event]:
+        while selector.warnings:
+            yield Warn(selector.warnings.pop(0))
+
+    def _cancel(self) -> None:
+        """No scores of what the sequence was."""
+        if self._selector is not None:
+            self._selector.cancel()
+
+    #
+    # the sequence
+    #
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions written so far."""
+        return len(self._history)
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens written so far, (n_tokens,) int32, a copy."""
+        return np.array(self._history, np.int32)
+
+    @property
+    def policy(self) -> str:
+        """The name of the scorer at work, "full" without a pool."""
+        if self._pager is None:
+            return "full"
+        return self._selector.scorer.name if self._selector else "lru"
+
+    @property
+    def scorer(self) -> Scorer | None:
+        """The scorer at work, None with lru or the full cache."""
+        return self._selector.scorer if self._selector else None
+
+    def use(self, scorer: Scorer) -> None:
+        """Have another scorer choose from now on. What it needs of the chunks is made from their records.
+
+        Raises UsageError if the context was made without one (lru, full cache), UnsupportedError and HostMemoryError.
+        """
+        if self._selector is None:
+            msg = f"policy {self.policy} has no scorer to replace: open the model with one"
+            raise UsageError(msg)
+        self._selector.use(scorer)
+
+    @property
+    def n_batch(self) -> int:
+        """Tokens of a batch at most: what the pool holds beside its sinks, tail and pins."""
+        return min(self._max_batch, self._pager.n_batch) if self._pager else self._max_batch
+
+    def clear(self) -> None:
+        """Forget the sequence and its records; pins stay."""
+        self._cancel()
+        self._consistent = False
+        del self._history[:]
+        self._pending = None
+        self.ctx.clear()
+        if self._pager:
+            self._pager.clear()
+        self._consistent = True
+
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions. The last chunks that remain are brought back if they are out.
+
+        logits() has nothing to do with it until the next decode. Raises UnsupportedError if a recurrent state, or a
+        sliding window that was overwritten, cannot go back.
+        """
+        if not 0 <= n_tokens <= self.n_tokens:
+            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
+            raise UsageError(msg)
+        self._cancel()
+        with self._step():
+            gone = self._history[n_tokens:]
+            del self._history[n_tokens:]
+            try:
+                self.ctx.seq_rm(n_tokens)
+            except UnsupportedError:
+                self._history += gone
+                raise
+            self._pending = None
+            if self._pager:
+                self._pager.rolled_back(n_tokens)
+
+    #
+    # residency: the calls below need a pool, and raise UsageError without one
+    #
+
+    @property
+    def pager(self) -> Pager:
+        """Ledger, host store and moves, for those who extend this."""
+        if self._pager is None:
+            msg = "there is no pool: the full cache is in use"
+            raise UsageError(msg)
+        return self._pager
+
+    def residency(self) -> Residency:
+        """Where every chunk is now, as arrays."""
+        self._recover()
+        return self.pager.residency()
+
+    def pin(self, start: int, end: int) -> None:
+        """Keep positions [start, end) on the device from now on, bringing chunks back that are out.
+
+        The range may lie ahead of what is written. Raises PoolError, and pins nothing, if that left too little to page.
+        """
+        check_span(start, end, self.options.n_ctx)
+        with self._step():
+            self.pager.pin(start, end)
+
+    def reselect(self) -> Reselect | None:
+        """Score all chunks with the last token's queries now, and bring back the best. None: nothing is out, or lru."""
+        if self._selector is None or not self._selector.needed:
+            return None
+        events = list(self._reselect("decode", [self.queries()], 1))
+        return next((e for e in events if isinstance(e, Reselect)), None)
+
+    def unpin(self, start: int, end: int) -> None:
+        """Let the chunks of positions [start, end) be evicted again."""
+        self.pager.unpin(start, end)
+
+    def page_in(self, chunk: int) -> None:
+        """Bring a chunk back, at the cost of the coldest one. Harmless if it is resident. Raises PoolError."""
+        with self._step():
+            self.pager.page_in(chunk)
+
+    def page_out(self, chunk: int) -> None:
+        """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
+        with self._step():
+            self.pager.page_out(chunk)
+
+    def check_integrity(self) -> None:
+        """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
+        self._recover()
+        self.pager.check_integrity()
+
+    #
+    # figures
+    #
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of the full-attention KV that is allocated: the pool, or the whole context."""
+        return self.ctx.kv_bytes().attn
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes taken for records."""
+        return self._pager.store.held_bytes if self._pager else 0
+
+    def stats(
+        self,
+        *,
+        n_prompt: int = 0,
+        n_generated: int = 0,
+        prefill_s: float = 0,
+        decode_s: float = 0,
+        seed: int | None = None,
+    ) -> Stats:
+        """Memory and page traffic now, with the counts and times given."""
+        kv = self.ctx.kv_bytes()
+        pager, selector = self._pager, self._selector
+        return Stats(
+            n_prompt=n_prompt,
+            n_generated=n_generated,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            n_ctx=self.options.n_ctx,
+            n_pool=self.n_pool,
+            kv_device_bytes=kv.attn,
+            kv_full_bytes=self._full_bytes,
+            other_device_bytes=kv.swa + kv.recurrent,
+            host_bytes=self.host_bytes,
+            chunks=pager.ledger.n_chunks if pager else 0,
+            resident=pager.ledger.n_resident if pager else 0,
+            stored=pager.n_stored if pager else 0,
+            pages_out=pager.n_out if pager else 0,
+            pages_in=pager.n_in if pager else 0,
+            reselects=selector.n_done if selector else 0,
+            reselect_s=selector.seconds if selector else 0.0,
+            summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
+            seed=seed,
+        )
