@@ -5,7 +5,7 @@
 #   bench/device.sh build     there: unpack, build for one architecture (KVFLASH_CUDA_ARCH, default 90a-real)
 #   bench/device.sh test      there: the oracles with every layer on the GPU
 #   bench/device.sh demo      there: the demonstration
-#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into .dev/results; again: what is missing
+#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,8 +45,8 @@ demo)
     kvflash demo "${@:2}"
     ;;
 recall)
-    mkdir -p .dev/results
-    at=.dev/results
+    mkdir -p /tmp/kvflash-results
+    at=/tmp/kvflash-results
     case ${2:-1} in
     1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
     2)
@@ -66,13 +66,13 @@ qk/qk_summary=exact,qk/qk_aggregate=layer-mean
         python3 -c 'from pyllama_kvflash import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 kv = KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off")
-print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=31).text)' >.dev/prose.txt
+print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=31).text)' >/tmp/prose.txt
         variants=full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk
-        kvflash bench kld -o $at/kld-prose -f .dev/prose.txt --contexts 8K,32K --score 512 --variants $variants
+        kvflash bench kld -o $at/kld-prose -f /tmp/prose.txt --contexts 8K,32K --score 512 --variants $variants
         kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=4/share=0
         ;;
     esac
-    [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C .dev results
+    [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C /tmp kvflash-results
     ;;
 *)
     sed -n '2,9s/^# \{0,1\}//p' "$0"
