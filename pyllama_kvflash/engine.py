@@ -127,9 +127,9 @@ class KVFlash(PooledSequence):
 
     def _replayed(self, n: int) -> int:
         """How many tokens at the end of a prompt of n are run again: none, if all of it stays resident."""
-        return (
-            min(self.options.replay, n, self.n_batch, self.options.tail * self.options.chunk) if self._chosen(n) else 0
-        )
+        o = self.options
+        # a sliding window can go back by what one graph writes, and no further
+        return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._chosen(n) else 0
 
     def _chosen(self, n: int) -> bool:
         """Whether the pool cannot hold n more tokens beside all that is there, and a scorer chooses what stays."""

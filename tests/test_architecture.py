@@ -96,7 +96,9 @@ def test_a_module_is_read_in_one_sitting(path: Path) -> None:
     assert n <= MAX_LINES or str(path.relative_to(PACKAGE)) in WORD_LISTS
 
 
-@pytest.mark.parametrize("module", ["policy", "needle", "text", "errors", "events", "fingerprint", "trace", "plot", "crosstok"])
+@pytest.mark.parametrize(
+    "module", ["policy", "needle", "text", "errors", "events", "fingerprint", "trace", "plot", "crosstok"]
+)
 def test_runs_without_a_compiler(module: str) -> None:
     """In a fresh interpreter in which nothing of `native` can be imported."""
     blocked = "import sys; sys.modules['pyllama_kvflash.native'] = sys.modules['cffi'] = None; "
