@@ -11,30 +11,37 @@ if TYPE_CHECKING:
     from pyllama_kvflash.bench.kld import KldRow
 
 
+_PANELS = 4  # beside each other
+
+
 def heat_map(rows: Sequence[Row], title: str) -> bytes:
     """Share of codes found, depth in the text (down) by context and pool (across), a panel for each variant: a PNG."""
     variants = list(dict.fromkeys(r.variant for r in rows))
     pooled = any(r.pool is not None for r in rows)
     columns = list(dict.fromkeys((r.n_ctx, r.pool) for r in rows if r.pool is not None or not pooled))
     n = max(len(r.by_place) for r in rows)
-    fig = figure(width=2.2 + 0.42 * max(4, len(columns)) * len(variants), height=5.4)
-    axes = fig.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+    across = min(_PANELS, len(variants))
+    down = -(-len(variants) // across)
+    fig = figure(1.6 + across * (0.8 + 0.34 * max(4, len(columns))), 0.8 + 3.6 * down)
+    panels = fig.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image: Any = None
-    for axis, variant in zip(axes, variants, strict=True):
+    for axis, variant in zip(panels.flat, variants, strict=False):
         by = {(r.n_ctx, r.pool): r.by_place for r in rows if r.variant == variant}
         cells = [by.get(c) or by.get((c[0], None)) or [float("nan")] * n for c in columns]
         grid = [[cell[i] if i < len(cell) else float("nan") for cell in cells] for i in range(n)]
         image = axis.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, interpolation="nearest")
-        axis.set_title(variant, fontsize=9)
-        axis.set_xticks(range(len(columns)), [_label(c) for c in columns], rotation=90, fontsize=7)
+        axis.set_title(variant, fontsize=10)
+        axis.set_xticks(range(len(columns)), [_label(c) for c in columns], rotation=90, fontsize=8)
         axis.set_xticks([x + 0.5 for x in range(len(columns) - 1)], minor=True)
         axis.set_yticks([0, (n - 1) / 2, n - 1], ["start", "middle", "end"])
         axis.grid(which="minor", color="white", linewidth=0.8)
         axis.tick_params(which="both", length=0)
-    axes[0].set_ylabel("where in the text the code is")
-    fig.supxlabel("context / pool, tokens", fontsize=9)
-    fig.suptitle(title, fontsize=11)
-    bar = fig.colorbar(image, ax=list(axes), fraction=0.025, pad=0.01)
+    for axis in panels.flat[len(variants) :]:
+        axis.set_axis_off()
+    fig.supylabel("where in the text the code is", fontsize=10)
+    fig.supxlabel("context / pool, tokens", fontsize=10)
+    fig.suptitle(title, fontsize=12)
+    bar = fig.colorbar(image, ax=panels, fraction=0.02, pad=0.01)
     bar.set_label("share found")
     return _png(fig)
 
@@ -43,9 +50,13 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
     """Mean KLD by device memory, a line for each kind of row: a PNG."""
     fig = figure(width=7.5, height=5)
     axis = fig.subplots()
-    for kind in dict.fromkeys(r.kind for r in rows):
-        mine = sorted((r for r in rows if r.kind == kind and r.kld > 0), key=lambda r: r.share)
-        axis.plot([100 * r.share for r in mine], [r.kld for r in mine], "o-" if len(mine) > 1 else "s", label=kind)
+    contexts = sorted({r.n_ctx for r in rows})
+    colours = {kind: f"C{i}" for i, kind in enumerate(dict.fromkeys(r.kind for r in rows))}
+    for n_ctx, style in zip(contexts, ("o-", "s--", "^:", "v-.") * len(contexts), strict=False):
+        for kind, colour in colours.items():
+            mine = sorted((r for r in rows if (r.kind, r.n_ctx) == (kind, n_ctx) and r.kld > 0), key=lambda r: r.share)
+            shares, klds = [100 * r.share for r in mine], [r.kld for r in mine]
+            axis.plot(shares, klds, style, color=colour, label=f"{kind}, {n_ctx >> 10}K", markersize=5)
     axis.set_xscale("log")
     axis.set_yscale("log")
     ticks = sorted({round(100 * r.share, 1) for r in rows})
@@ -55,7 +66,7 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
     axis.set_ylabel("mean KLD to the full cache, nats (less is better)")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(fontsize=8)
     return _png(fig)
 
 

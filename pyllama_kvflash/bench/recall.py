@@ -14,7 +14,7 @@ from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.needle import NeedlePrompt
 from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
 
-BLAMES = ("summary", "query", "scorer", "replay", "prefill")
+BLAMES = ("replay", "summary", "query", "scorer", "prefill")
 
 
 @dataclass(slots=True)
@@ -108,12 +108,13 @@ def _is_resident(kv: KVFlash, span: tuple[int, int]) -> bool:
 def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: int) -> str:
     """What lost a needle: the first of BLAMES whose mending finds it.
 
-    summary: with all keys it is found. query: with all keys, and the queries of the whole question. scorer: with the
-    chunk forced in; then the way that scores become one is left. prefill: not even then, since the text was read
-    without it. (A run without replay is blamed on that by its own row.)
+    replay: asked once more, with the chunks that were chosen in their place from the beginning, it is found. summary: it
+    is with all keys. query: with all keys, and the queries of the whole question. scorer: with the chunk forced in; then
+    the way that scores become one is left. prefill: not even then, since the text was read without it.
     """
     mine = kv.scorer
     rounds: list[tuple[str, Scorer]] = [
+        *([("replay", mine)] if mine is not None else []),
         ("summary", Qk("exact")),
         ("query", Qk("exact", query="question")),
         ("scorer", Oracle()),
