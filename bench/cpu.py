@@ -77,7 +77,7 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
     turns = (args.steps + WARM_UP) * args.rounds
     caches = {
         "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
-        "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, n_threads=args.threads),
+        "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, policy="lru", n_threads=args.threads),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
     start = args.pool - args.steps - WARM_UP  # of the small cache, which is kept as full as the pool is
@@ -219,7 +219,10 @@ def clocked() -> Iterator[Clock]:
 
 def overhead(threads: int, n: int = 2048) -> None:
     """What Python adds to a decoded token: the wall clock of `generate`, less the time inside the library."""
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, n_threads=threads) as kv, clocked() as clock:
+    with (
+        KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, policy="lru", n_threads=threads) as kv,
+        clocked() as clock,
+    ):
         for _ in kv.generate([0] * 2048, max_tokens=1):
             pass
         clock.seconds.clear()

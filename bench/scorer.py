@@ -5,6 +5,7 @@ python bench/scorer.py --plot FILE     and a picture of a drafter's rescore by c
 """
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,12 @@ def main() -> None:
         markdown(
             ["shape", "context", "one rescore", "at a question", "a chunk's summary", "summaries", "of K"],
             qk(args.threads),
+        )
+    )
+    print(
+        markdown(
+            ["decode at 32K, pool of 2,048", "lru", "qk", "qk ÷ lru", "reselects", "page-ins"],
+            [beside_decode(args.threads)],
         )
     )
     points = list(drafter(args.threads))
@@ -70,6 +77,34 @@ def qk(threads: int) -> Iterator[list[str]]:
                 f"{size / 2**20:.0f} MiB",
                 f"{100 * size / keys:.2f} %",
             ]
+
+
+def beside_decode(threads: int, n: int = 512, rounds: int = 5) -> list[str]:
+    """Milliseconds a token of needle-7m with lru and with qk, in turns: what scoring and paging in take from decode."""
+    with contextlib.ExitStack() as stack:
+        kvs = {
+            policy: stack.enter_context(
+                KVFlash.from_file(BUNDLED_MODEL, n_ctx=40960, pool=2048, policy=policy, n_threads=threads)
+            )
+            for policy in ("lru", "qk")
+        }
+        tokens = np.random.default_rng(3).integers(300, 4000, 32768 + n * rounds).astype(np.int32)
+        seconds: dict[str, list[float]] = {policy: [] for policy in kvs}
+        for kv in kvs.values():
+            for _ in kv.prefill(tokens[:32768]):
+                pass
+        before = kvs["qk"].stats()
+        for i in range(rounds):
+            for policy in sorted(kvs, reverse=bool(i % 2)):
+                begin = time.perf_counter()
+                for token in tokens[kvs[policy].n_tokens :][:n]:
+                    kvs[policy].decode(np.array([token], np.int32))
+                    kvs[policy].logits()
+                seconds[policy].append((time.perf_counter() - begin) / n)
+        stats = kvs["qk"].stats()
+    lru, scored = (1e3 * statistics.median(seconds[policy]) for policy in ("lru", "qk"))
+    counts = [f"{stats.reselects - before.reselects}", f"{stats.pages_in - before.pages_in}"]
+    return [f"{n * rounds} tokens", f"{lru:.3f} ms", f"{scored:.3f} ms", f"{scored / lru:.3f}", *counts]
 
 
 def make_view(

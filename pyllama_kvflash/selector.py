@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError
 from pyllama_kvflash.events import Reselect
-from pyllama_kvflash.native import Context
+from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, room_for_candidates
@@ -65,18 +64,18 @@ class Selector:
         """Those of the last token decoded, for each pooled layer."""
         return [self._ctx.queries(i) for i in range(self._pager.n_layer)]
 
-    def tick(self, tokens: npt.NDArray[np.int32], n_new: int, seconds: float) -> Reselect | None:
-        """n_new tokens were decoded: apply the scores that are due, or begin to score. tokens: the whole sequence."""
+    def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int, seconds: float) -> Reselect | None:
+        """Of n_tokens, n_new were just decoded: apply the scores that are due, or begin to score. tokens: gives them."""
         self.schedule.step(n_new, seconds)
         if not self.needed:
             return None
         if self.schedule.apply():
-            return self.finish("decode", len(tokens), n_free=1)
+            return self.finish("decode", n_tokens, n_free=1)
         if self.schedule.begin():
-            self.begin(tokens, [self.queries()], n_free=1)
+            self.begin(tokens(), [self.queries()], n_free=1)
         return None
 
-    def now(self, reason: str, tokens: npt.NDArray[np.int32], queries: Sequence[Queries], n_free: int) -> Reselect:
+    def now(self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int) -> Reselect:
         """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
         self.cancel()
         self.begin(tokens, queries, n_free, close=reason == "question")
@@ -84,13 +83,11 @@ class Selector:
         self.schedule.restart()
         return event
 
-    def begin(
-        self, tokens: npt.NDArray[np.int32], queries: Sequence[Queries], n_free: int, *, close: bool = False
-    ) -> None:
+    def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
         """Start to score the sequence as it is now. close: the scorer may take its time."""
         ledger = self._pager.ledger
         self._view = View(
-            tokens=tokens.copy(),
+            tokens=tokens,
             chunk=ledger.chunk,
             touched=ledger.touched,
             candidates=ledger.candidates(),

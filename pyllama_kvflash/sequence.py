@@ -141,7 +141,7 @@ class PooledSequence:
         if selector is None or not selector.needed:
             return
         with self._step():
-            event = selector.tick(self.tokens, n_new, seconds)
+            event = selector.tick(lambda: self.tokens, self.n_tokens, n_new, seconds)
         yield from self._warnings(selector)
         if event:
             yield event
