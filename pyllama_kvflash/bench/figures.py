@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pyllama_kvflash.bench.grid import short
 from pyllama_kvflash.bench.sweep import Row
 from pyllama_kvflash.plot import figure
 
@@ -56,9 +57,10 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
         for kind, colour in colours.items():
             mine = sorted((r for r in rows if (r.kind, r.n_ctx) == (kind, n_ctx) and r.kld > 0), key=lambda r: r.share)
             shares, klds = [100 * r.share for r in mine], [r.kld for r in mine]
-            axis.plot(shares, klds, style, color=colour, label=f"{kind}, {n_ctx >> 10}K", markersize=5)
+            axis.plot(shares, klds, style, color=colour, label=f"{kind}, {short(n_ctx)}", markersize=5)
     axis.set_xscale("log")
-    axis.set_yscale("log")
+    if any(r.kld > 0 for r in rows):
+        axis.set_yscale("log")
     ticks = sorted({round(100 * r.share, 1) for r in rows})
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8, rotation=45)
     axis.set_xticks([], minor=True)
@@ -66,12 +68,13 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
     axis.set_ylabel("mean KLD to the full cache, nats (less is better)")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    if axis.lines:
+        axis.legend(fontsize=8)
     return _png(fig)
 
 
 def _label(column: tuple[int, int | None]) -> str:
-    return " / ".join(f"{n >> 10}K" for n in column if n is not None)
+    return " / ".join(short(n) for n in column if n is not None)
 
 
 def _png(fig: Any) -> bytes:

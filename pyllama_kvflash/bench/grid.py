@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.registry import policy_names
@@ -22,7 +23,7 @@ Key = dict[str, Any]
 Result = dict[str, Any]
 
 _SETTABLE = {f.name: f.type for f in fields(Options)} | {"policy": "str"}
-_FIXED = {"n_ctx", "pool", "pins", "policy"}
+_FIXED = {"n_ctx", "pool", "pins", "policy", "n_threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,22 @@ def _option(part: str, text: str) -> tuple[str, Any]:
         )
         raise UsageError(msg)
     default = getattr(Options(), name)
+    if not isinstance(default, bool | int | float):
+        return name, value
+    kinds: dict[type, tuple[tuple[type, ...], str]] = {
+        bool: ((bool,), "true or false"),
+        int: ((int,), "a whole number"),
+        float: ((int, float), "a number"),
+    }
+    allowed, what = kinds[type(default)]
     try:
-        return name, type(default)(json.loads(value)) if isinstance(default, bool | int | float) else value
+        found = json.loads(value)
     except ValueError:
-        msg = f"{part!r} in {text!r} needs a number"
-        raise UsageError(msg) from None
+        found = None
+    if type(found) not in allowed:
+        msg = f"{part!r} in {text!r} needs {what}"
+        raise UsageError(msg)
+    return name, found
 
 
 class Results:
@@ -82,6 +94,9 @@ class Results:
         except OSError as err:
             msg = f"{folder} cannot be used for the results: {err.strerror}"
             raise OutputError(msg) from None
+        except UnicodeDecodeError:
+            msg = f"{self._path} is no file of results: delete it, or give another folder"
+            raise UsageError(msg) from None
         for i, line in enumerate(lines):
             try:
                 entry = json.loads(line)
@@ -117,6 +132,20 @@ class Results:
 def digest(text: str | None) -> str | None:
     """A text's mark in a key."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text is not None else None
+
+
+def short(n: int) -> str:
+    """A number of tokens as 8K where it is a multiple of 1,024."""
+    return f"{n >> 10}K" if n % 1024 == 0 else str(n)
+
+
+def setting(common: dict[str, Any]) -> dict[str, Any]:
+    """What of the options of all variants belongs in a key: a drafter by its content, and this version."""
+    res: dict[str, Any] = {k: v for k, v in common.items() if k != "n_threads"}
+    draft = res.get("draft_model")
+    if draft and Path(draft).is_file():
+        res["draft_model"] = f"{fingerprint(Path(draft)):016x}"
+    return {**res, "version": __version__}
 
 
 def _canonical(key: Key) -> str:

@@ -21,11 +21,12 @@ from pyllama_kvflash.bench.grid import (
     digest,
     machine,
     markdown,
+    setting,
 )
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt
 
@@ -99,13 +100,13 @@ class KldSweep:
             "variant": cell.variant.label,
             "text": digest(self.text),
             "score": self.n_score,
-            "common": {k: v for k, v in self.common.items() if k != "n_threads"},
+            "common": setting(self.common),
         }
 
 
 def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[KldCell]:
     """Measure what is missing, the full cache first at each context; yields each cell that is done."""
-    reference = Variant("full", "full", {})
+    reference = Variant("full", "full", {"type_k": "f16", "type_v": "f16"})
     for n_ctx in sweep.contexts:
         missing = [c for c in sweep.cells() if c.n_ctx == n_ctx and results.get(sweep.key(c)) is None]
         if not missing:
@@ -120,22 +121,25 @@ def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPre
 def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits, npt.NDArray[np.int32], Result]:
     """Logits (n_score, n_vocab) before each of the last tokens, those tokens (n_score,), and figures."""
     with open_variant(sweep.model, cell.variant, cell.n_ctx, cell.pool or 0, sweep.common) as kv:
-        tokens = kv.tokenize(sweep.text or questions(kv, cell.n_ctx))[: cell.n_ctx]
-        if sweep.text and len(tokens) < cell.n_ctx:
+        tokens = kv.tokenize(questions(kv, cell.n_ctx) if sweep.text is None else sweep.text)[: cell.n_ctx]
+        if sweep.text is not None and len(tokens) < cell.n_ctx:
             msg = f"the text has {len(tokens)} tokens, and a context of {cell.n_ctx} is asked for: give a longer text"
             raise UsageError(msg)
         n = sweep.n_score
-        prefill_s = 0.0
+        prefill_s, warnings = 0.0, []
         for event in kv.prefill(tokens[:-n]):
             if isinstance(event, Prefill):
                 prefill_s = event.seconds
                 on_prefill(event)
+            elif isinstance(event, Warn):
+                warnings.append(event.text)
         logits, decode_s = _forced(kv, tokens[-n:])
         figures = {
             "kv_device_bytes": kv.resident_bytes,
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "machine": machine(),
+            "warnings": [*kv.warnings, *warnings],
         }
         return logits, tokens[-n:], figures
 
@@ -149,8 +153,12 @@ def questions(kv: KVFlash, n_tokens: int) -> str:
     def end(prompt: NeedlePrompt) -> str:
         return "".join(f"{n.question} {n.answer}.\n" for n in prompt.needles)
 
-    room = n_tokens - 1 - count(end(make_prompt(n_tokens, count)))
-    prompt = make_prompt(room, count)
+    try:
+        room = n_tokens - 1 - count(end(make_prompt(n_tokens, count)))
+        prompt = make_prompt(room, count)
+    except ValueError as err:
+        msg = f"a context of {n_tokens} is too short for a text with questions: {err}"
+        raise UsageError(msg) from None
     return prompt.text + end(prompt)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pyllama_kvflash.bench.grid import Variant, machine
 from pyllama_kvflash.demo import ask, positions
 from pyllama_kvflash.engine import KVFlash
-from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
 from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
 
@@ -51,24 +51,29 @@ def run_cell(
     """
     kv.clear()
     begin = time.perf_counter()
+    warnings = list(kv.warnings)
     for event in kv.prefill(kv.tokenize(prompt.text)):
         if isinstance(event, Prefill):
             on_prefill(event)
+        elif isinstance(event, Warn):
+            warnings.append(event.text)
     prefill_s = time.perf_counter() - begin
     end = kv.n_tokens
     spans = positions(kv, prompt)
-    found, answers, resident, lost = [], [], [], {}
+    found, answers, resident = [], [], []
+    lost: dict[str, str] = {}
     begin = time.perf_counter()
-    for i, (needle, span) in enumerate(zip(prompt.needles, spans, strict=True)):
+    for needle, span in zip(prompt.needles, spans, strict=True):
         text = _asked(kv, needle.question, _chunks(kv, span))
         found.append(needle.answer in text)
         answers.append(text)
         resident.append(_is_resident(kv, span))
         kv.rollback(end)
-        if not found[-1] and isinstance(kv.scorer, Qk):
-            lost[str(i)] = _blame(kv, needle.question, needle.answer, span, end)
     answer_s = (time.perf_counter() - begin) / len(prompt.needles)
     stats = kv.stats()
+    if isinstance(kv.scorer, Qk):
+        missed = [i for i, hit in enumerate(found) if not hit]
+        lost = {str(i): _blame(kv, prompt.needles[i].question, prompt.needles[i].answer, spans[i], end) for i in missed}
     return {
         "found": found,
         "resident": resident,
@@ -86,6 +91,7 @@ def run_cell(
         "summary_bytes": stats.summary_bytes,
         "host_bytes": stats.host_bytes,
         "machine": machine(),
+        "warnings": warnings,
     }
 
 

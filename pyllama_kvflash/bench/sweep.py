@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, comma_separated, command, digest, markdown
+from pyllama_kvflash.bench.grid import (
+    Key,
+    Result,
+    Results,
+    Variant,
+    comma_separated,
+    command,
+    digest,
+    markdown,
+    setting,
+    short,
+)
 from pyllama_kvflash.bench.recall import open_variant, run_cell
 from pyllama_kvflash.demo import QUESTION_ROOM
 from pyllama_kvflash.engine import KVFlash
@@ -63,7 +74,7 @@ class Sweep:
             "decoys": self.n_decoys,
             "session": self.session,
             "haystack": digest(self.haystack),
-            "common": {k: v for k, v in self.common.items() if k != "n_threads"},
+            "common": setting(self.common),
         }
 
     def measure(self, cell: Cell, on_prefill: Callable[[Prefill], None]) -> Result:
@@ -146,9 +157,11 @@ def _row(variant: str, n_ctx: int, pool: int | None, rs: list[Result]) -> Row:
 
 def as_markdown(sweep: Sweep, rows: list[Row]) -> str:
     """Found of asked: a line for each variant, a column for each context and pool; and what lost those not found."""
-    columns = [(c, p) for c in sweep.contexts for p in sweep.pools if p < c]
+    columns: list[tuple[int, int | None]] = []
+    for n_ctx in sweep.contexts:
+        columns += [(n_ctx, pool) for pool in sweep.pools if pool < n_ctx] or [(n_ctx, None)]
     by = {(r.variant, r.n_ctx, r.pool): r for r in rows}
-    head = ["found, context / pool", *(f"{_k(c)} / {_k(p)}" for c, p in columns), "all"]
+    head = ["found, context / pool", *(f"{short(c)} / {short(p) if p else '-'}" for c, p in columns), "all"]
     lines = []
     for variant in sweep.variants:
         mine = [by.get((variant.label, c, None if variant.full else p)) for c, p in columns]
@@ -156,10 +169,11 @@ def as_markdown(sweep: Sweep, rows: list[Row]) -> str:
         each = {(r.n_ctx, r.pool): r for r in mine if r}.values()
         total = f"{sum(r.found for r in each)}/{sum(r.asked for r in each)}"
         lines.append([variant.label, *cells, total])
-    shares = ["pool / context", *(f"{100 * p / c:.1f} %" for c, p in columns), ""]
+    shares = ["pool / context", *(f"{100 * p / c:.1f} %" if p else "" for c, p in columns), ""]
     text = markdown(head, [shares, *lines])
     text += "".join(f"\n{note}\n" for note in _notes(sweep, rows))
-    return text + f"\n{len(sweep.seeds)} documents, {sweep.n_needles} codes each. {command(rows)}\n"
+    texts = "1 text" if len(sweep.seeds) == 1 else f"{len(sweep.seeds)} texts"
+    return text + f"\n{texts}, {sweep.n_needles} codes each. {command(rows)}\n"
 
 
 def _notes(sweep: Sweep, rows: list[Row]) -> Iterator[str]:
@@ -195,7 +209,3 @@ def write(sweep: Sweep, results: Results) -> str:
     plain = [{name: getattr(r, name) for name in Row.__dataclass_fields__} for r in rows]
     results.write("results.json", json.dumps({"kind": sweep.kind, "rows": plain}, indent=1) + "\n")
     return text
-
-
-def _k(n: int) -> str:
-    return f"{n >> 10}K" if n % 1024 == 0 else str(n)

@@ -64,7 +64,8 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         """Parse, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
-        res = tuple(int(params.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
+        found = (int(params.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
+        res = tuple(dict.fromkeys(found))
         if min(res) < 1:
             self.fail(f"{value!r} has a number below 1", param, ctx)
         return res
@@ -80,7 +81,8 @@ class Shares(click.ParamType[tuple[float, ...]]):
         if isinstance(value, tuple):
             return value
         try:
-            res = tuple(float(part.strip().removesuffix("%")) / 100 for part in str(value).split(","))
+            found = (float(part.strip().removesuffix("%")) / 100 for part in str(value).split(","))
+            res = tuple(dict.fromkeys(found))
         except ValueError:
             self.fail(f"{value!r} is no list of percentages: give one such as 50,25,12.5", param, ctx)
         if not all(0 < x < 1 for x in res):
@@ -133,7 +135,7 @@ def bench() -> None:
 @click.option("-f", "--file", "text_file", metavar="FILE", help="Text to hide the codes in.")
 def niah(needles: int, text_file: str | None, **options: Any) -> None:
     """Run the niah bench."""
-    haystack = read_text(text_file) if text_file else None
+    haystack = _text(text_file)
     _recall("niah", options, n_needles=needles, haystack=haystack)
 
 
@@ -176,17 +178,29 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
     if n_score >= min(contexts):
         msg = f"--score is {n_score}, and must be less than the shortest context of {min(contexts)}"
         raise UsageError(msg)
-    text = read_text(text_file) if text_file else None
+    text = _text(text_file)
     sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common)
     results = Results(folder)
     with native.interruptible(), reporter.counting("kld", len(list(sweep.cells()))) as bar:
         bar.skip(sum(results.get(sweep.key(c)) is not None for c in sweep.cells()))
-        for _ in kld_bench.measure(sweep, results, bar.prefill):
+        for cell in kld_bench.measure(sweep, results, bar.prefill):
+            for warning in (results.get(sweep.key(cell)) or {})["warnings"]:
+                reporter.warn(f"{cell.variant.label} {cell.n_ctx:,}/{cell.pool or 'full'}: {warning}")
             bar.done()
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
     _picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
+
+
+def _text(file: str | None) -> str | None:
+    if file is None:
+        return None
+    text = read_text(file)
+    if not text.strip():
+        msg = f"the text file {file} is empty: give one with words"
+        raise UsageError(msg)
+    return text
 
 
 def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
@@ -206,9 +220,12 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
         for cell in missing:
             name = f"{cell.variant.label} {cell.n_ctx:,}/{cell.pool or 'full'} text {cell.seed}"
             try:
-                results.add(sweep.key(cell), sweep.measure(cell, bar.prefill(name)))
+                result = sweep.measure(cell, bar.prefill(name))
             except ValueError as err:  # a text that cannot be made
                 raise UsageError(str(err)) from None
+            results.add(sweep.key(cell), result)
+            for warning in result["warnings"]:
+                reporter.warn(f"{name}: {warning}")
             recall_bench.write(sweep, results)
             bar.done()
     click.echo(recall_bench.write(sweep, results), nl=False)

@@ -115,7 +115,7 @@ class CellBar:
         self._done += n
         self._progress.update(self._task, completed=self._done)
         if n:
-            self._reporter.note(f"{n} runs were measured before")
+            self._reporter.note(f"{n} run{'s were' if n > 1 else ' was'} measured before")
 
     def done(self) -> None:
         """A run is measured."""

@@ -2,6 +2,7 @@
 
 import random
 import re
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _HELD_OUT_WORDS: Final = 0.5  # chance that a held-out key has held-out words, n
 _SLACK: Final = 32  # tokens that a document may lose to counts of lines that do not add up
 _ROUNDS: Final = 8  # layouts tried until the count of the whole text fits
 _TAIL: Final = 24  # a gap of fewer tokens at the end is left open
+_PIECE: Final = 160  # characters of a user's text that stay together
 _REDRAWS: Final = 64  # sentences tried for a larger gap
 
 
@@ -166,7 +168,9 @@ class _Prose:
     """
 
     def __init__(self, rng: random.Random, count: Callable[[str], int], haystack: str | None = None) -> None:
-        self._source = cycle(_paragraphs(haystack)) if haystack else iter(lambda: words.paragraph(rng), None)
+        self._source = (
+            cycle(_paragraphs(haystack)) if haystack is not None else iter(lambda: words.paragraph(rng), None)
+        )
         self._sizes: dict[str, int] = {}
         self._paragraphs: list[list[str]] = []
         self._next = 0  # paragraph to read after `_rest`
@@ -216,9 +220,10 @@ class _Prose:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    """Lines of a text that have words, as sentences."""
+    """Lines of a text that have words, as sentences; long ones, and scripts without spaces, in pieces."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    found = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
+    sentences = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
+    found = [[piece for s in line for piece in textwrap.wrap(s, _PIECE)] for line in sentences]
     if not found:
         raise ValueError("the haystack has no words: give a text.")
     return found
