@@ -58,8 +58,9 @@ vendor-check: $(VENV)/.tools  ## the patches apply cleanly to the pin, and vendo
 patches: $(VENV)/.tools  ## write patches/ from the edits in vendor/llama.cpp
 	$(BIN)/python vendor/vendor.py patches
 
-bench: build        ## decode speed, memory and Python overhead on this CPU, as Markdown
+bench: build        ## decode speed, memory, Python overhead and what scoring costs on this CPU, as Markdown
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/scorer.py
 
 docs: build         ## write the help texts into docs/CLI.md
 	$(BIN)/python docs/cli.py

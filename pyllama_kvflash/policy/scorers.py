@@ -111,7 +111,7 @@ class Qk:
     name = "qk"
 
     def __init__(
-        self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4", rerank: int = 4
+        self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4", rerank: int = 8
     ) -> None:
         """summary: as `native.Summaries` takes it. rerank: 0: by the summaries alone. Raises UsageError."""
         if aggregate not in AGGREGATES:
