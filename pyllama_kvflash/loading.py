@@ -20,7 +20,7 @@ _GGUF_MAGIC = b"GGUF"
 class Loaded:
     """A model and its context. full_bytes: full-attention KV of the whole context; n_pool None: the full cache.
 
-    scorer: None for the full cache. n_batch: the largest batch. summaries: of the kind that the scorer asks for.
+    scorer: None for the full cache. n_batch: the largest batch.
     """
 
     model: Model

@@ -26,11 +26,11 @@ class Options:
     "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to the
     next, at least; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
     that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
-    prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy "drafter" and
-    "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool.
-    n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads:
-    None: all cores. n_gpu_layers: -1: all. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the beginning and at the end that always stay.
-    pins: position ranges [start, end) that always stay.
+    prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy
+    "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_batch: prompt
+    tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
+    n_gpu_layers: -1: all. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
+    beginning and at the end that always stay. pins: position ranges [start, end) that always stay.
     """
 
     n_ctx: int = 0

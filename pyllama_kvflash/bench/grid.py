@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -139,12 +140,18 @@ def short(n: int) -> str:
     return f"{n >> 10}K" if n % 1024 == 0 else str(n)
 
 
+@cache
+def model_mark(path: Path) -> str:
+    """A model's mark in a key. Read once: every cell's key has it."""
+    return f"{fingerprint(path):016x}"
+
+
 def setting(common: dict[str, Any]) -> dict[str, Any]:
     """What of the options of all variants belongs in a key: a drafter by its content, and this version."""
     res: dict[str, Any] = {k: v for k, v in common.items() if k != "n_threads"}
     draft = res.get("draft_model")
     if draft and Path(draft).is_file():
-        res["draft_model"] = f"{fingerprint(Path(draft)):016x}"
+        res["draft_model"] = model_mark(Path(draft))
     return {**res, "version": __version__}
 
 

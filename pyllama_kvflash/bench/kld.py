@@ -21,13 +21,13 @@ from pyllama_kvflash.bench.grid import (
     digest,
     machine,
     markdown,
+    model_mark,
     setting,
 )
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt
 
 Logits = npt.NDArray[np.float32]
@@ -94,7 +94,7 @@ class KldSweep:
         """What a result is filed under."""
         return {
             "bench": "kld",
-            "model": f"{fingerprint(self.model):016x}",
+            "model": model_mark(self.model),
             "n_ctx": cell.n_ctx,
             "pool": cell.pool,
             "variant": cell.variant.label,

@@ -16,6 +16,7 @@ from pyllama_kvflash.bench.grid import (
     command,
     digest,
     markdown,
+    model_mark,
     setting,
     short,
 )
@@ -23,7 +24,6 @@ from pyllama_kvflash.bench.recall import open_variant, run_cell
 from pyllama_kvflash.demo import QUESTION_ROOM
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.events import Prefill
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.needle import NeedlePrompt, make_facts, make_prompt
 
 
@@ -65,7 +65,7 @@ class Sweep:
         """What a result is filed under: all that it depends on."""
         return {
             "bench": self.kind,
-            "model": f"{fingerprint(self.model):016x}",
+            "model": model_mark(self.model),
             "n_ctx": cell.n_ctx,
             "pool": cell.pool,
             "variant": cell.variant.label,

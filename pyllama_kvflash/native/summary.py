@@ -26,8 +26,9 @@ class Summaries:
     """Summaries of chunks 0, 1, 2 ... of a sequence, in every pooled layer, as bf16 in slabs that never move.
 
     kind: "centroid:N" (k-means of N = 1, 2, 4, 8 or 16: farthest-point seeds, two Lloyd steps, each scaled to the mean
-    length of its keys), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys). Scoring may run in another thread than
-    appending: entries that are there do not change. A function of the records' bytes alone.
+    length of its keys), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys).
+    Scoring may run in another thread than appending: entries that are there do not change. A function of the records'
+    bytes alone.
     """
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
