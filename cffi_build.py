@@ -29,6 +29,10 @@ const char *       ggml_backend_dev_description(ggml_backend_dev_t device);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
 
+typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
+void * ggml_backend_buffer_get_base(ggml_backend_buffer_t buffer);
+void   ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
+
 /* ---- llama.h ---- */
 
 struct llama_model;
@@ -48,6 +52,7 @@ typedef bool (*llama_progress_callback)(float progress, void * user_data);
 struct llama_model_params {
     int32_t n_gpu_layers;
     enum llama_load_mode load_mode;
+    const float * tensor_split;
     llama_progress_callback progress_callback;
     void * progress_callback_user_data;
     bool no_alloc;
@@ -71,6 +76,7 @@ struct llama_context_params {
 };
 struct llama_sampler_chain_params { bool no_perf; ...; };
 
+size_t                            llama_max_devices(void);
 struct llama_model_params         llama_model_default_params(void);
 struct llama_context_params       llama_context_default_params(void);
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
@@ -133,12 +139,12 @@ enum kvf_status {
 
 struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; bool q_tap; uint64_t fingerprint; };
 struct kvf_pool_info {
-    uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_kv; uint32_t n_layer;
-    uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
+    uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
+    uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
 };
 struct kvf_layer {
     int32_t il; int32_t type_k; int32_t type_v; uint32_t n_embd_k; uint32_t n_embd_v;
-    uint32_t n_head; uint32_t n_head_kv; uint32_t n_embd_head_k;
+    uint32_t n_head; uint32_t n_head_kv; uint32_t n_embd_head_k; int32_t device;
     uint64_t offs_k; uint64_t size_k; uint64_t offs_v; uint64_t size_v;
 };
 struct kvf_kv_bytes { uint64_t attn; uint64_t swa; uint64_t recurrent; };
@@ -162,12 +168,18 @@ int  kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0,
 int  kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
 int  kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
 int  kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
-int  kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size);
+int  kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
 int  kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 int  kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size,
                  int32_t * block);
+int  kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+int  kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+int  kvf_wait(struct llama_context * ctx, uint64_t ticket);
+int  kvf_host_buffer(struct llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer);
+int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
-int  kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);
+int  kvf_q(struct llama_context * ctx, float * dst, size_t n, uint64_t * ticket);
+int  kvf_add_rpc(const char * endpoint);
 
 enum kvf_summary_kind {
     KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS, ...

@@ -110,6 +110,8 @@ class KVFlash(PooledSequence):
         self._cancel()
         n_tail = self._replayed(n)
         begin = time.perf_counter()
+        if self._pager:
+            self._pager.expect(n)
         while done < n:
             size = min(self.n_batch, (n - n_tail if done < n - n_tail else n) - done)
             last = done + size == n
@@ -120,8 +122,8 @@ class KVFlash(PooledSequence):
             done += size
             if last:
                 self.ctx.synchronize()
-            elif self._selector and self.options.prefill_reselect and self._selector.needed:
-                yield from self._reselect("prefill", [self.queries()], min(self.n_batch, n - done))
+            elif self.options.prefill_reselect:
+                yield from self._between(min(self.n_batch, n - done))
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, self.resident_bytes, self.host_bytes)
 

@@ -1,16 +1,16 @@
 """From a path and options to a model in memory and a context: every check that can be made before the first token."""
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, devices, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize, Scorer, pool_floor, resolve_pool
-from pyllama_kvflash.policy.sizing import BATCH, largest_batch, n_pinned, pinned_chunks
+from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import make_scorer
 
 _GGUF_MAGIC = b"GGUF"
@@ -47,7 +47,9 @@ class Probe:
 def load(path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Loaded:
     """Load a model and make its context. Raises UsageError, ModelError, UnsupportedError and NativeError."""
     check_file(path)
-    model = Model.load(path, n_gpu_layers=options.n_gpu_layers, progress=progress)
+    for server in options.rpc:
+        add_rpc(server)
+    model = Model.load(path, n_gpu_layers=options.n_gpu_layers, tensor_split=options.tensor_split, progress=progress)
     try:
         if model.refusal is not None:
             msg = f"{path} is {model.refusal}: only decoders that produce one token after another can be run"
@@ -62,11 +64,11 @@ def _load(model: Model, options: Options) -> Loaded:
     seen = probe(model, options)
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
-    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, token_bytes, model)
+    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, model)
     n_batch = min(options.n_batch or _largest_batch(size.n_pool, options), options.n_ctx)
     pool, scorer = None, None
     if size.n_pool is None:
-        _check_memory(token_bytes * options.n_ctx, options.n_ctx)
+        _check_memory(rooms(seen, options), options.n_ctx)
     else:
         scorer = make_scorer(options, model)
         q_tap = scorer.name != "lru"
@@ -90,7 +92,7 @@ def _n_pinned(options: Options) -> int:
     return n_pinned(pinned_chunks(options.pins, options.chunk), options.sinks)
 
 
-def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) -> PoolSize:
+def _pool_size(seen: Probe, options: Options, model: Model) -> PoolSize:
     if seen.refusal is not None:
         msg = f"{model.path} cannot be run with a pool: {seen.refusal}; run it with the full cache (--kvflash off)"
         raise UnsupportedError(msg)
@@ -100,18 +102,28 @@ def _pool_size(seen: Probe, options: Options, token_bytes: int, model: Model) ->
         floor=pool_floor(
             options.chunk, options.n_batch or options.chunk, options.sinks, options.tail, _n_pinned(options)
         ),
-        free=free_bytes(),
-        token_bytes=token_bytes,
+        rooms=rooms(seen, options),
+        cap=options.auto_cap,
     )
 
 
-def _check_memory(n_bytes: int, n_ctx: int) -> None:
+def rooms(seen: Probe, options: Options) -> list[Room]:
+    """The devices that hold the KV, with the weights resident."""
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    found = devices()
+    return [Room(found[i].name, found[i].free, n) for i, n in seen.geometry.by_device(row_bytes, *types).items()]
+
+
+def _check_memory(rooms: Sequence[Room], n_ctx: int) -> None:
     """Say so before the allocation does: the system may grant it, and end some process when it is used."""
-    free = sum(d.free for d in devices())
-    if n_bytes > free:
-        need, have = f"{n_bytes / 2**30:.1f} GiB", f"{free / 2**30:.1f} GiB"
-        msg = f"the full cache of {n_ctx} tokens takes {need}, and {have} are free: use a pool (--kvflash) or a smaller -c"
-        raise NativeError(msg)
+    for room in rooms:
+        if room.token_bytes * n_ctx > room.free:
+            need, have = f"{room.token_bytes * n_ctx / 2**30:.1f} GiB", f"{room.free / 2**30:.1f} GiB"
+            msg = (
+                f"the full cache of {n_ctx} tokens takes {need} on {room.name}, and {have} are free: use a pool"
+                " (--kvflash) or a smaller -c"
+            )
+            raise NativeError(msg)
 
 
 def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:
@@ -150,15 +162,9 @@ def probe(model: Model, options: Options) -> Probe:
         Context(model, **small, **types, pool=PoolParams(n_pool=256)).close()  # type: ignore[arg-type]
     except (UnsupportedError, NativeError) as err:
         refusal = str(err)
-    geometry = Geometry(tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers))
+    rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
+    geometry = Geometry(rows, tuple(layer.device for layer in layers))
     return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
-
-
-def free_bytes() -> int:
-    """Free memory of the tightest GPU, or of the host if there is none."""
-    found = devices()
-    gpus = [d.free for d in found if d.gpu]
-    return min(gpus) if gpus else max(d.free for d in found)
 
 
 def check_file(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
+from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
@@ -29,7 +30,9 @@ class Options:
     prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy
     "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_batch: prompt
     tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
-    n_gpu_layers: -1: all. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
+    n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. rpc: servers
+    (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
+    is. auto_cap: tokens that pool "auto" takes at most. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
     beginning and at the end that always stay. pins: position ranges [start, end) that always stay.
     """
 
@@ -51,6 +54,10 @@ class Options:
     n_ubatch: int = 512
     n_threads: int | None = None
     n_gpu_layers: int = -1
+    tensor_split: tuple[float, ...] = ()
+    rpc: tuple[str, ...] = ()
+    host_limit: int | None = None
+    auto_cap: int = AUTO_CAP
     type_k: str = "f16"
     type_v: str = "f16"
     flash_attn: str = "auto"
@@ -68,6 +75,16 @@ class Options:
         _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
             _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
+        if not all(x >= 0 for x in self.tensor_split) or (self.tensor_split and not any(self.tensor_split)):
+            msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
+            raise UsageError(msg)
+        for server in self.rpc:
+            if not re.fullmatch(r"[^\s:/]+:\d{1,5}", server):
+                msg = f"rpc (--rpc) has {server!r}: give servers as host:port, several with commas"
+                raise UsageError(msg)
+        if self.host_limit is not None:
+            _within(self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit")
+        _within(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP} is usual")
         _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         if isinstance(self.policy, str):
             _one_of(self.policy, policy_names(), "policy (--kvflash-policy)")

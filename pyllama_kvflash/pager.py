@@ -1,5 +1,13 @@
-"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step."""
+"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
+Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
+computed, and summarised after that, in a thread. A chunk that comes back while decoding lands in a masked block, and is
+seen one step later; a large plan is spread over steps.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +19,10 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
 from pyllama_kvflash.store import HostStore
+
+
+FLIGHT_BYTES = 96 << 20  # that begin to come back in one step: some 2 ms of a PCIe 5 bus, a fraction of a token
+_SUMMARY_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +53,16 @@ class Pager:
         self.n_out = self.n_in = self.n_stored = 0
         self.ledger = Ledger(n_pool // options.chunk, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
-        self.store = HostStore(ctx.pool_info().record_bytes)
+        self.store = HostStore(ctx.pool_info().record_bytes, ctx.host_buffer, options.host_limit)
         self.summaries: Summaries | None = None
         self._ctx = ctx
+        self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
+        self._landing: list[int] = []  # chunks on their way in
+        self._todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
+        self._summarising: deque[Future[None]] = deque()
+        n_threads = min(_SUMMARY_THREADS, options.n_threads or 1)
+        self._worker = ThreadPoolExecutor(1, "kvflash-summary")
+        self._layer_threads = ThreadPoolExecutor(n_threads, "kvflash-summary-layer") if n_threads > 1 else None
         self._layers = ctx.layers()
         self.keys = Keys(self._layers, options.chunk, self.store.get)
         self._min_batch = options.n_batch or options.chunk
@@ -65,52 +84,128 @@ class Pager:
     # a batch
     #
 
+    def close(self) -> None:
+        """End the threads, and free the records. The context is closed already."""
+        self._worker.shutdown(cancel_futures=True)
+        if self._layer_threads:
+            self._layer_threads.shutdown()
+        self.store.close()
+
+    def expect(self, n_tokens: int) -> None:
+        """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
+        ledger = self.ledger
+        self.store.expect((ledger.n_tokens + n_tokens) // ledger.chunk - len(self.store))
+
     def make_room(self, n_tokens: int) -> Plan:
         """Blocks for the chunks that a batch begins, and host memory for those that it seals.
 
         Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
+        self._land()
         n_new = ledger.new_chunks(n_tokens)
+        if n_new > ledger.n_free:
+            self.settle()
         plan = make_room(ledger, n_new) if n_new else Plan()  # most tokens go on in their chunk
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
-        self.store.reserve(n_full - ledger.n_sealed)
-        if self.summaries is not None and n_full > ledger.n_sealed:
-            self._reserve_summaries(self.summaries, n_full)
+        if n_full > ledger.n_sealed:
+            self.store.reserve(n_full - ledger.n_sealed)
+            if self.summaries is not None:
+                self._reserve_summaries(self.summaries, n_full)
         self._apply(plan)
+        self._fly()
         return plan
 
     def written(self, n_tokens: int) -> None:
-        """A batch was decoded: write the records of the chunks that are full now. From here on they are free to drop."""
-        n_sealed = self.ledger.n_sealed
+        """A batch is being computed: begin to write back the chunks that are full then; they are free to drop."""
+        n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
             self._seal()
+        self._arrived(n_earlier)
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
-            record = self.store.put(chunk)
-            self._ctx.read(chunk, record)
-            if self.summaries is not None:
-                self.summaries.put(chunk, record)
+            self._reads.append((chunk, self._ctx.begin_read(chunk, self.store.put(chunk))))
             self.ledger.store(chunk)
             self.n_stored += 1
 
+    def _arrived(self, n: int) -> None:
+        """The first n records that are being written back are needed whole: wait for them, and have them summarised."""
+        for _ in range(n):
+            chunk, ticket = self._reads[0]
+            self._ctx.wait(ticket)
+            self._reads.popleft()
+            if self.summaries is not None:
+                record = self.store.get(chunk)
+                self._summarising.append(self._worker.submit(self.summaries.put, chunk, record, self._layer_threads))
+        while self._summarising and self._summarising[0].done():
+            self._summarising.popleft().result()
+
+    def settle(self) -> None:
+        """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
+        while self._landing or self._todo[1]:
+            self._land()
+            self._fly()
+        self._todo[0].clear()
+        self.stored()
+
+    def stored(self) -> None:
+        """Wait until all records are whole, and summarised."""
+        self._arrived(len(self._reads))
+        while self._summarising:
+            self._summarising.popleft().result()
+
+    #
+    # moves
+    #
+
     def _apply(self, plan: Plan) -> None:
-        """The one place where chunks move: drops first, then page-ins."""
+        """A plan, whole: drops first, then page-ins. The next batch sees it."""
         for chunk in plan.drops:
-            self.ledger.drop(chunk)
-            self._ctx.drop(chunk)
-            self.n_out += 1
+            self._drop(chunk)
         for chunk in plan.page_ins:
-            self.ledger.begin_page_in(chunk)
-            try:
-                self._ctx.page_in(chunk, self.store.get(chunk))
-            except BaseException:
-                self.ledger.abort_page_in(chunk)
-                raise
+            self._begin(chunk)
+        if plan.page_ins:
+            self._land()
+
+    def _drop(self, chunk: int) -> None:
+        self.ledger.drop(chunk)
+        self._ctx.drop(chunk)
+        self.n_out += 1
+
+    def _begin(self, chunk: int) -> None:
+        self.ledger.begin_page_in(chunk)
+        try:
+            self._ctx.begin_page_in(chunk, self.store.get(chunk))
+        except BaseException:
+            self.ledger.abort_page_in(chunk)
+            raise
+        self._landing.append(chunk)
+
+    def _land(self) -> None:
+        """What was on its way in is resident from the next batch on, which waits for its bytes."""
+        while self._landing:
+            chunk = self._landing[-1]
+            self._ctx.commit(chunk)
             self.ledger.commit_page_in(chunk)
+            self._landing.pop()
             self.n_in += 1
+
+    def _fly(self) -> None:
+        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes."""
+        drops, page_ins = self._todo
+        for _ in range(max(1, FLIGHT_BYTES // self.store.record_bytes)):
+            if not page_ins:
+                return
+            while drops and self.ledger.n_free <= 1:  # one stays free for the chunk that begins next
+                chunk = drops.popleft()
+                if self.ledger.evictable()[chunk]:
+                    self._drop(chunk)
+            if self.ledger.n_free == 0:
+                page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
+                return
+            self._begin(page_ins.popleft())
 
     #
     # relevance
@@ -121,6 +216,7 @@ class Pager:
 
         Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
         """
+        self.stored()
         self.summaries = None
         if kind is None:
             return
@@ -139,11 +235,22 @@ class Pager:
             msg = f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
             raise HostMemoryError(msg) from None
 
-    def reselect(self, scores: Scores, n_free: int) -> Plan:
-        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free."""
+    def reselect(self, scores: Scores, n_free: int, *, spread: bool = False) -> Plan:
+        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free.
+
+        spread: over as many steps as it takes for none of them to wait.
+        """
+        self._land()
+        self._todo[0].clear()
+        self._todo[1].clear()
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free)
-        self._apply(plan)
+        if spread:
+            self._todo[0].extend(plan.drops)
+            self._todo[1].extend(plan.page_ins)
+            self._fly()
+        else:
+            self._apply(plan)
         return plan
 
     #
@@ -157,6 +264,7 @@ class Pager:
         Returns what moved.
         """
         ledger = self.ledger
+        self.stored()
         cut, rest = divmod(n_tokens, ledger.chunk)
         whole = Plan()
         if rest and ledger.state_of(cut) == State.OUT:
@@ -173,7 +281,9 @@ class Pager:
         return Plan(whole.drops + tail.drops, whole.page_ins + tail.page_ins)
 
     def clear(self) -> None:
-        """Forget the sequence; pins stay."""
+        """Forget the sequence; pins stay. The context is cleared already, and nothing is copied any more."""
+        self.stored()
+        self._forget_flights()
         self.ledger.clear()
         self.store.forget(0)
         if self.summaries is not None:
@@ -183,8 +293,10 @@ class Pager:
     def reconcile(self, n_tokens: int) -> None:
         """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
         ledger = self.ledger
-        for flying in np.flatnonzero(ledger.state == State.IN_FLIGHT):
-            ledger.abort_page_in(int(flying))
+        for flying in self._landing:
+            with suppress(PoolError):  # it is there already, or never began
+                self._ctx.cancel(flying)
+        self._forget_flights()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
         for chunk in self._held().keys() - self._resident():
@@ -195,6 +307,13 @@ class Pager:
             self._ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
 
+    def _forget_flights(self) -> None:
+        self._landing.clear()
+        for todo in self._todo:
+            todo.clear()
+        for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
+            self.ledger.abort_page_in(int(flying))
+
     #
     # chunks
     #
@@ -202,12 +321,14 @@ class Pager:
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one."""
         self._check(chunk)
+        self.settle()
         self._apply(bring_in(self.ledger, [chunk]))
         self.ledger.unrate(chunk)  # who asks for it wants it to stay
 
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool."""
         self._check(chunk)
+        self.settle()
         if self.ledger.state_of(chunk) == State.OUT:
             return
         if not self.ledger.evictable()[chunk]:
@@ -227,6 +348,7 @@ class Pager:
                 f" this one has {n_pool}: use a larger pool or pin less"
             )
             raise PoolError(msg)
+        self.settle()
         self._apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
         ledger.pins |= chunks
 

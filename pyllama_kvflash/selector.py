@@ -10,12 +10,12 @@ import numpy as np
 
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError
 from pyllama_kvflash.events import Reselect
-from pyllama_kvflash.native import Context, Tokens
+from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, room_for_candidates
 
-_LAYER_THREADS = 4  # more would only wait for memory
+_LAYER_THREADS = 8  # more would only wait for memory
 
 Scored = tuple[Scores, float]
 
@@ -23,8 +23,9 @@ Scored = tuple[Scores, float]
 class Selector:
     """Asks the scorer when the schedule says so. One thread scores, and nothing else touches the scorer.
 
-    `begin` looks at the sequence and starts the thread; `finish` waits for it, and has the plan applied. Whoever takes
-    positions away, or replaces them, calls `cancel` first.
+    `ask` has the queries of the last token copied, beside the next computation; `begin` looks at the sequence and starts
+    the thread; `finish` waits for it, and has the plan applied. Whoever takes positions away, or replaces them, calls
+    `cancel` first.
     """
 
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
@@ -39,6 +40,10 @@ class Selector:
         self._layers = ThreadPoolExecutor(min(_LAYER_THREADS, options.n_threads or 1), "kvflash-layer")
         self._job: Future[Scored] | None = None
         self._view: View | None = None
+        self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in ctx.layers()]
+        self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
+        self._ticket: int | None = None
+        self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
 
     def close(self) -> None:
         """End the threads."""
@@ -61,23 +66,50 @@ class Selector:
         return ledger.n_resident < ledger.n_chunks
 
     def queries(self) -> Queries:
-        """Those of the last token decoded, for each pooled layer."""
-        return [self._ctx.queries(i) for i in range(self._pager.n_layer)]
+        """Those of the last token decoded, for each pooled layer, now."""
+        self.ask()
+        return self._answer()
+
+    def ask(self) -> None:
+        """Begin to copy the queries of the last token decoded."""
+        self._ticket = self._ctx.begin_queries(self._into)
+
+    def _answer(self) -> Queries:
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            msg = "no queries were asked for"
+            raise AssertionError(msg)
+        self._ctx.wait(ticket)
+        return split_queries(self._into.copy(), self._shapes)
 
     def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int, seconds: float) -> Reselect | None:
         """Of n_tokens, n_new were just decoded: apply the scores that are due, or begin to score. tokens: gives them."""
         self.schedule.step(n_new, seconds)
         if not self.needed:
             return None
-        if self.schedule.apply():
+        if self._ticket is not None:
+            self.begin(tokens(), [self._answer()], n_free=1)
+        elif self._job is None:
+            if self.schedule.begin():
+                self.ask()
+        elif self.schedule.apply():
             return self.finish("decode", n_tokens, n_free=1)
-        if self.schedule.begin():
-            self.begin(tokens(), [self.queries()], n_free=1)
         return None
+
+    def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
+        """A batch of a prompt is being computed: apply the scores by the queries of the one before the last, begin to
+        score by those of the last, and ask for this one's. Nothing waits for the computation.
+        """
+        event = self.finish("prefill", n_tokens, n_free) if self._job else None
+        if self._ticket is not None:
+            self.begin(tokens(), [self._answer()], n_free)
+        self.ask()
+        return event
 
     def now(self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int) -> Reselect:
         """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
         self.cancel()
+        self._pager.stored()
         self.begin(tokens, queries, n_free, close=reason == "question")
         event = self.finish(reason, len(tokens), n_free)
         self.schedule.restart()
@@ -105,24 +137,25 @@ class Selector:
         if job is None or view is None:
             msg = "no scoring was begun"
             raise AssertionError(msg)
+        begin = time.perf_counter()
         try:
             scores, score_s = job.result()
         except ScorerError as err:
             scores, score_s = self._fall_back(err, view)
         self._job = self._view = None
         scores = np.where(view.candidates, scores, np.nan)
-        begin = time.perf_counter()
-        plan = self._pager.reselect(scores, n_free)
-        apply_s = time.perf_counter() - begin
-        self.schedule.scored(score_s + apply_s)
+        waited = time.perf_counter()
+        plan = self._pager.reselect(scores, n_free, spread=reason == "decode")
+        apply_s = time.perf_counter() - waited
+        self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
         self.n_done += 1
         self.seconds += score_s + apply_s
-        shown = tuple(None if np.isnan(x) else float(x) for x in scores)
+        shown = tuple(np.where(view.candidates, scores.astype(object), None))
         return Reselect(pos, reason, shown, plan.drops, plan.page_ins, score_s, apply_s)
 
     def cancel(self) -> None:
         """Forget what was begun, once the thread is done with it."""
-        job, self._job, self._view = self._job, None, None
+        job, self._job, self._view, self._ticket = self._job, None, None, None
         if job is not None:
             job.exception()
         self.schedule.restart()

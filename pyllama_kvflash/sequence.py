@@ -58,6 +58,8 @@ class PooledSequence:
         if self._selector is not None:
             self._selector.close()
         self.ctx.close()
+        if self._pager is not None:
+            self._pager.close()
         self.model.close()
 
     def __enter__(self) -> Self:
@@ -115,6 +117,7 @@ class PooledSequence:
 
     def _rewind(self, n_tokens: int, state: bytes) -> Paged | None:
         """Back to the first n_tokens positions, with what save_partial() gave there. What moved, if anything did."""
+        self.pager.settle()
         with self._step():
             if state:
                 self.ctx.restore_partial(state, n_tokens)
@@ -134,6 +137,17 @@ class PooledSequence:
             event = selector.now(reason, self.tokens, queries, max(1, n_free))
         yield from self._warnings(selector)
         yield event
+
+    def _between(self, n_next: int) -> Iterator[Event]:
+        """After a batch of a prompt, with at most n_next tokens in the next: choose the pool anew."""
+        selector = self._selector
+        if selector is None or not selector.needed:
+            return
+        with self._step():
+            event = selector.batch(lambda: self.tokens, self.n_tokens, max(1, self.pager.ledger.new_chunks(n_next)))
+        yield from self._warnings(selector)
+        if event:
+            yield event
 
     def _tick(self, n_new: int, seconds: float) -> Iterator[Event]:
         """After a decode: what the schedule says."""
@@ -218,6 +232,8 @@ class PooledSequence:
             raise UsageError(msg)
         self._cancel()
         with self._step():
+            if self._pager:
+                self._pager.settle()
             gone = self._history[n_tokens:]
             del self._history[n_tokens:]
             try:
@@ -279,6 +295,7 @@ class PooledSequence:
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
         self._recover()
+        self.pager.settle()
         self.pager.check_integrity()
 
     #

@@ -1,5 +1,9 @@
 """The host store: one record for every sealed chunk."""
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 
@@ -8,6 +12,7 @@ from pyllama_kvflash.errors import HostMemoryError
 Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
+_SLAB = 256 << 20  # bytes of a slab that is taken ahead
 
 
 class HostStore:
@@ -17,11 +22,26 @@ class HostStore:
     called before the batch that seals a chunk is decoded, so that running out of memory loses nothing.
     """
 
-    def __init__(self, record_bytes: int) -> None:
+    def __init__(
+        self, record_bytes: int, allocate: Callable[[int], Record] | None = None, limit: int | None = None
+    ) -> None:
+        """allocate: gives so many bytes, or raises MemoryError; None: plain memory. limit: bytes of records at most."""
         self.record_bytes = record_bytes
+        self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now, not when written
+        self._limit = limit
         self._slabs: list[Record] = []
         self._free: list[Record] = []
         self._records: dict[int, Record] = {}
+        self._grower = ThreadPoolExecutor(1, "kvflash-host")
+        self._growing: deque[tuple[int, Future[Record]]] = deque()
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may be copied to or from it any more."""
+        self._grower.shutdown(cancel_futures=True)
+        self._growing.clear()
+        self._slabs.clear()
+        self._free.clear()
+        self._records.clear()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -39,14 +59,32 @@ class HostStore:
         """Host memory taken, used or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
+    def expect(self, n: int) -> None:
+        """So many more records are to come: take the memory for them beside the computation, in slabs.
+
+        Raises HostMemoryError if the limit does not allow so many; where memory runs out, reserve() says so.
+        """
+        self._check_limit(n)
+        missing = n - len(self._free) - sum(count for count, _ in self._growing)
+        most = max(1, _SLAB // self.record_bytes)
+        while missing > 0:
+            count = min(missing, most)
+            self._growing.append((count, self._grower.submit(self._allocate, count * self.record_bytes)))
+            missing -= count
+
     def reserve(self, n: int) -> None:
         """Make sure that n more records fit. Raises HostMemoryError, and holds what it held."""
+        self._check_limit(n)
         while len(self._free) < n:
-            count = max(1, len(self._records) // _GROWTH)
+            count, slab = max(1, len(self._records) // _GROWTH), None
             try:
-                # full, not zeros: the pages are committed now, not when a record is written
-                slab = np.full((count, self.record_bytes), 0, np.uint8)
+                if self._growing:
+                    count, future = self._growing.popleft()
+                    slab = future.result()
+                else:
+                    slab = self._allocate(count * self.record_bytes)
             except MemoryError:
+                self._growing.clear()
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
                     f" {self.used_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type (-ctk, -ctv),"
@@ -54,7 +92,17 @@ class HostStore:
                 )
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
-            self._free.extend(slab)
+            self._free.extend(slab.reshape(count, self.record_bytes))
+
+    def _check_limit(self, n: int) -> None:
+        need = (len(self._records) + n) * self.record_bytes
+        if self._limit is not None and need > self._limit:
+            msg = (
+                f"{len(self._records) + n} chunk records take {need / 2**30:.2f} GiB of host memory, and"
+                f" {self._limit / 2**30:.2f} GiB are allowed: raise host_limit (--kvflash-host), use a shorter context or a"
+                " smaller cache type (-ctk, -ctv)"
+            )
+            raise HostMemoryError(msg)
 
     def put(self, chunk: int) -> Record:
         """A place (record_bytes,) for a chunk's record, which the caller fills now; the same one if it has one."""

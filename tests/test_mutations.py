@@ -247,7 +247,7 @@ def test_queries_of_something_else(dense: Case, monkeypatch: pytest.MonkeyPatch)
     reference = Reference(dense.model.path)
     with dense.pool(1024, q_tap=True) as run:
         run.feed(300)
-        got, token = run.ctx.queries(0), int(TOKENS[299])
+        got, token = run.ctx.queries()[0], int(TOKENS[299])
     assert oracles.error(got, reference.qwen3(token, 299)) < 1e-2
     errors = {
         "the position before": oracles.error(got, reference.qwen3(token, 298)),

@@ -635,7 +635,7 @@ def test_pool_calls_need_a_pool(qwen3: Model) -> None:
             lambda: run.ctx.block_of(0),
             lambda: run.ctx.drop(0),
             lambda: run.ctx.scribble(0),
-            lambda: run.ctx.queries(0),
+            lambda: run.ctx.queries()[0],
             lambda: run.ctx.page_in(0, np.zeros(64, np.uint8)),
         ]
         for call in calls:
@@ -811,7 +811,7 @@ def test_queries(qwen3: Model, cache: str) -> None:
         for n in (512, 300, 256, 1, 1, 7, 1):
             run.decode(n)
             pos = run.pos - 1
-            got, want = run.ctx.queries(0), reference.qwen3(int(TOKENS[pos]), pos) @ basis
+            got, want = run.ctx.queries()[0], reference.qwen3(int(TOKENS[pos]), pos) @ basis
             assert got.shape == want.shape == (4, 64)
             assert error(got, want) < 1e-2, f"after a batch of {n}, at {pos}: relative RMS {error(got, want):.3g}"
 
@@ -831,7 +831,7 @@ def test_queries_behind_another_layer(tiny_model: Callable[[str], Model], name: 
             run.pos = pos
             run.decode(1)
             basis = np.eye(layer.n_embd_head_k) if cache.startswith("f16") else hadamard(layer.n_embd_head_k)
-            got, want = run.ctx.queries(0), reference(int(TOKENS[pos]), pos) @ basis
+            got, want = run.ctx.queries()[0], reference(int(TOKENS[pos]), pos) @ basis
             assert error(got, want) < tolerance, f"at {pos}: relative RMS {error(got, want):.3g}"
 
 
@@ -853,6 +853,6 @@ def test_no_queries(qwen3: Model) -> None:
     with Run(qwen3, pool=1024) as run:
         run.feed(10)
         with pytest.raises(PoolError, match="the pool has no Q tap"):
-            run.ctx.queries(0)
+            run.ctx.queries()[0]
     with Run(qwen3, pool=1024, q_tap=True) as run, pytest.raises(PoolError, match="nothing was decoded"):
-        run.ctx.queries(0)
+        run.ctx.queries()[0]

@@ -3,8 +3,19 @@
 The only package that imports the compiled module. It moves bytes and runs graphs; it decides nothing.
 """
 
-from pyllama_kvflash.native.context import ALL, LAST, NONE, Context, KVBytes, Layer, PoolInfo, PoolParams, Record
-from pyllama_kvflash.native.device import Device, devices
+from pyllama_kvflash.native.context import (
+    ALL,
+    LAST,
+    NONE,
+    Context,
+    KVBytes,
+    Layer,
+    PoolInfo,
+    PoolParams,
+    Record,
+    split_queries,
+)
+from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.sampler import Sampler, Sampling
@@ -28,9 +39,11 @@ __all__ = [
     "Sampling",
     "Summaries",
     "Tokens",
+    "add_rpc",
     "devices",
     "init",
     "interruptible",
     "row_bytes",
     "show_log",
+    "split_queries",
 ]

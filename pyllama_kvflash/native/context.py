@@ -1,5 +1,6 @@
 """A context: the KV cache, stock or pooled, and the computation."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -31,14 +32,18 @@ class PoolParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """The pool as it is now. n_kv: cells the attention reads for each token; record_bytes: of one chunk."""
+    """The pool as it is now. n_kv: cells the attention reads for each token; record_bytes: of one chunk; n_landing: blocks
+    that chunks are on their way into; n_copy: copies that moving a chunk takes.
+    """
 
     n_pool: int
     n_chunk: int
     n_block: int
     n_block_free: int
+    n_landing: int
     n_kv: int
     n_layer: int
+    n_copy: int
     record_bytes: int
     meta_bytes: int
     flags: int
@@ -46,7 +51,10 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of the attention cache: its place in the model, row sizes (elements) and place in a record (bytes)."""
+    """One layer of the attention cache: its place in the model, row sizes (elements) and place in a record (bytes).
+
+    device: whose memory it is in, an index into devices().
+    """
 
     il: int
     type_k: int
@@ -56,6 +64,7 @@ class Layer:
     n_head: int
     n_head_kv: int
     n_embd_head_k: int
+    device: int
     offs_k: int
     size_k: int
     offs_v: int
@@ -241,31 +250,105 @@ class Context:
         check(lib.kvf_block_of(self.handle, SEQ, chunk, out))
         return int(out[0])
 
+    # Copies run beside the computation where the device can do that. begin_read() and begin_page_in() return at once; the
+    # record must stay as it is until wait() says that the copy is done. Who only decodes and moves chunks need not wait.
+
+    def begin_read(self, chunk: int, record: Record) -> int:
+        """Begin to write the record of a resident chunk to (record_bytes,) uint8. A ticket for wait()."""
+        ticket = ffi.new("uint64_t *")
+        dst = ffi.from_buffer(record, require_writable=True)
+        check(lib.kvf_read(self.handle, SEQ, chunk, dst, len(record), ticket))
+        return int(ticket[0])
+
+    def wait(self, ticket: int = 0) -> None:
+        """Wait for the copies up to a ticket, 0: all that were begun."""
+        check(lib.kvf_wait(self.handle, ticket))
+
     def read(self, chunk: int, record: Record) -> None:
         """Write the record of a resident chunk to (record_bytes,) uint8."""
-        check(lib.kvf_read(self.handle, SEQ, chunk, ffi.from_buffer(record, require_writable=True), len(record)))
+        self.wait(self.begin_read(chunk, record))
 
     def drop(self, chunk: int) -> None:
-        """Free the block of a resident chunk, whose record the caller has."""
+        """Free the block of a resident chunk, whose record the caller has, or has begun to read."""
         check(lib.kvf_drop(self.handle, SEQ, chunk))
 
-    def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Put a record into a free block (-1: the first), and return the block. Raises RecordError and PoolError."""
+    def begin_page_in(self, chunk: int, record: Record, block: int = -1) -> int:
+        """Begin to put a record into a free block (-1: the first), unseen until commit(). The block.
+
+        Raises RecordError and PoolError.
+        """
         inout = ffi.new("int32_t *", block)
         check(lib.kvf_page_in(self.handle, SEQ, chunk, ffi.from_buffer(record), len(record), inout))
         return int(inout[0])
+
+    def commit(self, chunk: int) -> None:
+        """Make a chunk resident that is on its way in: the next decode waits for its copy, should that not be done."""
+        check(lib.kvf_commit(self.handle, SEQ, chunk))
+
+    def cancel(self, chunk: int) -> None:
+        """Do without a chunk that is on its way in: its block is free again."""
+        check(lib.kvf_cancel(self.handle, SEQ, chunk))
+
+    def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
+        """Put a record into a free block (-1: the first), and return the block. Raises RecordError and PoolError."""
+        res = self.begin_page_in(chunk, record, block)
+        self.commit(chunk)
+        self.wait()
+        return res
+
+    def host_buffer(self, size: int) -> Record:
+        """Host memory (size,) uint8 that the device copies fast to and from: pinned, where that is a difference.
+
+        Raises MemoryError.
+        """
+        out = ffi.new("ggml_backend_buffer_t *")
+        try:
+            check(lib.kvf_host_buffer(self.handle, size, out))
+        except errors.NativeError as err:
+            raise MemoryError(str(err)) from None
+        if out[0] == ffi.NULL:
+            return np.full(size, 0, np.uint8)  # full, not zeros: the pages are committed now, not when they are written
+        handle = out[0]
+        base = ffi.gc(ffi.cast("char *", lib.ggml_backend_buffer_get_base(handle)), _freeing(handle), size)
+        return np.frombuffer(ffi.buffer(base, size), np.uint8)  # holds `base`, and so the memory, as long as it is used
+
+    @property
+    def pinned(self) -> bool:
+        """Whether host_buffer() gives pinned memory: copies then run beside the computation."""
+        return self.host_buffer(4096).base is not None
+
+    def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
+        """Bytes a second at which a block of size bytes is copied, n times: what the device's bus can do."""
+        seconds = ffi.new("double *")
+        check(lib.kvf_time_copies(self.handle, size, n, to_device, seconds))
+        return size * n / float(seconds[0])
 
     def scribble(self, byte: int) -> None:
         """Overwrite all free blocks: for tests, since nothing may ever read them."""
         check(lib.kvf_scribble(self.handle, byte))
 
-    def queries(self, layer: int) -> npt.NDArray[np.float32]:
-        """Queries of the last decoded token in pooled layer i: (n_head, n_embd_head_k), in the basis of the cached K."""
-        out = ffi.new("struct kvf_layer *")
-        check(lib.kvf_get_layer(self.handle, layer, out))
-        res = np.empty((out.n_head, out.n_embd_head_k), np.float32)
-        check(lib.kvf_q(self.handle, layer, ffi.from_buffer("float[]", res), res.size))
-        return res
+    def begin_queries(self, into: npt.NDArray[np.float32]) -> int:
+        """Begin to read the queries of the last decoded token, of all pooled layers one after the other. A ticket."""
+        ticket = ffi.new("uint64_t *")
+        check(lib.kvf_q(self.handle, ffi.from_buffer("float[]", into, require_writable=True), into.size, ticket))
+        return int(ticket[0])
+
+    def queries(self) -> list[npt.NDArray[np.float32]]:
+        """Queries of the last decoded token: for each pooled layer (n_head, n_embd_head_k), in the basis of the cached K."""
+        shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.layers()]
+        into = np.empty(sum(n * m for n, m in shapes), np.float32)
+        self.wait(self.begin_queries(into))
+        return split_queries(into, shapes)
+
+
+def split_queries(flat: npt.NDArray[np.float32], shapes: Sequence[tuple[int, int]]) -> list[npt.NDArray[np.float32]]:
+    """What begin_queries() read, as an array (n_head, n_embd_head_k) for each pooled layer."""
+    parts = np.split(flat, np.cumsum([n * m for n, m in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _freeing(handle: Any) -> Callable[[Any], None]:
+    return lambda _: lib.ggml_backend_buffer_free(handle)
 
 
 _FLASH_ATTN = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}

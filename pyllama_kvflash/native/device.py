@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyllama_kvflash.native.lib import ffi, init, lib
+from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +41,9 @@ def _host_available(fallback: int) -> int:
     except OSError:
         pass
     return fallback
+
+
+def add_rpc(endpoint: str) -> None:
+    """Make the devices of an RPC server (host:port) devices of this process. Raises NativeError and UnsupportedError."""
+    init()
+    check(lib.kvf_add_rpc(endpoint.encode()))

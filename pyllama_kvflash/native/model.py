@@ -1,7 +1,7 @@
 """A loaded model and its tokenizer."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -67,12 +67,14 @@ class Model:
         path: Path,
         *,
         n_gpu_layers: int = -1,
+        tensor_split: Sequence[float] = (),
         no_alloc: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> Self:
         """Load a GGUF file (the first of a split one).
 
-        n_gpu_layers: layers to offload, -1 all. no_alloc: metadata only, for a look at the geometry; such a model
+        n_gpu_layers: layers to offload, -1 all. tensor_split: shares of the layers for each device, () by their free
+        memory. no_alloc: metadata only, for a look at the geometry; such a model
         cannot decode. progress is called with 0.0 to 1.0.
 
         Raises ModelError.
@@ -80,6 +82,12 @@ class Model:
         init()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
+        if len(tensor_split) > lib.llama_max_devices():
+            msg = f"{len(tensor_split)} shares are given (-ts/--tensor-split), for at most {lib.llama_max_devices()} devices"
+            raise errors.UsageError(msg)
+        shares = ffi.new("float[]", lib.llama_max_devices())
+        shares[0 : len(tensor_split)] = list(tensor_split)
+        params.tensor_split = shares if tensor_split else ffi.NULL
         params.no_alloc = no_alloc
         if no_alloc:
             params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapped weights are real ones

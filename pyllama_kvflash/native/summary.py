@@ -1,7 +1,9 @@
 """Summaries of the keys of chunks, and how queries score against them."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -78,17 +80,23 @@ class Summaries:
         while len(self._slabs) * SLAB < n:
             self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # full: committed now
 
-    def put(self, chunk: int, record: Record) -> None:
-        """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there."""
+    def put(self, chunk: int, record: Record, threads: Executor | None = None) -> None:
+        """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there.
+
+        threads: to share the layers among.
+        """
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} is summarised, where {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
         slab, i = divmod(chunk, SLAB)
         src = ffi.from_buffer(record)
-        for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
+
+        def one(layer: Any, rows: npt.NDArray[np.uint16]) -> None:
             dst = ffi.from_buffer("uint16_t[]", rows)
             check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, i, SLAB))
+
+        deque((threads.map if threads else map)(one, self._layers, self._slabs[slab]), maxlen=0)
         self._n = max(self._n, chunk + 1)
 
     def truncate(self, n: int) -> None:

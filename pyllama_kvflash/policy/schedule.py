@@ -34,9 +34,10 @@ class Schedule:
     @property
     def lag(self) -> int:
         """Tokens from the beginning of a scoring to the step where its plan is applied: a number of its own, not of the
-        clock's, so that the same seed gives the same text. As long as a scoring may take by its share of the time.
+        clock's, so that the same seed gives the same text. A quarter of the interval: beside a GPU, scoring may take
+        that long and nothing waits for it.
         """
-        return max(1, math.ceil(self.share * self.interval))
+        return max(1, self.interval // 4)
 
     def restart(self) -> None:
         """The pool was just chosen anew."""

@@ -15,10 +15,32 @@ class Geometry:
     """The rows that a token leaves in the full-attention cache: (K elements, V elements) for each of its layers."""
 
     rows: tuple[tuple[int, int], ...]
+    devices: tuple[int, ...] = ()  # whose memory each layer's rows are in, (): of one
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
-        """Device bytes of one token; row_bytes(type, elements) is ggml's."""
-        return sum(row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0) for k, v in self.rows)
+        """Bytes of one token; row_bytes(type, elements) is ggml's."""
+        return sum(self.by_device(row_bytes, type_k, type_v).values())
+
+    def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:
+        """Bytes of one token on each device that holds any."""
+        res: dict[int, int] = {}
+        for (k, v), device in zip(self.rows, self.devices or (0,) * len(self.rows), strict=True):
+            res[device] = res.get(device, 0) + row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0)
+        return res
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A device for `auto`: its free bytes, and those that a token of the pool takes there."""
+
+    name: str
+    free: int
+    token_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """That half of (free - reserve) holds."""
+        return max(0, (self.free - RESERVE) // 2) // self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +65,18 @@ def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: 
     return max(1, min(blocks * chunk, BATCH))
 
 
-def auto_pool(free: int, token_bytes: int, n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
-    """Half of (free - reserve) device bytes over bytes per token, at most cap and n_ctx; and the arithmetic in words."""
-    room = max(0, (free - RESERVE) // 2)
-    tokens = min(room // token_bytes // CELLS * CELLS, cap, _round_up(n_ctx))
+def auto_pool(rooms: Sequence[Room], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
+    """Half of (free - reserve) device bytes over bytes per token, at most cap and n_ctx; and the arithmetic in words.
+
+    Of several devices, each with its own layers, the one that holds the fewest tokens counts.
+    """
+    room = min(rooms, key=lambda r: r.tokens)
+    tokens = min(room.tokens // CELLS * CELLS, cap, _round_up(n_ctx))
+    others = f", the tightest of {len(rooms)} devices" if len(rooms) > 1 else ""
     note = (
-        f"auto: half of ({free / 2**20:.0f} MiB free - {RESERVE / 2**20:.0f} MiB reserve) / {token_bytes / 1024:.2f} KiB"
-        f" a token = {room // token_bytes} tokens, at most {cap} and the context of {n_ctx}: {tokens}"
+        f"auto: half of ({room.free / 2**20:.0f} MiB free on {room.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"
+        f" {room.token_bytes / 1024:.2f} KiB a token = {room.tokens} tokens, at most {cap} (--kvflash-auto-cap) and the"
+        f" context of {n_ctx}: {tokens}"
     )
     return tokens, note
 
@@ -59,16 +86,16 @@ def resolve_pool(
     *,
     n_ctx: int,
     floor: int,
-    free: int,
-    token_bytes: int,
+    rooms: Sequence[Room],
+    cap: int = AUTO_CAP,
 ) -> PoolSize:
-    """The pool for a request ("auto", "off" or tokens > 0), on a device with `free` bytes for `token_bytes` a token."""
+    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much room."""
     if request == "off":
         return PoolSize(None)
     notes: list[str] = []
     warnings: list[str] = []
     if request == "auto":
-        wanted, note = auto_pool(free, token_bytes, n_ctx)
+        wanted, note = auto_pool(rooms, n_ctx, cap)
         notes.append(note)
     else:
         wanted = int(request)

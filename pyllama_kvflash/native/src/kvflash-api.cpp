@@ -92,15 +92,14 @@ static void check(bool ok, const char * what) {
     if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
 }
 
-// the attention cache of a context. sync: the buffer copies do not run on the stream of the computation
-static llama_kv_cache & get_kv(llama_context * ctx, bool pool, bool sync) {
+// the attention cache of a context
+static llama_kv_cache & get_kv(llama_context * ctx, bool pool) {
     check(ctx, "there is no context");
 
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     if (!kv) { throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache"); }
     check(!pool || llama_kvflash::is_pool(*kv), "this context has no pool");
 
-    if (sync) { ctx->synchronize(); }
     return *kv;
 }
 
@@ -229,7 +228,7 @@ uint32_t kvf_n_layer(llama_context * ctx) {
 
 int kvf_get_layer(llama_context * ctx, uint32_t i, struct kvf_layer * layer) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, false, false);
+        const auto & kv = get_kv(ctx, false);
         check(layer && i < llama_kvflash::n_layer(kv), "there is no such layer in the attention cache");
         *layer = llama_kvflash::layer(kv, i);
     });
@@ -269,6 +268,11 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
 
         take_log();
 
+        auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+        if (kv && llama_kvflash::is_pool(*kv)) {
+            llama_kvflash::mover(*kv).order(ctx, [&](int32_t block) { return llama_kvflash::is_free(*kv, block); });
+        }
+
         const int ret = llama_decode(ctx, batch);
         switch (ret) {
             case 0: break;
@@ -285,6 +289,11 @@ int kvf_clear(llama_context * ctx) {
     return guard([&] {
         check(ctx, "there is no context");
         ctx->synchronize();
+        auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+        if (kv && llama_kvflash::is_pool(*kv)) {
+            llama_kvflash::mover(*kv).wait();
+            llama_kvflash::mover(*kv).landings.clear();
+        }
         llama_memory_clear(llama_get_memory(ctx), true);
     });
 }
@@ -306,7 +315,7 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
 
 int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     return guard([&] {
-        auto & kv = get_kv(ctx, false, false);
+        auto & kv = get_kv(ctx, false);
         check_seq(ctx, seq);
         kv.seq_rm(seq, p0, p1);
     });
@@ -318,7 +327,7 @@ int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_p
 
 int kvf_get_pool_info(llama_context * ctx, struct kvf_pool_info * info) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, true, false);
+        const auto & kv = get_kv(ctx, true);
         check(info, "a place for the result is needed");
         *info = llama_kvflash::info(kv);
     });
@@ -326,7 +335,7 @@ int kvf_get_pool_info(llama_context * ctx, struct kvf_pool_info * info) {
 
 int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, true, false);
+        const auto & kv = get_kv(ctx, true);
         check(chunks && n_used && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
         llama_kvflash::blocks(kv, chunks, n_used);
     });
@@ -334,7 +343,7 @@ int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t
 
 int kvf_block_of(llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, true, false);
+        const auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
         check(block, "a place for the result is needed");
@@ -342,19 +351,20 @@ int kvf_block_of(llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t *
     });
 }
 
-int kvf_read(llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size) {
+int kvf_read(llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, true, true);
+        const auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
-        check(dst && size == llama_kvflash::info(kv).record_bytes, "record_bytes of room are needed");
-        llama_kvflash::read(kv, seq, chunk, dst);
+        check(dst && size == llama_kvflash::mover(kv).record_bytes, "record_bytes of room are needed");
+        check(ticket, "a place for the ticket is needed");
+        *ticket = llama_kvflash::read(ctx, kv, seq, chunk, dst);
     });
 }
 
 int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
     return guard([&] {
-        auto & kv = get_kv(ctx, true, false);
+        auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
         llama_kvflash::drop(kv, seq, chunk);
@@ -363,20 +373,74 @@ int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
 
 int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block) {
     return guard([&] {
-        auto & kv = get_kv(ctx, true, true);
+        auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
         check(src && block && *block >= -1, "a record, and a block or -1 are needed");
-        if (size != llama_kvflash::info(kv).record_bytes) {
-            throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %llu bytes, not %zu",
-                                                    (unsigned long long) llama_kvflash::info(kv).record_bytes, size));
+        const size_t want = llama_kvflash::mover(kv).record_bytes;
+        if (size != want) {
+            throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %zu bytes, not %zu", want, size));
         }
-        *block = llama_kvflash::page_in(kv, seq, chunk, src, *block);
+        *block = llama_kvflash::page_in(ctx, kv, seq, chunk, src, *block);
+    });
+}
+
+int kvf_commit(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
+    return guard([&] {
+        auto & kv = get_kv(ctx, true);
+        check_seq(ctx, seq);
+        check_chunk(kv, chunk);
+        llama_kvflash::commit(ctx, kv, seq, chunk);
+    });
+}
+
+int kvf_cancel(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
+    return guard([&] {
+        auto & kv = get_kv(ctx, true);
+        check_seq(ctx, seq);
+        check_chunk(kv, chunk);
+        llama_kvflash::cancel(kv, seq, chunk);
+    });
+}
+
+int kvf_wait(llama_context * ctx, uint64_t ticket) {
+    return guard([&] {
+        auto & mover = llama_kvflash::mover(get_kv(ctx, true));
+        if (ticket) {
+            mover.wait(ticket);
+        } else {
+            mover.wait();
+        }
     });
 }
 
 int kvf_scribble(llama_context * ctx, uint8_t byte) {
-    return guard([&] { llama_kvflash::scribble(get_kv(ctx, true, true), byte); });
+    return guard([&] { llama_kvflash::scribble(ctx, get_kv(ctx, true), byte); });
+}
+
+int kvf_host_buffer(llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer) {
+    return guard([&] {
+        auto * dev = llama_kvflash::mover(get_kv(ctx, true)).pinned_for();
+        check(buffer && size > 0, "a size, and a place for the buffer are needed");
+
+        auto * buft = dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
+        *buffer     = nullptr;
+        if (!buft || getenv("GGML_CUDA_NO_PINNED")) { return; }
+
+        *buffer = ggml_backend_buft_alloc_buffer(buft, size);
+        // where the memory cannot be pinned, some backends quietly give plain memory
+        if (!*buffer || ggml_backend_buffer_get_type(*buffer) != buft) {
+            if (*buffer) { ggml_backend_buffer_free(*buffer); }
+            throw kvf_failure(KVF_E_MEMORY, format("no %zu bytes of host memory can be pinned", size));
+        }
+    });
+}
+
+int kvf_time_copies(llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds) {
+    return guard([&] {
+        check(size > 0 && n > 0 && seconds, "sizes, and a place for the result are needed");
+        *seconds = llama_kvflash::mover(get_kv(ctx, true)).time_copies(size, n, to_device);
+    });
 }
 
 //
@@ -486,16 +550,42 @@ int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n,
     });
 }
 
-int kvf_q(llama_context * ctx, uint32_t i, float * dst, size_t n) {
+int kvf_q(llama_context * ctx, float * dst, size_t n, uint64_t * ticket) {
     return guard([&] {
-        const auto & kv = get_kv(ctx, true, true);
-        check(dst && i < llama_kvflash::n_layer(kv), "there is no such pooled layer");
-
+        const auto & kv  = get_kv(ctx, true);
         const auto * res = ctx->get_gf_res_active();
-        const auto * q   = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
-        if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
-        check(q->type == GGML_TYPE_F32 && (size_t) ggml_nelements(q) == n, "room for n_head*n_embd_head_k floats is needed");
+        check(dst && ticket, "room for the queries and the ticket is needed");
 
-        ggml_backend_tensor_get(q, dst, 0, ggml_nbytes(q));
+        std::vector<const ggml_tensor *> tensors;
+
+        size_t n_all = 0;
+        for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
+            const auto * q = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
+            if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
+            check(q->type == GGML_TYPE_F32, "the queries are no floats");
+            tensors.push_back(q);
+            n_all += ggml_nelements(q);
+        }
+        check(n == n_all, "room for n_head*n_embd_head_k floats of all layers is needed");
+
+        *ticket = llama_kvflash::mover(kv).fetch(ctx, tensors, dst);
+    });
+}
+
+int kvf_add_rpc(const char * endpoint) {
+    return guard([&] {
+        check(endpoint, "an endpoint is needed");
+        kvf_init();
+        take_log();
+
+        auto *     reg = ggml_backend_reg_by_name("RPC");
+        const auto add = reg ? (ggml_backend_reg_t(*)(const char *)) ggml_backend_reg_get_proc_address(
+                                       reg, "ggml_backend_rpc_add_server")
+                             : nullptr;
+        if (!add) { throw kvf_failure(KVF_E_UNSUPPORTED, "this build has no RPC backend"); }
+
+        auto * server = add(endpoint);
+        if (!server) { throw kvf_failure(KVF_E_BACKEND, "the RPC server cannot be reached: " + take_log()); }
+        ggml_backend_register(server);
     });
 }

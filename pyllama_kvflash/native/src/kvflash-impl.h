@@ -2,9 +2,13 @@
 
 #include "kvflash.h"
 
+#include "ggml-cpp.h"
 #include "llama-kv-cache.h"
 
+#include <deque>
+#include <functional>
 #include <stdexcept>
+#include <vector>
 
 struct llama_cparams;
 
@@ -15,8 +19,102 @@ struct kvf_failure : std::runtime_error {
     int status;
 };
 
-// The pool. A friend of llama_kv_cache with no state of its own but the set-up of the context being created: everything
-// else is derived from the cells. The hooks in patches/ call the functions of the first two groups.
+// Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
+// computation by events, and the host does not wait; elsewhere they are done when a call returns.
+//
+// What keeps them right: a copy waits for the computation that was submitted before it. The computation waits for the
+// copies from a block before it may write to it (order), and for those into a block before it may read it (commit).
+struct kvf_mover {
+    // a part of block 0 that is contiguous in the pool and in a record; block b has its own b*size bytes further on
+    struct piece {
+        ggml_backend_buffer_t buf;
+        size_t                dev; // offset in the buffer
+        size_t                rec; // offset in the record
+        size_t                size;
+    };
+
+    // a chunk on its way into a block that nothing may read yet
+    struct landing {
+        int32_t              block;
+        int32_t              chunk;
+        uint64_t             ticket;
+        llama_seq_id         seq;
+        std::vector<uint8_t> meta; // head and cells of its record
+    };
+
+    kvf_mover(const std::vector<piece> & pieces, size_t record_bytes);
+    ~kvf_mover();
+
+    kvf_mover(const kvf_mover &)             = delete;
+    kvf_mover & operator=(const kvf_mover &) = delete;
+
+    // begin to copy a block to dst, or from src: either is null. both point at whole records
+    uint64_t copy(llama_context * ctx, int32_t block, void * dst, const void * src);
+    // begin to copy whole tensors of the last graph, one after the other
+    uint64_t fetch(llama_context * ctx, const std::vector<const ggml_tensor *> & tensors, void * dst);
+
+    // before a computation: it waits for the copies that read what it may overwrite
+    void order(llama_context * ctx, const std::function<bool(int32_t block)> & is_free);
+    // the computations from now on wait for this copy
+    void commit(llama_context * ctx, uint64_t ticket);
+    // the caller waits for this copy and all before it
+    void wait(uint64_t ticket);
+    void wait() { wait(n_begun); }
+
+    static ggml_backend_dev_t device_of(ggml_backend_buffer_t buf);
+
+    // how many copies a block takes
+    size_t n_run() const;
+    // seconds that n copies of one block of memory of this size take
+    double time_copies(size_t size, uint32_t n, bool to_device) const;
+    // the device whose host memory is best to copy to and from, nullptr: any memory
+    ggml_backend_dev_t pinned_for() const;
+
+    const landing * landing_of(llama_seq_id seq, int32_t chunk) const;
+    bool            is_landing(int32_t block) const;
+
+    const size_t         record_bytes;
+    std::vector<landing> landings;
+
+private:
+    // copies of equal size at constant strides
+    struct run {
+        size_t dev, rec, size, n, stride_dev, stride_rec;
+    };
+
+    // the pooled layers of one buffer
+    struct part {
+        ggml_backend_buffer_t  buf;
+        ggml_tensor *          window; // all of the buffer
+        ggml_backend_ptr       stream; // null: copies are synchronous
+        ggml_backend_event_ptr ready;  // what was computed when a copy began
+        std::vector<run>       runs;
+
+        ggml_backend_t                      compute = nullptr;
+        std::vector<ggml_backend_event_ptr> spare;
+    };
+
+    struct transfer {
+        uint64_t                            ticket;
+        int32_t                             block; // -1: a tensor of the graph
+        bool                                ordered;
+        std::vector<ggml_backend_event_ptr> done; // of each part, null: it is
+    };
+
+    void       bind(llama_context * ctx);
+    void       start(part & p);
+    transfer & begin(llama_context * ctx, int32_t block);
+    void       finish(transfer & t);
+    void       order(transfer & t);
+
+    ggml_context_ptr     windows;
+    std::vector<part>    parts;
+    std::deque<transfer> flying;
+    uint64_t             n_begun = 0;
+};
+
+// The pool. A friend of llama_kv_cache whose only state is the set-up of the context being created, and the copies under
+// way: everything else is derived from the cells. The hooks in patches/ call the functions of the first two groups.
 struct llama_kvflash {
     //
     // set-up
@@ -74,17 +172,20 @@ struct llama_kvflash {
     static uint32_t      n_layer(const llama_kv_cache & kv) { return kv.layers.size(); }
     static kvf_pool_info info(const llama_kv_cache & kv);
     static kvf_record    head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask);
+    static kvf_mover &   mover(const llama_kv_cache & kv) { return *kv.pool_mover; }
 
     static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used);
 
-    static void    read(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
-    static void    drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
-    static int32_t page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block);
-    static void    scribble(const llama_kv_cache & kv, uint8_t byte);
+    static uint64_t read(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
+    static void     drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
+    static int32_t  page_in(
+             llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block);
+    static void commit(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
+    static void cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
+    static void scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte);
 
 private:
-    // copy a block's rows to dst, or from src: either is null. both point at whole records
-    static void copy(const llama_kv_cache & kv, uint32_t block, void * dst, const void * src);
+    static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
 
 // summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k][16 rows] bf16 for each layer

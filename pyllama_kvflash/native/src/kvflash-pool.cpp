@@ -69,7 +69,11 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
 
     kv->pool_chunk       = g_setup->n_chunk;
     kv->pool_fingerprint = g_setup->fingerprint;
-    cparams.q_tap        = g_setup->q_tap;
+
+    const auto last = layer(*kv, n_layer(*kv) - 1);
+    kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
+
+    cparams.q_tap = g_setup->q_tap;
 }
 
 void llama_kvflash::reject_restore(llama_memory_i * mem) {
@@ -172,7 +176,7 @@ bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
         if (!cells.is_empty(block * kv.pool_chunk + i)) { return false; }
     }
 
-    return true;
+    return !mover(kv).is_landing(block);
 }
 
 llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {

@@ -5,6 +5,7 @@
 #include "llama-hparams.h"
 #include "llama-impl.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -16,6 +17,16 @@ static constexpr uint32_t META_ALIGN = 64;
 
 uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
     return GGML_PAD(sizeof(kvf_record) + kv.pool_chunk * sizeof(llama_kv_cell_ext), META_ALIGN);
+}
+
+static int32_t device_index(ggml_backend_buffer_t buf) {
+    const auto * dev = kvf_mover::device_of(buf);
+
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        if (ggml_backend_dev_get(i) == dev) { return i; }
+    }
+
+    return -1;
 }
 
 kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
@@ -35,6 +46,7 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
         res.n_head        = kv.hparams.n_head(layer.il);
         res.n_head_kv     = kv.hparams.n_head_kv(layer.il);
         res.n_embd_head_k = kv.hparams.n_embd_head_k(layer.il);
+        res.device        = device_index(layer.k->buffer);
 
         if (is_pool(kv)) {
             res.size_k = ggml_row_size(layer.k->type, layer.k->ne[0]) * kv.pool_chunk;
@@ -49,19 +61,22 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
     return res;
 }
 
-kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
-    const auto last = layer(kv, n_layer(kv) - 1);
+static uint32_t flags(bool v_trans, bool rot_k, bool rot_v) {
+    return (v_trans ? KVF_FLAG_V_TRANS : 0) | (rot_k ? KVF_FLAG_ROT_K : 0) | (rot_v ? KVF_FLAG_ROT_V : 0);
+}
 
+kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
     kvf_pool_info res = {};
     res.n_pool        = kv.get_size();
     res.n_chunk       = kv.pool_chunk;
     res.n_block       = n_block(kv);
     res.n_kv          = kv.pool_n_kv;
     res.n_layer       = n_layer(kv);
-    res.record_bytes  = last.offs_v + last.size_v;
+    res.n_landing     = mover(kv).landings.size();
+    res.n_copy        = mover(kv).n_run();
+    res.record_bytes  = mover(kv).record_bytes;
     res.meta_bytes    = meta_bytes(kv);
-    res.flags         = (kv.v_trans ? KVF_FLAG_V_TRANS : 0) | (kv.attn_rot_k ? KVF_FLAG_ROT_K : 0) |
-                (kv.attn_rot_v ? KVF_FLAG_ROT_V : 0);
+    res.flags         = flags(kv.v_trans, kv.attn_rot_k, kv.attn_rot_v);
 
     for (uint32_t b = 0; b < res.n_block; ++b) {
         res.n_block_free += is_free(kv, b);
@@ -71,23 +86,22 @@ kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
 }
 
 kvf_record llama_kvflash::head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask) {
-    const auto in   = info(kv);
     const auto last = layer(kv, n_layer(kv) - 1);
 
     kvf_record res   = {};
     res.magic        = KVF_RECORD_MAGIC;
     res.version      = KVF_RECORD_VERSION;
     res.head_bytes   = sizeof(kvf_record);
-    res.record_bytes = in.record_bytes;
+    res.record_bytes = mover(kv).record_bytes;
     res.fingerprint  = kv.pool_fingerprint;
     res.mask         = mask;
     res.chunk        = chunk;
-    res.n_chunk      = in.n_chunk;
-    res.n_layer      = in.n_layer;
+    res.n_chunk      = kv.pool_chunk;
+    res.n_layer      = n_layer(kv);
     res.type_k       = last.type_k;
     res.type_v       = last.type_v;
-    res.flags        = in.flags;
-    res.meta_bytes   = in.meta_bytes;
+    res.flags        = flags(kv.v_trans, kv.attn_rot_k, kv.attn_rot_v);
+    res.meta_bytes   = meta_bytes(kv);
 
     return res;
 }
@@ -108,57 +122,39 @@ void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t 
     }
 }
 
-void llama_kvflash::copy(const llama_kv_cache & kv, uint32_t block, void * dst, const void * src) {
-    const uint32_t i0 = block * kv.pool_chunk;
+std::vector<kvf_mover::piece> llama_kvflash::pieces(const llama_kv_cache & kv) {
+    std::vector<kvf_mover::piece> res;
 
-    uint64_t offs = meta_bytes(kv);
+    size_t offs = meta_bytes(kv);
 
-    const auto rows = [&](ggml_tensor * t) {
-        const size_t row  = ggml_row_size(t->type, t->ne[0]);
-        const size_t size = row * kv.pool_chunk;
-
-        if (dst) {
-            ggml_backend_tensor_get(t, (char *) dst + offs, i0 * row, size);
-        } else {
-            ggml_backend_tensor_set(t, (const char *) src + offs, i0 * row, size);
-        }
-
+    const auto add = [&](const ggml_tensor * t, size_t at, size_t size) {
+        const auto * base = (const char *) ggml_backend_buffer_get_base(t->buffer);
+        res.push_back({t->buffer, (const char *) t->data - base + at, offs, size});
         offs += size;
     };
 
-    // a transposed V: one row of kv_size elements for each of its n channels
-    const auto cols = [&](ggml_tensor * t) {
-        const size_t el   = ggml_type_size(t->type);
-        const size_t n    = t->ne[0];
-        const size_t size = el * kv.pool_chunk;
-
-        if (dst) {
-            ggml_backend_tensor_get_2d(t, (char *) dst + offs, i0 * el, size, n, el * kv.get_size(), size);
-        } else {
-            ggml_backend_tensor_set_2d(t, (const char *) src + offs, i0 * el, size, n, el * kv.get_size(), size);
-        }
-
-        offs += size * n;
-    };
-
     for (const auto & layer : kv.layers) {
-        rows(layer.k_stream[0]);
+        add(layer.k, 0, ggml_row_size(layer.k->type, layer.k->ne[0]) * kv.pool_chunk);
 
-        if (layer.v_stream[0]) {
-            if (kv.v_trans) {
-                cols(layer.v_stream[0]);
-            } else {
-                rows(layer.v_stream[0]);
+        if (layer.v && kv.v_trans) {
+            // one row of kv_size elements for each of its channels
+            const size_t el = ggml_type_size(layer.v->type);
+            for (int64_t i = 0; i < layer.v->ne[0]; ++i) {
+                add(layer.v, i * el * kv.get_size(), el * kv.pool_chunk);
             }
+        } else if (layer.v) {
+            add(layer.v, 0, ggml_row_size(layer.v->type, layer.v->ne[0]) * kv.pool_chunk);
         }
     }
+
+    return res;
 }
 
-void llama_kvflash::scribble(const llama_kv_cache & kv, uint8_t byte) {
-    const std::vector<uint8_t> record(info(kv).record_bytes, byte);
+void llama_kvflash::scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte) {
+    const std::vector<uint8_t> record(mover(kv).record_bytes, byte);
 
     for (uint32_t b = 0; b < n_block(kv); ++b) {
-        if (is_free(kv, b)) { copy(kv, b, nullptr, record.data()); }
+        if (is_free(kv, b)) { mover(kv).wait(mover(kv).copy(ctx, b, nullptr, record.data())); }
     }
 }
 
@@ -168,7 +164,7 @@ static uint32_t resident_block(const llama_kv_cache & kv, llama_seq_id seq, int3
     return block;
 }
 
-void llama_kvflash::read(const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst) {
+uint64_t llama_kvflash::read(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst) {
     const uint32_t block = resident_block(kv, seq, chunk);
 
     const auto & cells = kv.v_cells[0];
@@ -191,7 +187,7 @@ void llama_kvflash::read(const llama_kv_cache & kv, llama_seq_id seq, int32_t ch
     const auto rec = head(kv, chunk, mask);
     memcpy(dst, &rec, sizeof(rec));
 
-    copy(kv, block, dst, nullptr);
+    return mover(kv).copy(ctx, block, dst, nullptr);
 }
 
 void llama_kvflash::drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
@@ -228,7 +224,8 @@ static const char * mismatch(const kvf_record & got, const kvf_record & want) {
     return nullptr;
 }
 
-int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block) {
+int32_t llama_kvflash::page_in(
+        llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block) {
     kvf_record rec;
     memcpy(&rec, src, sizeof(rec));
 
@@ -237,6 +234,9 @@ int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t ch
                 KVF_E_RECORD, format("not a record of chunk %d of this model and cache: the %s differs", chunk, field));
     }
     if (block_of(kv, seq, chunk) >= 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk)); }
+    if (mover(kv).landing_of(seq, chunk)) {
+        throw kvf_failure(KVF_E_STATE, format("chunk %d is already on its way in", chunk));
+    }
 
     for (uint32_t b = 0; b < n_block(kv) && block < 0; ++b) {
         if (is_free(kv, b)) { block = b; }
@@ -247,22 +247,52 @@ int32_t llama_kvflash::page_in(llama_kv_cache & kv, llama_seq_id seq, int32_t ch
     }
     if (!is_free(kv, block)) { throw kvf_failure(KVF_E_STATE, format("block %d is not free", block)); }
 
-    copy(kv, block, nullptr, src);
+    const auto * meta   = (const uint8_t *) src;
+    const auto   ticket = mover(kv).copy(ctx, block, nullptr, src);
+    mover(kv).landings.push_back({block, chunk, ticket, seq, {meta, meta + meta_bytes(kv)}});
+
+    return block;
+}
+
+static const kvf_mover::landing & landing_of(const kvf_mover & mover, llama_seq_id seq, int32_t chunk) {
+    const auto * res = mover.landing_of(seq, chunk);
+    if (!res) { throw kvf_failure(KVF_E_STATE, format("chunk %d is not on its way in", chunk)); }
+    return *res;
+}
+
+static void forget(kvf_mover & mover, int32_t block) {
+    auto & all = mover.landings;
+    all.erase(std::remove_if(all.begin(), all.end(), [&](const auto & l) { return l.block == block; }), all.end());
+}
+
+void llama_kvflash::commit(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
+    const auto landed = landing_of(mover(kv), seq, chunk);
+
+    mover(kv).commit(ctx, landed.ticket);
+    forget(mover(kv), landed.block);
+
+    kvf_record rec;
+    memcpy(&rec, landed.meta.data(), sizeof(rec));
 
     auto & cells = kv.v_cells[0];
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
         if (rec.mask & (1ull << i)) {
-            const uint32_t idx = block * kv.pool_chunk + i;
+            const uint32_t idx = landed.block * kv.pool_chunk + i;
 
             llama_kv_cell_ext ext;
-            memcpy(&ext, (const char *) src + sizeof(kvf_record) + i * sizeof(ext), sizeof(ext));
+            memcpy(&ext, landed.meta.data() + sizeof(kvf_record) + i * sizeof(ext), sizeof(ext));
 
             cells.pos_set(idx, chunk * (llama_pos) kv.pool_chunk + i);
             cells.ext_set(idx, ext);
             cells.seq_add(idx, seq);
         }
     }
+}
 
-    return block;
+void llama_kvflash::cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
+    const auto landed = landing_of(mover(kv), seq, chunk);
+
+    mover(kv).wait(landed.ticket);
+    forget(mover(kv), landed.block);
 }

@@ -10,6 +10,7 @@
 // Every call that can fail returns a kvf_status, and leaves a sentence in kvf_error() of the calling thread.
 // No exception leaves this API. A context must not be used by two threads at once.
 
+#include "ggml-backend.h"
 #include "llama.h"
 
 #include <stddef.h>
@@ -71,8 +72,10 @@ struct kvf_pool_info {
     uint32_t n_chunk;
     uint32_t n_block; // n_pool/n_chunk
     uint32_t n_block_free;
-    uint32_t n_kv;    // width of the attention graph, in cells
-    uint32_t n_layer; // pooled layers
+    uint32_t n_landing; // blocks that chunks are on their way into
+    uint32_t n_kv;      // width of the attention graph, in cells
+    uint32_t n_layer;   // pooled layers
+    uint32_t n_copy;    // copies that moving a chunk takes
     uint64_t record_bytes;
     uint32_t meta_bytes;
     uint32_t flags; // KVF_FLAG_*
@@ -87,6 +90,7 @@ struct kvf_layer {
     uint32_t n_head; // query heads
     uint32_t n_head_kv;
     uint32_t n_embd_head_k;
+    int32_t  device; // whose memory it is in, as ggml_backend_dev_get() counts
     uint64_t offs_k; // of the K rows in a record, bytes
     uint64_t size_k; // bytes of all n_chunk rows
     uint64_t offs_v;
@@ -143,13 +147,30 @@ LLAMA_API int kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t *
 // the block of a chunk, -1: not resident
 LLAMA_API int kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
 
-// write the record of a resident chunk to dst (record_bytes); waits for the computation
-LLAMA_API int kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size);
-// free the block of a resident chunk. metadata only: the caller has its record, or does not want it
+// Copies run beside the computation where the device can do that, and are ordered against it: a caller who decodes, drops
+// and pages in need not wait for any. What is asked of the caller: host memory stays as it is until the copy is done, that
+// is, until kvf_wait() was called with its ticket, or with a later one.
+
+// begin to write the record of a resident chunk to dst (record_bytes)
+LLAMA_API int kvf_read(
+        struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
+// free the block of a resident chunk. metadata only: the caller has its record, or has begun to read it
 LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-// put a record into a free block (in/out, -1: the first free one); waits for the computation
+// begin to put a record into a free block (in/out, -1: the first free one), which no computation sees before kvf_commit()
 LLAMA_API int kvf_page_in(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block);
+// the chunk is resident from the next computation on, which waits for the copy if it is not done by then
+LLAMA_API int kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+// do without the chunk after all: waits for the copy, and frees the block
+LLAMA_API int kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
+// wait for the copies up to a ticket, 0: all
+LLAMA_API int kvf_wait(struct llama_context * ctx, uint64_t ticket);
+
+// host memory that the device copies to and from at the speed of its bus; NULL: any memory does. free it, once nothing is
+// copied any more, with ggml_backend_buffer_free()
+LLAMA_API int kvf_host_buffer(struct llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer);
+// seconds that n copies of size bytes take, one after the other: what the bus can do. to_device: which way
+LLAMA_API int kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 // overwrite the bytes of all free blocks, for tests: no result may depend on them. they must be finite numbers of the
 // cache type: without flash attention a masked cell is multiplied by 0, not skipped
 LLAMA_API int kvf_scribble(struct llama_context * ctx, uint8_t byte);
@@ -191,9 +212,12 @@ LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void
 // put it back, as of position pos, and forget the attention cache from there on
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
 
-// the queries of the last decoded token in pooled layer i: [n_head, n_embd_head_k] floats, in the basis of the cached K
-// (after RoPE and rotation). n: floats that dst holds. waits for the computation
-LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t i, float * dst, size_t n);
+// begin to read the queries of the last decoded token, in all pooled layers: for each [n_head, n_embd_head_k] floats, in the
+// basis of the cached K (after RoPE and rotation). n: floats that dst holds
+LLAMA_API int kvf_q(struct llama_context * ctx, float * dst, size_t n, uint64_t * ticket);
+
+// make the GPUs of an RPC server (host:port) devices of this process
+LLAMA_API int kvf_add_rpc(const char * endpoint);
 
 #ifdef __cplusplus
 }

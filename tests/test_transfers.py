@@ -1,0 +1,184 @@
+"""Copies beside the computation: what is read and written by no wait of the host is what a wait would have given.
+
+On the CPU every copy is done when its call returns, so these say little there; on a GPU (bench/device.sh test) they are
+races that must not be lost.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from test_oracles import CACHES, NAMES, Run
+
+from pyllama_kvflash.errors import PoolError, UsageError
+from pyllama_kvflash.native import Model, Record, split_queries
+
+pytestmark = pytest.mark.native
+
+CHUNK, POOL = 64, 1024
+TYPES = ("f16", "q8_0", "f16-nofa")
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> Model:
+    """Each class of memory."""
+    return tiny_model(request.param)
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model: Model, cache: str) -> None:
+    """Write-back as the pager does it, against one that waits: the same records, the same logits."""
+    with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
+        got, want = {}, {}
+        place = quick.ctx.host_buffer(64 * quick.ctx.pool_info().record_bytes).reshape(64, -1)
+        for step in range(24):
+            n = 128 if step < 12 else 1 + 63 * (step % 2)
+            full = range(quick.pos // CHUNK, (quick.pos + n) // CHUNK)
+            for chunk in victims(quick, n):
+                for run in (quick, slow):
+                    run.ctx.drop(chunk)
+            quick.decode(n)
+            slow.decode(n)
+            for chunk in full:
+                quick.ctx.begin_read(chunk, place[chunk])
+                got[chunk] = place[chunk]
+                want[chunk] = slow.read(chunk)
+        quick.ctx.wait()
+        np.testing.assert_array_equal(quick.ctx.logits(), slow.ctx.logits())
+        assert len(got) > POOL // CHUNK  # blocks were used again
+        for chunk, record in want.items():
+            np.testing.assert_array_equal(got[chunk], record, f"chunk {chunk}")
+
+
+def victims(run: Run, n: int) -> list[int]:
+    """The oldest chunks, as many as n more tokens take."""
+    need = -(-(run.pos + n) // CHUNK) - -(-run.pos // CHUNK) - run.ctx.pool_info().n_block_free
+    return run.resident()[1 : 1 + max(0, need)]
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model: Model, cache: str) -> None:
+    """Landing beside a decode that must not see it, then committed without a wait."""
+    with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
+        for run in (quick, slow):
+            run.feed(900)
+        records = {c: r for run in (quick, slow) for c, r in run.out([2, 3, 5, 7]).items()}
+        for some in ([2, 3], [5, 7]):
+            for c in some:
+                quick.ctx.begin_page_in(c, records[c])
+            assert quick.ctx.pool_info().n_landing == 2
+            assert not set(some) & set(quick.resident())
+            np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
+            for c in some:
+                quick.ctx.commit(c)
+                slow.ctx.page_in(c, records[c])
+            assert set(some) <= set(quick.resident())
+            np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
+        for c, record in records.items():
+            np.testing.assert_array_equal(quick.read(c), record)
+
+
+def test_blocks_go_round_without_a_wait(tiny_model: Callable[[str], Model]) -> None:
+    """Read, drop, bring in and decode, hundreds of times, with no wait but the last: every record is still what it was."""
+    rng = np.random.default_rng(5)
+    with Run(tiny_model("qwen3"), CACHES["q8_0"], pool=POOL) as run:
+        run.feed(14 * CHUNK)
+        place = run.ctx.host_buffer(14 * run.ctx.pool_info().record_bytes).reshape(14, -1)
+        for c in range(14):
+            run.ctx.begin_read(c, place[c])
+        want = {c: run.read(c) for c in range(14)}
+        out: list[int] = []
+        for _ in range(300):
+            c = int(rng.choice([c for c in run.resident() if c < 14 and c not in (0, 13)]))
+            run.ctx.begin_read(c, place[c])
+            run.ctx.drop(c)
+            out.append(c)
+            if len(out) > 4:
+                back = out.pop(0)
+                run.ctx.begin_page_in(back, place[back])
+                if rng.random() < 0.5:
+                    run.decode(1)
+                    run.ctx.attn_seq_rm(run.pos - 1, run.pos)
+                    run.pos -= 1
+                run.ctx.commit(back)
+        for c in out:
+            run.ctx.page_in(c, place[c])
+        for c, record in want.items():
+            np.testing.assert_array_equal(place[c], record, f"chunk {c} on the host")
+            np.testing.assert_array_equal(run.read(c), record, f"chunk {c} in the pool")
+
+
+def test_queries_are_those_of_the_token_before_the_next(model: Model) -> None:
+    """A tap that is read while the next token is computed."""
+    with Run(model, pool=POOL, q_tap=True) as run:
+        run.feed(200)
+        for _ in range(20):
+            shapes = [(layer.n_head, layer.n_embd_head_k) for layer in run.ctx.layers()]
+            into = run.ctx.host_buffer(4 * sum(a * b for a, b in shapes)).view(np.float32)
+            want = run.ctx.queries()
+            ticket = run.ctx.begin_queries(into)
+            run.decode(1)
+            run.ctx.wait(ticket)
+            for got, expected in zip(split_queries(into, shapes), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+def test_what_is_on_its_way_in_holds_its_block(tiny_model: Callable[[str], Model]) -> None:
+    """No decode and no other chunk takes it; cancelled, it is free."""
+    with Run(tiny_model("qwen3"), pool=POOL) as run:
+        run.feed(POOL)
+        records = run.out([1, 2, 3])
+        block = run.ctx.begin_page_in(1, records[1])
+        with pytest.raises(PoolError, match=f"block {block} is not free"):
+            run.ctx.begin_page_in(2, records[2], block)
+        with pytest.raises(PoolError, match="already on its way in"):
+            run.ctx.begin_page_in(1, records[1])
+        with pytest.raises(PoolError, match="not on its way in"):
+            run.ctx.commit(2)
+        with pytest.raises(PoolError, match="not resident"):
+            run.ctx.drop(1)
+        run.decode(2 * CHUNK)  # two free blocks
+        with pytest.raises(PoolError, match="no room"):
+            run.decode(CHUNK)
+        run.ctx.cancel(1)
+        run.decode(CHUNK)
+        run.ctx.clear()
+        assert run.ctx.pool_info().n_block_free == POOL // CHUNK
+
+
+def test_layers_of_one_size_are_one_copy(tiny_model: Callable[[str], Model]) -> None:
+    """K and V rows of all layers lie at one stride; of two sizes, at two; without flash attention V is columns."""
+
+    def copies(name: str, cache: str) -> int:
+        with Run(tiny_model(name), CACHES[cache], pool=POOL) as run:
+            return run.ctx.pool_info().n_copy
+
+    assert {copies(name, cache) for name in NAMES for cache in ("f16", "q8_0", "q4_0")} == {1}
+    assert copies("qwen3", "f16-nofa") == 1 + 3  # all K, and V of each of 3 layers
+
+
+def test_host_memory_is_what_was_asked_for(tiny_model: Callable[[str], Model]) -> None:
+    """Written and read like any array; it outlives the context that gave it."""
+    with Run(tiny_model("qwen3"), pool=POOL) as run:
+        memory: Record = run.ctx.host_buffer(1 << 20)
+        assert run.ctx.copy_rate(1 << 20, 4, to_device=True) > 0
+        with pytest.raises(UsageError, match="sizes"):
+            run.ctx.copy_rate(0, 1, to_device=False)
+    memory[:] = 7
+    assert memory.sum() == 7 << 20
+
+
+def test_waiting_for_what_is_done_is_harmless(tiny_model: Callable[[str], Model]) -> None:
+    """With nothing begun, twice for one ticket, and for one of long ago."""
+    with Run(tiny_model("qwen3"), pool=POOL) as run:
+        run.ctx.wait()
+        run.decode(CHUNK)
+        record = np.zeros(run.ctx.pool_info().record_bytes, np.uint8)
+        ticket = run.ctx.begin_read(0, record)
+        for _ in range(2):
+            run.ctx.wait(ticket)
+        np.testing.assert_array_equal(record, run.read(0))
+        run.ctx.wait(ticket)
