@@ -162,6 +162,7 @@ int  kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * la
 uint32_t kvf_n_layer(struct llama_context * ctx);
 int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
                 const llama_token * tokens, int32_t n, int outputs);
+int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 int  kvf_clear(struct llama_context * ctx);
 int  kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 int  kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);

@@ -18,6 +18,8 @@ from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.sequence import PooledSequence
 from pyllama_kvflash.text import TextStream
 
+_AHEAD = 4096  # tokens of an answer of any length for which host memory is taken at once
+
 
 class KVFlash(PooledSequence):
     """A model with one sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
@@ -58,6 +60,7 @@ class KVFlash(PooledSequence):
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
             self.clear()
+        self.expect(len(tokens) + self._answer_length(len(tokens), max_tokens))
         sampling = sampling or Sampling()
         sampler, text = Sampler(sampling, self.model.n_vocab), TextStream(stop)
         n_prompt, n_generated, prefill_s, reason = 0, 0, 0.0, "length"
@@ -69,9 +72,7 @@ class KVFlash(PooledSequence):
                 yield event
             begin = time.perf_counter()
             while max_tokens < 0 or n_generated < max_tokens:
-                step = time.perf_counter()
                 token = sampler.sample(self.ctx)
-                sample_s = time.perf_counter() - step
                 if self.model.is_eog(token):
                     reason = "eos"
                     break
@@ -86,7 +87,7 @@ class KVFlash(PooledSequence):
                 if self.n_tokens >= self.options.n_ctx:
                     reason = "context"
                     break
-                yield from self._decode_one(token, sample_s)
+                yield from self._decode_one(token)
         except Interrupted:
             reason = "interrupted"
         stats = self.stats(
@@ -110,8 +111,7 @@ class KVFlash(PooledSequence):
         self._cancel()
         n_tail = self._replayed(n)
         begin = time.perf_counter()
-        if self._pager:
-            self._pager.expect(n)
+        self.expect(n)
         while done < n:
             size = min(self.n_batch, (n - n_tail if done < n - n_tail else n) - done)
             last = done + size == n
@@ -159,12 +159,16 @@ class KVFlash(PooledSequence):
                 if paged:
                     yield paged
 
-    def _decode_one(self, token: int, seconds: float) -> Iterator[Event]:
-        """A token of the answer; seconds: what sampling it took."""
-        begin = time.perf_counter()
+    def _answer_length(self, n_prompt: int, max_tokens: int) -> int:
+        """For how many tokens of an answer it is worth taking host memory before there is any."""
+        return min(max_tokens if max_tokens >= 0 else _AHEAD, _AHEAD, self.options.n_ctx - self.n_tokens - n_prompt)
+
+    def _decode_one(self, token: int) -> Iterator[Event]:
+        """A token of the answer."""
         if paged := self._advance(np.array([token], np.int32)):
             yield paged
-        yield from self._tick(1, seconds + time.perf_counter() - begin)
+        if reselect := self._tick(1):
+            yield from reselect
 
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
         """Decode one batch (at most n_batch tokens) after what is in the context, and do what the schedule says then.
@@ -175,9 +179,8 @@ class KVFlash(PooledSequence):
         """
         ids = np.ascontiguousarray(tokens, np.int32)
         self._check_room(len(ids), self.n_tokens)
-        begin = time.perf_counter()
         paged = self._advance(ids, outputs)
-        return [*([paged] if paged else []), *self._tick(len(ids), time.perf_counter() - begin)]
+        return [*([paged] if paged else []), *self._tick(len(ids))]
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """A copy of the logits (n_vocab,) of token i of the last batch."""

@@ -75,11 +75,12 @@ class Options:
         _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
             _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
-        if not all(x >= 0 for x in self.tensor_split) or (self.tensor_split and not any(self.tensor_split)):
+        if not all(0 <= x <= MAX_TOKENS for x in self.tensor_split) or (self.tensor_split and not any(self.tensor_split)):
             msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
             raise UsageError(msg)
         for server in self.rpc:
-            if not re.fullmatch(r"[^\s:/]+:\d{1,5}", server):
+            host, _, port = server.rpartition(":")
+            if not re.fullmatch(r"[^\s:/]+", host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
                 msg = f"rpc (--rpc) has {server!r}: give servers as host:port, several with commas"
                 raise UsageError(msg)
         if self.host_limit is not None:

@@ -20,9 +20,9 @@ from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bri
 from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
 from pyllama_kvflash.store import HostStore
 
-
 FLIGHT_BYTES = 96 << 20  # that begin to come back in one step: some 2 ms of a PCIe 5 bus, a fraction of a token
 _SUMMARY_THREADS = 8
+_NOTHING = Plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Pager:
     #
 
     def close(self) -> None:
-        """End the threads, and free the records. The context is closed already."""
+        """End the copies and the threads, and free the records."""
+        self._ctx.wait()
         self._worker.shutdown(cancel_futures=True)
         if self._layer_threads:
             self._layer_threads.shutdown()
@@ -102,11 +103,14 @@ class Pager:
         Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
-        self._land()
+        if self._landing or self._todo[1]:
+            self._land()
+        elif ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
+            return _NOTHING  # most tokens go on in their chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new > ledger.n_free:
             self.settle()
-        plan = make_room(ledger, n_new) if n_new else Plan()  # most tokens go on in their chunk
+        plan = make_room(ledger, n_new) if n_new else _NOTHING
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
         if n_full > ledger.n_sealed:
             self.store.reserve(n_full - ledger.n_sealed)
@@ -122,7 +126,18 @@ class Pager:
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
             self._seal()
-        self._arrived(n_earlier)
+        if n_earlier:
+            self._arrived(n_earlier)
+
+    @property
+    def n_whole(self) -> int:
+        """Chunks 0 .. n_whole - 1 are sealed, their records whole, and their summaries made or being made."""
+        return self._reads[0][0] if self._reads else self.ledger.n_sealed
+
+    @property
+    def summarising(self) -> list[Future[None]]:
+        """Summaries that are being made."""
+        return list(self._summarising)
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
@@ -138,7 +153,12 @@ class Pager:
             self._reads.popleft()
             if self.summaries is not None:
                 record = self.store.get(chunk)
-                self._summarising.append(self._worker.submit(self.summaries.put, chunk, record, self._layer_threads))
+                try:
+                    job = self._worker.submit(self.summaries.put, chunk, record, self._layer_threads)
+                except RuntimeError:  # no memory for a thread
+                    self.summaries.put(chunk, record)
+                else:
+                    self._summarising.append(job)
         while self._summarising and self._summarising[0].done():
             self._summarising.popleft().result()
 
@@ -176,12 +196,8 @@ class Pager:
 
     def _begin(self, chunk: int) -> None:
         self.ledger.begin_page_in(chunk)
-        try:
-            self._ctx.begin_page_in(chunk, self.store.get(chunk))
-        except BaseException:
-            self.ledger.abort_page_in(chunk)
-            raise
-        self._landing.append(chunk)
+        self._landing.append(chunk)  # before it is: reconcile() cancels what it finds here
+        self._ctx.begin_page_in(chunk, self.store.get(chunk))
 
     def _land(self) -> None:
         """What was on its way in is resident from the next batch on, which waits for its bytes."""

@@ -1,5 +1,6 @@
 """The selector: has the chunks scored, beside decode or at once, and the pool changed to the best of them."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ class Selector:
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in ctx.layers()]
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
+        self._ticked: float | None = None
         self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
 
     def close(self) -> None:
@@ -82,16 +84,19 @@ class Selector:
         self._ctx.wait(ticket)
         return split_queries(self._into.copy(), self._shapes)
 
-    def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int, seconds: float) -> Reselect | None:
-        """Of n_tokens, n_new were just decoded: apply the scores that are due, or begin to score. tokens: gives them."""
-        self.schedule.step(n_new, seconds)
-        if not self.needed:
-            return None
+    def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int) -> Reselect | None:
+        """Of n_tokens, n_new are just being decoded: apply the scores that are due, or begin to score. tokens: gives them."""
+        now = time.perf_counter()
+        self.schedule.step(n_new, None if self._ticked is None else now - self._ticked)
+        self._ticked = now
         if self._ticket is not None:
             self.begin(tokens(), [self._answer()], n_free=1)
         elif self._job is None:
             if self.schedule.begin():
-                self.ask()
+                if self.needed:
+                    self.ask()
+                else:
+                    self.schedule.restart()
         elif self.schedule.apply():
             return self.finish("decode", n_tokens, n_free=1)
         return None
@@ -118,18 +123,20 @@ class Selector:
     def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
         """Start to score the sequence as it is now. close: the scorer may take its time."""
         ledger = self._pager.ledger
+        candidates = ledger.candidates()
+        candidates[self._pager.n_whole :] = False
         self._view = View(
             tokens=tokens,
             chunk=ledger.chunk,
             touched=ledger.touched,
-            candidates=ledger.candidates(),
+            candidates=candidates,
             queries=queries,
             summaries=self._pager.summaries,
             room=max(0, room_for_candidates(ledger, n_free)),
             keys=self._pager.keys if close else None,
             each=self._each,
         )
-        self._job = self._worker.submit(_timed, self.scorer, self._view)
+        self._job = self._start(self._view, self._pager.summarising)
 
     def finish(self, reason: str, pos: int, n_free: int) -> Reselect:
         """Wait for the scores, and change the pool to the best chunks."""
@@ -144,18 +151,32 @@ class Selector:
             scores, score_s = self._fall_back(err, view)
         self._job = self._view = None
         scores = np.where(view.candidates, scores, np.nan)
+        if reason == "prefill":
+            scores = self._with_later(scores)
         waited = time.perf_counter()
         plan = self._pager.reselect(scores, n_free, spread=reason == "decode")
         apply_s = time.perf_counter() - waited
         self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
         self.n_done += 1
         self.seconds += score_s + apply_s
-        shown = tuple(np.where(view.candidates, scores.astype(object), None))
+        shown = tuple(None if math.isnan(x) else x for x in scores.tolist())
         return Reselect(pos, reason, shown, plan.drops, plan.page_ins, score_s, apply_s)
+
+    def _with_later(self, scores: Scores) -> Scores:
+        """With the chunks that were written since scoring began, neither hot nor cold: they would fill the pool if they
+        were above all others, as they are while decoding, when there are few of them.
+        """
+        candidates = self._pager.ledger.candidates()
+        res = np.full(len(candidates), np.nan)
+        res[: len(scores)] = scores
+        known = ~np.isnan(res)
+        if known.any():
+            res[candidates & ~known] = np.median(res[known])
+        return res
 
     def cancel(self) -> None:
         """Forget what was begun, once the thread is done with it."""
-        job, self._job, self._view, self._ticket = self._job, None, None, None
+        job, self._job, self._view, self._ticket, self._ticked = self._job, None, None, None, None
         if job is not None:
             job.exception()
         self.schedule.restart()
@@ -167,13 +188,28 @@ class Selector:
             close()
         self._pager.summarise(Qk().summary)
         self.scorer = Qk()
-        return self._worker.submit(_timed, self.scorer, replace(view, summaries=self._pager.summaries)).result()
+        return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
+
+    def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
+        try:
+            return self._worker.submit(_timed, self.scorer, view, after)
+        except RuntimeError:  # no memory for a thread
+            res: Future[Scored] = Future()
+            res.set_result(_timed(self.scorer, view, after))
+            return res
 
     def _each(self, f: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
-        return self._layers.map(f, items)
+        items = list(items)
+        try:
+            return self._layers.map(f, items)
+        except RuntimeError:  # no memory for a thread
+            return map(f, items)
 
 
-def _timed(scorer: Scorer, view: View) -> Scored:
+def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
+    """Scores, and the seconds they took once the summaries that are `after` were made."""
+    for summary in after:
+        summary.result()
     begin = time.perf_counter()
     try:
         scores = np.asarray(scorer.score(view), np.float64)

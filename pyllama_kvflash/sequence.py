@@ -40,6 +40,7 @@ class PooledSequence:
         self._history = array("i")
         self._pending: int | None = None  # produced, and not yet decoded
         self._consistent = True
+        self._closed = False
         self._pager: Pager | None = None
         self._selector: Selector | None = None
         if self.n_pool is not None and loaded.scorer is not None:
@@ -55,11 +56,14 @@ class PooledSequence:
 
     def close(self) -> None:
         """Free the context and the model. Harmless when called again."""
+        if self._closed:
+            return
+        self._closed = True
         if self._selector is not None:
             self._selector.close()
-        self.ctx.close()
         if self._pager is not None:
             self._pager.close()
+        self.ctx.close()
         self.model.close()
 
     def __enter__(self) -> Self:
@@ -76,14 +80,17 @@ class PooledSequence:
 
     def _advance(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
         """One batch: make room, decode, seal. What moved, if anything did."""
-        pos = self.n_tokens
-        with self._step():
-            plan = self._pager.make_room(len(tokens)) if self._pager else None
-            self.ctx.decode(tokens, pos, outputs)
-            self._pending = None
-            self._history.frombytes(np.ascontiguousarray(tokens, np.int32).tobytes())
-            if self._pager:
-                self._pager.written(len(tokens))
+        pos, pager = len(self._history), self._pager
+        self._recover()
+        self._consistent = False
+        plan = pager.make_room(len(tokens)) if pager else None
+        self.ctx.decode(tokens, pos, outputs)
+        # a GPU computes by now: what follows takes no time of its
+        self._pending = None
+        self._history.frombytes(tokens.tobytes())
+        if pager:
+            pager.written(len(tokens))
+        self._consistent = True
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
     @contextmanager
@@ -149,16 +156,15 @@ class PooledSequence:
         if event:
             yield event
 
-    def _tick(self, n_new: int, seconds: float) -> Iterator[Event]:
+    def _tick(self, n_new: int) -> list[Event]:
         """After a decode: what the schedule says."""
         selector = self._selector
-        if selector is None or not selector.needed:
-            return
-        with self._step():
-            event = selector.tick(lambda: self.tokens, self.n_tokens, n_new, seconds)
-        yield from self._warnings(selector)
-        if event:
-            yield event
+        if selector is None:
+            return []
+        self._consistent = False
+        event = selector.tick(lambda: self.tokens, self.n_tokens, n_new)
+        self._consistent = True
+        return [*self._warnings(selector), *([event] if event else [])] if event or selector.warnings else []
 
     def _warnings(self, selector: Selector) -> Iterator[Event]:
         while selector.warnings:
@@ -209,6 +215,13 @@ class PooledSequence:
     def n_batch(self) -> int:
         """Tokens of a batch at most: what the pool holds beside its sinks, tail and pins."""
         return min(self._max_batch, self._pager.n_batch) if self._pager else self._max_batch
+
+    def expect(self, n_tokens: int) -> None:
+        """So many more tokens are to come: take the host memory for their chunks meanwhile. A hint; without it, memory is
+        taken when it is needed, which may hold up a decode. Raises HostMemoryError if `host_limit` does not allow it.
+        """
+        if self._pager:
+            self._pager.expect(n_tokens)
 
     def clear(self) -> None:
         """Forget the sequence and its records; pins stay."""

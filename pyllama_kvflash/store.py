@@ -13,6 +13,7 @@ Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _SLAB = 256 << 20  # bytes of a slab that is taken ahead
+_UNEXPECTED = 32 << 20  # and of one that somebody waits for: some 10 ms
 
 
 class HostStore:
@@ -69,22 +70,22 @@ class HostStore:
         most = max(1, _SLAB // self.record_bytes)
         while missing > 0:
             count = min(missing, most)
-            self._growing.append((count, self._grower.submit(self._allocate, count * self.record_bytes)))
+            try:
+                slab = self._grower.submit(self._allocate, count * self.record_bytes)
+            except RuntimeError:  # no memory for a thread: reserve() takes what it needs
+                return
+            self._growing.append((count, slab))
             missing -= count
 
     def reserve(self, n: int) -> None:
         """Make sure that n more records fit. Raises HostMemoryError, and holds what it held."""
         self._check_limit(n)
         while len(self._free) < n:
-            count, slab = max(1, len(self._records) // _GROWTH), None
+            count, coming = self._growing.popleft() if self._growing else (self._growth(), None)
             try:
-                if self._growing:
-                    count, future = self._growing.popleft()
-                    slab = future.result()
-                else:
-                    slab = self._allocate(count * self.record_bytes)
+                slab = coming.result() if coming else self._allocate(count * self.record_bytes)
             except MemoryError:
-                self._growing.clear()
+                self._expect_no_more()
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
                     f" {self.used_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type (-ctk, -ctv),"
@@ -94,13 +95,23 @@ class HostStore:
             self._slabs.append(slab)
             self._free.extend(slab.reshape(count, self.record_bytes))
 
+    def _growth(self) -> int:
+        """Records of a slab that nobody expected: no more of them than the limit allows."""
+        count = max(1, min(len(self._records) // _GROWTH, _UNEXPECTED // self.record_bytes))
+        return count if self._limit is None else min(count, (self._limit - self.held_bytes) // self.record_bytes)
+
+    def _expect_no_more(self) -> None:
+        """What is not taken yet will not be."""
+        for _, slab in self._growing:
+            slab.cancel()
+        self._growing.clear()
+
     def _check_limit(self, n: int) -> None:
         need = (len(self._records) + n) * self.record_bytes
         if self._limit is not None and need > self._limit:
             msg = (
-                f"{len(self._records) + n} chunk records take {need / 2**30:.2f} GiB of host memory, and"
-                f" {self._limit / 2**30:.2f} GiB are allowed: raise host_limit (--kvflash-host), use a shorter context or a"
-                " smaller cache type (-ctk, -ctv)"
+                f"{len(self._records) + n} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
+                " allowed: raise host_limit (--kvflash-host), use a shorter context or a smaller cache type (-ctk, -ctv)"
             )
             raise HostMemoryError(msg)
 
@@ -119,3 +130,8 @@ class HostStore:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
         for chunk in [c for c in self._records if c >= first]:
             self._free.append(self._records.pop(chunk))
+
+
+def _size(n: int) -> str:
+    unit, name = next((u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if n >= u[0]), (1 << 10, "KiB"))
+    return f"{n / unit:.2f} {name}"

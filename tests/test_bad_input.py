@@ -322,6 +322,29 @@ def test_metadata_that_makes_no_sense(
         (("-ctv", "f8"), ("--cache-type-v", "'f8'", "q8_0")),
         (("-fa", "maybe"), ("--flash-attn", "'maybe'")),
         (("-ngl", "some"), ("--n-gpu-layers", "'some'")),
+        (("-ts", "3,x"), ("--tensor-split", "'3,x'", "3,1")),
+        (("-ts", "3,,1"), ("--tensor-split", "'3,,1'")),
+        (("-ts", "nan"), ("--tensor-split", "'nan'")),
+        (("-ts", "1,inf"), ("--tensor-split", "'1,inf'")),
+        (("-ts", "0,0"), ("-ts/--tensor-split", "(0.0, 0.0)", "3,1")),
+        (("-ts", "-1,2"), ("-ts/--tensor-split", "(-1.0, 2.0)", "3,1")),
+        (("-ts", "1" + ",1" * 99), ("-ts/--tensor-split", "100 shares", "at most")),
+        (("--rpc", "somewhere"), ("--rpc", "'somewhere'", "host:port")),
+        (("--rpc", "a:1,,b:2"), ("--rpc", "''", "host:port")),
+        (("--rpc", "a:1;b:2"), ("--rpc", "'a:1;b:2'", "host:port")),
+        (("--rpc", "a:port"), ("--rpc", "'a:port'", "host:port")),
+        (("--kvflash-host", "0"), ("--kvflash-host", "is 0")),
+        (("--kvflash-host", "-4G"), ("--kvflash-host", "-4294967296")),
+        (("--kvflash-host", "99999999T"), ("--kvflash-host", "109951161678088372224")),
+        (("--kvflash-host", "some"), ("--kvflash-host", "'some'", "64GiB", "512M")),
+        (("--kvflash-host", ""), ("--kvflash-host", "''", "64GiB")),
+        (("--kvflash-host", "64GB"), ("--kvflash-host", "'64GB'", "1,024")),
+        (("--kvflash-host", "1.5G"), ("--kvflash-host", "'1.5G'")),
+        (("--kvflash-host", "64 Gi"), ("--kvflash-host", "'64 Gi'")),
+        (("--kvflash-auto-cap", "0"), ("--kvflash-auto-cap", "is 0")),
+        (("--kvflash-auto-cap", "-1"), ("--kvflash-auto-cap", "-1")),
+        (("--kvflash-auto-cap", "auto"), ("--kvflash-auto-cap", "'auto'")),
+        (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2147483648")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
         (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, qk-cos, lru, drafter, crosstok")),
         (("--kvflash-tau", "0"), ("--kvflash-tau", "is 0")),
@@ -375,6 +398,10 @@ def test_quantised_v_without_flash_attention() -> None:
     res = kvflash("run", *HELLO, "-ctv", "q8_0", "-fa", "off")
     sentence = check_error(res, RUNTIME, "q8_0")
     assert re.search("flash.att", sentence)
+
+
+def test_rpc_server_that_is_not_there() -> None:
+    check_error(kvflash("run", *HELLO, "--rpc", "127.0.0.1:1"), RUNTIME, "127.0.0.1:1")
 
 
 def test_pool_smaller_than_the_floor_is_raised() -> None:
@@ -648,9 +675,46 @@ def test_out_of_host_memory_for_records() -> None:
     limit = peak_kib("run", *RECORDS, stdin=b"word " * 600) + (12 << 10)
     res = limited(limit, "run", *RECORDS, stdin=b"word " * 4000)  # 48 MiB of records
     sentence = check_error(res, RUNTIME, "no host memory", "MiB of chunk records", "use a shorter context")
-    held = re.search(r"with ([\d.]+) MiB held", sentence)
-    assert held
-    assert 7 < float(held[1]) < 30  # it had room for some
+    wanted = re.search(r"for another ([\d.]+) MiB of chunk records, with 0\.0 MiB held", sentence)
+    assert wanted, sentence  # of the whole prompt, before its first batch
+    assert 40 < float(wanted[1]) < 50
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--jsonl",)])
+def test_prompt_of_more_records_than_are_allowed(tmp_path: Path, form: tuple[str, ...]) -> None:
+    """It is refused as a whole: nothing was computed, or written over."""
+    path = tmp_path / "answer.txt"
+    path.write_text("mine")
+    begin = time.monotonic()
+    res = kvflash("run", *RECORDS, *form, "--kvflash-host", "32MiB", "-o", path, stdin=b"word " * 4000)
+    assert time.monotonic() - begin < 5
+    sentence = check_error(
+        res, RUNTIME, "chunk records take", "of host memory, and 32.00 MiB are allowed", "--kvflash-host"
+    )
+    assert re.search(r"\b12[45] chunk records take 4[67]\.\d\d MiB", sentence), sentence
+    assert res.err == sentence + "\n"
+    assert path.read_text() == "mine"
+    check_error(kvflash("run", *RECORDS, "--kvflash-host", "1", stdin=b"word " * 40), RUNTIME, "0.00 KiB are allowed")
+
+
+def test_answer_of_more_records_than_are_allowed() -> None:
+    """What was produced by then is shown."""
+    args = ("run", *RECORDS, "-n", "400", "-r", "never said")
+    free = kvflash(*args, stdin=b"word " * 600)
+    assert free.code == 0, free.err
+    res = kvflash(*args, "--kvflash-host", "8M", stdin=b"word " * 600)  # 7 for the prompt
+    check_plain(res)
+    assert res.code == RUNTIME
+    assert re.fullmatch(r"kvflash: error: 2\d chunk records take 8\.\d\d MiB .*--kvflash-host.*\n", res.err)
+    assert len(res.out) > 20
+    assert free.out.startswith(res.out.rstrip("\n"))
+
+
+def test_a_prompt_that_fits_the_pool_takes_no_more_than_is_allowed() -> None:
+    """Its records are kept, too: a pool is no way around the limit. The full cache has none."""
+    args, stdin = ("run", *RECORDS), b"word " * 200
+    check_error(kvflash(*args, "--kvflash-host", "1M", stdin=stdin), RUNTIME, "chunk records take")
+    check_good(kvflash(*args, "--kvflash", "off", "--kvflash-host", "1", stdin=stdin))
 
 
 @pytest.mark.usefixtures("one_arena")

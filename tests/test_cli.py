@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,9 +20,9 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import __version__
+from pyllama_kvflash import __version__, loading
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Context, Device, Layer, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
@@ -373,6 +374,92 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary("-p", "Hello", "-n", "1", "-c", "32K")["stats"]["n_pool"] is None
 
 
+def parsed(*args: str) -> dict[str, Any]:
+    """What the options of a run mean, without a run."""
+    return main.commands["run"].make_context("run", ["-p", "Hello", *args]).params
+
+
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [
+        ((), {"tensor_split": (), "rpc": (), "host_limit": None, "auto_cap": 16_384, "n_gpu_layers": -1}),
+        (("-ts", "3,1"), {"tensor_split": (3.0, 1.0)}),
+        (("--tensor-split", "0.5, 0,2"), {"tensor_split": (0.5, 0.0, 2.0)}),
+        (("-ts", "3/1"), {"tensor_split": (3.0, 1.0)}),  # as llama.cpp takes it
+        (("-ts", ""), {"tensor_split": ()}),
+        (("--rpc", "localhost:50052"), {"rpc": ("localhost:50052",)}),
+        (("--rpc", "10.0.0.1:50052, gpu-2:1"), {"rpc": ("10.0.0.1:50052", "gpu-2:1")}),
+        (("--rpc", ""), {"rpc": ()}),
+        (("--kvflash-host", "1000000"), {"host_limit": 1_000_000}),
+        (("--kvflash-host", "64K"), {"host_limit": 64 << 10}),
+        (("--kvflash-host", "512M"), {"host_limit": 512 << 20}),
+        (("--kvflash-host", "512MiB"), {"host_limit": 512 << 20}),
+        (("--kvflash-host", "64GiB"), {"host_limit": 64 << 30}),
+        (("--kvflash-host", "64g"), {"host_limit": 64 << 30}),
+        (("--kvflash-host", "2TiB"), {"host_limit": 2 << 40}),
+        (("--kvflash-auto-cap", "8K"), {"auto_cap": 8192}),
+        (("-ngl", "20"), {"n_gpu_layers": 20}),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_of_devices_and_memory(args: Sequence[str], want: dict[str, Any]) -> None:
+    found = parsed(*args)
+    assert {name: found[name] for name in want} == want
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "name", "low", "high", "typed"),
+    [
+        (("LLAMA_ARG_TENSOR_SPLIT", "KVFLASH_TENSOR_SPLIT"), "-ts", "tensor_split", "1", "2", "3"),
+        (("LLAMA_ARG_RPC", "KVFLASH_RPC"), "--rpc", "rpc", "a:1", "b:2", "c:3"),
+        (("", "KVFLASH_HOST"), "--kvflash-host", "host_limit", "", "2G", "3G"),
+        (("", "KVFLASH_AUTO_CAP"), "--kvflash-auto-cap", "auto_cap", "", "2K", "3K"),
+    ],
+)
+def test_environment_of_devices_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: tuple[str, str],
+    option: str,
+    name: str,
+    low: str,
+    high: str,
+    typed: str,
+) -> None:
+    """llama.cpp's variable, where it has one; ours wins over it, and an option over both."""
+    for variable, value in zip(variables, (low, high), strict=True):
+        if variable:
+            monkeypatch.setenv(variable, value)
+            assert parsed()[name] == parsed(option, value)[name]
+    assert parsed(option, typed)[name] != parsed()[name]
+
+
+def test_cap_of_the_automatic_pool() -> None:
+    for cap, n_pool in (("2K", 2048), ("5000", 4864)):
+        found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--kvflash-auto-cap", cap)
+        assert found["stats"]["n_pool"] == n_pool
+        assert found["notes"][0].endswith(f"(--kvflash-auto-cap) and the context of 32768: {n_pool}")
+    found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--kvflash-auto-cap", "2K", "--kvflash", "3K")
+    assert found["stats"]["n_pool"] == 3072, "a number is taken as it is"
+
+
+def test_host_memory_that_is_just_enough(long_file: Path) -> None:
+    args = ("-f", str(long_file), *POOLED, "-n", "8")
+    free = summary(*args)
+    held = free["stats"]["host_bytes"]
+    bounded = summary(*args, "--kvflash-host", str(held))
+    assert bounded["text"] == free["text"]
+    assert bounded["stats"]["host_bytes"] == held
+    res = invoke("run", *args, "--kvflash-host", str(held - 1))
+    assert res.exit_code == 1
+    assert "--kvflash-host" in res.stderr
+
+
+@pytest.mark.parametrize("args", [("-ts", "3,1"), ("-ts", "0,1"), ("-ngl", "0"), ("-ngl", "3")])
+def test_shares_change_nothing_without_gpus(args: Sequence[str]) -> None:
+    want = summary(*SHORT, "-n", "8")
+    assert summary(*SHORT, "-n", "8", *args)["text"] == want["text"]
+
+
 def test_an_argument_wins_over_a_model_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_MODEL", "some-other-model.gguf")
     assert summary(str(BUNDLED_MODEL), *SHORT, "-n", "1")["model"] == str(BUNDLED_MODEL)
@@ -569,6 +656,59 @@ def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[s
     res = good("inspect", str(tiny_path(name)))
     assert re.search(r"^pool +no: ", res.stdout, re.MULTILINE)
     assert "auto pool" not in res.stdout
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a model are on the first and the third by turns; the second is full, and has none."""
+    frees = {"CUDA0": 24 * GIB, "CUDA1": 0, "CUDA2": GIB, "CPU": 64 * GIB}
+    found = [Device(name, "a device", name != "CPU", free, free) for name, free in frees.items()]
+    layers = Context.layers
+
+    def spread(self: Context) -> list[Layer]:
+        return [replace(layer, device=i % 2 * 2) for i, layer in enumerate(layers(self))]
+
+    monkeypatch.setattr(loading, "devices", lambda: found)
+    monkeypatch.setattr(Context, "layers", spread)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_inspect_several_devices() -> None:
+    table = rows(good("inspect", "-c", "32K").stdout)
+    half = NEEDLE_TOKEN_BYTES // 2
+    assert table["KV on CUDA0"] == f"{half:,} of the f16 cache's bytes a token, 24.00 GiB free"
+    assert table["KV on CUDA2"] == f"{half:,} of the f16 cache's bytes a token, 1024.0 MiB free"
+    assert "KV on CUDA1" not in table
+    assert "KV on CPU" not in table
+    assert table["auto pool"].startswith("auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB")
+
+    found = json.loads(good("inspect", "-c", "32K", "--json").stdout)
+    assert found["devices"] == [
+        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half},
+        {"name": "CUDA2", "free": GIB, "token_bytes": half},
+    ]
+    assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
+    assert found["auto_pool"] == 16_384
+
+
+def test_inspect_one_device() -> None:
+    assert "KV on" not in good("inspect").stdout
+    (device,) = json.loads(good("inspect", "--json").stdout)["devices"]
+    assert device["token_bytes"] == NEEDLE_TOKEN_BYTES
+    assert device["free"] > 0
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_run_on_several_devices_says_which_is_the_tightest() -> None:
+    found = summary("-p", "Hello", "-n", "1", "-c", "32K", "-ctk", "q8_0")
+    assert "free on CUDA2, the tightest of 2 devices" in found["notes"][0]
+    assert f"/ {(128 * 2 + 128 // 32 * 34) * 3 / 1024:.2f} KiB a token" in found["notes"][0]
+    res = invoke("run", "-p", "Hello", "-n", "1", "-c", "1M", "--kvflash", "off")
+    assert res.exit_code == 1
+    assert "takes 1.5 GiB on CUDA2, and 1.0 GiB are free" in res.stderr
 
 
 def test_inspect_says_what_it_looks_at() -> None:

@@ -25,7 +25,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from test_cli import Geometry, model_file
 
 import pyllama_kvflash.engine
-from pyllama_kvflash import Done, KVFlash, KVFlashError, Paged, Prefill, Sampling, Token, as_dict, store
+from pyllama_kvflash import Done, KVFlash, KVFlashError, Paged, Prefill, Sampling, Token, as_dict
 from pyllama_kvflash.errors import (
     HostMemoryError,
     Interrupted,
@@ -750,7 +750,7 @@ def cut_off(target: Any, name: str, when: str, monkeypatch: pytest.MonkeyPatch, 
 STEPS = [
     "ctx.decode",
     "ctx.drop",
-    "ctx.read",
+    "ctx.begin_read",
     "ledger.drop",
     "ledger.write",
     "ledger.store",
@@ -813,7 +813,8 @@ def bring_both(kv: KVFlash) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    "step", ["ctx.page_in", "ctx.drop", "ledger.begin_page_in", "ledger.commit_page_in", "store.get"]
+    "step",
+    ["ctx.begin_page_in", "ctx.commit", "ctx.drop", "ledger.begin_page_in", "ledger.commit_page_in", "store.get"],
 )
 def test_page_in_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
     kv = opened()
@@ -833,7 +834,9 @@ def test_page_in_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", ["ctx.seq_rm", "ledger.rollback", "store.forget", "ctx.page_in", "ctx.attn_seq_rm"])
+@pytest.mark.parametrize(
+    "step", ["ctx.seq_rm", "ledger.rollback", "store.forget", "ctx.begin_page_in", "ctx.commit", "ctx.attn_seq_rm"]
+)
 def test_rollback_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
     """It happened, or it did not; and it can be done again."""
     kv, control = opened(sinks=0), opened(sinks=0)
@@ -1038,13 +1041,17 @@ class NoMemory:
         return getattr(np, name)
 
 
+def no_memory(_size: int) -> Any:
+    raise MemoryError
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
 def test_out_of_host_memory_loses_nothing(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kv, control = opened(name, **TINY), opened(name, **TINY)
     feed(kv, 350, 10)
     want = feed(control, 700, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "np", NoMemory())
+        patch.setattr(kv.pager.store, "_allocate", no_memory)
         with pytest.raises(
             HostMemoryError, match=r"no host memory for another [\d.]+ MiB of chunk records, with [\d.]+ MiB held"
         ):

@@ -1,6 +1,7 @@
 """The size of the pool at every edge, and that its floor is enough for whatever comes."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room, pool_floor
 from pyllama_kvflash.policy import resolve_pool as resolve
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, SPARE_BLOCKS, pinned_chunks
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, SPARE_BLOCKS, Room, pinned_chunks
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -130,6 +131,10 @@ def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
 #
 
 
+def auto(free: int, n_ctx: int, cap: int = AUTO_CAP) -> int:
+    return auto_pool([Room("CPU", free, KIB)], n_ctx, cap)[0]
+
+
 @pytest.mark.parametrize(
     ("free", "tokens"),
     [
@@ -146,25 +151,97 @@ def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
     ],
 )
 def test_auto_is_half_of_what_is_free_beyond_the_reserve(free: int, tokens: int) -> None:
-    assert auto_pool(free, KIB, 1 << 20)[0] == tokens
+    assert auto(free, 1 << 20) == tokens
 
 
 @pytest.mark.parametrize(("n_ctx", "tokens"), [(1, 256), (256, 256), (257, 512), (16_384, 16_384), (16_385, 16_384)])
 def test_auto_is_no_larger_than_the_context(n_ctx: int, tokens: int) -> None:
-    assert auto_pool(PLENTY, KIB, n_ctx)[0] == tokens
+    assert auto(PLENTY, n_ctx) == tokens
 
 
-def test_auto_takes_another_cap() -> None:
-    assert auto_pool(PLENTY, KIB, 1 << 20, cap=512)[0] == 512
+@pytest.mark.parametrize(
+    ("cap", "tokens"), [(1, 0), (255, 0), (256, 256), (512, 512), (700, 512), (1 << 15, 1 << 15), (1 << 30, 1 << 20)]
+)
+def test_auto_takes_another_cap(cap: int, tokens: int) -> None:
+    """Whole steps of 256, or rounding up to them would exceed it."""
+    assert auto(PLENTY, 1 << 20, cap) == tokens
 
 
 def test_auto_says_how_it_came_to_its_number() -> None:
-    tokens, note = auto_pool(RESERVE + (3 << 20), 1536, 32_768)
+    tokens, note = auto_pool([Room("CPU", RESERVE + (3 << 20), 1536)], 32_768)
     assert tokens == 1024
     assert note == (
-        "auto: half of (515 MiB free - 512 MiB reserve) / 1.50 KiB a token = 1024 tokens,"
-        " at most 16384 and the context of 32768: 1024"
+        "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1024 tokens,"
+        " at most 16384 (--kvflash-auto-cap) and the context of 32768: 1024"
     )
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("rooms", "name", "tokens"),
+    [
+        ([(GIB, KIB), (RESERVE + 2 * 2048 * KIB, KIB)], "b", 2048),  # less free
+        ([(RESERVE + 2 * 2048 * KIB, KIB), (GIB, KIB)], "a", 2048),
+        ([(GIB, 8 * KIB), (GIB, 128 * KIB)], "b", 2048),  # more of the layers
+        ([(GIB, 128 * KIB), (4 * GIB, 1792 * KIB)], "b", 1024),  # more free, but not so much more
+        ([(GIB, KIB), (RESERVE - 1, 1), (GIB, KIB)], "b", 0),
+        ([(PLENTY, KIB), (PLENTY, 2 * KIB), (PLENTY, KIB)], None, AUTO_CAP),  # each holds more than the cap
+    ],
+)
+def test_auto_takes_what_the_tightest_device_holds(rooms: list[tuple[int, int]], name: str | None, tokens: int) -> None:
+    found, note = auto_pool([Room("abc"[i], *room) for i, room in enumerate(rooms)], 1 << 20)
+    assert found == tokens
+    assert f", the tightest of {len(rooms)} devices" in note
+    assert name is None or f"MiB free on {name}, the tightest" in note
+
+
+frees = st.integers(0, RESERVE + (1 << 26))
+sizes = st.integers(1, 1 << 16)
+room_lists = st.lists(st.builds(Room, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
+
+
+@given(rooms=room_lists, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
+@CHECK
+def test_auto_fits_every_device(rooms: list[Room], n_ctx: int, cap: int) -> None:
+    tokens, _ = auto_pool(rooms, n_ctx, cap)
+    assert tokens == min(auto_pool([room], n_ctx, cap)[0] for room in rooms)
+    assert 0 <= tokens <= cap
+    assert tokens < n_ctx + CELLS
+    for room in rooms:
+        assert tokens == 0 or RESERVE + 2 * tokens * room.token_bytes <= room.free
+
+
+@given(rooms=room_lists, n_ctx=st.integers(1, 1 << 18))
+@CHECK
+def test_the_note_adds_up(rooms: list[Room], n_ctx: int) -> None:
+    """Whoever follows its arithmetic, by the figures it shows, comes to its number."""
+    tokens, note = auto_pool(rooms, n_ctx, cap=4096)
+    free, reserve, kib, quotient, cap, context, result = map(
+        float, re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?= |:|$)", plain(note))
+    )
+    room = min(rooms, key=lambda r: r.tokens)
+    assert (reserve, cap, context, result) == (512, 4096, n_ctx, tokens)
+    assert abs(free * 2**20 - room.free) <= 2**19
+    assert abs(kib * 1024 - room.token_bytes) <= 6
+    assert quotient == room.tokens == max(0, room.free - RESERVE) // 2 // room.token_bytes
+    assert tokens == min(quotient // 256 * 256, 4096, math.ceil(n_ctx / 256) * 256)
+
+
+def plain(note: str) -> str:
+    """Without the number of devices."""
+    return re.sub(r", the tightest of \d+ devices", "", note)
+
+
+def test_a_device_without_kv_does_not_count() -> None:
+    """Of three devices the second has no memory left, and no layers either."""
+    free = [GIB, 0, RESERVE + 2 * 1024 * 2 * KIB]
+    geometry = Geometry(((256, 256), (256, 256), (256, 256), (256, 256)), (0, 2, 2, 0))
+    rooms = [Room(f"GPU{i}", free[i], n) for i, n in geometry.by_device(lambda _, n: 2 * n, 1, 1).items()]
+    tokens, note = auto_pool(rooms, 1 << 20)
+    assert tokens == 1024
+    assert "on GPU2, the tightest of 2 devices" in note
 
 
 #
@@ -172,8 +249,10 @@ def test_auto_says_how_it_came_to_its_number() -> None:
 #
 
 
-def pool(request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY) -> PoolSize:
-    return resolve(request, n_ctx=n_ctx, floor=floor, free=free, token_bytes=KIB)
+def pool(
+    request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY, cap: int = AUTO_CAP
+) -> PoolSize:
+    return resolve(request, n_ctx=n_ctx, floor=floor, rooms=[Room("CPU", free, KIB)], cap=cap)
 
 
 def test_off_is_the_full_cache_without_a_word() -> None:
@@ -256,23 +335,39 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
     assert f"raised to {FLOOR}" in size.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("cap", "n_pool"), [(2048, 2048), (5000, 4864), (1 << 15, 1 << 15), (1, FLOOR), (FLOOR, FLOOR)]
+)
+def test_auto_with_another_cap(cap: int, n_pool: int) -> None:
+    size = pool("auto", cap=cap)
+    assert size.n_pool == n_pool
+    assert f"at most {cap} (--kvflash-auto-cap)" in size.notes[0]
+    assert len(size.notes) == 1
+    assert len(size.warnings) == (cap < FLOOR)
+
+
+def test_a_number_is_taken_whatever_auto_would_choose() -> None:
+    assert pool(1 << 19, free=0, cap=256) == PoolSize(1 << 19, (), ())
+
+
 @given(
     request_=st.integers(0, 100_000) | st.sampled_from(["auto", "off"]),
     n_ctx=st.integers(1, 100_000),
     n_batch=st.integers(1, 4096),
     n_pinned=counts,
-    free=st.integers(0, RESERVE + (1 << 28)),
-    token_bytes=st.integers(1, 1 << 20),
+    rooms=room_lists,
+    cap=st.integers(1, 100_000),
 )
 @CHECK
 def test_outcome_is_always_a_pool_that_works(
-    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, free: int, token_bytes: int
+    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, rooms: list[Room], cap: int
 ) -> None:
     """At least the floor, at least what was asked for, whole steps of 256, less than the context; or no pool."""
     floor = pool_floor(64, n_batch, 1, 4, n_pinned)
-    size = resolve(request_, n_ctx=n_ctx, floor=floor, free=free, token_bytes=token_bytes)
+    size = resolve(request_, n_ctx=n_ctx, floor=floor, rooms=rooms, cap=cap)
     if size.n_pool is not None:
         assert request_ != "off"
+        assert request_ != "auto" or size.n_pool <= max(floor, cap)
         assert floor <= size.n_pool < n_ctx
         assert size.n_pool % CELLS == 0
         assert request_ == "auto" or int(request_) <= size.n_pool < max(floor, int(request_) + CELLS) + 1
@@ -294,6 +389,20 @@ def test_token_bytes_are_summed_over_the_layers() -> None:
         return {1: 2, 8: 1}[kind] * n
 
     assert geometry.token_bytes(row_bytes, 1, 8) == 2 * (2 * 1024 + 512) + 2 * 256
+    assert geometry.by_device(row_bytes, 1, 8) == {0: geometry.token_bytes(row_bytes, 1, 8)}, "of one device"
+    split = Geometry(geometry.rows, (3, -1, 3))  # -1: the host
+    assert split.by_device(row_bytes, 1, 8) == {3: (2 * 1024 + 512) + 2 * 256, -1: 2 * 1024 + 512}
+    assert split.token_bytes(row_bytes, 1, 8) == geometry.token_bytes(row_bytes, 1, 8)
+
+
+def test_nothing_to_pool_is_on_no_device() -> None:
+    assert Geometry(()).by_device(lambda _, n: n, 1, 1) == {}
+    assert Geometry(()).token_bytes(lambda _, n: n, 1, 1) == 0
+
+
+def test_every_layer_has_a_device() -> None:
+    with pytest.raises(ValueError, match="argument 2"):
+        Geometry(((64, 64), (64, 64)), (0,)).by_device(lambda _, n: n, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,11 @@
 """The host store: a place for a record is given once and never moves, and running out of memory loses nothing."""
 
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +101,9 @@ def test_forgotten_places_are_used_again() -> None:
 
 def free_places(store: HostStore) -> set[int]:
     """Places that were never given."""
-    return {place(row) for slab in store._slabs for row in slab} - {place(r) for r in store._records.values()}
+    return {place(row) for slab in store._slabs for row in slab.reshape(-1, N)} - {
+        place(r) for r in store._records.values()
+    }
 
 
 def test_forget_takes_the_first_chunk_and_all_later_ones() -> None:
@@ -178,9 +186,291 @@ def test_no_memory_in_the_middle_of_a_reservation(full: SimpleNamespace) -> None
     assert store.held_bytes == held
 
 
+#
+# the limit
+#
+
+
+@pytest.mark.parametrize("step", ["expect", "reserve", "put"])
+@pytest.mark.parametrize("rest", [0, N - 1])  # no room for a part of a record
+def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, rest: int) -> None:
+    store = memory.store(limit=5 * N + rest)
+    for chunk in range(4):
+        store.put(chunk)[:] = mark(chunk)
+    store.reserve(1)
+    held, n_calls = store.held_bytes, len(memory.sizes)
+    if step == "put":
+        store.put(4)
+    more = {"expect": lambda: store.expect(2), "reserve": lambda: store.reserve(2), "put": lambda: store.put(5)}
+    for _ in range(2):
+        with pytest.raises(HostMemoryError) as err:
+            more[step]()
+        assert re.fullmatch(
+            r"6 chunk records take 0\.38 KiB of host memory, and 0\.3\d KiB are allowed: raise host_limit"
+            r" \(--kvflash-host\), use a shorter context or a smaller cache type \(-ctk, -ctv\)",
+            str(err.value),
+        )
+    assert len(memory.sizes) == n_calls, "no memory was asked for"
+    assert store.held_bytes == held == 5 * N
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(4))
+    store.expect(1 - (step == "put"))  # up to the limit it goes on
+    store.put(4)
+    assert len(store) == 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"), [(1, "0.00 KiB"), (3 << 10, "3.00 KiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB")]
+)
+def test_limit_is_told_in_units_that_read_well(limit: int, shown: str) -> None:
+    with pytest.raises(HostMemoryError, match=rf" take 4\.00 GiB of host memory, and {re.escape(shown)} are allowed: "):
+        HostStore(1 << 30, limit=limit).expect(4)
+
+
+def test_limit_holds_for_what_is_taken_not_only_for_what_is_used(memory: "Memory") -> None:
+    """Slabs add up to 1/16, and never more than is allowed."""
+    store = memory.store(limit=100 * N + 7)
+    for chunk in range(100):
+        store.put(chunk)
+        assert store.held_bytes <= 100 * N
+    assert max(memory.sizes) > N, "there were slabs of several records"
+    with pytest.raises(HostMemoryError, match="101 chunk records"):
+        store.put(100)
+    store.forget(50)
+    store.reserve(50)  # forgotten places count no more
+    assert store.held_bytes == 100 * N
+
+
+#
+# memory that is taken ahead
+#
+
+
+class Memory:
+    """An allocator that can be told to wait, to fail, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.threads: list[str] = []
+        self.slabs: list[weakref.ref[np.ndarray[Any, Any]]] = []
+        self.fail: Callable[[int], bool] = lambda _: False  # by the number of the call
+        self.gates: dict[int, threading.Event] = {}
+        self.stores: list[HostStore] = []
+
+    def __call__(self, size: int) -> np.ndarray[Any, Any]:
+        i = len(self.sizes)
+        self.sizes.append(size)
+        self.threads.append(threading.current_thread().name)
+        if gate := self.gates.get(i):
+            assert gate.wait(10)
+        if self.fail(i):
+            raise MemoryError
+        slab = np.full(size, 255, np.uint8)
+        self.slabs.append(weakref.ref(slab))
+        return slab
+
+    def store(self, limit: int | None = None) -> HostStore:
+        self.stores.append(HostStore(N, self, limit))
+        return self.stores[-1]
+
+    def gate(self, i: int) -> threading.Event:
+        """Call i waits for it."""
+        return self.gates.setdefault(i, threading.Event())
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    """Slabs that are taken ahead are of four records."""
+    monkeypatch.setattr(module, "_SLAB", 4 * N + 1)
+    res = Memory()
+    yield res
+    for gate in res.gates.values():
+        gate.set()
+    for store in res.stores:
+        store.close()
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_expected_memory_is_taken_in_slabs_beside(memory: Memory) -> None:
+    store = memory.store()
+    store.expect(10)
+    until(lambda: len(memory.slabs) == 3)
+    assert memory.sizes == [4 * N, 4 * N, 2 * N]
+    assert all(name.startswith("kvflash-host") for name in memory.threads)
+    store.reserve(3)
+    assert store.held_bytes == 4 * N, "only what is needed now"
+    store.reserve(10)
+    places = {place(store.put(chunk)) for chunk in range(10)}
+    assert len(places) == 10
+    assert min(np.diff(sorted(places))) >= N, "two records overlap"
+    for chunk in range(10):
+        store.get(chunk)[:] = mark(chunk)
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(10))
+    assert len(memory.sizes) == 3, "nothing more was taken"
+    assert store.held_bytes == store.used_bytes == 10 * N
+
+
+def test_plain_memory_is_committed_ahead_too(full: SimpleNamespace) -> None:
+    store = HostStore(N)
+    store.expect(10)
+    until(lambda: full.left == 1_000_000 - 1)
+    store.reserve(10)
+    assert (full.left, store.held_bytes) == (1_000_000 - 1, 10 * N)
+    store.close()
+
+
+def test_nothing_waits_for_memory_that_is_not_needed_yet(memory: Memory) -> None:
+    store = memory.store()
+    store.reserve(2)
+    gate = memory.gate(2)
+    store.expect(6)
+    until(lambda: len(memory.sizes) == 3)  # it is being taken
+    store.put(0)
+    store.put(1)
+    store.reserve(0)
+    store.expect(4)
+    assert len(memory.slabs) == 2
+    threading.Timer(0.1, gate.set).start()
+    store.put(2)
+    assert len(memory.slabs) == 3, "this one did wait"
+
+
+def test_what_is_expected_is_taken_once(memory: Memory) -> None:
+    store = memory.store()
+    store.reserve(1)
+    for _ in range(3):
+        store.expect(5)
+    store.reserve(5)
+    store.expect(5)
+    for chunk in range(3):
+        store.put(chunk)
+    store.expect(2)
+    store.forget(1)
+    store.expect(4)
+    store.expect(0)
+    store.reserve(4)
+    assert memory.sizes == [N, 4 * N]
+    store.expect(6)
+    store.reserve(6)
+    assert memory.sizes == [N, 4 * N, 2 * N]
+    assert store.held_bytes == 7 * N
+
+
+def test_expected_memory_is_within_the_limit(memory: Memory) -> None:
+    store = memory.store(limit=40 * N)
+    for chunk in range(32):
+        store.put(chunk)
+    store.expect(8)
+    for chunk in range(32, 40):
+        store.put(chunk)
+    assert store.held_bytes == sum(memory.sizes) == 40 * N
+
+
+def test_a_record_larger_than_a_slab(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SLAB", N - 1)
+    store = memory.store()
+    store.expect(3)
+    store.reserve(3)
+    assert memory.sizes == [N] * 3
+
+
+def test_no_memory_ahead_is_said_when_it_is_needed(memory: Memory) -> None:
+    """In one sentence, once; what came before is there, and the store goes on when memory is there again."""
+    store = memory.store()
+    memory.fail = lambda i: i == 1
+    store.expect(12)
+    store.reserve(4)
+    for chunk in range(4):
+        store.put(chunk)[:] = mark(chunk)
+    with pytest.raises(HostMemoryError, match=r"^no host memory for another 0\.0 MiB .* with 0\.0 MiB held: ") as err:
+        store.reserve(1)
+    assert err.value.__suppress_context__
+    assert "\n" not in str(err.value)
+    assert (len(store), store.held_bytes) == (4, 4 * N)
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(4))
+
+    store.reserve(1)
+    assert memory.threads[-1] == threading.current_thread().name, "what was expected is forgotten"
+    store.expect(8)
+    for chunk in range(4, 12):
+        store.put(chunk)[:] = mark(chunk)
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(12))
+    assert store.held_bytes == 12 * N
+
+
+def test_no_memory_takes_no_more(memory: Memory) -> None:
+    """Slabs that still wait for their turn are not taken once one has failed."""
+    store = memory.store()
+    memory.fail = lambda i: i == 0
+    gate = memory.gate(1)
+    store.expect(20)
+    with pytest.raises(HostMemoryError):
+        store.reserve(1)
+    gate.set()
+    store._grower.submit(lambda: None).result()  # after all that waits for the thread
+    assert len(memory.sizes) <= 2
+    assert len(store) == store.held_bytes == 0
+
+
+def test_no_thread_to_take_memory_ahead(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        msg = "can't start new thread"
+        raise RuntimeError(msg)
+
+    store = memory.store()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        store.expect(10)
+    assert memory.sizes == []
+    store.reserve(3)
+    assert store.held_bytes == 3 * N
+
+
+def test_close_gives_the_memory_back(memory: Memory) -> None:
+    store = memory.store()
+    store.expect(8)
+    for chunk in range(6):
+        store.put(chunk)
+    until(lambda: len(memory.slabs) == 2)
+    store.close()
+    gc.collect()
+    assert [slab() for slab in memory.slabs] == [None, None]
+    assert len(store) == store.used_bytes == store.held_bytes == 0
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvflash-host")]
+    store.close()  # harmless
+
+
+def test_close_while_memory_is_being_taken(memory: Memory) -> None:
+    """It ends the slab that is being taken, and begins no other."""
+    store = memory.store()
+    gate = memory.gate(0)
+    store.expect(12)
+    until(lambda: len(memory.sizes) == 1)
+    threading.Timer(0.1, gate.set).start()
+    store.close()
+    gc.collect()
+    assert len(memory.sizes) == 1
+    assert [slab() for slab in memory.slabs] == [None]
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvflash-host")]
+
+
+def test_close_of_a_store_that_was_never_used() -> None:
+    HostStore(N).close()
+    HostStore(N, limit=1).close()
+
+
+#
+# all together
+#
+
 steps = st.lists(
     st.tuples(st.just("put"), st.integers(0, 60))
-    | st.tuples(st.sampled_from(["forget", "reserve"]), st.integers(0, 70)),
+    | st.tuples(st.sampled_from(["forget", "reserve", "expect"]), st.integers(0, 70)),
     max_size=200,
 )
 
@@ -188,7 +478,7 @@ steps = st.lists(
 @given(steps=steps)
 @CHECK
 def test_records_are_what_was_written_last(steps: list[tuple[str, int]]) -> None:
-    """Against a dict: any order of put, forget and reserve."""
+    """Against a dict: any order of put, forget, reserve and expect."""
     store, want = HostStore(16), dict[int, int]()
     for i, (step, n) in enumerate(steps):
         if step == "put":
@@ -197,9 +487,12 @@ def test_records_are_what_was_written_last(steps: list[tuple[str, int]]) -> None
         elif step == "forget":
             want = {chunk: value for chunk, value in want.items() if chunk < n}
             store.forget(n)
+        elif step == "expect":
+            store.expect(n)
         else:
             store.reserve(n)
             assert store.held_bytes - store.used_bytes >= n * 16
         assert len(store) == len(want)
     assert all(chunk in store and (store.get(chunk) == value).all() for chunk, value in want.items())
     assert len({place(store.get(chunk)) for chunk in want}) == len(want)
+    store.close()

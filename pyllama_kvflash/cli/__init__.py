@@ -15,6 +15,7 @@ from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
+from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.errors import KVFlashError
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -85,3 +86,5 @@ main.add_command(demo)
 main.add_command(inspect)
 main.add_command(plot)
 main.add_command(bench)
+bench.add_command(speed)
+bench.add_command(paging)

@@ -190,7 +190,7 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
-    _picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
+    picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
 
 
 def _text(file: str | None) -> str | None:
@@ -231,7 +231,7 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
     click.echo(recall_bench.write(sweep, results), nl=False)
     rows = recall_bench.summarise(sweep, results)
     title = f"{model.stem}: codes found, {len(seeds)} texts"
-    _picture(results, reporter, lambda: heat_map(rows, title))
+    picture(results, reporter, lambda: heat_map(rows, title))
 
 
 def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, Any], tuple[Variant, ...], Reporter]:
@@ -243,7 +243,8 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
     return model, folder, {n: options[n] for n in names}, _variants(options["variants"]), reporter
 
 
-def _picture(results: Results, reporter: Reporter, draw: Callable[[], bytes]) -> None:
+def picture(results: Results, reporter: Reporter, draw: Callable[[], bytes]) -> None:
+    """Write results.png, and say what was written."""
     try:
         path = results.write("results.png", draw())
     except UsageError as err:  # no matplotlib: the tables are what counts

@@ -1,7 +1,7 @@
 """`kvflash inspect`: what of a model can be pooled, and what it costs."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -12,10 +12,11 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.loading import Probe, check_file, free_bytes, probe
+from pyllama_kvflash.loading import Probe, check_file, probe, rooms
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import auto_pool
+from pyllama_kvflash.policy.sizing import Room
 
 HELP = """Look at a model: architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
 
@@ -35,6 +36,7 @@ class Findings:
     n_ctx: int
     probe: Probe
     token_bytes: dict[str, int]  # by cache type
+    rooms: list[Room]  # the devices that hold the f16 cache
     auto_tokens: int
     auto_note: str
 
@@ -68,10 +70,9 @@ def _look(model: Model, options: Options) -> Findings:
     options = options.resolved(model.n_ctx_train)
     seen = probe(model, options)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    tokens, note = (
-        auto_pool(free_bytes(), sizes["f16"], options.n_ctx) if seen.geometry.rows else (0, "nothing to pool")
-    )
-    return Findings(model, options.n_ctx, seen, sizes, tokens, note)
+    found = rooms(seen, options)
+    tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
+    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -95,6 +96,10 @@ def _table(f: Findings) -> Table:
     ]
     for name, size in f.token_bytes.items():
         rows.append((f"{name} cache", f"{size:,} bytes a token, {mib(size * f.n_ctx)} for the context"))
+    if len(f.rooms) > 1:
+        for room in f.rooms:
+            share = f"{room.token_bytes:,} of the f16 cache's bytes a token, {mib(room.free)} free"
+            rows.append((f"KV on {room.name}", share))
     if f.probe.refusal is None:
         rows.append(("auto pool", f.auto_note))
     for row in rows:
@@ -118,6 +123,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "pooled_layers": f.probe.layers,
         "n_swa": f.model.n_swa,
         "token_bytes": f.token_bytes,
+        "devices": [asdict(room) for room in f.rooms],
         "auto_pool": f.auto_tokens if f.probe.refusal is None else None,
         "auto_note": f.auto_note,
     }

@@ -1,5 +1,6 @@
 """Option types and the options that several commands share. Names follow llama.cpp."""
 
+import math
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -11,9 +12,10 @@ from click.core import ParameterSource
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 from pyllama_kvflash.policy import AGGREGATES
+from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class TokenCount(click.ParamType[int | str]):
@@ -36,6 +38,51 @@ class TokenCount(click.ParamType[int | str]):
             words = "".join(f', "{w}"' for w in self.words)
             self.fail(f"{value!r} is no number of tokens: give one such as 4096 or 4K{words}", param, ctx)
         return int(match[1]) * _UNITS[match[2]]
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes: 64GiB, 64G, 512M (of 1,024 each), or 1048576."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse, or fail with what is allowed."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:IB)?)?", str(value).strip().upper())
+        if not match:
+            self.fail(f"{value!r} is no size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
+        return int(match[1]) * _UNITS[match[2] or ""]
+
+
+class Split(click.ParamType[tuple[float, ...]]):
+    """Shares for devices, in their order: 3,1, or 3/1 as llama.cpp takes it, too."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Parse, or fail with what is allowed."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            res = tuple(float(part) for part in re.split("[,/]", value)) if value else ()
+        except ValueError:
+            res = (math.nan,)
+        if not all(map(math.isfinite, res)):
+            self.fail(f"{value!r} is no list of shares: give a number for each GPU, such as 3,1", param, ctx)
+        return res
+
+
+class Servers(click.ParamType[tuple[str, ...]]):
+    """Servers with commas between them: host:port,host:port."""
+
+    name = "servers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ARG002
+        """Take apart; Options checks each."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in value.split(",")) if value else ()
 
 
 class Policy(click.ParamType[str]):
@@ -133,13 +180,28 @@ COMPUTE = options(
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=Layers(), default="all",
-                 show_default=True, envvar=env("N_GPU_LAYERS"), help="Layers to offload to the GPU."),
+                 show_default=True, envvar=env("N_GPU_LAYERS"),
+                 help="Layers to offload to the GPU, with their KV; that of the other layers stays on the host."),
+    click.option("-ts", "--tensor-split", "tensor_split", metavar="N0,N1,...", type=Split(), default="",
+                 envvar=env("TENSOR_SPLIT"),
+                 help="Shares of the layers, and of their KV, for each GPU: 3,1 gives the first three quarters of them."
+                 " Devices of --rpc come first.  [default: by their free memory]"),
+    click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
+                 help="Use the devices of other machines, too. On each, start llama.cpp's rpc-server, which trusts"
+                 " whoever reaches it."),
 )  # fmt: skip
 
 POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",
                  show_default=True, envvar="KVFLASH_POOL",
-                 help="Pool size in tokens; auto: half of the free device memory, at most 16K; off: the full cache."),
+                 help="Pool size in tokens; auto: half of the free device memory, at most"
+                 " --kvflash-auto-cap; off: the full cache."),
+    click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
+                 envvar="KVFLASH_AUTO_CAP",
+                 help="Tokens that auto takes at most. A larger pool keeps more, and makes decoding slower."),
+    click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
+                 help="Host memory that the records of chunks may take, such as 64GiB or 512M. A prompt that needs more is"
+                 " refused before it is run.  [default: what there is]"),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
                  show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,

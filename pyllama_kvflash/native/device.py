@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 
@@ -43,7 +44,17 @@ def _host_available(fallback: int) -> int:
     return fallback
 
 
+_servers: set[str] = set()  # a server that is added again would be one more device
+
+
 def add_rpc(endpoint: str) -> None:
     """Make the devices of an RPC server (host:port) devices of this process. Raises NativeError and UnsupportedError."""
     init()
-    check(lib.kvf_add_rpc(endpoint.encode()))
+    if endpoint in _servers:
+        return
+    try:
+        check(lib.kvf_add_rpc(endpoint.encode()))
+    except NativeError:
+        msg = f"the RPC server {endpoint} (--rpc) does not answer: start llama.cpp's rpc-server there, or leave it out"
+        raise NativeError(msg) from None
+    _servers.add(endpoint)

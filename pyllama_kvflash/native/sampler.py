@@ -6,7 +6,7 @@ from typing import Any
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native.context import Context
-from pyllama_kvflash.native.lib import ffi, lib
+from pyllama_kvflash.native.lib import check, ffi, lib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class Sampler:
     def __init__(self, sampling: Sampling, n_vocab: int) -> None:
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
+        self._token: Any = ffi.new("llama_token *")
+        self._plain = sampling.greedy and sampling.repeat_penalty == 1.0
         if sampling.repeat_penalty != 1.0:
             self._add(
                 lib.llama_sampler_init_penalties(n_vocab, sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0)
@@ -76,5 +78,8 @@ class Sampler:
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of token i of the last batch, and tell the chain about it."""
+        if self._plain:  # llama.cpp's sampler copies all candidates first: some percent of a GPU's step
+            check(lib.kvf_argmax(ctx.handle, i, self._token))
+            return int(self._token[0])
         token: int = lib.llama_sampler_sample(self._handle, ctx.handle, i)
         return token

@@ -24,6 +24,9 @@ class State(IntEnum):
     RESIDENT = 2  # in a block of the pool
 
 
+_RESIDENT = int(State.RESIDENT)  # a plain number: looked at for every token
+
+
 class Ledger:
     """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
 
@@ -81,7 +84,7 @@ class Ledger:
     @property
     def n_resident(self) -> int:
         """Chunks in the pool."""
-        return int(np.count_nonzero(self._state == State.RESIDENT))
+        return int(np.count_nonzero(self._state == _RESIDENT))
 
     @property
     def n_in_flight(self) -> int:
@@ -159,9 +162,17 @@ class Ledger:
         n_new = self.new_chunks(n_tokens)
         if n_tokens <= 0:
             raise LedgerError("nothing to write")
+        inside = self.n_tokens % self.chunk and (self.n_tokens + n_tokens) % self.chunk
+        if inside and n_new == 0 and self._state[-1] == _RESIDENT:
+            # most tokens: nothing begins, and nothing is full
+            self._tick += 1
+            self._touched[-1] = self._tick
+            self._now[1]["score"][-1] = np.nan
+            self._now = (self.n_tokens + n_tokens, self._now[1])
+            return
         if n_new and n_new > self.n_free:
             raise LedgerError(f"{n_new} new chunks, {self.n_free} free blocks")
-        if self.n_tokens % self.chunk and self._state[-1] != State.RESIDENT:
+        if self.n_tokens % self.chunk and self._state[-1] != _RESIDENT:
             raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")
         chunks = self._now[1]
         if n_new:

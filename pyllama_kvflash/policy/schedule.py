@@ -44,9 +44,11 @@ class Schedule:
         self._n = 0
         self._begun = False
 
-    def step(self, n_tokens: int, seconds: float) -> None:
-        """n_tokens were decoded in so many seconds."""
+    def step(self, n_tokens: int, seconds: float | None) -> None:
+        """n_tokens were decoded in so many seconds, None: nobody knows."""
         self._n += n_tokens
+        if seconds is None:
+            return
         each = seconds / n_tokens
         self._step_s = each if self._step_s is None else 0.9 * self._step_s + 0.1 * each
 

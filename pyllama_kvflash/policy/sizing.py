@@ -71,7 +71,7 @@ def auto_pool(rooms: Sequence[Room], n_ctx: int, cap: int = AUTO_CAP) -> tuple[i
     Of several devices, each with its own layers, the one that holds the fewest tokens counts.
     """
     room = min(rooms, key=lambda r: r.tokens)
-    tokens = min(room.tokens // CELLS * CELLS, cap, _round_up(n_ctx))
+    tokens = min(room.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
     others = f", the tightest of {len(rooms)} devices" if len(rooms) > 1 else ""
     note = (
         f"auto: half of ({room.free / 2**20:.0f} MiB free on {room.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"

@@ -5,6 +5,9 @@
 //   mirror   a stock context decodes the same tokens and forgets what is evicted: the same logits, to the bit
 //   again    out of the pool and in again, the bytes of free blocks overwritten in between: the same logits, to the bit
 //
+// Nothing waits for a copy unless it must: records and queries are checked at a later step, chunks stay on their way in
+// while other things happen.
+//
 // An episode begins exact: what is evicted stays out, so that the mirror can follow. It ends free: chunks come back into
 // any block, and attention adds up in another order than in a stock cache.
 
@@ -17,7 +20,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <list>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -62,10 +67,18 @@ struct settings {
     bool        fa     = true;
 };
 
-// a block as it should be: the chunk it holds, and which of its positions
+// a block as it should be: the chunk it holds, and which of its positions. landing: the chunk is on its way in
 struct slot {
-    int32_t  chunk = -1;
-    uint64_t mask  = 0;
+    int32_t  chunk   = -1;
+    uint64_t mask    = 0;
+    bool     landing = false;
+};
+
+// a copy to host memory that was begun, of a chunk or of queries (-1), and what must be true of it once it is done
+struct copy {
+    uint64_t              ticket;
+    int32_t               chunk;
+    std::function<void()> check;
 };
 
 struct fuzz {
@@ -84,6 +97,11 @@ struct fuzz {
     int32_t n_vocab;
     int32_t n_chunk;
     int32_t n_batch;
+    size_t  n_q = 0; // floats that the queries of all layers are
+
+    std::list<copy>   copies;  // begun, and not checked yet
+    std::list<record> sources; // of page-ins whose copies may not be done
+    uint64_t          n_ticket = 0;
 
     // the episode
     std::vector<slot>         slots;
@@ -137,6 +155,22 @@ struct fuzz {
         expect_ok("pooled context", kvf_context_new(model, &cparams, &pparams, &pool));
         expect_ok("stock context", kvf_context_new(model, &cparams, nullptr, &mirror));
         expect_status("the stock context is none", KVF_E_ARGUMENT, kvf_get_pool_info(mirror, &info));
+
+        for (uint32_t i = 0; i < kvf_n_layer(pool); ++i) {
+            kvf_layer layer;
+            expect_ok("layer", kvf_get_layer(pool, i, &layer));
+            expect(layer.device >= 0 && (size_t) layer.device < ggml_backend_dev_count() &&
+                            ggml_backend_dev_type(ggml_backend_dev_get(layer.device)) == GGML_BACKEND_DEVICE_TYPE_CPU,
+                    "a layer is on another device than the CPU");
+            n_q += layer.n_head * layer.n_embd_head_k;
+        }
+
+        double                seconds = -1;
+        ggml_backend_buffer_t buffer  = nullptr;
+        expect_ok("time_copies", kvf_time_copies(pool, 4096, 2, set.seed % 2, &seconds));
+        expect(seconds >= 0, "copies take no time");
+        expect_ok("host_buffer", kvf_host_buffer(pool, 4096, &buffer));
+        expect(!buffer, "memory is pinned for the CPU");
         clear();
     }
 
@@ -154,26 +188,43 @@ struct fuzz {
     bool sealed(int32_t chunk) const { return (chunk + 1) * n_chunk <= n_past; }
 
     // -1: not resident. chunk -1: the first free block
-    static int32_t block_of(const std::vector<slot> & slots, int32_t chunk) {
-        const auto it = std::find_if(slots.begin(), slots.end(), [&](const slot & s) { return s.chunk == chunk; });
+    static int32_t block_of(const std::vector<slot> & slots, int32_t chunk, bool landing = false) {
+        const auto it = std::find_if(
+                slots.begin(), slots.end(), [&](const slot & s) { return s.chunk == chunk && s.landing == landing; });
         return it == slots.end() ? -1 : it - slots.begin();
     }
     int32_t block_of(int32_t chunk) const { return block_of(slots, chunk); }
+    int32_t landing_block_of(int32_t chunk) const { return block_of(slots, chunk, true); }
 
     std::vector<int32_t> resident(bool evictable) const {
         std::vector<int32_t> res;
         for (const auto & s : slots) {
-            if (s.chunk >= 0 && !(evictable && (s.chunk == tail() || pins.count(s.chunk)))) { res.push_back(s.chunk); }
+            const bool stays = evictable && (s.chunk == tail() || pins.count(s.chunk));
+            if (s.chunk >= 0 && !s.landing && !stays) { res.push_back(s.chunk); }
         }
         return res;
     }
 
+    std::vector<int32_t> landing() const {
+        std::vector<int32_t> res;
+        for (const auto & s : slots) {
+            if (s.landing) { res.push_back(s.chunk); }
+        }
+        return res;
+    }
+
+    // those that can come in
     std::vector<int32_t> evicted() const {
         std::vector<int32_t> res;
         for (const auto & [chunk, _] : host) {
-            if (block_of(chunk) < 0) { res.push_back(chunk); }
+            if (block_of(chunk) < 0 && landing_block_of(chunk) < 0) { res.push_back(chunk); }
         }
         return res;
+    }
+
+    // whether a copy of the chunk was begun, and not checked yet
+    bool is_read(int32_t chunk) const {
+        return std::any_of(copies.begin(), copies.end(), [&](const copy & c) { return c.chunk == chunk; });
     }
 
     std::vector<int32_t> free_blocks() const {
@@ -202,7 +253,8 @@ struct fuzz {
     uint32_t width(const std::vector<slot> & after) const {
         uint32_t n_cell = 1;
         for (size_t i = 0; i < after.size() * n_chunk; ++i) {
-            n_cell = after[i / n_chunk].mask >> i % n_chunk & 1 ? i + 1 : n_cell;
+            const auto & s = after[i / n_chunk];
+            n_cell         = !s.landing && s.mask >> i % n_chunk & 1 ? i + 1 : n_cell;
         }
         return std::max(n_kv, (n_cell + 255) / 256 * 256);
     }
@@ -211,6 +263,7 @@ struct fuzz {
         expect_ok("info", kvf_get_pool_info(pool, &info));
         expect(info.n_pool == pparams.n_pool && info.n_block == slots.size(), "the pool has another size");
         expect(info.n_block_free == free_blocks().size(), "another number of blocks is free");
+        expect(info.n_landing == landing().size(), "another number of chunks is on the way in");
         expect(info.n_kv == n_kv && n_kv <= info.n_pool,
                 "n_kv is " + std::to_string(info.n_kv) + ", not " + std::to_string(n_kv));
 
@@ -218,18 +271,20 @@ struct fuzz {
         std::vector<int32_t> n_used(slots.size());
         expect_ok("blocks", kvf_blocks(pool, chunks.data(), n_used.data(), slots.size()));
         for (size_t b = 0; b < slots.size(); ++b) {
-            int32_t n = 0;
-            for (uint64_t mask = slots[b].mask; mask; mask &= mask - 1) {
+            const auto s = slots[b].landing ? slot() : slots[b]; // nothing is in its cells
+            int32_t    n = 0;
+            for (uint64_t mask = s.mask; mask; mask &= mask - 1) {
                 n++;
             }
-            expect(chunks[b] == slots[b].chunk && n_used[b] == n, "block " + std::to_string(b) + " holds something else");
+            expect(chunks[b] == s.chunk && n_used[b] == n, "block " + std::to_string(b) + " holds something else");
         }
 
         for (int32_t chunk = 0; chunk <= tail() + 1; ++chunk) {
             int32_t block;
             expect_ok("block_of", kvf_block_of(pool, 0, chunk, &block));
             expect(block == block_of(chunk), "chunk " + std::to_string(chunk) + " is in another block");
-            expect(block >= 0 || (!pins.count(chunk) && (!sealed(chunk) || host.count(chunk))), "a chunk is lost");
+            expect(block >= 0 || (!pins.count(chunk) && (!sealed(chunk) || host.count(chunk) || is_read(chunk))),
+                    "a chunk is lost");
         }
 
         if (n_past > 0) { read(pick(resident(false))); }
@@ -262,18 +317,21 @@ struct fuzz {
 
         const auto res = logits(pool);
         expect_finite("logits", res);
+        if (outputs > 0) {
+            const int32_t i    = rnd(res.size() / n_vocab); // of those that were asked for
+            const auto    row  = res.begin() + i * n_vocab;
+            llama_token   best = -1;
+            expect_ok("argmax", kvf_argmax(pool, outputs == 2 ? i : -1, &best));
+            expect(best == std::max_element(row, row + n_vocab) - row, "another token is the most likely one");
+        }
         if (n_exact > 0) {
             expect_ok("decode, stock", kvf_decode(mirror, 0, n_past, batch.data(), n, outputs));
             expect_same("than those of the stock context", res, logits(mirror));
             done["mirrored"]++;
         }
 
-        kvf_layer      layer;
-        const uint32_t i = rnd(info.n_layer);
-        expect_ok("layer", kvf_get_layer(pool, i, &layer));
-        std::vector<float> q(layer.n_head * layer.n_embd_head_k, NAN);
-        expect_ok("q", kvf_q(pool, i, q.data(), q.size()));
-        expect_finite("queries", q);
+        if (!landing().empty()) { done["beside landings"]++; }
+        queries();
 
         n_kv   = width(after);
         slots  = after;
@@ -281,6 +339,49 @@ struct fuzz {
         tokens.insert(tokens.end(), batch.begin(), batch.end());
 
         return res;
+    }
+
+    // wait for the copies up to a ticket, 0: all, and check them
+    void wait(uint64_t ticket) {
+        expect_ok("wait", kvf_wait(pool, ticket));
+        if (!ticket) { sources.clear(); }
+        while (!copies.empty() && (!ticket || copies.front().ticket <= ticket)) {
+            copies.front().check();
+            copies.pop_front();
+        }
+    }
+
+    void wait_for_some() {
+        uint64_t ticket = 0;
+        if (!copies.empty() && rnd(2)) { ticket = std::next(copies.begin(), rnd(copies.size()))->ticket; }
+        done["read late"] += std::count_if(copies.begin(), copies.end(),
+                [&](const copy & c) { return c.chunk >= 0 && (!ticket || c.ticket <= ticket); });
+        wait(ticket);
+    }
+
+    // of a copy that was just begun: they are counted
+    void begun(const std::string & what, int status, const uint64_t & ticket) {
+        expect_ok(what, status);
+        expect(ticket > n_ticket, what + ": ticket " + std::to_string(ticket) + " after " + std::to_string(n_ticket));
+        n_ticket = ticket;
+    }
+
+    // read the queries twice: for now, and to be compared after a later wait
+    void queries() {
+        const auto begin = [&](std::vector<float> & q) {
+            uint64_t ticket = 0;
+            q.assign(n_q, NAN);
+            begun("q", kvf_q(pool, q.data(), q.size(), &ticket), ticket);
+            return ticket;
+        };
+
+        const auto later  = std::make_shared<std::vector<float>>();
+        const auto ticket = begin(*later);
+
+        std::vector<float> now;
+        expect_ok("wait", kvf_wait(pool, begin(now)));
+        expect_finite("queries", now);
+        copies.push_back({ticket, -1, [=] { expect(*later == now, "the queries of a token are others later on"); }});
     }
 
     void decode_stopped() {
@@ -302,6 +403,10 @@ struct fuzz {
 
     // false: a recurrent state or a sliding window cannot go back so far
     bool rollback(int32_t pos) {
+        for (int32_t chunk : landing()) {
+            if (chunk >= pos / n_chunk) { cancel(chunk); } // else a commit would bring it back
+        }
+
         const int status = kvf_seq_rm(pool, 0, pos, -1);
         if (n_exact > 0) {
             expect(status == kvf_seq_rm(mirror, 0, pos, -1), "seq_rm: another status than that of the stock context");
@@ -311,6 +416,7 @@ struct fuzz {
             return false;
         }
         expect_ok("seq_rm", status);
+        wait(0); // what was begun before is as it was
         done["rolled back"]++;
 
         for (auto & s : slots) {
@@ -325,16 +431,17 @@ struct fuzz {
         return true;
     }
 
-    // the record of a resident chunk, checked against its tokens and the host's copy
-    record read(int32_t chunk) {
-        record rec(info.record_bytes, rnd(256)); // what a read leaves out differs from read to read
-        expect_ok("read", kvf_read(pool, 0, chunk, rec.data(), rec.size()));
+    // begin to read a resident chunk. its record is checked by a later wait, against its tokens and the host's copy
+    std::shared_ptr<const record> begin_read(int32_t chunk) {
+        const auto rec    = std::make_shared<record>(info.record_bytes, rnd(256)); // what a read leaves out differs
+        uint64_t   ticket = 0;
+        begun("read", kvf_read(pool, 0, chunk, rec->data(), rec->size(), &ticket), ticket);
 
         const kvf_record head = {
                 KVF_RECORD_MAGIC,
                 KVF_RECORD_VERSION,
                 sizeof(kvf_record),
-                rec.size(),
+                rec->size(),
                 FINGERPRINT,
                 slots[block_of(chunk)].mask,
                 chunk,
@@ -346,26 +453,40 @@ struct fuzz {
                 info.meta_bytes,
                 0,
         };
-        expect(!memcmp(rec.data(), &head, sizeof(head)), "the head of a record is wrong");
+        const auto begin = tokens.begin() + chunk * n_chunk;
+        const auto text  = std::vector<llama_token>(begin, std::min(begin + n_chunk, tokens.end()));
 
-        for (size_t i = 0; i < (info.meta_bytes - sizeof(head)) / sizeof(int32_t); ++i) {
-            int32_t value;
-            memcpy(&value, rec.data() + sizeof(head) + i * sizeof(value), sizeof(value));
-            const int32_t cell = i / 3; // x, y, token
-            const bool    used = cell < n_chunk && head.mask >> cell & 1;
-            expect(used ? i % 3 < 2 || value == tokens[chunk * n_chunk + cell] : value == 0,
-                    "the cells of a record are wrong");
-        }
-
-        if (sealed(chunk)) {
-            expect(host.emplace(chunk, rec).first->second == rec,
-                    "chunk " + std::to_string(chunk) + " differs from its record");
-        }
+        copies.push_back({ticket, chunk, [this, rec, head, text, chunk, is_sealed = sealed(chunk)] {
+                              expect(!memcmp(rec->data(), &head, sizeof(head)), "the head of a record is wrong");
+                              check_cells(*rec, head.mask, text);
+                              expect(!is_sealed || host.emplace(chunk, *rec).first->second == *rec,
+                                      "chunk " + std::to_string(chunk) + " differs from its record");
+                          }});
         return rec;
     }
 
-    record drop(int32_t chunk) {
-        const auto rec = read(chunk);
+    void check_cells(const record & rec, uint64_t mask, const std::vector<llama_token> & text) const {
+        for (size_t i = 0; i < (info.meta_bytes - sizeof(kvf_record)) / sizeof(int32_t); ++i) {
+            int32_t value;
+            memcpy(&value, rec.data() + sizeof(kvf_record) + i * sizeof(value), sizeof(value));
+            const int32_t cell = i / 3; // x, y, token
+            const bool    used = cell < n_chunk && mask >> cell & 1;
+            expect(used ? i % 3 < 2 || value == text.at(cell) : value == 0, "the cells of a record are wrong");
+        }
+    }
+
+    // the same at once; what was begun before is left to a later wait
+    record read(int32_t chunk) {
+        const auto rec = begin_read(chunk);
+        expect_ok("wait", kvf_wait(pool, copies.back().ticket));
+        copies.back().check();
+        copies.pop_back();
+        return *rec;
+    }
+
+    // the record is not read until a later wait
+    std::shared_ptr<const record> drop(int32_t chunk) {
+        const auto rec = begin_read(chunk);
         if (rnd(4)) {
             expect_ok("drop", kvf_drop(pool, 0, chunk));
         } else {
@@ -384,20 +505,60 @@ struct fuzz {
         }
     }
 
-    // block -1: the first free one
-    void page_in(int32_t chunk, const record & rec, int32_t block) {
+    // block -1: the first free one. false: none is free
+    bool begin_page_in(int32_t chunk, const record & rec, int32_t block) {
         const bool    full = free_blocks().empty();
         const int32_t want = block < 0 ? block_of(-1) : block;
 
-        expect_status(
-                "page_in", full ? KVF_E_NO_BLOCK : KVF_OK, kvf_page_in(pool, 0, chunk, rec.data(), rec.size(), &block));
+        const auto & source = sources.emplace_back(rec); // until it is waited for
+        expect_status("page_in", full ? KVF_E_NO_BLOCK : KVF_OK,
+                kvf_page_in(pool, 0, chunk, source.data(), source.size(), &block));
         expect(block == want, "paged in to another block");
         if (!full) {
             kvf_record head;
             memcpy(&head, rec.data(), sizeof(head));
-            slots[block] = {chunk, head.mask};
-            expect(read(chunk) == rec, "chunk " + std::to_string(chunk) + " is not what was paged in");
-            done["paged in"]++;
+            slots[block] = {chunk, head.mask, true};
+        }
+        return !full;
+    }
+
+    void commit(int32_t chunk) {
+        if (!rnd(3)) { wait(0); } // the copy is done, its source gone
+        expect_ok("commit", kvf_commit(pool, 0, chunk));
+        slots[landing_block_of(chunk)].landing = false;
+        done["paged in"]++;
+    }
+
+    void cancel(int32_t chunk) {
+        expect_ok("cancel", kvf_cancel(pool, 0, chunk));
+        slots[landing_block_of(chunk)] = {};
+        done["cancelled"]++;
+    }
+
+    // a chunk on its way in comes in, or does not. the mirror cannot follow: it goes out again
+    void settle(int32_t chunk) {
+        if (rnd(2)) {
+            cancel(chunk);
+        } else {
+            commit(chunk);
+            expect(read(chunk) == host.at(chunk), "chunk " + std::to_string(chunk) + " is not what was paged in");
+            if (n_exact > 0) { drop(chunk); }
+        }
+    }
+
+    // send for a chunk. while the mirror follows, to the last block that a decode would take, and not for long
+    void land() {
+        if (n_exact <= 0) {
+            const int32_t chunk = pick(evicted());
+            begin_page_in(chunk, host[chunk], free_blocks().empty() || rnd(2) ? -1 : pick(free_blocks()));
+            if (landing_block_of(chunk) >= 0 && rnd(2)) { settle(chunk); }
+        } else if (!free_blocks().empty()) {
+            const int32_t chunk = pick(evicted());
+            begin_page_in(chunk, host[chunk], free_blocks().back());
+            for (uint32_t n = rnd(4); n > 0; --n) {
+                decode(some_tokens(1 + rnd(4)), rnd(3));
+            }
+            settle(chunk);
         }
     }
 
@@ -409,15 +570,25 @@ struct fuzz {
         std::shuffle(chunks.begin(), chunks.end(), rng);
         chunks.resize(std::min<size_t>(chunks.size(), 1 + rnd(4)));
 
-        std::map<int32_t, std::pair<int32_t, record>> out;
+        std::map<int32_t, std::pair<int32_t, std::shared_ptr<const record>>> out;
         for (int32_t chunk : chunks) {
             const int32_t block = block_of(chunk);
             out[chunk]          = {block, drop(chunk)};
         }
         scribble();
+        wait(0);
         for (int32_t chunk : chunks) {
             const auto & [block, rec] = out[chunk];
-            page_in(chunk, rec, same_blocks ? block : rnd(2) ? -1 : pick(free_blocks()));
+            begin_page_in(chunk, *rec, same_blocks ? block : rnd(2) ? -1 : pick(free_blocks()));
+        }
+        if (rnd(2)) { scribble(); }
+        std::shuffle(chunks.begin(), chunks.end(), rng);
+        for (int32_t chunk : chunks) {
+            commit(chunk);
+        }
+        for (int32_t chunk : chunks) {
+            const auto & [block, rec] = out[chunk];
+            expect(read(chunk) == *rec, "chunk " + std::to_string(chunk) + " is not what was paged in");
         }
     }
 
@@ -432,7 +603,13 @@ struct fuzz {
         first.erase(first.begin(), first.begin() + n_keep * n_vocab);
         if (rollback(n_past - batch.size() + n_keep)) {
             round_trip(true);
+            int32_t coming = -1;
+            if (!evicted().empty() && free_blocks().size() > 1) { // at most one is taken
+                coming = pick(evicted());
+                begin_page_in(coming, host[coming], free_blocks().back());
+            }
             expect_same("after a round trip", first, decode({batch.begin() + n_keep, batch.end()}, 2));
+            if (coming >= 0 && n_exact > 0) { settle(coming); }
             done["again"]++;
         }
     }
@@ -441,6 +618,7 @@ struct fuzz {
         expect_ok("clear", kvf_clear(pool));
         expect_ok("clear, stock", kvf_clear(mirror));
         expect_ok("info", kvf_get_pool_info(pool, &info));
+        wait(0); // what was begun before is as it was
 
         slots.assign(info.n_block, {});
         tokens.clear();
@@ -450,7 +628,7 @@ struct fuzz {
         n_kv    = 0;
         n_past  = 0;
         n_fixed = 0;
-        n_exact = 10 + rnd(60);
+        n_exact = 10 + rnd(50);
         n_left  = n_exact + rnd(60);
     }
 
@@ -502,13 +680,20 @@ struct fuzz {
         auto          bad   = good;
         int32_t       block = -1;
         int32_t       ints[64];
-        float         q[1];
         kvf_layer     layer;
+        uint64_t      ticket  = 0;
+        double        seconds = 0;
+
+        std::vector<float>    q(n_q);
+        ggml_backend_buffer_t buffer = nullptr;
 
         std::vector<llama_token> many(n_batch + 1, rnd(n_vocab));
         llama_token * const      token   = many.data();
         const llama_token        alien[] = {-1, n_vocab};
 
+        const auto read_to = [&](llama_context * ctx, int32_t seq, int32_t chunk, void * dst, size_t size) {
+            return kvf_read(ctx, seq, chunk, dst, size, &ticket);
+        };
         const auto page_in = [&](int32_t chunk, const record & rec, size_t size, int32_t b) {
             block = b;
             return kvf_page_in(pool, 0, chunk, rec.data(), size, &block);
@@ -531,6 +716,8 @@ struct fuzz {
                 {"decode: position", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, wild, token, 2, 1); }},
                 {"decode: position taken", KVF_E_BACKEND, [&] { return kvf_decode(pool, 0, rnd(n_past), token, 1, 1); }},
                 {"decode: token", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, n_past, alien + rnd(2), 1, 1); }},
+                {"argmax: no context", KVF_E_ARGUMENT, [&] { return kvf_argmax(nullptr, -1, &many[0]); }},
+                {"argmax: no place", KVF_E_ARGUMENT, [&] { return kvf_argmax(pool, -1, nullptr); }},
                 {"seq_rm: sequence", KVF_E_ARGUMENT, [&] { return kvf_seq_rm(pool, seq, 0, -1); }},
                 {"attn_seq_rm: sequence", KVF_E_ARGUMENT, [&] { return kvf_attn_seq_rm(pool, seq, 0, -1); }},
                 {"info: no place", KVF_E_ARGUMENT, [&] { return kvf_get_pool_info(pool, nullptr); }},
@@ -539,12 +726,13 @@ struct fuzz {
                 {"blocks: number", KVF_E_ARGUMENT, [&] { return kvf_blocks(pool, ints, ints, info.n_block - 1); }},
                 {"block_of: sequence", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, seq, in, &block); }},
                 {"block_of: chunk", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, 0, wild, &block); }},
-                {"read: sequence", KVF_E_ARGUMENT, [&] { return kvf_read(pool, seq, in, bad.data(), size); }},
-                {"read: chunk", KVF_E_ARGUMENT, [&] { return kvf_read(pool, 0, wild, bad.data(), size); }},
-                {"read: size", KVF_E_ARGUMENT, [&] { return kvf_read(pool, 0, in, bad.data(), size - 1); }},
-                {"read: no place", KVF_E_ARGUMENT, [&] { return kvf_read(pool, 0, in, nullptr, size); }},
-                {"read: not resident", KVF_E_STATE, [&] { return kvf_read(pool, 0, out, bad.data(), size); }},
-                {"read: stock", KVF_E_ARGUMENT, [&] { return kvf_read(mirror, 0, in, bad.data(), size); }},
+                {"read: sequence", KVF_E_ARGUMENT, [&] { return read_to(pool, seq, in, bad.data(), size); }},
+                {"read: chunk", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, wild, bad.data(), size); }},
+                {"read: size", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, in, bad.data(), size - 1); }},
+                {"read: no place", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, in, nullptr, size); }},
+                {"read: no ticket", KVF_E_ARGUMENT, [&] { return kvf_read(pool, 0, in, bad.data(), size, nullptr); }},
+                {"read: not resident", KVF_E_STATE, [&] { return read_to(pool, 0, out, bad.data(), size); }},
+                {"read: stock", KVF_E_ARGUMENT, [&] { return read_to(mirror, 0, in, bad.data(), size); }},
                 {"drop: sequence", KVF_E_ARGUMENT, [&] { return kvf_drop(pool, seq, in); }},
                 {"drop: chunk", KVF_E_ARGUMENT, [&] { return kvf_drop(pool, 0, wild); }},
                 {"drop: not resident", KVF_E_STATE, [&] { return kvf_drop(pool, 0, out); }},
@@ -555,10 +743,34 @@ struct fuzz {
                 {"page_in: resident", KVF_E_STATE, [&] { return page_in(in, good, size, -1); }},
                 {"page_in: nothing in it", KVF_E_RECORD, [&] { return page_in_mask(0); }},
                 {"page_in: too much in it", n_chunk < 64 ? KVF_E_RECORD : KVF_E_STATE, [&] { return page_in_mask(~0ull); }},
+                {"page_in: no block", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, 0, in, good.data(), size, nullptr); }},
+                {"page_in: no record", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, 0, in, nullptr, size, &block); }},
+                {"commit: sequence", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, seq, in); }},
+                {"commit: chunk", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, 0, wild); }},
+                {"commit: resident", KVF_E_STATE, [&] { return kvf_commit(pool, 0, in); }},
+                {"commit: not sent for", KVF_E_STATE, [&] { return kvf_commit(pool, 0, out); }},
+                {"commit: stock", KVF_E_ARGUMENT, [&] { return kvf_commit(mirror, 0, in); }},
+                {"cancel: sequence", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, seq, in); }},
+                {"cancel: chunk", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, 0, wild); }},
+                {"cancel: resident", KVF_E_STATE, [&] { return kvf_cancel(pool, 0, in); }},
+                {"cancel: not sent for", KVF_E_STATE, [&] { return kvf_cancel(pool, 0, out); }},
+                {"cancel: stock", KVF_E_ARGUMENT, [&] { return kvf_cancel(mirror, 0, in); }},
+                {"wait: no context", KVF_E_ARGUMENT, [&] { return kvf_wait(nullptr, 0); }},
+                {"wait: stock", KVF_E_ARGUMENT, [&] { return kvf_wait(mirror, rnd(2)); }},
+                {"host_buffer: size", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(pool, 0, &buffer); }},
+                {"host_buffer: no place", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(pool, size, nullptr); }},
+                {"host_buffer: stock", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(mirror, size, &buffer); }},
+                {"time_copies: size", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 0, 1, true, &seconds); }},
+                {"time_copies: none", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 1, 0, true, &seconds); }},
+                {"time_copies: no place", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 1, 1, true, nullptr); }},
+                {"time_copies: stock", KVF_E_ARGUMENT, [&] { return kvf_time_copies(mirror, 1, 1, true, &seconds); }},
                 {"scribble: stock", KVF_E_ARGUMENT, [&] { return kvf_scribble(mirror, 0); }},
-                {"q: layer", KVF_E_ARGUMENT, [&] { return kvf_q(pool, info.n_layer, q, 1); }},
-                {"q: size", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, q, 1); }},
-                {"q: stock", KVF_E_ARGUMENT, [&] { return kvf_q(mirror, 0, q, 1); }},
+                {"q: size", KVF_E_ARGUMENT, [&] { return kvf_q(pool, q.data(), n_q - 1, &ticket); }},
+                {"q: no place", KVF_E_ARGUMENT, [&] { return kvf_q(pool, nullptr, n_q, &ticket); }},
+                {"q: no ticket", KVF_E_ARGUMENT, [&] { return kvf_q(pool, q.data(), n_q, nullptr); }},
+                {"q: stock", KVF_E_ARGUMENT, [&] { return kvf_q(mirror, q.data(), n_q, &ticket); }},
+                {"add_rpc: no endpoint", KVF_E_ARGUMENT, [&] { return kvf_add_rpc(nullptr); }},
+                {"add_rpc: not in this build", KVF_E_UNSUPPORTED, [&] { return kvf_add_rpc("127.0.0.1:1"); }},
         };
         for (const auto & call : calls) {
             expect_status(call.what, call.status, call.call());
@@ -581,6 +793,23 @@ struct fuzz {
             const auto & [chunk, rec] = *host.find(pick(evicted()));
             expect_status("page_in: block", KVF_E_ARGUMENT, page_in(chunk, rec, size, rnd(2) ? info.n_block : INT32_MAX));
             expect_status("page_in: used block", KVF_E_STATE, page_in(chunk, rec, size, block_of(in)));
+        }
+        // a chunk on its way in, and its block
+        if (landing().empty() && !evicted().empty() && !free_blocks().empty()) {
+            const int32_t chunk = pick(evicted());
+            begin_page_in(chunk, host[chunk], free_blocks().back());
+        }
+        if (!landing().empty()) {
+            const int32_t coming = pick(landing());
+            const auto &  rec    = host.at(coming);
+            expect_status("page_in: on its way", KVF_E_STATE, page_in(coming, rec, size, -1));
+            expect_status("read: on its way", KVF_E_STATE, read_to(pool, 0, coming, bad.data(), size));
+            expect_status("drop: on its way", KVF_E_STATE, kvf_drop(pool, 0, coming));
+            if (!evicted().empty()) {
+                const auto & [chunk, rec] = *host.find(pick(evicted()));
+                expect_status("page_in: taken block", KVF_E_STATE, page_in(chunk, rec, size, landing_block_of(coming)));
+            }
+            if (n_exact > 0) { settle(coming); }
         }
         done["wrong calls"]++;
     }
@@ -608,10 +837,12 @@ struct fuzz {
     void step() {
         n_exact--;
         if (n_left-- == 0) { clear(); }
+        if (rnd(4) == 0) { wait_for_some(); }
+        if (rnd(3) == 0 && !landing().empty()) { settle(pick(landing())); }
 
         const uint32_t what = n_past > 0 ? rnd(100) : 0;
 
-        if (what < 50) {
+        if (what < 48) {
             const int32_t n = what % 2 ? 1 : 1 + rnd(what % 4 ? 8 : n_batch);
             if (placed(n).empty() && rnd(2)) { make_room(n); }
             decode(some_tokens(n), rnd(3));
@@ -622,10 +853,7 @@ struct fuzz {
             const int32_t pos = n_past - rnd(std::min(n_past + 1, what % 2 ? 5 : 2 * n_chunk));
             if (pos == 0 || (block_of((pos - 1) / n_chunk) >= 0 && (n_exact <= 0 || pos >= n_fixed))) { rollback(pos); }
         } else if (what < 70) {
-            if (n_exact <= 0 && !evicted().empty()) {
-                const int32_t chunk = pick(evicted());
-                page_in(chunk, host[chunk], free_blocks().empty() || rnd(2) ? -1 : pick(free_blocks()));
-            }
+            if (!evicted().empty()) { land(); }
         } else if (what < 76) {
             round_trip(n_exact > 0);
         } else if (what < 82) {

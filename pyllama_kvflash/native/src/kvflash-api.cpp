@@ -7,7 +7,9 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -282,6 +284,36 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
             case -2: throw kvf_failure(KVF_E_MEMORY, take_log());
             default: throw kvf_failure(KVF_E_BACKEND, take_log());
         }
+    });
+}
+
+// in lanes, which become vector instructions: a plain loop would have to keep the order of its comparisons
+static int32_t argmax(const float * x, int32_t n) {
+    constexpr int32_t N = 32;
+
+    float best[N];
+    std::fill_n(best, N, -INFINITY);
+
+    int32_t i = 0;
+    for (; i + N <= n; i += N) {
+        for (int32_t j = 0; j < N; ++j) {
+            best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+        }
+    }
+    float top = *std::max_element(best, best + N);
+    for (; i < n; ++i) {
+        top = x[i] > top ? x[i] : top;
+    }
+    const auto * at = std::find(x, x + n, top);
+    return at == x + n ? 0 : at - x; // not a number everywhere: as llama.cpp's greedy sampler
+}
+
+int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
+    return guard([&] {
+        check(ctx && token, "a context and a place for the token are needed");
+        const float * logits = llama_get_logits_ith(ctx, i);
+        check(logits, "the last batch has no such output");
+        *token = argmax(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
     });
 }
 

@@ -133,6 +133,9 @@ LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
 LLAMA_API int kvf_decode(
         struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
 
+// the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
+LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
+
 LLAMA_API int kvf_clear(struct llama_context * ctx);
 // forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
 LLAMA_API int kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);

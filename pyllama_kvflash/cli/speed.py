@@ -1,0 +1,181 @@
+"""`kvflash bench speed` and `kvflash bench paging`: what a pool costs, and what it saves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from pyllama_kvflash import native
+from pyllama_kvflash.bench import paging as paging_bench
+from pyllama_kvflash.bench import shapes
+from pyllama_kvflash.bench import speed as speed_bench
+from pyllama_kvflash.bench.curves import paging_figure, speed_figure
+from pyllama_kvflash.bench.grid import Results, model_mark
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.bench import Numbers, picture
+from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.errors import NativeError, UsageError
+from pyllama_kvflash.loading import check_file
+from pyllama_kvflash.options import FLASH_ATTN
+
+SPEED_HELP = """Decode and prefill speed against the context, for the full cache and for pools in one run.
+
+Every cache is filled with random tokens from context to context, and decodes some at each. Give a model, or a shape: a
+model of that geometry with random weights is then written for the run, which takes seconds. 8b: 36 layers, 8 KV heads of
+128; 27b-hybrid: 64 layers, 16 of them attention with 4 KV heads of 256; tiny and tiny-hybrid: for a try on a CPU.
+
+\b
+  kvflash bench speed --shape tiny --contexts 1K,2K,4K --pools 1K --steps 128 -t 1    a first look, half a minute
+  kvflash bench speed --shape 8b                                                      8K to 256K, on a GPU
+  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,qk                with the default's schedule
+  kvflash bench speed --shape 8b --contexts 256K --variants lru,lru/write_back=0      what writing records costs
+
+A variant is a policy with options of its own after slashes: full, lru, qk/share=0/tau=64, full/type_k=f16 ...; and
+lru/write_back=0, which writes no records and so loses what leaves the pool: what prefill could reach.
+
+Writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
+"""
+
+PAGING_HELP = """Bandwidth out of the pool and into it beside a plain copy, and the token stream while chunks are swapped.
+
+Chunks leave and come back in turns with plain copies between the same memories. Then tokens are decoded while a fixed
+number of chunks is swapped at every reselect, and without.
+
+\b
+  kvflash bench paging --shape tiny --pool 1K --repeat 5 --reselect 4 --steps 256 -t 1    a first look, seconds
+  kvflash bench paging --shape 8b --pool 4K --reselect 16                                 on a GPU
+  kvflash bench paging model.gguf --pool 8K --tau 32                                      on your model
+
+Writes results.md, .csv, .json and a picture into a folder.
+"""
+
+COMMON = params.options(
+    params.MODEL,
+    click.option("--shape", type=click.Choice(list(shapes.SHAPES)), default=None,
+                 help="Instead of a model: one of this geometry, with random weights."),
+    click.option("--shape-dir", metavar="FOLDER", default=None,
+                 help="Keep the shape's model here for the next run.  [default: it is removed at the end]"),
+    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-NAME]"),
+    click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
+                 show_default=True, help="Type of the K cache."),
+    click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
+                 show_default=True, help="Type of the V cache; a quantised one needs -fa."),
+    click.option("-fa", "--fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="on",
+                 show_default=True, help="Flash attention."),
+    params.COMPUTE,
+)  # fmt: skip
+
+_ENGINE = ("type_k", "type_v", "flash_attn", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "tensor_split", "rpc")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the model comes from: a file, or a shape, of which one is written."""
+
+    path: Path | None
+    shape: str
+    folder: Path | None
+
+    @property
+    def name(self) -> str:
+        """For titles."""
+        return self.path.stem if self.path else f"shape {self.shape}"
+
+    @property
+    def mark(self) -> str:
+        """For keys: a shape's bytes are known before they are written."""
+        return model_mark(self.path) if self.path else f"shape {self.shape} v{shapes.VERSION}"
+
+    @contextmanager
+    def file(self, reporter: Reporter) -> Iterator[Path]:
+        """The model's file."""
+        if self.path:
+            yield self.path
+            return
+        size = mib(shapes.shape_named(self.shape).n_bytes)
+        reporter.note(
+            f"a model of shape {self.shape} with random weights, {size}: for speed, what it says means nothing"
+        )
+        with shapes.shape_file(self.shape, self.folder) as path:
+            yield path
+
+
+@click.command(help=SPEED_HELP, short_help="Decode and prefill speed against the context.")
+@COMMON
+@click.option("--contexts", type=Numbers(), default="8K,64K,128K,256K", show_default=True, help="Where to decode.")
+@click.option("--pools", type=Numbers(), default="4K", show_default=True, help="Pool sizes, in tokens.")
+@click.option(
+    "--variants", default="full,lru,qk/share=0/tau=64", show_default=True, help="Lines of the table, see above."
+)
+@click.option("--steps", type=click.IntRange(8), default=256, show_default=True, help="Tokens to decode at each.")
+@click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, help="For variants of policy drafter.")
+def speed(**options: Any) -> None:
+    """Run the speed bench."""
+    reporter, source = Reporter(), _source(options)
+    common = {name: options[name] for name in (*_ENGINE, "draft_model")}
+    variants = tuple({part: speed_bench.speed_variant(part) for part in options["variants"].split(",")}.values())
+    contexts = tuple(sorted(options["contexts"]))
+    plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common)
+    results = Results(Path(options["output"] or "kvflash-speed"))
+    missing, n = plan.missing(results), len(plan.caches())
+    if missing:
+        with source.file(reporter) as path, native.interruptible(), reporter.counting("speed", n) as bar:
+            bar.skip(n - len(missing))
+            for cache in missing:
+                result = speed_bench.measure(plan, cache, path, bar.prefill(cache.label))
+                results.add(plan.key(cache), result)
+                for warning in dict.fromkeys(result["warnings"]):
+                    reporter.warn(f"{cache.label}: {warning}")
+                speed_bench.write(plan, results)
+                bar.done()
+    rows = speed_bench.summarise(plan, results)
+    if all(row.error for row in rows):
+        raise NativeError(str(rows[0].error))
+    click.echo(speed_bench.write(plan, results), nl=False)
+    title = f"{source.name}, {common['type_k']}/{common['type_v']} cache"
+    picture(results, reporter, lambda: speed_figure(rows, title))
+
+
+@click.command(help=PAGING_HELP, short_help="Bandwidth of paging, and what swapping does to the token stream.")
+@COMMON
+@click.option("--pool", type=params.TokenCount(), default="4K", show_default=True, help="Pool size, in tokens.")
+@click.option("--repeat", type=click.IntRange(1), default=20, show_default=True, help="Rounds; their median counts.")
+@click.option("--reselect", "n_swap", type=click.IntRange(1), default=16, show_default=True, help="Chunks to swap.")
+@click.option("--tau", type=click.IntRange(1), default=64, show_default=True, help="Tokens from one swap to the next.")
+@click.option("--steps", type=click.IntRange(8), default=512, show_default=True, help="Tokens to decode.")
+def paging(pool: int, repeat: int, n_swap: int, tau: int, steps: int, **options: Any) -> None:
+    """Run the paging bench."""
+    reporter, source = Reporter(), _source(options)
+    plan = paging_bench.Paging(pool, repeat, n_swap, tau, steps, {name: options[name] for name in _ENGINE})
+    results = Results(Path(options["output"] or "kvflash-paging"))
+    with source.file(reporter) as path, native.interruptible(), reporter.counting("paging", repeat + 2) as bar:
+        found = paging_bench.measure(plan, path, bar.prefill, bar.done)
+    for warning in dict.fromkeys(found.warnings):
+        reporter.warn(warning)
+    click.echo(paging_bench.write(plan, found, results), nl=False)
+    title = f"{source.name}, {options['type_k']}/{options['type_v']} cache, pool of {plan.n_pool:,} tokens"
+    picture(results, reporter, lambda: paging_figure(found, title))
+
+
+def _source(options: dict[str, Any]) -> Source:
+    """The model or the shape; one of them must be given, and not both."""
+    argument, option, shape, folder = (options[n] for n in ("model_arg", "model", "shape", "shape_dir"))
+    typed = click.get_current_context().get_parameter_source("model") == ParameterSource.COMMANDLINE
+    given = argument or (option if typed or not shape else None)  # a shape is meant instead of the environment's model
+    if argument and typed and argument != option:
+        msg = f"two models are given, {argument} and -m {option}: give one"
+        raise UsageError(msg)
+    if given and shape:
+        msg = f"both {given} and --shape {shape} are given: give one"
+        raise UsageError(msg)
+    if not given and not shape:
+        msg = f"there is nothing to measure: give a model, or --shape with one of {', '.join(shapes.SHAPES)}"
+        raise UsageError(msg)
+    if given:
+        check_file(Path(given))
+        return Source(Path(given), "", None)
+    return Source(None, shape, Path(folder) if folder else None)
