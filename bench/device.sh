@@ -1,28 +1,59 @@
 #!/usr/bin/env bash
 # Build and check on a machine with a GPU and a CUDA toolkit, but no network.
 #
-#   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 20 MB); carry it along
-#   bench/device.sh build     there: unpack, build for one architecture (KVFLASH_CUDA_ARCH, default 90a-real)
-#   bench/device.sh test      there: the oracles with every layer on the GPU
+#   bench/device.sh cuda      here: the wheel, compiled for KVFLASH_CUDA_ARCH (default 90a-real) by the nvcc that pip has; half
+#                             an hour on 2 cores, and none of the other machine's time
+#   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
+#   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
+#   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh demo      there: the demonstration
+#   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
+arch=${KVFLASH_CUDA_ARCH:-90a-real}
+at=/tmp/kvflash-results # kept between calls
 packages=(cffi click gguf hypothesis iniconfig markdown-it-py mdurl packaging patch-ng pathspec pluggy pycparser pygments
     pytest pyyaml rich scikit-build-core sortedcontainers tqdm)
 
+# what was measured goes back with the call
+results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
+
 case ${1:-} in
+cuda)
+    toolkit=$PWD/build/cuda-toolkit
+    if [ ! -x "$toolkit/nvidia/cu13/bin/nvcc" ]; then
+        mkdir -p "$toolkit"
+        .venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --dest "$toolkit" nvidia-cuda-nvcc==13.0.\* \
+            nvidia-cuda-crt==13.0.\* nvidia-nvvm==13.0.\* nvidia-cuda-runtime==13.0.\* nvidia-cuda-cccl==13.0.\* \
+            nvidia-cuda-culibos==13.0.\* nvidia-cublas==13.\*
+        for wheel in "$toolkit"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$toolkit"; done
+        rm "$toolkit"/*.whl
+        chmod +x "$toolkit"/nvidia/cu13/bin/* "$toolkit"/nvidia/cu13/nvvm/bin/*
+        cd "$toolkit/nvidia/cu13/lib"
+        for lib in cudart cublas cublasLt; do ln -sf lib$lib.so.13 lib$lib.so; done
+        gcc -shared -x c /dev/null -o libcuda.so -Wl,-soname,libcuda.so.1 # the driver's, which is only there
+        ln -sfn lib ../lib64
+        cd - >/dev/null
+    fi
+    mkdir -p .dev/wheels
+    rm -f .dev/wheels/pyllama_kvflash-*
+    PATH=$toolkit/nvidia/cu13/bin:$PATH CUDACXX=$toolkit/nvidia/cu13/bin/nvcc \
+        CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DGGML_NATIVE=OFF" \
+        .venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w .dev/wheels -C build-dir=build/cuda .
+    ls -l .dev/wheels/pyllama_kvflash-*
+    ;;
 pack)
-    mkdir -p .dev
+    mkdir -p .dev/wheels
     tar czf .dev/tree.tgz -C vendor llama.cpp
-    rm -rf .dev/wheels
+    find .dev/wheels -name '*.whl' ! -name 'pyllama_kvflash-*' -delete
     .venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" \
         --implementation cp --abi "cp${python/./}" --abi abi3 --abi none \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
         --dest .dev/wheels "${packages[@]}"
-    du -sh .dev
+    du -sh .dev/tree.tgz .dev/wheels
     ;;
 build)
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
@@ -30,23 +61,42 @@ build)
     tar xzf .dev/tree.tgz -C vendor
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
     begin=$SECONDS
+    if ls .dev/wheels/pyllama_kvflash-* >/dev/null 2>&1; then
+        python3 -m pip install --quiet --no-index --no-deps .dev/wheels/pyllama_kvflash-*.whl
+        python3 -m zipfile -e .dev/wheels/pyllama_kvflash-*.whl build/wheel # the tests run on the files that lie here
+        cp build/wheel/pyllama_kvflash/native/*.so pyllama_kvflash/native/
+        rm -rf build/wheel
+        python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
+        exit
+    fi
     # an image may name a compiler that links libstdc++ statically into each library: they then crash in each other's copy
     [ -x /usr/bin/g++ ] && export CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++
-    CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=${KVFLASH_CUDA_ARCH:-90a-real}" \
+    CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch" \
         python3 -m pip install --no-index --no-deps --no-build-isolation --editable . >build.log 2>&1 \
         || { tail -40 build.log; exit 1; }
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"
     python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
     ;;
 test)
-    python3 -m pytest -q -p no:cacheprovider tests/test_oracles.py tests/test_mutations.py "${@:2}"
+    python3 -m pytest -q -p no:cacheprovider tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py \
+        tests/test_mutations.py "${@:2}"
     ;;
 demo)
     kvflash demo "${@:2}"
     ;;
+speed)
+    mkdir -p $at
+    shape=${2:-8b}
+    common="--shape $shape --shape-dir /dev/shm/kvflash-shapes -ub 2048"
+    # shellcheck disable=SC2086
+    {
+        kvflash bench speed $common -o $at/speed-$shape "${@:3}"
+        kvflash bench paging $common -o $at/paging-$shape
+    }
+    results
+    ;;
 recall)
-    mkdir -p /tmp/kvflash-results
-    at=/tmp/kvflash-results
+    mkdir -p $at
     case ${2:-1} in
     1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
     2)
@@ -72,10 +122,10 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
         kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=4/share=0
         ;;
     esac
-    [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C /tmp kvflash-results
+    results
     ;;
 *)
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,13s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -75,7 +75,9 @@ class Options:
         _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
             _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
-        if not all(0 <= x <= MAX_TOKENS for x in self.tensor_split) or (self.tensor_split and not any(self.tensor_split)):
+        if not all(0 <= x <= MAX_TOKENS for x in self.tensor_split) or (
+            self.tensor_split and not any(self.tensor_split)
+        ):
             msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
             raise UsageError(msg)
         for server in self.rpc:

@@ -37,7 +37,7 @@ class Mutant:
 
 
 SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
-LAYERS = "for (const auto & layer : kv.layers) {"
+LAYERS = "for (const auto & layer : kv.layers) { add("
 
 MUTANTS = [
     # placement
@@ -50,23 +50,33 @@ MUTANTS = [
     # records
     Mutant(
         "rows go to and come from the next block",
-        "record",
-        "i0 = block*kv.pool_chunk",
-        "i0 = (block ^ 1)*kv.pool_chunk",
+        "move",
+        "r.dev + block*r.size",
+        "r.dev + (block ^ 1)*r.size",
     ),
-    Mutant("the last row is not copied", "record", "size = row*kv.pool_chunk", "size = row*(kv.pool_chunk - 1)"),
-    Mutant("the last layer is not copied", "record", LAYERS, "$ if (&layer == &kv.layers.back()) { break; }"),
+    Mutant(
+        "the last row is not copied",
+        "record",
+        "ggml_row_size(layer.k->type, layer.k->ne[0])*kv.pool_chunk); if",
+        "ggml_row_size(layer.k->type, layer.k->ne[0])*(kv.pool_chunk - 1)); if",
+    ),
+    Mutant(
+        "the last layer is not copied",
+        "record",
+        LAYERS,
+        "for (const auto & layer : kv.layers) { if (&layer == &kv.layers.back()) { break; } add(",
+    ),
     Mutant(
         "K and V change places",
         "record",
         LAYERS,
-        "for (auto layer : kv.layers) { std::swap(layer.k_stream, layer.v_stream);",
+        "for (auto layer : kv.layers) { std::swap(layer.k, layer.v); add(",
     ),
     Mutant(
         "a column is not copied",
         "record",
-        "src + offs, i0*el, size, n,",
-        "src + offs, i0*el, size, n - 1,",
+        "i < layer.v->ne[0]; ++i",
+        "i < layer.v->ne[0] - 1; ++i",
         options=("--no-fa",),
     ),
     Mutant("metadata is not cleared", "record", "memset(dst, 0, meta_bytes(kv));", ""),
@@ -82,7 +92,12 @@ MUTANTS = [
     Mutant("a page-in fills up a chunk", "record", "if (rec.mask & (1ull << i))", "if (true)"),
     Mutant("a page-in forgets the tokens", "record", "cells.ext_set(idx, ext);", ""),
     Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
-    Mutant("used blocks are scribbled on", "record", "if (is_free(kv, b)) { copy(", "if (true) { copy("),
+    Mutant("used blocks are scribbled on", "record", "if (is_free(kv, b)) { mover(", "if (true) { mover("),
+    # copies under way
+    Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block);", "return true;"),
+    Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
+    Mutant("queries lie upon each other", "move", "to += ggml_nbytes(tensor);", ""),
+    Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # the C API
     Mutant(

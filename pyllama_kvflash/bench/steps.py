@@ -35,6 +35,7 @@ def decode_steps(kv: KVFlash, n: int, warnings: list[str]) -> Steps:
     sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
     steps = Steps([], [], {}, 0)
     n_in = 0
+    kv.expect(WARM_UP + n)
     token = sampler.sample(kv.ctx)
     for i in range(-WARM_UP, n):
         if i == 0:

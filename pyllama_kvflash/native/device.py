@@ -19,7 +19,7 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """All devices, GPUs first as llama.cpp orders them."""
+    """All devices, in llama.cpp's order: GPUs, the CPU, then those of RPC servers."""
     init()
     res = []
     free, total = ffi.new("size_t *"), ffi.new("size_t *")

@@ -44,7 +44,8 @@ kvf_mover::kvf_mover(const std::vector<piece> & pieces, size_t record_bytes) : r
             p->buf = piece.buf;
 
             const size_t size = ggml_backend_buffer_get_size(piece.buf);
-            p->window         = ggml_new_tensor_1d(windows.get(), GGML_TYPE_I8, size);
+            const size_t row  = size >> 31 ? 256 : std::max<size_t>(size, 1); // RPC sends dimensions as 32 bits
+            p->window         = ggml_new_tensor_2d(windows.get(), GGML_TYPE_I8, row, size / row);
             if (size > 0) { ggml_backend_tensor_alloc(piece.buf, p->window, ggml_backend_buffer_get_base(piece.buf)); }
 
             if (auto * dev = device_of(piece.buf); is_async(dev)) {

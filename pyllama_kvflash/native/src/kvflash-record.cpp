@@ -267,6 +267,7 @@ static void forget(kvf_mover & mover, int32_t block) {
 
 void llama_kvflash::commit(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
     const auto landed = landing_of(mover(kv), seq, chunk);
+    if (block_of(kv, seq, chunk) >= 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk)); }
 
     mover(kv).commit(ctx, landed.ticket);
     forget(mover(kv), landed.block);

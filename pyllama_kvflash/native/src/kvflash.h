@@ -145,7 +145,8 @@ LLAMA_API int kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llam
 // the calls below need a pooled context, and fail with KVF_E_ARGUMENT on a stock one
 
 LLAMA_API int kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
-// for each of the n_block blocks: the chunk it holds (-1: free) and the number of its cells in use
+// for each of the n_block blocks: the chunk it holds (-1: none, it is free or a chunk is on its way in) and the number of
+// its cells in use
 LLAMA_API int kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
 // the block of a chunk, -1: not resident
 LLAMA_API int kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
