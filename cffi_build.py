@@ -29,10 +29,6 @@ const char *       ggml_backend_dev_description(ggml_backend_dev_t device);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
 
-typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
-void * ggml_backend_buffer_get_base(ggml_backend_buffer_t buffer);
-void   ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
-
 /* ---- llama.h ---- */
 
 struct llama_model;
@@ -176,7 +172,10 @@ int  kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, co
 int  kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 int  kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 int  kvf_wait(struct llama_context * ctx, uint64_t ticket);
-int  kvf_host_buffer(struct llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer);
+struct kvf_host;
+int  kvf_host_new(struct llama_context * ctx, size_t size, struct kvf_host ** host);
+void * kvf_host_base(struct kvf_host * host);
+void kvf_host_free(struct kvf_host * host);
 int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, float * dst, size_t n, uint64_t * ticket);

@@ -8,6 +8,8 @@
 #   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
+#   bench/device.sh million   there: device memory at 64K and at 1M tokens
+#   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -95,6 +97,18 @@ speed)
     }
     results
     ;;
+million)
+    mkdir -p $at
+    kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 64K,1M --variants lru \
+        -ctk q4_0 -ctv q4_0 -o $at/million "${@:2}"
+    results
+    ;;
+sanitize)
+    for tool in memcheck racecheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all \
+            python3 -m pytest -q -p no:cacheprovider tests/test_transfers.py "${@:2}" 2>&1 | tail -15
+    done
+    ;;
 recall)
     mkdir -p $at
     case ${2:-1} in
@@ -125,7 +139,7 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
     results
     ;;
 *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    sed -n '2,15s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

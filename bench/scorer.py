@@ -135,6 +135,7 @@ def geometry(n_layer: int, n_head_kv: int, n_head: int, width: int) -> list[nati
         "type_v": -1,
         "n_embd_k": n_head_kv * width,
         "n_embd_v": 0,
+        "device": 0,
     }
     heads = {"n_head": n_head, "n_head_kv": n_head_kv, "n_embd_head_k": width}
     return [

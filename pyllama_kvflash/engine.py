@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import native
-from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Reselect, Token
 from pyllama_kvflash.loading import load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
@@ -60,7 +61,8 @@ class KVFlash(PooledSequence):
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
             self.clear()
-        self.expect(len(tokens) + self._answer_length(len(tokens), max_tokens))
+        with suppress(HostMemoryError):  # the answer may be shorter; prefill() asks for the prompt itself
+            self.expect(len(tokens) + self._answer_length(len(tokens), max_tokens))
         sampling = sampling or Sampling()
         sampler, text = Sampler(sampling, self.model.n_vocab), TextStream(stop)
         n_prompt, n_generated, prefill_s, reason = 0, 0, 0.0, "length"

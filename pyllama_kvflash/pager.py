@@ -109,7 +109,7 @@ class Pager:
             return _NOTHING  # most tokens go on in their chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new > ledger.n_free:
-            self.settle()
+            self._bring_rest()
         plan = make_room(ledger, n_new) if n_new else _NOTHING
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
         if n_full > ledger.n_sealed:
@@ -117,7 +117,7 @@ class Pager:
             if self.summaries is not None:
                 self._reserve_summaries(self.summaries, n_full)
         self._apply(plan)
-        self._fly()
+        self._fly(keep=n_new)
         return plan
 
     def written(self, n_tokens: int) -> None:
@@ -150,24 +150,34 @@ class Pager:
         for _ in range(n):
             chunk, ticket = self._reads[0]
             self._ctx.wait(ticket)
-            self._reads.popleft()
-            if self.summaries is not None:
-                record = self.store.get(chunk)
-                try:
-                    job = self._worker.submit(self.summaries.put, chunk, record, self._layer_threads)
-                except RuntimeError:  # no memory for a thread
-                    self.summaries.put(chunk, record)
-                else:
-                    self._summarising.append(job)
+            self._summarise_to(chunk + 1)
+            self._reads.popleft()  # last: should this be cut off, it is done again
         while self._summarising and self._summarising[0].done():
             self._summarising.popleft().result()
 
+    def _summarise_to(self, n: int) -> None:
+        """Begin to summarise the first n chunks, or those of them that have no summary."""
+        if self.summaries is None:
+            return
+        try:
+            self._summarising.append(self._worker.submit(self._summarise, self.summaries, n, self._layer_threads))
+        except RuntimeError:  # no memory for a thread
+            self._summarise(self.summaries, n)
+
+    def _summarise(self, summaries: Summaries, n: int, threads: ThreadPoolExecutor | None = None) -> None:
+        for chunk in range(len(summaries), n):
+            record = self.store.get(chunk)
+            try:
+                try:
+                    summaries.put(chunk, record, threads)
+                except RuntimeError:  # no memory for a thread
+                    summaries.put(chunk, record)
+            except MemoryError:
+                raise self._no_memory(summaries, chunk + 1) from None
+
     def settle(self) -> None:
         """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
-        while self._landing or self._todo[1]:
-            self._land()
-            self._fly()
-        self._todo[0].clear()
+        self._bring_rest()
         self.stored()
 
     def stored(self) -> None:
@@ -208,20 +218,36 @@ class Pager:
             self._landing.pop()
             self.n_in += 1
 
-    def _fly(self) -> None:
-        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes."""
+    def _fly(self, keep: int = 0) -> None:
+        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes.
+
+        keep: blocks that the batch which comes now takes.
+        """
         drops, page_ins = self._todo
         for _ in range(max(1, FLIGHT_BYTES // self.store.record_bytes)):
             if not page_ins:
                 return
-            while drops and self.ledger.n_free <= 1:  # one stays free for the chunk that begins next
+            while drops and self.ledger.n_free <= max(1, keep):  # one stays free for the chunk that begins next
                 chunk = drops.popleft()
                 if self.ledger.evictable()[chunk]:
                     self._drop(chunk)
-            if self.ledger.n_free == 0:
+            if self.ledger.n_free <= keep:
                 page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
                 return
             self._begin(page_ins.popleft())
+
+    def _bring_rest(self) -> None:
+        """All that is left of a plan that is spread over steps."""
+        while self._landing or self._todo[1]:
+            self._land()
+            self._fly()
+        self._todo[0].clear()
+
+    def cut_short(self) -> None:
+        """No more of a plan that is spread over steps than what is on its way in already."""
+        self._land()
+        for todo in self._todo:
+            todo.clear()
 
     #
     # relevance
@@ -247,18 +273,21 @@ class Pager:
         try:
             summaries.reserve(n)
         except MemoryError:
-            size = n * summaries.chunk_bytes / 2**20
-            msg = f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
-            raise HostMemoryError(msg) from None
+            raise self._no_memory(summaries, n) from None
+
+    @staticmethod
+    def _no_memory(summaries: Summaries, n: int) -> HostMemoryError:
+        size = n * summaries.chunk_bytes / 2**20
+        return HostMemoryError(
+            f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
+        )
 
     def reselect(self, scores: Scores, n_free: int, *, spread: bool = False) -> Plan:
         """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free.
 
         spread: over as many steps as it takes for none of them to wait.
         """
-        self._land()
-        self._todo[0].clear()
-        self._todo[1].clear()
+        self.cut_short()
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free)
         if spread:
@@ -322,6 +351,9 @@ class Pager:
         for chunk in self._resident() - self._held().keys():
             self._ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
+        while self._summarising:
+            self._summarising.popleft().exception()  # the step that it cut off has said so
+        self._summarise_to(self.n_whole)
 
     def _forget_flights(self) -> None:
         self._landing.clear()

@@ -14,7 +14,7 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
-from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, View, room_for_candidates
+from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, State, View, room_for_candidates
 
 _LAYER_THREADS = 8  # more would only wait for memory
 
@@ -45,6 +45,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
+        self._adrift = False  # what is under way, if anything is, has no step where it is due: a prompt's, or cut off
         self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
 
     def close(self) -> None:
@@ -68,9 +69,8 @@ class Selector:
         return ledger.n_resident < ledger.n_chunks
 
     def queries(self) -> Queries:
-        """Those of the last token decoded, for each pooled layer, now."""
-        self.ask()
-        return self._answer()
+        """Those of the last token decoded, for each pooled layer, now. What was asked for is still to come."""
+        return self._ctx.queries()
 
     def ask(self) -> None:
         """Begin to copy the queries of the last token decoded."""
@@ -86,9 +86,13 @@ class Selector:
 
     def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int) -> Reselect | None:
         """Of n_tokens, n_new are just being decoded: apply the scores that are due, or begin to score. tokens: gives them."""
+        if self._adrift:
+            self.cancel()
+        self._adrift = True
         now = time.perf_counter()
         self.schedule.step(n_new, None if self._ticked is None else now - self._ticked)
         self._ticked = now
+        event = None
         if self._ticket is not None:
             self.begin(tokens(), [self._answer()], n_free=1)
         elif self._job is None:
@@ -98,13 +102,15 @@ class Selector:
                 else:
                     self.schedule.restart()
         elif self.schedule.apply():
-            return self.finish("decode", n_tokens, n_free=1)
-        return None
+            event = self.finish("decode", n_tokens, n_free=1, spread=True)
+        self._adrift = False
+        return event
 
     def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
         """A batch of a prompt is being computed: apply the scores by the queries of the one before the last, begin to
         score by those of the last, and ask for this one's. Nothing waits for the computation.
         """
+        self._adrift = True
         event = self.finish("prefill", n_tokens, n_free) if self._job else None
         if self._ticket is not None:
             self.begin(tokens(), [self._answer()], n_free)
@@ -114,16 +120,20 @@ class Selector:
     def now(self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int) -> Reselect:
         """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
         self.cancel()
+        self._adrift = True
+        self._pager.cut_short()
         self._pager.stored()
         self.begin(tokens, queries, n_free, close=reason == "question")
         event = self.finish(reason, len(tokens), n_free)
         self.schedule.restart()
+        self._adrift = False
         return event
 
     def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
         """Start to score the sequence as it is now. close: the scorer may take its time."""
         ledger = self._pager.ledger
-        candidates = ledger.candidates()
+        in_flight = ledger.state == State.IN_FLIGHT  # they will have landed
+        candidates = ledger.candidates() | (in_flight & ~ledger.protected())
         candidates[self._pager.n_whole :] = False
         self._view = View(
             tokens=tokens,
@@ -132,14 +142,14 @@ class Selector:
             candidates=candidates,
             queries=queries,
             summaries=self._pager.summaries,
-            room=max(0, room_for_candidates(ledger, n_free)),
+            room=max(0, room_for_candidates(ledger, n_free) + ledger.n_in_flight),
             keys=self._pager.keys if close else None,
             each=self._each,
         )
         self._job = self._start(self._view, self._pager.summarising)
 
-    def finish(self, reason: str, pos: int, n_free: int) -> Reselect:
-        """Wait for the scores, and change the pool to the best chunks."""
+    def finish(self, reason: str, pos: int, n_free: int, *, spread: bool = False) -> Reselect:
+        """Wait for the scores, and change the pool to the best chunks. spread: over steps, none of which waits."""
         job, view = self._job, self._view
         if job is None or view is None:
             msg = "no scoring was begun"
@@ -154,7 +164,7 @@ class Selector:
         if reason == "prefill":
             scores = self._with_later(scores)
         waited = time.perf_counter()
-        plan = self._pager.reselect(scores, n_free, spread=reason == "decode")
+        plan = self._pager.reselect(scores, n_free, spread=spread)
         apply_s = time.perf_counter() - waited
         self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
         self.n_done += 1
@@ -176,9 +186,10 @@ class Selector:
 
     def cancel(self) -> None:
         """Forget what was begun, once the thread is done with it."""
-        job, self._job, self._view, self._ticket, self._ticked = self._job, None, None, None, None
-        if job is not None:
-            job.exception()
+        if self._job is not None:
+            self._job.exception()
+        self._job = self._view = self._ticket = self._ticked = None
+        self._adrift = False
         self.schedule.restart()
 
     def _fall_back(self, err: ScorerError, view: View) -> Scored:

@@ -124,8 +124,8 @@ class PooledSequence:
 
     def _rewind(self, n_tokens: int, state: bytes) -> Paged | None:
         """Back to the first n_tokens positions, with what save_partial() gave there. What moved, if anything did."""
-        self.pager.settle()
         with self._step():
+            self.pager.settle()
             if state:
                 self.ctx.restore_partial(state, n_tokens)
             else:
@@ -307,8 +307,8 @@ class PooledSequence:
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
-        self._recover()
-        self.pager.settle()
+        with self._step():
+            self.pager.settle()
         self.pager.check_integrity()
 
     #

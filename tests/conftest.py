@@ -4,12 +4,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
 
 if TYPE_CHECKING:
+    from pyllama_kvflash import KVFlash
     from pyllama_kvflash.native import Model
 
 
@@ -45,3 +46,19 @@ def tiny_model(tiny_path: Callable[[str], Path]) -> Iterator[Callable[[str], "Mo
 def needle_path() -> Path:
     """The bundled model that finds needles."""
     return Path(__file__).parent.parent / "pyllama_kvflash" / "needle" / "needle-7m-q8_0.gguf"
+
+
+@pytest.fixture
+def opened(
+    request: pytest.FixtureRequest, tiny_path: Callable[[str], Path], needle_path: Path
+) -> Iterator[Callable[..., "KVFlash"]]:
+    """Open a tiny model, or the needle model, as SMALL of the test's module says unless told otherwise; closed after it."""
+    from pyllama_kvflash import KVFlash  # noqa: PLC0415 (as above)
+
+    with contextlib.ExitStack() as stack:
+
+        def open_(name: str = "qwen3", **options: Any) -> KVFlash:
+            path = needle_path if name == "needle" else tiny_path(name)
+            return stack.enter_context(KVFlash.from_file(path, **{**request.module.SMALL, **options}))
+
+        yield open_

@@ -52,21 +52,6 @@ GREEDY = Sampling(temperature=0)
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.fixture
-def opened(tiny_path: Callable[[str], Path]) -> Iterator[Open]:
-    """Open a tiny model, or the needle model, as SMALL says unless told otherwise; closed after the test."""
-    held: list[KVFlash] = []
-
-    def open_(name: str = "qwen3", **options: Any) -> KVFlash:
-        path = BUNDLED_MODEL if name == "needle" else tiny_path(name)
-        held.append(KVFlash.from_file(path, **{**SMALL, **options}))
-        return held[-1]
-
-    yield open_
-    for kv in held:
-        kv.close()
-
-
 def feed(kv: KVFlash, end: int, size: int = 64) -> Logits:
     """Decode TOKENS from where the sequence is up to `end`, in batches; the last logits of each."""
     res = []

@@ -50,6 +50,7 @@ def geometry(
                 n_head=n_head,
                 n_head_kv=n_head_kv,
                 n_embd_head_k=d,
+                device=0,
                 offs_k=offset,
                 size_k=size_k,
                 offs_v=offset + size_k,
@@ -618,6 +619,7 @@ def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[s
         def check() -> list[bytes]:
             pager = kv._pager
             assert pager is not None
+            pager.stored()
             assert pager.summaries is not None
             assert len(pager.summaries) == kv.n_tokens // 64 == len(pager.store)
             again = Summaries(kv.ctx.layers(), 64, pager.summaries.kind)

@@ -143,6 +143,7 @@ def banner(kv: KVFlash) -> list[str]:
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
         f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"
+        f"{', copies beside the computation' if kv.ctx.pinned else ''}"
     )
     return [head, *kv.notes, pool]
 

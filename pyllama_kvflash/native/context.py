@@ -1,6 +1,6 @@
 """A context: the KV cache, stock or pooled, and the computation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -301,15 +301,15 @@ class Context:
 
         Raises MemoryError.
         """
-        out = ffi.new("ggml_backend_buffer_t *")
+        out = ffi.new("struct kvf_host **")
         try:
-            check(lib.kvf_host_buffer(self.handle, size, out))
+            check(lib.kvf_host_new(self.handle, size, out))
         except errors.NativeError as err:
             raise MemoryError(str(err)) from None
         if out[0] == ffi.NULL:
             return np.full(size, 0, np.uint8)  # full, not zeros: the pages are committed now, not when they are written
         handle = out[0]
-        base = ffi.gc(ffi.cast("char *", lib.ggml_backend_buffer_get_base(handle)), _freeing(handle), size)
+        base = ffi.gc(ffi.cast("char *", lib.kvf_host_base(handle)), lambda _: lib.kvf_host_free(handle), size)
         return np.frombuffer(ffi.buffer(base, size), np.uint8)  # holds `base`, and so the memory, as long as it is used
 
     @property
@@ -345,10 +345,6 @@ def split_queries(flat: npt.NDArray[np.float32], shapes: Sequence[tuple[int, int
     """What begin_queries() read, as an array (n_head, n_embd_head_k) for each pooled layer."""
     parts = np.split(flat, np.cumsum([n * m for n, m in shapes])[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _freeing(handle: Any) -> Callable[[Any], None]:
-    return lambda _: lib.ggml_backend_buffer_free(handle)
 
 
 _FLASH_ATTN = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}

@@ -165,12 +165,12 @@ struct fuzz {
             n_q += layer.n_head * layer.n_embd_head_k;
         }
 
-        double                seconds = -1;
-        ggml_backend_buffer_t buffer  = nullptr;
+        double     seconds = -1;
+        kvf_host * pinned  = nullptr;
         expect_ok("time_copies", kvf_time_copies(pool, 4096, 2, set.seed % 2, &seconds));
         expect(seconds >= 0, "copies take no time");
-        expect_ok("host_buffer", kvf_host_buffer(pool, 4096, &buffer));
-        expect(!buffer, "memory is pinned for the CPU");
+        expect_ok("host_new", kvf_host_new(pool, 4096, &pinned));
+        expect(!pinned, "memory is pinned for the CPU");
         clear();
     }
 
@@ -684,8 +684,8 @@ struct fuzz {
         uint64_t      ticket  = 0;
         double        seconds = 0;
 
-        std::vector<float>    q(n_q);
-        ggml_backend_buffer_t buffer = nullptr;
+        std::vector<float> q(n_q);
+        kvf_host *         pinned = nullptr;
 
         std::vector<llama_token> many(n_batch + 1, rnd(n_vocab));
         llama_token * const      token   = many.data();
@@ -757,9 +757,9 @@ struct fuzz {
                 {"cancel: stock", KVF_E_ARGUMENT, [&] { return kvf_cancel(mirror, 0, in); }},
                 {"wait: no context", KVF_E_ARGUMENT, [&] { return kvf_wait(nullptr, 0); }},
                 {"wait: stock", KVF_E_ARGUMENT, [&] { return kvf_wait(mirror, rnd(2)); }},
-                {"host_buffer: size", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(pool, 0, &buffer); }},
-                {"host_buffer: no place", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(pool, size, nullptr); }},
-                {"host_buffer: stock", KVF_E_ARGUMENT, [&] { return kvf_host_buffer(mirror, size, &buffer); }},
+                {"host_new: size", KVF_E_ARGUMENT, [&] { return kvf_host_new(pool, 0, &pinned); }},
+                {"host_new: no place", KVF_E_ARGUMENT, [&] { return kvf_host_new(pool, size, nullptr); }},
+                {"host_new: stock", KVF_E_ARGUMENT, [&] { return kvf_host_new(mirror, size, &pinned); }},
                 {"time_copies: size", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 0, 1, true, &seconds); }},
                 {"time_copies: none", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 1, 0, true, &seconds); }},
                 {"time_copies: no place", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 1, 1, true, nullptr); }},

@@ -450,23 +450,19 @@ int kvf_scribble(llama_context * ctx, uint8_t byte) {
     return guard([&] { llama_kvflash::scribble(ctx, get_kv(ctx, true), byte); });
 }
 
-int kvf_host_buffer(llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer) {
+int kvf_host_new(llama_context * ctx, size_t size, kvf_host ** host) {
     return guard([&] {
         auto * dev = llama_kvflash::mover(get_kv(ctx, true)).pinned_for();
-        check(buffer && size > 0, "a size, and a place for the buffer are needed");
+        check(host && size > 0, "a size, and a place for the memory are needed");
 
-        auto * buft = dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
-        *buffer     = nullptr;
-        if (!buft || getenv("GGML_CUDA_NO_PINNED")) { return; }
-
-        *buffer = ggml_backend_buft_alloc_buffer(buft, size);
-        // where the memory cannot be pinned, some backends quietly give plain memory
-        if (!*buffer || ggml_backend_buffer_get_type(*buffer) != buft) {
-            if (*buffer) { ggml_backend_buffer_free(*buffer); }
-            throw kvf_failure(KVF_E_MEMORY, format("no %zu bytes of host memory can be pinned", size));
-        }
+        const bool pin = dev && ggml_backend_dev_host_buffer_type(dev) && !getenv("GGML_CUDA_NO_PINNED");
+        *host          = pin ? new kvf_host(dev, size) : nullptr;
     });
 }
+
+void * kvf_host_base(kvf_host * host) { return host ? host->base : nullptr; }
+
+void kvf_host_free(kvf_host * host) { delete host; }
 
 int kvf_time_copies(llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds) {
     return guard([&] {

@@ -113,6 +113,22 @@ private:
     uint64_t             n_begun = 0;
 };
 
+// pinned host memory
+struct kvf_host {
+    kvf_host(ggml_backend_dev_t dev, size_t size);
+    ~kvf_host();
+
+    kvf_host(const kvf_host &)             = delete;
+    kvf_host & operator=(const kvf_host &) = delete;
+
+    void * base = nullptr;
+
+private:
+    size_t                  size;
+    ggml_backend_buffer_ptr buf; // null: memory of ours, which the backend has pinned
+    void (*unpin)(void * ptr) = nullptr;
+};
+
 // The pool. A friend of llama_kv_cache whose only state is the set-up of the context being created, and the copies under
 // way: everything else is derived from the cells. The hooks in patches/ call the functions of the first two groups.
 struct llama_kvflash {

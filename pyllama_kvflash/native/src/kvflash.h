@@ -170,9 +170,13 @@ LLAMA_API int kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t c
 // wait for the copies up to a ticket, 0: all
 LLAMA_API int kvf_wait(struct llama_context * ctx, uint64_t ticket);
 
-// host memory that the device copies to and from at the speed of its bus; NULL: any memory does. free it, once nothing is
-// copied any more, with ggml_backend_buffer_free()
-LLAMA_API int kvf_host_buffer(struct llama_context * ctx, size_t size, ggml_backend_buffer_t * buffer);
+// host memory that the device copies to and from at the speed of its bus; NULL: any memory does. may be called by another
+// thread, beside the computation. free it once nothing is copied any more
+struct kvf_host;
+LLAMA_API int    kvf_host_new(struct llama_context * ctx, size_t size, struct kvf_host ** host);
+LLAMA_API void * kvf_host_base(struct kvf_host * host);
+LLAMA_API void   kvf_host_free(struct kvf_host * host);
+
 // seconds that n copies of size bytes take, one after the other: what the bus can do. to_device: which way
 LLAMA_API int kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 // overwrite the bytes of all free blocks, for tests: no result may depend on them. they must be finite numbers of the

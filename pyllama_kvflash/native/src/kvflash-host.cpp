@@ -1,0 +1,59 @@
+// pinned host memory, see kvflash-impl.h
+
+#include "kvflash-impl.h"
+
+#include "llama-impl.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+static constexpr size_t PAGE      = 4 << 10;
+static constexpr size_t HUGE_PAGE = 2 << 20;
+
+// large pages where what they waste is little
+static size_t page_for(size_t size) { return size < 16 * HUGE_PAGE ? PAGE : HUGE_PAGE; }
+
+[[noreturn]] static void no_memory(size_t size) {
+    throw kvf_failure(KVF_E_MEMORY, format("no %zu bytes of host memory can be pinned", size));
+}
+
+// The memory is taken from the system first, and touched, in large pages: minutes of work for a hundred GiB, that holds up
+// nobody. To pin what is there is quick. A backend that cannot do that allocates in its own way.
+kvf_host::kvf_host(ggml_backend_dev_t dev, size_t size) : size(GGML_PAD(size, page_for(size))) {
+    auto *     reg = ggml_backend_dev_backend_reg(dev);
+    const auto pin = (bool (*)(void *, size_t)) ggml_backend_reg_get_proc_address(reg, "kvflash_host_register");
+
+#ifdef __linux__
+    if (pin) {
+        base = aligned_alloc(page_for(size), this->size);
+        if (!base) { no_memory(size); }
+        madvise(base, this->size, MADV_HUGEPAGE);
+        memset(base, 0, this->size);
+        if (!pin(base, this->size)) {
+            free(base);
+            no_memory(size);
+        }
+        unpin = (void (*)(void *)) ggml_backend_reg_get_proc_address(reg, "kvflash_host_unregister");
+        return;
+    }
+#else
+    GGML_UNUSED(pin);
+#endif
+
+    // where memory cannot be pinned, some backends quietly give plain memory
+    auto * buft = ggml_backend_dev_host_buffer_type(dev);
+    buf.reset(ggml_backend_buft_alloc_buffer(buft, size));
+    if (!buf || ggml_backend_buffer_get_type(buf.get()) != buft) { no_memory(size); }
+    base = ggml_backend_buffer_get_base(buf.get());
+}
+
+kvf_host::~kvf_host() {
+    if (unpin) {
+        unpin(base);
+        free(base);
+    }
+}
