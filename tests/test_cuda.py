@@ -30,15 +30,15 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(N_GPU == 0, reason="there i
 Logits = npt.NDArray[np.float32]
 
 N_PROMPT, N_STEPS = 300, 48
-# times what the CPU differs from itself, when it takes the prompt in one batch or token by token. A GPU sums in another
-# order and with other types: 2 to 5 times that. The fault that patches/0004 mends was 200 times that.
-CLOSE = 8
+# relative RMS. A quantised key that rounds to its other neighbour moves these small models by up to 0.12 (q4_0), f16 by
+# 0.004; a step that is wrong, by 0.5. The sharp test is the one against plain launches, bit for bit.
+WRONG = 0.25
 
 
-def logits(model: Model, cache: str, *, pool: int | None = None, q_tap: bool = False, size: int = N_PROMPT) -> Logits:
-    """Of a prompt in batches of size, then of tokens one by one: (1 + N_STEPS, n_vocab)."""
+def logits(model: Model, cache: str, *, pool: int | None = None, q_tap: bool = False) -> Logits:
+    """Of a prompt in one batch, then of tokens one by one: (1 + N_STEPS, n_vocab)."""
     with Run(model, CACHES[cache], pool=pool, q_tap=q_tap, n_ctx=4096) as run:
-        return np.concatenate([run.feed(N_PROMPT, size)[-1:], run.feed(N_STEPS, size=1)])
+        return np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, size=1)])
 
 
 def distance(got: Logits, want: Logits) -> npt.NDArray[np.float32]:
@@ -48,32 +48,37 @@ def distance(got: Logits, want: Logits) -> npt.NDArray[np.float32]:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    """The logits of a model and cache type on the CPU, and how much they differ from themselves."""
-    folder = tmp_path_factory.mktemp("cpu")
+def elsewhere(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Logits]:
+    """The logits of a model and cache type as a process with another environment has them."""
+    folder = tmp_path_factory.mktemp("elsewhere")
 
     @functools.cache
-    def get(name: str, cache: str) -> tuple[Logits, float]:
-        there = folder / f"{name}-{cache}.npz"
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)}
-        subprocess.run([sys.executable, __file__, tiny_path(name), cache, there], env=env, check=True)
-        with np.load(there) as arrays:
-            return arrays["whole"], float(distance(arrays["single"], arrays["whole"]).max())
+    def get(name: str, cache: str, *env: str) -> Logits:
+        there = folder / f"{name}-{cache}-{len(env)}.npy"
+        settings = dict(setting.split("=") for setting in env) | {"PYTHONPATH": str(Path(__file__).parent)}
+        subprocess.run([sys.executable, __file__, tiny_path(name), cache, there], env=os.environ | settings, check=True)
+        res: Logits = np.load(there)
+        return res
 
     return get
 
 
+ON_CPU = ("CUDA_VISIBLE_DEVICES=",)
+PLAIN = ("GGML_CUDA_DISABLE_GRAPHS=1", "GGML_CUDA_PDL=0")
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", MEMORY)
-def test_logits_are_those_of_the_cpu(
-    name: str, cache: str, on_cpu: Callable[[str, str], Any], tiny_model: Callable[[str], Model]
+def test_graphs_and_early_launches_change_nothing(
+    name: str, cache: str, elsewhere: Callable[..., Logits], tiny_model: Callable[[str], Model]
 ) -> None:
-    """Step by step, with CUDA graphs as they are by default."""
-    want, floor = on_cpu(name, cache)
+    """As they are by default, against kernels that are launched one by one and wait for each other, and the CPU."""
+    plain, cpu = elsewhere(name, cache, *PLAIN), elsewhere(name, cache, *ON_CPU)
+    np.testing.assert_array_equal(logits(tiny_model(name), cache), plain)
     for pool, q_tap in ((None, False), (1024, False), (1024, True)):
-        off = distance(logits(tiny_model(name), cache, pool=pool, q_tap=q_tap), want)
-        print(f"{name} {cache} pool {pool} tap {q_tap}: relative RMS {off.max():.4f}, on the CPU {floor:.4f}")
-        assert off.max() < CLOSE * floor, f"pool {pool}, tap {q_tap}: step {off.argmax()}"
+        off = distance(logits(tiny_model(name), cache, pool=pool, q_tap=q_tap), cpu)
+        print(f"{name} {cache} pool {pool} tap {q_tap}: relative RMS {off.max():.4f} against the CPU")
+        assert off.max() < WRONG, f"pool {pool}, tap {q_tap}: step {off.argmax()}"
 
 
 SOMEWHERE_ELSE: dict[str, dict[str, Any]] = {"some layers": {"n_gpu_layers": 2}, "two GPUs": {"tensor_split": (1, 1)}}
@@ -92,12 +97,11 @@ def spread(request: pytest.FixtureRequest, tiny_path: Callable[[str], Path]) -> 
 
 
 @pytest.mark.parametrize("cache", ["f16", "q8_0"])
-def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, on_cpu: Callable[[str, str], Any]) -> None:
+def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, elsewhere: Callable[..., Logits]) -> None:
     """The pool says what the stock cache says, and both what the CPU says; chunks are copied whole, beside the decode."""
     name, model = spread
-    want, floor = on_cpu(name, cache)
     stock = logits(model, cache)
-    assert distance(stock, want).max() < CLOSE * floor
+    assert distance(stock, elsewhere(name, cache, *ON_CPU)).max() < WRONG
     np.testing.assert_array_equal(logits(model, cache, pool=1024), stock)
     test_transfers.test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
     test_transfers.test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
@@ -105,5 +109,5 @@ def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, on_cpu
 
 
 if __name__ == "__main__":
-    with Model.load(Path(sys.argv[1])) as on_cpu:
-        np.savez(sys.argv[3], whole=logits(on_cpu, sys.argv[2]), single=logits(on_cpu, sys.argv[2], size=1))
+    with Model.load(Path(sys.argv[1])) as its:
+        np.save(sys.argv[3], logits(its, sys.argv[2]))
