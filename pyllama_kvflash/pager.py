@@ -53,7 +53,8 @@ class Pager:
         self.n_out = self.n_in = self.n_stored = 0
         self.ledger = Ledger(n_pool // options.chunk, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
-        self.store = HostStore(ctx.pool_info().record_bytes, ctx.host_buffer, options.host_limit)
+        info = ctx.pool_info()
+        self.store = HostStore(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes)
         self.summaries: Summaries | None = None
         self._ctx = ctx
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets

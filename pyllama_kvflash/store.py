@@ -14,6 +14,8 @@ Record = npt.NDArray[np.uint8]
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _SLAB = 256 << 20  # bytes of a slab that is taken ahead
 _UNEXPECTED = 32 << 20  # and of one that somebody waits for: some 10 ms
+_PAGE = 4096  # the rows of a record begin on one: a bus reads from there a tenth faster than from anywhere
+_LARGE = 1 << 20  # bytes of a record for which that is worth its room
 
 
 class HostStore:
@@ -24,10 +26,19 @@ class HostStore:
     """
 
     def __init__(
-        self, record_bytes: int, allocate: Callable[[int], Record] | None = None, limit: int | None = None
+        self,
+        record_bytes: int,
+        allocate: Callable[[int], Record] | None = None,
+        limit: int | None = None,
+        meta_bytes: int = 0,
     ) -> None:
-        """allocate: gives so many bytes, or raises MemoryError; None: plain memory. limit: bytes of records at most."""
+        """allocate: gives so many bytes, or raises MemoryError; None: plain memory. limit: bytes of records at most.
+        meta_bytes: of a record, before its rows.
+        """
         self.record_bytes = record_bytes
+        page = _PAGE if record_bytes >= _LARGE else 1
+        self._lead = -meta_bytes % page
+        self._pitch = -(-(self._lead + record_bytes) // page) * page
         self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now, not when written
         self._limit = limit
         self._slabs: list[Record] = []
@@ -71,7 +82,7 @@ class HostStore:
         while missing > 0:
             count = min(missing, most)
             try:
-                slab = self._grower.submit(self._allocate, count * self.record_bytes)
+                slab = self._grower.submit(self._allocate, count * self._pitch)
             except RuntimeError:  # no memory for a thread: reserve() takes what it needs
                 return
             self._growing.append((count, slab))
@@ -83,7 +94,7 @@ class HostStore:
         while len(self._free) < n:
             count, coming = self._growing.popleft() if self._growing else (self._growth(), None)
             try:
-                slab = coming.result() if coming else self._allocate(count * self.record_bytes)
+                slab = coming.result() if coming else self._allocate(count * self._pitch)
             except MemoryError:
                 self._expect_no_more()
                 msg = (
@@ -93,7 +104,7 @@ class HostStore:
                 )
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
-            self._free.extend(slab.reshape(count, self.record_bytes))
+            self._free.extend(slab.reshape(count, self._pitch)[:, self._lead : self._lead + self.record_bytes])
 
     def _growth(self) -> int:
         """Records of a slab that nobody expected: no more of them than the limit allows."""

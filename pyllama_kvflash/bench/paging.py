@@ -21,6 +21,7 @@ from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Scores, State, View, pool_floor
 from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.store import HostStore, Record
 
 CHUNK = 64
 AT_ONCE = (1, 4, 16, 32)  # chunks that are begun before any of them is waited for
@@ -207,7 +208,9 @@ def time_copies(ctx: Context, repeat: int, plain_bytes: int, done: Callable[[], 
     """Move chunks out and in, and plain blocks beside, in turns; the medians of `repeat` rounds. All is as before then."""
     info = ctx.pool_info()
     at_once = [k for k in AT_ONCE if k <= info.n_block]
-    records = ctx.host_buffer(at_once[-1] * info.record_bytes).reshape(-1, info.record_bytes)
+    store = HostStore(info.record_bytes, ctx.host_buffer, meta_bytes=info.meta_bytes)
+    store.reserve(at_once[-1])
+    records = [store.put(i) for i in range(at_once[-1])]
     times: dict[tuple[str, int], list[float]] = {(way, k): [] for way in ("out", "in") for k in at_once}
     plain: dict[tuple[str, int], list[float]] = {}
     _round_trip(ctx, range(at_once[-1]), records)  # the first time takes longer
@@ -236,7 +239,7 @@ def time_copies(ctx: Context, repeat: int, plain_bytes: int, done: Callable[[], 
     ]
 
 
-def _round_trip(ctx: Context, chunks: Sequence[int], records: npt.NDArray[np.uint8]) -> tuple[float, float]:
+def _round_trip(ctx: Context, chunks: Sequence[int], records: Sequence[Record]) -> tuple[float, float]:
     """Seconds until all are out, and until all are in again."""
     begin = time.perf_counter()
     for chunk, record in zip(chunks, records, strict=False):
