@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
     from pyllama_kvflash.native import Sampling
     from pyllama_kvflash.options import Options
-    from pyllama_kvflash.pager import Residency
     from pyllama_kvflash.policy import Scorer, View
+    from pyllama_kvflash.residency import Residency
 
 _HOME = {
     "Done": "events",
@@ -33,7 +33,7 @@ _HOME = {
     "Paged": "events",
     "Prefill": "events",
     "Reselect": "events",
-    "Residency": "pager",
+    "Residency": "residency",
     "Scorer": "policy",
     "View": "policy",
     "Warn": "events",

@@ -1,44 +1,27 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
 Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. A chunk that comes back while decoding lands in a masked block, and is
-seen one step later; a large plan is spread over steps.
+computed, and summarised after that, in a thread. A chunk that comes back while decoding lands in a masked block, beside the
+next step, and is seen by the one after; a large plan is spread over steps.
 """
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Ledger, LedgerError, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
+from pyllama_kvflash.residency import Residency, compare, held, look, resident
 from pyllama_kvflash.store import HostStore
 
 FLIGHT_BYTES = 96 << 20  # that begin to come back in one step: some 2 ms of a PCIe 5 bus, a fraction of a token
 _SUMMARY_THREADS = 8
 _NOTHING = Plan()
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Where the chunks are, one array element each (n_chunks,).
-
-    state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
-    score: float64, what the last scoring gave, higher is hotter; NaN if it gave none.
-    """
-
-    state: npt.NDArray[np.int8]
-    block: npt.NDArray[np.int32]
-    sealed: npt.NDArray[np.bool_]
-    stored: npt.NDArray[np.bool_]
-    protected: npt.NDArray[np.bool_]
-    score: npt.NDArray[np.float64]
 
 
 class Pager:
@@ -58,7 +41,8 @@ class Pager:
         self.summaries: Summaries | None = None
         self._ctx = ctx
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
-        self._landing: list[int] = []  # chunks on their way in
+        self._n_computed = 0  # batches, of which the last one may be under way
+        self._landing: dict[int, int] = {}  # chunks on their way in, and how many batches there were before
         self._todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
         self._summarising: deque[Future[None]] = deque()
         n_threads = min(_SUMMARY_THREADS, options.n_threads or 1)
@@ -96,7 +80,11 @@ class Pager:
     def expect(self, n_tokens: int) -> None:
         """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
         ledger = self.ledger
-        self.store.expect((ledger.n_tokens + n_tokens) // ledger.chunk - len(self.store))
+        n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
+        self.store.expect(n_full - len(self.store))
+        if self.summaries is not None:
+            with suppress(RuntimeError):  # no memory for a thread: make_room() takes what it needs
+                (self._layer_threads or self._worker).submit(_reserve, self.summaries, n_full)
 
     def make_room(self, n_tokens: int) -> Plan:
         """Blocks for the chunks that a batch begins, and host memory for those that it seals.
@@ -104,7 +92,7 @@ class Pager:
         Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
-        if self._landing or self._todo[1]:
+        if self._landing:
             self._land()
         elif ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens go on in their chunk
@@ -118,13 +106,15 @@ class Pager:
             if self.summaries is not None:
                 self._reserve_summaries(self.summaries, n_full)
         self._apply(plan)
-        self._fly(keep=n_new)
         return plan
 
     def written(self, n_tokens: int) -> None:
         """A batch is being computed: begin to write back the chunks that are full then; they are free to drop."""
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
+        self._n_computed += 1
         self.ledger.write(n_tokens)
+        if self._todo[1]:
+            self._fly()
         if self.ledger.n_sealed > n_sealed:
             self._seal()
         if n_earlier:
@@ -198,7 +188,7 @@ class Pager:
         for chunk in plan.page_ins:
             self._begin(chunk)
         if plan.page_ins:
-            self._land()
+            self._land_all()
 
     def _drop(self, chunk: int) -> None:
         self.ledger.drop(chunk)
@@ -207,46 +197,55 @@ class Pager:
 
     def _begin(self, chunk: int) -> None:
         self.ledger.begin_page_in(chunk)
-        self._landing.append(chunk)  # before it is: reconcile() cancels what it finds here
+        self._landing[chunk] = self._n_computed  # before it is: reconcile() cancels what it finds here
         self._ctx.begin_page_in(chunk, self.store.get(chunk))
 
     def _land(self) -> None:
-        """What was on its way in is resident from the next batch on, which waits for its bytes."""
-        while self._landing:
-            chunk = self._landing[-1]
-            self._ctx.commit(chunk)
-            self.ledger.commit_page_in(chunk)
-            self._landing.pop()
-            self.n_in += 1
-
-    def _fly(self, keep: int = 0) -> None:
-        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes.
-
-        keep: blocks that the batch which comes now takes.
+        """What had a batch to come in beside is resident from the next one on. Copies wait for the batch that was under
+        way when they began: to see them one batch later would be to wait for them.
         """
+        for chunk in [c for c, n in self._landing.items() if n < self._n_computed]:
+            self._commit(chunk)
+
+    def _land_all(self) -> None:
+        """What is on its way in is resident from the next batch on, which waits for its bytes."""
+        for chunk in list(self._landing):
+            self._commit(chunk)
+
+    def _commit(self, chunk: int) -> None:
+        self._ctx.commit(chunk)
+        self.ledger.commit_page_in(chunk)
+        del self._landing[chunk]
+        self.n_in += 1
+
+    def _fly(self) -> None:
+        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes."""
         drops, page_ins = self._todo
+        evictable, n_free = self.ledger.evictable(), self.ledger.n_free
         for _ in range(max(1, FLIGHT_BYTES // self.store.record_bytes)):
             if not page_ins:
                 return
-            while drops and self.ledger.n_free <= max(1, keep):  # one stays free for the chunk that begins next
+            while drops and n_free <= 1:  # one stays free for the chunk that begins next
                 chunk = drops.popleft()
-                if self.ledger.evictable()[chunk]:
+                if evictable[chunk]:
                     self._drop(chunk)
-            if self.ledger.n_free <= keep:
+                    n_free += 1
+            if n_free == 0:
                 page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
                 return
             self._begin(page_ins.popleft())
+            n_free -= 1
 
     def _bring_rest(self) -> None:
         """All that is left of a plan that is spread over steps."""
         while self._landing or self._todo[1]:
-            self._land()
+            self._land_all()
             self._fly()
         self._todo[0].clear()
 
     def cut_short(self) -> None:
         """No more of a plan that is spread over steps than what is on its way in already."""
-        self._land()
+        self._land_all()
         for todo in self._todo:
             todo.clear()
 
@@ -345,11 +344,11 @@ class Pager:
         self._forget_flights()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
-        for chunk in self._held().keys() - self._resident():
+        for chunk in held(self._ctx).keys() - resident(self.ledger):
             self._ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        for chunk in self._resident() - self._held().keys():
+        for chunk in resident(self.ledger) - held(self._ctx).keys():
             self._ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
         while self._summarising:
@@ -417,36 +416,13 @@ class Pager:
 
     def residency(self) -> Residency:
         """Where every chunk is now."""
-        ledger = self.ledger
-        block = np.full(ledger.n_chunks, -1, np.int32)
-        chunks, _ = self._ctx.blocks()
-        used = chunks >= 0
-        block[chunks[used]] = np.flatnonzero(used)
-        sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
-        return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score)
+        return look(self.ledger, self._ctx)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""
-        ledger = self.ledger
-        ledger.check_integrity()
-        held, resident = self._held(), self._resident()
-        if held.keys() != resident:
-            msg = f"ledger and pool differ about chunks {sorted(held.keys() ^ resident)[:8]}"
-            raise LedgerError(msg)
-        for chunk, n in held.items():
-            want = min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk)
-            if n != want:
-                msg = f"chunk {chunk} has {n} cells in the pool, and {want} positions"
-                raise LedgerError(msg)
-        missing = [int(c) for c in np.flatnonzero(ledger.stored) if int(c) not in self.store]
-        if missing:
-            msg = f"no record in the store for chunks {missing[:8]}"
-            raise LedgerError(msg)
+        compare(self.ledger, self.store, self._ctx)
 
-    def _held(self) -> dict[int, int]:
-        """The chunks in the native pool, and how many of their cells are in use."""
-        chunks, n_used = self._ctx.blocks()
-        return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
 
-    def _resident(self) -> set[int]:
-        return {int(c) for c in np.flatnonzero(self.ledger.state == State.RESIDENT)}
+def _reserve(summaries: Summaries, n: int) -> None:
+    with suppress(MemoryError):  # make_room() says so, if it comes to that
+        summaries.reserve(n)

@@ -18,8 +18,9 @@ from pyllama_kvflash.events import Event, Paged, Reselect, Stats, Warn
 from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.options import check_span
-from pyllama_kvflash.pager import Pager, Residency
+from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.residency import Residency
 from pyllama_kvflash.selector import Selector
 
 

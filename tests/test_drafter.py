@@ -65,10 +65,17 @@ def document() -> NeedlePrompt:
 
 
 @pytest.fixture(scope="module")
-def long_document() -> NeedlePrompt:
-    """4,096 tokens."""
+def brief() -> NeedlePrompt:
+    """1,200 tokens with two codes, where the pool holds 768."""
     with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        return make_prompt(4096, lambda s: len(model.tokenize(s, add_special=False)), n_needles=8, seed=2)
+        return make_prompt(1200, lambda s: len(model.tokenize(s, add_special=False)), n_needles=2, seed=2)
+
+
+@pytest.fixture(scope="module")
+def long_document() -> NeedlePrompt:
+    """3,072 tokens."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        return make_prompt(3072, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=2)
 
 
 def rewrite(path: Path) -> Path:
@@ -201,19 +208,19 @@ def test_scores_come_back_by_the_span_of_the_text(
 
 
 def test_other_pieces_are_another_tokenizer(
-    opened: Open, other_tokenizer: Path, document: NeedlePrompt, tmp_path: Path
+    opened: Open, other_tokenizer: Path, brief: NeedlePrompt, tmp_path: Path
 ) -> None:
     """It is found out, and the text is gone by; a model with other weights and the same pieces reads the ids."""
     with Model.load(BUNDLED_MODEL, no_alloc=True) as one, Model.load(other_tokenizer, no_alloc=True) as other:
         assert same_tokenizer(one, one)
         assert not same_tokenizer(one, other)
     kv = opened(draft_model=str(other_tokenizer))
-    assert warnings(read(kv, document.text)) == []
+    assert warnings(read(kv, brief.text)) == []
     assert kv.policy == "crosstok"
     copy = tmp_path / "copy.gguf"
     copy.symlink_to(BUNDLED_MODEL)
     kv = opened(draft_model=str(copy))
-    read(kv, document.text)
+    read(kv, brief.text)
     assert kv.policy == "drafter"
 
 
@@ -260,7 +267,7 @@ def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
 )
 def test_qk_takes_over_from_a_drafter_that_cannot(
     opened: Open,
-    document: NeedlePrompt,
+    brief: NeedlePrompt,
     tmp_path: Path,
     tiny_path: Callable[[str], Path],
     policy: str,
@@ -271,9 +278,9 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
     path = broken(kind, tmp_path / "draft.gguf", tiny_path)
     kv = opened(policy=policy, draft_model=str(path))
     assert kv.policy == policy
-    events = read(kv, document.text)
+    events = read(kv, brief.text)
     end = kv.n_tokens
-    for needle in document.needles[:2]:
+    for needle in brief.needles:
         more = list(kv.generate(needle.question, max_tokens=8, sampling=GREEDY, append=True))
         assert needle.answer in text_of(more)
         events += more
@@ -291,7 +298,7 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
         path.rmdir()
     path.write_bytes(BUNDLED_MODEL.read_bytes())
     kv = opened(policy=policy, draft_model=str(path))
-    events = read(kv, document.text)
+    events = read(kv, brief.text)
     assert warnings(events) == []
     assert kv.policy == policy
 
@@ -304,7 +311,7 @@ def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
 
 
 def test_a_drafter_that_is_interrupted_ends_the_generation(
-    opened: Open, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
+    opened: Open, brief: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while it reads: no warning, no other scorer, and the sequence stands."""
     kv = opened(prefill_reselect=False)
@@ -320,7 +327,7 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
 
     monkeypatch.setattr(Context, "decode", call)
     try:
-        events = list(kv.generate(document.text, max_tokens=4))
+        events = list(kv.generate(brief.text, max_tokens=4))
     finally:
         lib.kvf_interrupt(False)
     assert events[-1].reason == "interrupted"  # type: ignore[union-attr]
@@ -328,8 +335,8 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
     assert kv.policy == "drafter"
     kv.check_integrity()
     kv.clear()
-    needle = document.needles[2]
-    assert needle.answer in text_of(list(kv.generate(document.text + needle.question, max_tokens=8, sampling=GREEDY)))
+    needle = brief.needles[0]
+    assert needle.answer in text_of(list(kv.generate(brief.text + needle.question, max_tokens=8, sampling=GREEDY)))
     assert kv.policy == "drafter"
 
 
@@ -344,10 +351,10 @@ def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, 
     assert kv.policy == policy
 
 
-def test_small_pools_of_the_drafter_are_raised(opened: Open, document: NeedlePrompt) -> None:
+def test_small_pools_of_the_drafter_are_raised(opened: Open, brief: NeedlePrompt) -> None:
     kv = opened(draft_pool=1)
     assert kv.n_pool == 768
-    assert warnings(read(kv, document.text)) == []
+    assert warnings(read(kv, brief.text)) == []
     assert kv.policy == "drafter"
     assert inner(kv).n_pool == 768
 
@@ -387,11 +394,11 @@ def test_the_cache_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_drafter(None, tmp_path / "models" / "big.gguf") == path
 
 
-def test_a_drafter_next_to_its_target_is_used(opened: Open, tmp_path: Path, document: NeedlePrompt) -> None:
+def test_a_drafter_next_to_its_target_is_used(opened: Open, tmp_path: Path, brief: NeedlePrompt) -> None:
     for name in ("big.gguf", "big-draft.gguf"):
         (tmp_path / name).symlink_to(BUNDLED_MODEL)
     kv = opened(tmp_path / "big.gguf", draft_model=None)
-    read(kv, document.text)
+    read(kv, brief.text)
     assert drafter_of(kv).path == tmp_path / "big-draft.gguf"
     assert inner(kv).model.path == tmp_path / "big-draft.gguf"
 
@@ -429,10 +436,10 @@ def test_scoring_again_reads_what_is_new(
     tokens = kv.tokenize(long_document.text)
     pushed = Pushed(kv, monkeypatch)
     each = []
-    for end in (1500, 2500, 3700):
+    for end in (1000, 2700):
         list(kv.prefill(tokens[kv.n_tokens : end]))
         pushed.take()
-        for at in range(end, end + 200):
+        for at in range(end, end + 280):
             events = kv.decode(tokens[at : at + 1])
             assert warnings(events) == []
             if any(isinstance(e, Reselect) for e in events):
@@ -444,7 +451,7 @@ def test_scoring_again_reads_what_is_new(
     if policy == "drafter":  # the four whose queries score are the last ones: none is read twice
         assert set(counts) <= {32, 33}
     assert max(counts) <= 32 + 24  # the last tokens of a text may split otherwise when it goes on
-    first, last = ([n for end, n in each if end == e] for e in (1500, 3700))
+    first, last = ([n for end, n in each if end == e] for e in (1000, 2700))
     assert abs(np.mean(first) - np.mean(last)) < 8
 
 
@@ -453,13 +460,13 @@ def test_rollback_of_the_target_rolls_the_drafter_back(
 ) -> None:
     kv = opened(replay=0, prefill_reselect=False, tau=1 << 20)
     tokens = kv.tokenize(long_document.text)
-    list(kv.prefill(tokens[:3000]))
+    list(kv.prefill(tokens[:2000]))
     theirs = inner(kv)
-    assert np.array_equal(theirs.tokens, tokens[:3000])
+    assert np.array_equal(theirs.tokens, tokens[:2000])
     pushed = Pushed(kv, monkeypatch)
-    kv.rollback(2000)
+    kv.rollback(1200)
     other = tokens[::-1].copy()
-    for at in range(2000, 2100, 50):
+    for at in range(1200, 1300, 50):
         kv.decode(other[at : at + 50])
     event = kv.reselect()
     assert event is not None
@@ -468,8 +475,8 @@ def test_rollback_of_the_target_rolls_the_drafter_back(
     theirs.check_integrity()
 
     fresh = opened(replay=0, prefill_reselect=False, tau=1 << 20)  # and the scores are those of that text
-    list(fresh.prefill(tokens[:2000]))
-    for at in range(2000, 2100, 50):
+    list(fresh.prefill(tokens[:1200]))
+    for at in range(1200, 1300, 50):
         fresh.decode(other[at : at + 50])
     again = fresh.reselect()
     assert again is not None
@@ -500,11 +507,11 @@ def test_a_hybrid_drafter_begins_anew(tiny_path: Callable[[str], Path], monkeypa
         check_residency(kv)
 
 
-def test_closing_closes_the_drafter(opened: Open, document: NeedlePrompt) -> None:
+def test_closing_closes_the_drafter(opened: Open, brief: NeedlePrompt) -> None:
     kv = opened()
     kv.close()  # not loaded yet
     kv = opened()
-    read(kv, document.text)
+    read(kv, brief.text)
     theirs = inner(kv)
     assert theirs.ctx.handle
     kv.close()

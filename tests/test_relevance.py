@@ -127,16 +127,25 @@ def test_what_the_full_cache_finds_is_found_through_a_quarter_of_it(document: Ne
     assert all(recall(document, policy="qk", share=0.05))
 
 
-@pytest.mark.parametrize("cache", ["q8_0", pytest.param("q4_0", marks=pytest.mark.slow)])
-def test_quantised_keys_are_found_as_well(document: NeedlePrompt, cache: str) -> None:
-    assert all(recall(document, type_k=cache, type_v=cache))
+QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
+
+
+@pytest.mark.parametrize("cache", ["q8_0", "q4_0"])
+def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str) -> None:
+    assert all(recall(short, **QUARTER, type_k=cache, type_v=cache))
 
 
 @pytest.mark.parametrize(
     "options", [{"qk_summary": "exact"}, {"qk_summary": "minmax"}, {"qk_query": "question"}, {"chunk": 16}], ids=str
 )
-def test_other_ways_of_qk_find_them_too(document: NeedlePrompt, options: dict[str, Any]) -> None:
-    assert all(recall(document, **options))
+def test_other_ways_of_qk_find_them_too(short: NeedlePrompt, options: dict[str, Any]) -> None:
+    assert all(recall(short, **QUARTER, **options))
+
+
+def test_the_scores_find_them_in_the_short_text_too(short: NeedlePrompt) -> None:
+    """With two blocks for what a question needs: no other order finds more than what lies in its window."""
+    for policy in ("lru", shuffled(1), Given(oldest)):
+        assert sum(recall(short, **QUARTER, policy=policy)) <= 1
 
 
 def test_controls_find_what_lies_in_their_window_and_by_chance(document: NeedlePrompt) -> None:
@@ -714,7 +723,7 @@ def test_a_costly_scorer_is_asked_less_often(opened: Open) -> None:
     """In steps of powers of two, so that it takes no more than its share; without one, every tau tokens."""
 
     def costly(view: View) -> Scores:
-        time.sleep(0.01)
+        time.sleep(0.02)
         return oldest(view)
 
     kv = opened(policy=Given(costly), tau=16, share=0.2)
@@ -746,6 +755,8 @@ def test_reselect_by_hand(opened: Open) -> None:
     read(kv, 2000)
     first = kv.reselect()
     assert first is not None
+    assert first.page_ins
+    assert np.all(kv.residency().state[list(first.page_ins)] == State.RESIDENT), "at once"
     again = kv.reselect()
     assert again is not None
     assert again.scores == first.scores
@@ -1214,6 +1225,23 @@ def test_a_spread_plan_reaches_what_one_that_is_applied_at_once_does(
         assert kv.stats().pages_out - n_out <= len(event.drops)
         check_residency(kv)
     assert runs[0] == runs[1]
+
+
+def test_chunks_on_their_way_in_are_scored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is not done when the next scoring begins: they compete as all others do, and none is hot unasked."""
+    monkeypatch.setattr(pager, "FLIGHT_BYTES", 1)
+    kv = opened(policy=Given(other_ones), tau=4, prefill_reselect=False)
+    read(kv, 1300)
+    n = 0
+    for _ in range(20):
+        n += bool(kv.pager._todo[1])
+        for event in reselects(feed(kv, kv.n_tokens + 1)):
+            last = len(event.scores)
+            assert {i for i, s in enumerate(event.scores) if s is None} == {0, *range(last - 4, last)}
+    assert n >= 5
+    kv.pager.settle()
+    where = kv.residency()
+    assert not np.any(np.isnan(where.score[1:-4]))
 
 
 def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch, n: int) -> None:

@@ -1,0 +1,65 @@
+"""Where the chunks are, and whether all who should know agree about it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.native import Context
+from pyllama_kvflash.policy import Ledger, LedgerError, State
+from pyllama_kvflash.store import HostStore
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the chunks are, one array element each (n_chunks,).
+
+    state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
+    score: float64, what the last scoring gave, higher is hotter; NaN if it gave none.
+    """
+
+    state: npt.NDArray[np.int8]
+    block: npt.NDArray[np.int32]
+    sealed: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
+    protected: npt.NDArray[np.bool_]
+    score: npt.NDArray[np.float64]
+
+
+def look(ledger: Ledger, ctx: Context) -> Residency:
+    """Where every chunk is now."""
+    block = np.full(ledger.n_chunks, -1, np.int32)
+    chunks, _ = ctx.blocks()
+    used = chunks >= 0
+    block[chunks[used]] = np.flatnonzero(used)
+    sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
+    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score)
+
+
+def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:
+    """Raise LedgerError unless ledger, host store and native pool agree."""
+    ledger.check_integrity()
+    there = held(ctx)
+    if there.keys() != resident(ledger):
+        msg = f"ledger and pool differ about chunks {sorted(there.keys() ^ resident(ledger))[:8]}"
+        raise LedgerError(msg)
+    for chunk, n in there.items():
+        want = min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk)
+        if n != want:
+            msg = f"chunk {chunk} has {n} cells in the pool, and {want} positions"
+            raise LedgerError(msg)
+    missing = [int(c) for c in np.flatnonzero(ledger.stored) if int(c) not in store]
+    if missing:
+        msg = f"no record in the store for chunks {missing[:8]}"
+        raise LedgerError(msg)
+
+
+def held(ctx: Context) -> dict[int, int]:
+    """The chunks in the native pool, and how many of their cells are in use."""
+    chunks, n_used = ctx.blocks()
+    return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
+
+
+def resident(ledger: Ledger) -> set[int]:
+    """The chunks that the ledger says are in the pool."""
+    return {int(c) for c in np.flatnonzero(ledger.state == State.RESIDENT)}
