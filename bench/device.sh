@@ -43,7 +43,7 @@ cuda)
     mkdir -p .dev/wheels
     rm -f .dev/wheels/pyllama_kvflash-*
     PATH=$toolkit/nvidia/cu13/bin:$PATH CUDACXX=$toolkit/nvidia/cu13/bin/nvcc \
-        CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DGGML_NATIVE=OFF" \
+        CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DGGML_NATIVE=OFF -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed" \
         .venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w .dev/wheels -C build-dir=build/cuda .
     ls -l .dev/wheels/pyllama_kvflash-*
     ;;
@@ -68,6 +68,13 @@ build)
         python3 -m zipfile -e .dev/wheels/pyllama_kvflash-*.whl build/wheel # the tests run on the files that lie here
         cp build/wheel/pyllama_kvflash/native/*.so pyllama_kvflash/native/
         rm -rf build/wheel
+        cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")
+        installed=$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+        for lib in cudart cublas cublasLt; do # found beside the library
+            found=$(find -L "$cuda" -name "lib$lib.so.13" -print -quit)
+            ln -sf "$found" pyllama_kvflash/native/
+            ln -sf "$found" "$installed/pyllama_kvflash/native/"
+        done
         python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
         exit
     fi
