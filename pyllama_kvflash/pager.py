@@ -338,10 +338,9 @@ class Pager:
     def reconcile(self, n_tokens: int) -> None:
         """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
         ledger = self.ledger
-        for flying in self._landing:
-            with suppress(PoolError):  # it is there already, or never began
-                self._ctx.cancel(flying)
-        self._forget_flights()
+        if ledger.n_tokens > n_tokens:
+            self._cancel_flights()
+        self._mend_flights()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
         for chunk in held(self._ctx).keys() - resident(self.ledger):
@@ -354,6 +353,24 @@ class Pager:
         while self._summarising:
             self._summarising.popleft().exception()  # the step that it cut off has said so
         self._summarise_to(self.n_whole)
+
+    def _mend_flights(self) -> None:
+        """What is on its way in stays so; one chunk at most was cut off as it set out, or as it landed."""
+        for chunk in [c for c in self._landing if c in held(self._ctx)]:
+            if self.ledger.state_of(chunk) == State.IN_FLIGHT:
+                self.ledger.commit_page_in(chunk)
+            del self._landing[chunk]
+        while len(self._landing) > self._ctx.pool_info().n_landing:
+            self._landing.popitem()  # the last one
+        for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
+            if int(flying) not in self._landing:
+                self.ledger.abort_page_in(int(flying))
+
+    def _cancel_flights(self) -> None:
+        for flying in self._landing:
+            with suppress(PoolError):  # it is there already, or never began
+                self._ctx.cancel(flying)
+        self._forget_flights()
 
     def _forget_flights(self) -> None:
         self._landing.clear()
