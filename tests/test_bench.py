@@ -16,12 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from benches import good, invoke, refused, type_examples
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall, sweep
@@ -30,7 +30,6 @@ from pyllama_kvflash.bench.grid import Results, Variant, comma_separated, digest
 from pyllama_kvflash.bench.kld import KldRow, KldSweep
 from pyllama_kvflash.bench.recall import BLAMES, Oracle, open_variant, run_cell
 from pyllama_kvflash.bench.sweep import Cell, Row, Sweep
-from pyllama_kvflash.cli import main
 from pyllama_kvflash.demo import QUESTION_ROOM
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import OutputError, UsageError
@@ -78,30 +77,6 @@ def book(count: Callable[[str], int], tmp_path_factory: pytest.TempPathFactory) 
     path = tmp_path_factory.mktemp("book") / "book.txt"
     path.write_text(make_prompt(1100, count, n_needles=1, seed=5, drop=True).text, encoding="utf-8")
     return path
-
-
-def invoke(*args: str) -> Result:
-    """Run a bench in this process. It ends by an exit code, never by an exception."""
-    res = CliRunner().invoke(main, ("bench", *args))
-    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
-    return res
-
-
-def good(*args: str) -> Result:
-    res = invoke(*args)
-    assert res.exit_code == 0, res.output
-    return res
-
-
-def refused(*args: str, code: int = 2) -> str:
-    """The sentence that a bench is refused with: the last line, the only one that is an error."""
-    res = invoke(*args)
-    assert res.exit_code == code, res.output
-    assert res.stdout == ""
-    *before, last = res.stderr.splitlines()
-    assert last.lower().startswith(("kvflash: error: ", "error: ")), res.stderr
-    assert sum("error" in line.lower() for line in before) == 0
-    return last
 
 
 #
@@ -1035,13 +1010,5 @@ def test_without_matplotlib_the_tables_are_written(
 
 @pytest.mark.parametrize("name", ["niah", "facts", "kld"])
 def test_help_shows_a_command_that_can_be_typed(name: str) -> None:
-    text = good(name, "--help").stdout
-    assert text.startswith("Usage: ")
-    lines = [line.strip() for line in text.splitlines()]
-    shown = [line.split("  ")[0] for line in lines if line.startswith(f"kvflash bench {name}")]
+    shown, _ = type_examples(name)
     assert shown
-    for line in shown:
-        with main.make_context("kvflash", ["bench"]) as ctx:
-            bench = main.get_command(ctx, "bench")
-            assert isinstance(bench, click.Group)
-            bench.commands[name].make_context(name, line.split()[3:])  # parses, does not run

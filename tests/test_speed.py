@@ -12,9 +12,11 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from benches import good, refused, type_examples
 
 from pyllama_kvflash.bench import paging as paging_bench
 from pyllama_kvflash.bench import shapes
@@ -25,7 +27,6 @@ from pyllama_kvflash.bench.paging import Copies, Measured, Paging, Stream, Swap
 from pyllama_kvflash.bench.shapes import SHAPES, shape_file, write_shape
 from pyllama_kvflash.bench.speed import Cache, Row, Speed, flatness, speed_variant, stop_writing_back, summarise
 from pyllama_kvflash.bench.steps import decode_steps, near, python_loop
-from pyllama_kvflash.cli import main
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, OutputError, UsageError
 from pyllama_kvflash.events import Reselect
@@ -80,30 +81,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shape_path(kept: Path) -> Callable[[str], Path]:
     return lambda name: kept / f"kvflash-{name}-v{shapes.VERSION}.gguf"
-
-
-def invoke(*args: str) -> Result:
-    """Run a bench in this process. It ends by an exit code, never by an exception."""
-    res = CliRunner().invoke(main, ("bench", *args))
-    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
-    return res
-
-
-def good(*args: str) -> Result:
-    res = invoke(*args)
-    assert res.exit_code == 0, res.output
-    return res
-
-
-def refused(*args: str, code: int = 2) -> str:
-    """The sentence that a bench is refused with: the last line, the only one that is an error."""
-    res = invoke(*args)
-    assert res.exit_code == code, res.output
-    assert res.stdout == ""
-    *before, last = res.stderr.splitlines()
-    assert last.lower().startswith(("kvflash: error: ", "error: ")), res.stderr
-    assert sum("error" in line.lower() for line in before) == 0
-    return last
 
 
 def random_tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -735,17 +712,8 @@ def test_a_shape_is_meant_instead_of_the_environments_model(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["speed", "paging"])
 def test_help_shows_commands_that_can_be_typed(name: str) -> None:
-    text = good(name, "--help").stdout
-    assert text.startswith("Usage: ")
-    lines = [line.strip() for line in text.splitlines()]
-    shown = [line.split("  ")[0] for line in lines if line.startswith(f"kvflash bench {name}")]
+    shown, command = type_examples(name)
     assert len(shown) >= 3
-    for line in shown:
-        with main.make_context("kvflash", ["bench"]) as ctx:
-            bench = main.get_command(ctx, "bench")
-            assert isinstance(bench, click.Group)
-            command = bench.commands[name]
-            command.make_context(name, line.split()[3:])  # parses, does not run
     assert [p.name for p in command.params if isinstance(p, click.Option) and not p.help] == []
 
 
