@@ -197,7 +197,7 @@ class Pager:
 
     def _begin(self, chunk: int) -> None:
         self.ledger.begin_page_in(chunk)
-        self._landing[chunk] = self._n_computed  # before it is: reconcile() cancels what it finds here
+        self._landing[chunk] = self._n_computed  # before it is: reconcile() looks for it here
         self._ctx.begin_page_in(chunk, self.store.get(chunk))
 
     def _land(self) -> None:
@@ -356,7 +356,8 @@ class Pager:
 
     def _mend_flights(self) -> None:
         """What is on its way in stays so; one chunk at most was cut off as it set out, or as it landed."""
-        for chunk in [c for c in self._landing if c in held(self._ctx)]:
+        there = held(self._ctx)
+        for chunk in [c for c in self._landing if c in there]:
             if self.ledger.state_of(chunk) == State.IN_FLIGHT:
                 self.ledger.commit_page_in(chunk)
             del self._landing[chunk]

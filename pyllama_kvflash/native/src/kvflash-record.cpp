@@ -46,7 +46,6 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
         res.n_head        = kv.hparams.n_head(layer.il);
         res.n_head_kv     = kv.hparams.n_head_kv(layer.il);
         res.n_embd_head_k = kv.hparams.n_embd_head_k(layer.il);
-        res.device        = device_index(layer.k->buffer);
 
         if (is_pool(kv)) {
             res.size_k = ggml_row_size(layer.k->type, layer.k->ne[0]) * kv.pool_chunk;
@@ -57,6 +56,8 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
             offs += res.size_k + res.size_v;
         }
     }
+
+    res.device = device_index(kv.layers[i].k->buffer);
 
     return res;
 }
