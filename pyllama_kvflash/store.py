@@ -96,7 +96,7 @@ class HostStore:
             try:
                 slab = coming.result() if coming else self._allocate(count * self._pitch)
             except MemoryError:
-                self._expect_no_more()
+                count += self._expect_no_more()
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
                     f" {self.used_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type (-ctk, -ctv),"
@@ -111,11 +111,13 @@ class HostStore:
         count = max(1, min(len(self._records) // _GROWTH, _UNEXPECTED // self.record_bytes))
         return count if self._limit is None else min(count, (self._limit - self.held_bytes) // self.record_bytes)
 
-    def _expect_no_more(self) -> None:
-        """What is not taken yet will not be."""
+    def _expect_no_more(self) -> int:
+        """What is not taken yet will not be: so many records."""
         for _, slab in self._growing:
             slab.cancel()
+        count = sum(count for count, _ in self._growing)
         self._growing.clear()
+        return count
 
     def _check_limit(self, n: int) -> None:
         need = (len(self._records) + n) * self.record_bytes
