@@ -2,6 +2,9 @@
 
 A run is fed random tokens, as if a prompt had been read and then its continuation one by one, and gives the logits of
 the last token of every batch. Equal means equal bits. test_mutations.py shows that each of these checks can fail.
+
+A GPU cuts its sums by the width of the attention, and fuses other operations where Q is also read. There a stock cache
+is as wide as the pool that it is compared with, and a run with the Q tap is held to the noise of that machine.
 """
 
 import functools
@@ -23,7 +26,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 import gguf
 
 from pyllama_kvflash.errors import ModelError, PoolError, RecordError, UnsupportedError, UsageError
-from pyllama_kvflash.native import ALL, CACHE_TYPES, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record
+from pyllama_kvflash.native import ALL, CACHE_TYPES, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record, devices
 from pyllama_kvflash.native.lib import ffi, lib
 
 pytestmark = pytest.mark.native
@@ -35,6 +38,7 @@ N_THREADS = int(os.environ.get("KVFLASH_TEST_THREADS", "2"))  # 1 is much faster
 N_CTX = 65536
 N_POOL = 2048  # holds all of a short run
 N_PROMPT, N_STEPS = 1000, 100
+ON_GPU = any(d.gpu for d in devices())
 FINGERPRINT = 0x0123456789ABCDEF
 SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
 
@@ -156,7 +160,10 @@ class Run:
         return np.concatenate(logits), schedule, infos
 
     def replay(self, schedule: Sequence[Step]) -> Logits:
-        """The same in a stock cache, from which the same positions are removed at the same times."""
+        """The same in a stock cache, from which the same positions are removed at the same times.
+
+        One as large as the pool is enough: it writes to the cells that become free, and so keeps the pool's width.
+        """
         logits = []
         for step in schedule:
             for c in step.drops:
@@ -209,6 +216,19 @@ class Case:
         """A pooled context."""
         return Run(self.model, self.cache, pool=pool, n_batch=n_batch, **options)
 
+    def assert_replayed(self, logits: Logits, schedule: Sequence[Step], pool: int, n_batch: int, chunk: int = 64) -> None:
+        """A pool's logits are those of a stock cache that loses the same positions at the same times.
+
+        On a GPU they are equal if that cache is as wide as the pool, which it cannot be if the window is wider.
+        """
+        narrow = ON_GPU and pool > self.model.n_swa
+        with Run(self.model, self.cache, n_ctx=pool if narrow else 8192, n_batch=n_batch, chunk=chunk) as run:
+            want = run.replay(schedule)
+        if ON_GPU and not narrow:
+            self.assert_close(logits, want)
+        else:
+            assert_equal(logits, want)
+
     @functools.cached_property
     def stock_logits(self) -> Logits:
         """Of the short run: its batches, then its steps."""
@@ -227,9 +247,9 @@ class Case:
             run.feed(200, 1)
             return difference(run.feed_at_once(N_STEPS), self.stock_logits[-N_STEPS:])
 
-    def assert_close(self, steps: Logits) -> Difference:
-        """Within twice the noise, and at most 2 % of the tokens differ."""
-        got = difference(steps, self.stock_logits[-N_STEPS:])
+    def assert_close(self, got_logits: Logits, want: Logits | None = None) -> Difference:
+        """Within twice the noise, and at most 2 % of the tokens differ. want: None for the short run's steps."""
+        got = difference(got_logits, self.stock_logits[-N_STEPS:] if want is None else want)
         text = f"{got}; noise floor: {self.noise}"
         assert got.rms <= 2 * self.noise.rms + 1e-6, text
         assert got.flips <= 0.02 * got.n, text
@@ -272,7 +292,10 @@ def test_all_resident(case: Case, q_tap: bool) -> None:
         assert run.ctx.memory_class == MEMORY[case.model.path.stem]
         logits = np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
         assert run.resident() == list(range((N_PROMPT + N_STEPS) // 64 + 1))
-    assert_equal(logits, case.stock_logits)
+    if q_tap and ON_GPU:
+        case.assert_close(logits[-N_STEPS:])
+    else:
+        assert_equal(logits, case.stock_logits)
 
 
 def test_clear(f16_case: Case) -> None:
@@ -315,8 +338,7 @@ def test_eviction(case: Case) -> None:
     with case.pool(1024, n_batch=256) as run:
         logits, schedule, infos = run.feed_through(N_LONG, 130)
         resident = run.resident()
-    with case.stock(8192, n_batch=256) as run:
-        assert_equal(logits, run.replay(schedule))
+    case.assert_replayed(logits, schedule, 1024, n_batch=256)
     n_drops = sum(len(step.drops) for step in schedule)
     assert n_drops > 50, f"{n_drops} drops"
     assert resident == [0, *range(96 - 15, 96)], str(resident)
@@ -330,8 +352,7 @@ def test_eviction(case: Case) -> None:
 def test_eviction_of_smaller_chunks(f16_case: Case, chunk: int) -> None:
     with f16_case.pool(512, n_batch=128, chunk=chunk) as run:
         logits, schedule, _ = run.feed_through(1500, 100)
-    with Run(f16_case.model, n_ctx=4096, n_batch=128, chunk=chunk) as run:
-        assert_equal(logits, run.replay(schedule))
+    f16_case.assert_replayed(logits, schedule, 512, n_batch=128, chunk=chunk)
     n_drops = sum(len(step.drops) for step in schedule)
     assert n_drops > 50 * 16 // chunk, f"{n_drops} drops"
 
@@ -342,8 +363,8 @@ def test_sliding_window_is_not_pooled(tiny_model: Callable[[str], Model]) -> Non
     assert case.model.n_swa == tiny.GEMMA4_SWA
     with case.pool(512, n_batch=128) as run, case.stock(n_batch=128) as stock:
         logits, schedule, _ = run.feed_through(1500, 100)
-        assert_equal(logits, stock.replay(schedule))
         pooled, whole = run.ctx.kv_bytes(), stock.ctx.kv_bytes()
+    case.assert_replayed(logits, schedule, 512, n_batch=128)
     starts = np.cumsum([step.n for step in schedule]) - [step.n for step in schedule]
     ages = [int(pos) - c * 64 for pos, step in zip(starts, schedule, strict=True) for c in step.drops]
     assert len(ages) > 10, f"{len(ages)} drops"
