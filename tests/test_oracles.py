@@ -216,7 +216,9 @@ class Case:
         """A pooled context."""
         return Run(self.model, self.cache, pool=pool, n_batch=n_batch, **options)
 
-    def assert_replayed(self, logits: Logits, schedule: Sequence[Step], pool: int, n_batch: int, chunk: int = 64) -> None:
+    def assert_replayed(
+        self, logits: Logits, schedule: Sequence[Step], pool: int, n_batch: int, chunk: int = 64
+    ) -> None:
         """A pool's logits are those of a stock cache that loses the same positions at the same times.
 
         On a GPU they are equal if that cache is as wide as the pool, which it cannot be if the window is wider.
