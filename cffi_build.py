@@ -68,6 +68,7 @@ struct llama_context_params {
     bool offload_kqv;
     bool no_perf;
     bool swa_full;
+    bool kv_unified;
     ...;
 };
 struct llama_sampler_chain_params { bool no_perf; ...; };
@@ -149,7 +150,10 @@ const char * kvf_error(void);
 void kvf_init(void);
 void kvf_log_level(int min_level);
 void kvf_interrupt(bool stop);
-int  kvf_model_load(const char * path, const struct llama_model_params * params, struct llama_model ** model);
+int  kvf_model_load(const char * path, const struct llama_model_params * params, const char * const * on_host,
+                    uint32_t n_on_host, struct llama_model ** model);
+int  kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
+uint32_t kvf_n_weight(struct llama_model * model);
 int  kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
                      const struct kvf_pool_params * pool, struct llama_context ** ctx);
 const char * kvf_memory_class(struct llama_context * ctx);
@@ -159,11 +163,15 @@ uint32_t kvf_n_layer(struct llama_context * ctx);
 int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
                 const llama_token * tokens, int32_t n, int outputs);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
+int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,
+                     const llama_token * tokens, int32_t n);
 int  kvf_clear(struct llama_context * ctx);
+int  kvf_clear_seq(struct llama_context * ctx, llama_seq_id seq);
 int  kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 int  kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 int  kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
-int  kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
+int  kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs,
+                uint32_t n_block);
 int  kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
 int  kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
 int  kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
@@ -178,7 +186,7 @@ void * kvf_host_base(struct kvf_host * host);
 void kvf_host_free(struct kvf_host * host);
 int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
-int  kvf_q(struct llama_context * ctx, float * dst, size_t n, uint64_t * ticket);
+int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 int  kvf_add_rpc(const char * endpoint);
 
 enum kvf_summary_kind {

@@ -96,7 +96,7 @@ MUTANTS = [
     # copies under way
     Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block);", "return true;"),
     Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
-    Mutant("queries lie upon each other", "move", "to += ggml_nbytes(tensor);", ""),
+    Mutant("queries lie upon each other", "move", "to += r.size;", ""),
     Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # the C API

@@ -1,6 +1,7 @@
 """A context: the KV cache, stock or pooled, and the computation."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -13,8 +14,6 @@ from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
 from pyllama_kvflash.native.model import Model, Tokens
 
 Record = npt.NDArray[np.uint8]
-
-SEQ = 0  # a pool serves one sequence
 
 NONE, LAST, ALL = 0, 1, 2
 """Which tokens of a batch get logits."""
@@ -84,8 +83,19 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
     return cls(**{name: getattr(struct, name) for name in cls.__dataclass_fields__})
 
 
+class _Handle:
+    """What the views of a context share: the native context, and where each sequence's token of the last batch is."""
+
+    def __init__(self, handle: Any) -> None:
+        self.native = handle
+        self.outputs: dict[int, tuple[int, int]] = {}  # by sequence: counted from the first token, and from the last
+
+
 class Context:
-    """A llama.cpp context of one sequence. Not for two threads at once. Close it before its model; a context manager."""
+    """A llama.cpp context, as one of its sequences sees it: the first one, sequence() gives the others.
+
+    Not for two threads at once. Close it before its model; a context manager.
+    """
 
     def __init__(
         self,
@@ -99,17 +109,20 @@ class Context:
         type_v: str = "f16",
         flash_attn: str = "auto",
         offload_kqv: bool = True,
+        n_seq: int = 1,
         pool: PoolParams | None = None,
     ) -> None:
-        """n_ctx: logical positions; pool None: a stock cache with a cell for each of them.
+        """n_ctx: logical positions of a sequence; pool None: a stock cache with a cell for each of them. n_seq: sequences,
+        which share the cells.
 
         Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
         """
         params = lib.llama_context_default_params()
-        params.n_ctx = n_ctx
+        params.n_ctx = n_ctx if pool else n_ctx * n_seq
         params.n_batch = n_batch
         params.n_ubatch = n_ubatch
-        params.n_seq_max = 1
+        params.n_seq_max = n_seq
+        params.kv_unified = n_seq > 1
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
@@ -121,24 +134,35 @@ class Context:
             p_pool = ffi.new("struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint])
         out = ffi.new("struct llama_context **")
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
-        self._handle = out[0]
+        self._shared = _Handle(out[0])
+        self.seq = 0
+        self.n_seq = n_seq
         self.model = model
-        self.n_ctx = int(lib.llama_n_ctx(self.handle))  # as asked for, rounded up to 256
+        self.n_ctx = int(lib.llama_n_ctx(self.handle))  # all positions of a stock cache, rounded up to 256
         self.pooled = pool is not None
+
+    def sequence(self, seq: int) -> Self:
+        """The same context as sequence 0 .. n_seq - 1 sees it: what is decoded, moved and forgotten through it is its own."""
+        if not 0 <= seq < self.n_seq:
+            msg = f"there is no sequence {seq}: the context has {self.n_seq}"
+            raise errors.UsageError(msg)
+        res = copy(self)
+        res.seq = seq
+        return res
 
     @property
     def handle(self) -> Any:
         """The native context. Raises UsageError once it is closed."""
-        if self._handle is None:
+        if self._shared.native is None:
             msg = f"the context of {self.model.path} is closed"
             raise errors.UsageError(msg)
-        return self._handle
+        return self._shared.native
 
     def close(self) -> None:
-        """Free the context. Harmless when called again."""
-        if self._handle is not None:
-            lib.llama_free(self._handle)
-            self._handle = None
+        """Free the context, of all sequences. Harmless when called again."""
+        if self._shared.native is not None:
+            lib.llama_free(self._shared.native)
+            self._shared.native = None
 
     def __enter__(self) -> Self:
         return self
@@ -159,14 +183,41 @@ class Context:
         remove it with seq_rm) and NativeError.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
-        check(lib.kvf_decode(self.handle, SEQ, pos, buf, len(tokens), outputs))
+        check(lib.kvf_decode(self.handle, self.seq, pos, buf, len(tokens), outputs))
+        self._shared.outputs = {self.seq: (len(tokens) - 1, 0)}
+
+    def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
+        """Decode one token of each of several sequences in one batch, at these positions. All get logits.
+
+        Raises as decode() does.
+        """
+        n = len(seqs)
+        check(lib.kvf_decode_each(self.handle, list(seqs), list(pos), list(tokens), n))
+        self._shared.outputs = {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)}
+
+    def _output(self) -> tuple[int, int]:
+        """Where this sequence's last token is in the last batch."""
+        if not self._shared.outputs:
+            return -1, 0  # nothing was decoded: the library says so
+        if self.seq not in self._shared.outputs:
+            msg = f"sequence {self.seq} was not in the last batch: what was computed then is another one's"
+            raise errors.UsageError(msg)
+        return self._shared.outputs[self.seq]
+
+    @property
+    def last(self) -> int:
+        """The place of this sequence's last token in the last batch, for logits() and samplers. Raises UsageError."""
+        return self._output()[0]
 
     def synchronize(self) -> None:
         """Wait for the computation."""
         lib.llama_synchronize(self.handle)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """A copy of the logits (n_vocab,) of token i of the last batch, which must have been asked for."""
+        """A copy of the logits (n_vocab,) of token i of the last batch, which must have been asked for; -1: of the last one
+        of this sequence.
+        """
+        i = self.last if i == -1 else i
         ptr = lib.llama_get_logits_ith(self.handle, i)
         if ptr == ffi.NULL:
             msg = f"token {i} of the last batch has no logits"
@@ -175,28 +226,32 @@ class Context:
         return np.frombuffer(buf, np.float32).copy()
 
     def clear(self) -> None:
-        """Forget everything."""
-        check(lib.kvf_clear(self.handle))
+        """Forget this sequence."""
+        if self.n_seq == 1:
+            check(lib.kvf_clear(self.handle))
+        else:
+            check(lib.kvf_clear_seq(self.handle, self.seq))
+        self._shared.outputs.pop(self.seq, None)
 
     def seq_rm(self, start: int, end: int = -1) -> None:
         """Forget positions [start, end), end -1: to the last. Raises UnsupportedError if a recurrent state cannot."""
-        check(lib.kvf_seq_rm(self.handle, SEQ, start, end))
+        check(lib.kvf_seq_rm(self.handle, self.seq, start, end))
 
     def attn_seq_rm(self, start: int, end: int) -> None:
         """Forget positions [start, end) in the full-attention cache only: the stock equal of an eviction."""
-        check(lib.kvf_attn_seq_rm(self.handle, SEQ, start, end))
+        check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
     def save_partial(self) -> bytes:
         """The state that no chunk holds (recurrent, sliding window), empty for a plain cache."""
         size = ffi.new("size_t *")
-        check(lib.kvf_partial_size(self.handle, SEQ, size))
+        check(lib.kvf_partial_size(self.handle, self.seq, size))
         res = bytearray(size[0])
-        check(lib.kvf_partial_get(self.handle, SEQ, ffi.from_buffer(res), len(res)))
+        check(lib.kvf_partial_get(self.handle, self.seq, ffi.from_buffer(res), len(res)))
         return bytes(res)
 
     def restore_partial(self, state: bytes, pos: int) -> None:
         """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
-        check(lib.kvf_partial_set(self.handle, SEQ, pos, ffi.from_buffer(state), len(state)))
+        check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
     #
     # geometry
@@ -236,18 +291,22 @@ class Context:
         return res
 
     def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """For each block, (n_block,) int32: the chunk it holds (-1: free), and how many of its cells are in use."""
+        """For each block, (n_block,) int32: the chunk of this sequence that it holds (-1: none), and how many of its cells
+        are in use (-1: a chunk is on its way in).
+        """
         n = self.pool_info().n_block
-        chunks, n_used = np.empty(n, np.int32), np.empty(n, np.int32)
-        check(
-            lib.kvf_blocks(self.handle, ffi.from_buffer("int32_t[]", chunks), ffi.from_buffer("int32_t[]", n_used), n)
-        )
+        chunks, n_used, seqs = (np.empty(n, np.int32) for _ in range(3))
+        out = [ffi.from_buffer("int32_t[]", a) for a in (chunks, n_used, seqs)]
+        check(lib.kvf_blocks(self.handle, *out, n))
+        n_used[(chunks < 0) & (seqs == self.seq)] = -1
+        chunks[seqs != self.seq] = -1
+        n_used[seqs != self.seq] = 0
         return chunks, n_used
 
     def block_of(self, chunk: int) -> int:
         """The block of a chunk, -1: not resident."""
         out = ffi.new("int32_t *")
-        check(lib.kvf_block_of(self.handle, SEQ, chunk, out))
+        check(lib.kvf_block_of(self.handle, self.seq, chunk, out))
         return int(out[0])
 
     # Copies run beside the computation where the device can do that. begin_read() and begin_page_in() return at once; the
@@ -257,7 +316,7 @@ class Context:
         """Begin to write the record of a resident chunk to (record_bytes,) uint8. A ticket for wait()."""
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer(record, require_writable=True)
-        check(lib.kvf_read(self.handle, SEQ, chunk, dst, len(record), ticket))
+        check(lib.kvf_read(self.handle, self.seq, chunk, dst, len(record), ticket))
         return int(ticket[0])
 
     def wait(self, ticket: int = 0) -> None:
@@ -270,7 +329,7 @@ class Context:
 
     def drop(self, chunk: int) -> None:
         """Free the block of a resident chunk, whose record the caller has, or has begun to read."""
-        check(lib.kvf_drop(self.handle, SEQ, chunk))
+        check(lib.kvf_drop(self.handle, self.seq, chunk))
 
     def begin_page_in(self, chunk: int, record: Record, block: int = -1) -> int:
         """Begin to put a record into a free block (-1: the first), unseen until commit(). The block.
@@ -278,16 +337,16 @@ class Context:
         Raises RecordError and PoolError.
         """
         inout = ffi.new("int32_t *", block)
-        check(lib.kvf_page_in(self.handle, SEQ, chunk, ffi.from_buffer(record), len(record), inout))
+        check(lib.kvf_page_in(self.handle, self.seq, chunk, ffi.from_buffer(record), len(record), inout))
         return int(inout[0])
 
     def commit(self, chunk: int) -> None:
         """Make a chunk resident that is on its way in: the next decode waits for its copy, should that not be done."""
-        check(lib.kvf_commit(self.handle, SEQ, chunk))
+        check(lib.kvf_commit(self.handle, self.seq, chunk))
 
     def cancel(self, chunk: int) -> None:
         """Do without a chunk that is on its way in: its block is free again."""
-        check(lib.kvf_cancel(self.handle, SEQ, chunk))
+        check(lib.kvf_cancel(self.handle, self.seq, chunk))
 
     def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
         """Put a record into a free block (-1: the first), and return the block. Raises RecordError and PoolError."""
@@ -328,9 +387,12 @@ class Context:
         check(lib.kvf_scribble(self.handle, byte))
 
     def begin_queries(self, into: npt.NDArray[np.float32]) -> int:
-        """Begin to read the queries of the last decoded token, of all pooled layers one after the other. A ticket."""
+        """Begin to read the queries of this sequence's token in the last batch, of all pooled layers one after the other. A
+        ticket.
+        """
         ticket = ffi.new("uint64_t *")
-        check(lib.kvf_q(self.handle, ffi.from_buffer("float[]", into, require_writable=True), into.size, ticket))
+        dst = ffi.from_buffer("float[]", into, require_writable=True)
+        check(lib.kvf_q(self.handle, self._output()[1], dst, into.size, ticket))
         return int(ticket[0])
 
     def queries(self) -> list[npt.NDArray[np.float32]]:

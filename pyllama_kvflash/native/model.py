@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,14 @@ from pyllama_kvflash import errors
 from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 Tokens = npt.NDArray[np.int32]
+
+
+class Weight(NamedTuple):
+    """A tensor of a model: its bytes, and whose memory it is in, an index into devices()."""
+
+    name: str
+    size: int
+    device: int
 
 
 class _Progress:
@@ -68,14 +76,15 @@ class Model:
         *,
         n_gpu_layers: int = -1,
         tensor_split: Sequence[float] = (),
+        on_host: Sequence[str] = (),
         no_alloc: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> Self:
         """Load a GGUF file (the first of a split one).
 
         n_gpu_layers: layers to offload, -1 all. tensor_split: shares of the layers for each device, () by their free
-        memory. no_alloc: metadata only, for a look at the geometry; such a model
-        cannot decode. progress is called with 0.0 to 1.0.
+        memory. on_host: patterns of names of tensors that stay in host memory. no_alloc: metadata only, for a look at the
+        geometry; such a model cannot decode. progress is called with 0.0 to 1.0.
 
         Raises ModelError.
         """
@@ -97,8 +106,9 @@ class Model:
         params.progress_callback_user_data = keep
         out = ffi.new("struct llama_model **")
         p_params = ffi.new("struct llama_model_params *", params)
+        patterns = [ffi.new("char[]", pattern.encode()) for pattern in on_host]
         try:
-            check(lib.kvf_model_load(os.fsencode(path), p_params, out))
+            check(lib.kvf_model_load(os.fsencode(path), p_params, patterns, len(patterns), out))
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None
@@ -129,6 +139,15 @@ class Model:
             if n < size:
                 return None if n < 0 else ffi.string(buf).decode("utf-8", "replace")
             size = n + 1
+
+    def weights(self) -> list[Weight]:
+        """The tensors of the model, with the device that each is on or, with no_alloc, would be on."""
+        name, size, device = ffi.new("const char **"), ffi.new("uint64_t *"), ffi.new("int32_t *")
+        res = []
+        for i in range(lib.kvf_n_weight(self.handle)):
+            check(lib.kvf_get_weight(self.handle, i, name, size, device))
+            res.append(Weight(ffi.string(name[0]).decode("utf-8", "replace"), int(size[0]), int(device[0])))
+        return res
 
     @property
     def description(self) -> str:

@@ -77,7 +77,8 @@ class Sampler:
         lib.llama_sampler_chain_add(self._handle, smpl)
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token from the logits of token i of the last batch, and tell the chain about it."""
+        """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and tell the chain."""
+        i = ctx.last if i == -1 else i
         if self._plain:  # llama.cpp's sampler copies all candidates first: some percent of a GPU's step
             check(lib.kvf_argmax(ctx.handle, i, self._token))
             return int(self._token[0])

@@ -129,7 +129,7 @@ struct fuzz {
 
         auto mparams         = llama_model_default_params();
         mparams.n_gpu_layers = 0;
-        expect_ok("load", kvf_model_load(set.path.c_str(), &mparams, &model));
+        expect_ok("load", kvf_model_load(set.path.c_str(), &mparams, nullptr, 0, &model));
 
         const auto rope = llama_model_rope_type(model);
         mrope           = rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE;
@@ -267,9 +267,10 @@ struct fuzz {
         expect(info.n_kv == n_kv && n_kv <= info.n_pool,
                 "n_kv is " + std::to_string(info.n_kv) + ", not " + std::to_string(n_kv));
 
-        std::vector<int32_t> chunks(slots.size());
-        std::vector<int32_t> n_used(slots.size());
-        expect_ok("blocks", kvf_blocks(pool, chunks.data(), n_used.data(), slots.size()));
+        std::vector<int32_t>      chunks(slots.size());
+        std::vector<int32_t>      n_used(slots.size());
+        std::vector<llama_seq_id> seqs(slots.size());
+        expect_ok("blocks", kvf_blocks(pool, chunks.data(), n_used.data(), seqs.data(), slots.size()));
         for (size_t b = 0; b < slots.size(); ++b) {
             const auto s = slots[b].landing ? slot() : slots[b]; // nothing is in its cells
             int32_t    n = 0;
@@ -277,6 +278,7 @@ struct fuzz {
                 n++;
             }
             expect(chunks[b] == s.chunk && n_used[b] == n, "block " + std::to_string(b) + " holds something else");
+            expect(seqs[b] == (slots[b].chunk < 0 ? -1 : 0), "block " + std::to_string(b) + " is another sequence's");
         }
 
         for (int32_t chunk = 0; chunk <= tail() + 1; ++chunk) {
@@ -371,7 +373,7 @@ struct fuzz {
         const auto begin = [&](std::vector<float> & q) {
             uint64_t ticket = 0;
             q.assign(n_q, NAN);
-            begun("q", kvf_q(pool, q.data(), q.size(), &ticket), ticket);
+            begun("q", kvf_q(pool, 0, q.data(), q.size(), &ticket), ticket);
             return ticket;
         };
 
@@ -723,7 +725,7 @@ struct fuzz {
                 {"info: no place", KVF_E_ARGUMENT, [&] { return kvf_get_pool_info(pool, nullptr); }},
                 {"info: stock", KVF_E_ARGUMENT, [&] { return kvf_get_pool_info(mirror, &info); }},
                 {"layer: number", KVF_E_ARGUMENT, [&] { return kvf_get_layer(pool, info.n_layer, &layer); }},
-                {"blocks: number", KVF_E_ARGUMENT, [&] { return kvf_blocks(pool, ints, ints, info.n_block - 1); }},
+                {"blocks: number", KVF_E_ARGUMENT, [&] { return kvf_blocks(pool, ints, ints, ints, info.n_block - 1); }},
                 {"block_of: sequence", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, seq, in, &block); }},
                 {"block_of: chunk", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, 0, wild, &block); }},
                 {"read: sequence", KVF_E_ARGUMENT, [&] { return read_to(pool, seq, in, bad.data(), size); }},
@@ -765,10 +767,10 @@ struct fuzz {
                 {"time_copies: no place", KVF_E_ARGUMENT, [&] { return kvf_time_copies(pool, 1, 1, true, nullptr); }},
                 {"time_copies: stock", KVF_E_ARGUMENT, [&] { return kvf_time_copies(mirror, 1, 1, true, &seconds); }},
                 {"scribble: stock", KVF_E_ARGUMENT, [&] { return kvf_scribble(mirror, 0); }},
-                {"q: size", KVF_E_ARGUMENT, [&] { return kvf_q(pool, q.data(), n_q - 1, &ticket); }},
-                {"q: no place", KVF_E_ARGUMENT, [&] { return kvf_q(pool, nullptr, n_q, &ticket); }},
-                {"q: no ticket", KVF_E_ARGUMENT, [&] { return kvf_q(pool, q.data(), n_q, nullptr); }},
-                {"q: stock", KVF_E_ARGUMENT, [&] { return kvf_q(mirror, q.data(), n_q, &ticket); }},
+                {"q: size", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, q.data(), n_q - 1, &ticket); }},
+                {"q: no place", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, nullptr, n_q, &ticket); }},
+                {"q: no ticket", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, q.data(), n_q, nullptr); }},
+                {"q: stock", KVF_E_ARGUMENT, [&] { return kvf_q(mirror, 0, q.data(), n_q, &ticket); }},
                 {"add_rpc: no endpoint", KVF_E_ARGUMENT, [&] { return kvf_add_rpc(nullptr); }},
                 {"add_rpc: not in this build", KVF_E_UNSUPPORTED, [&] { return kvf_add_rpc("127.0.0.1:1"); }},
         };

@@ -6,6 +6,7 @@
 #include "llama-context.h"
 #include "llama-graph.h"
 #include "llama-impl.h"
+#include "llama-model.h"
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -170,9 +172,10 @@ static void check_metadata(const char * path) {
     }
 }
 
-int kvf_model_load(const char * path, const llama_model_params * params, llama_model ** model) {
+int kvf_model_load(const char * path, const llama_model_params * params, const char * const * on_host, uint32_t n_on_host,
+        llama_model ** model) {
     return guard([&] {
-        check(path && params && model, "a path, parameters and a place for the model are needed");
+        check(path && params && model && (on_host || !n_on_host), "a path, parameters and a place for the model are needed");
         take_log();
         check_metadata(path);
 
@@ -185,8 +188,28 @@ int kvf_model_load(const char * path, const llama_model_params * params, llama_m
                    (!user->progress_callback || user->progress_callback(progress, user->progress_callback_user_data));
         };
 
+        std::vector<llama_model_tensor_buft_override> overrides;
+        for (uint32_t i = 0; i < n_on_host; ++i) {
+            overrides.push_back({on_host[i], ggml_backend_cpu_buffer_type()});
+        }
+        overrides.push_back({nullptr, nullptr});
+        mparams.tensor_buft_overrides = overrides.data();
+
         *model = llama_model_load_from_file(path, mparams);
         if (!*model) { throw g_stop ? kvf_failure(KVF_E_ABORTED, "interrupted") : kvf_failure(KVF_E_MODEL, take_log()); }
+    });
+}
+
+uint32_t kvf_n_weight(llama_model * model) { return model ? model->tensors_by_name.size() : 0; }
+
+int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device) {
+    return guard([&] {
+        check(name && size && device && i < kvf_n_weight(model), "there is no such tensor in the model");
+        const auto & [its_name, tensor] = model->tensors_by_name[i];
+
+        *name   = its_name.c_str();
+        *size   = ggml_nbytes(tensor);
+        *device = llama_kvflash::device_index(tensor->buffer);
     });
 }
 
@@ -240,6 +263,39 @@ int kvf_get_layer(llama_context * ctx, uint32_t i, struct kvf_layer * layer) {
 // decode
 //
 
+static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, std::vector<llama_pos> & pos,
+        std::vector<llama_seq_id *> & seqs, std::vector<int8_t> & outputs) {
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+    for (int32_t i = 0; i < n; ++i) {
+        check(tokens[i] >= 0 && tokens[i] < n_vocab, "a token is not in the vocabulary");
+    }
+
+    std::vector<int32_t> n_seq(n, 1);
+
+    llama_batch batch = {};
+    batch.n_tokens    = n;
+    batch.token       = const_cast<llama_token *>(tokens);
+    batch.pos         = pos.data();
+    batch.n_seq_id    = n_seq.data();
+    batch.seq_id      = seqs.data();
+    batch.logits      = outputs.data();
+
+    take_log();
+
+    auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    if (kv && llama_kvflash::is_pool(*kv)) {
+        llama_kvflash::mover(*kv).order(ctx, [&](int32_t block) { return llama_kvflash::is_free(*kv, block); });
+    }
+
+    switch (llama_decode(ctx, batch)) {
+        case 0: break;
+        case 1: throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos[0]));
+        case 2: throw kvf_failure(KVF_E_ABORTED, "interrupted");
+        case -2: throw kvf_failure(KVF_E_MEMORY, take_log());
+        default: throw kvf_failure(KVF_E_BACKEND, take_log());
+    }
+}
+
 int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
     return guard([&] {
         check(ctx && tokens, "a context and tokens are needed");
@@ -247,43 +303,36 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
         check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
         check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
 
-        const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
-
         std::vector<llama_pos>      p(n);
-        std::vector<int32_t>        n_seq(n, 1);
         std::vector<llama_seq_id *> seqs(n, &seq);
         std::vector<int8_t>         out(n, outputs == 2);
 
-        for (int32_t i = 0; i < n; ++i) {
-            check(tokens[i] >= 0 && tokens[i] < n_vocab, "a token is not in the vocabulary");
-            p[i] = pos + i;
-        }
+        std::iota(p.begin(), p.end(), pos);
         out[n - 1] = outputs != 0;
 
-        llama_batch batch = {};
-        batch.n_tokens    = n;
-        batch.token       = const_cast<llama_token *>(tokens);
-        batch.pos         = p.data();
-        batch.n_seq_id    = n_seq.data();
-        batch.seq_id      = seqs.data();
-        batch.logits      = out.data();
+        decode(ctx, tokens, n, p, seqs, out);
+    });
+}
 
-        take_log();
+int kvf_decode_each(
+        llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n) {
+    return guard([&] {
+        check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
+        check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "there are 1 to n_ubatch sequences in a batch");
 
-        auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-        if (kv && llama_kvflash::is_pool(*kv)) {
-            llama_kvflash::mover(*kv).order(ctx, [&](int32_t block) { return llama_kvflash::is_free(*kv, block); });
+        std::vector<llama_pos>      p(pos, pos + n);
+        std::vector<llama_seq_id>   s(seqs, seqs + n);
+        std::vector<llama_seq_id *> to(n);
+        std::vector<int8_t>         out(n, true);
+
+        for (int32_t i = 0; i < n; ++i) {
+            check_seq(ctx, s[i]);
+            check(p[i] >= 0 && p[i] < INT32_MAX, "positions are from 0 to 2^31 - 1");
+            check(std::count(s.begin(), s.end(), s[i]) == 1, "a sequence has one token in such a batch");
+            to[i] = &s[i];
         }
 
-        const int ret = llama_decode(ctx, batch);
-        switch (ret) {
-            case 0: break;
-            case 1:
-                throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos));
-            case 2: throw kvf_failure(KVF_E_ABORTED, "interrupted");
-            case -2: throw kvf_failure(KVF_E_MEMORY, take_log());
-            default: throw kvf_failure(KVF_E_BACKEND, take_log());
-        }
+        decode(ctx, tokens, n, p, to, out);
     });
 }
 
@@ -330,6 +379,23 @@ int kvf_clear(llama_context * ctx) {
     });
 }
 
+int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
+    return guard([&] {
+        check(ctx, "there is no context");
+        check_seq(ctx, seq);
+        ctx->synchronize();
+        auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+        if (kv && llama_kvflash::is_pool(*kv)) {
+            auto & mover = llama_kvflash::mover(*kv);
+            mover.wait();
+            mover.landings.erase(std::remove_if(mover.landings.begin(), mover.landings.end(),
+                                         [&](const auto & l) { return l.seq == seq; }),
+                    mover.landings.end());
+        }
+        llama_memory_seq_rm(llama_get_memory(ctx), seq, -1, -1);
+    });
+}
+
 int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     return guard([&] {
         check(ctx, "there is no context");
@@ -365,11 +431,11 @@ int kvf_get_pool_info(llama_context * ctx, struct kvf_pool_info * info) {
     });
 }
 
-int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block) {
+int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs, uint32_t n_block) {
     return guard([&] {
         const auto & kv = get_kv(ctx, true);
-        check(chunks && n_used && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
-        llama_kvflash::blocks(kv, chunks, n_used);
+        check(chunks && n_used && seqs && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
+        llama_kvflash::blocks(kv, chunks, n_used, seqs);
     });
 }
 
@@ -578,21 +644,22 @@ int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n,
     });
 }
 
-int kvf_q(llama_context * ctx, float * dst, size_t n, uint64_t * ticket) {
+int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
     return guard([&] {
         const auto & kv  = get_kv(ctx, true);
         const auto * res = ctx->get_gf_res_active();
         check(dst && ticket, "room for the queries and the ticket is needed");
 
-        std::vector<const ggml_tensor *> tensors;
+        std::vector<kvf_mover::rows> tensors;
 
         size_t n_all = 0;
         for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
             const auto * q = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
             if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
             check(q->type == GGML_TYPE_F32, "the queries are no floats");
-            tensors.push_back(q);
-            n_all += ggml_nelements(q);
+            check(back < q->ne[2], "the queries of a token so far back are not kept");
+            tensors.push_back({q, (q->ne[2] - 1 - back) * q->nb[2], q->nb[2]});
+            n_all += q->nb[2] / sizeof(float);
         }
         check(n == n_all, "room for n_head*n_embd_head_k floats of all layers is needed");
 

@@ -33,6 +33,12 @@ struct kvf_mover {
         size_t                size;
     };
 
+    // a part of a tensor of the graph, in bytes
+    struct rows {
+        const ggml_tensor * tensor;
+        size_t              at, size;
+    };
+
     // a chunk on its way into a block that nothing may read yet
     struct landing {
         int32_t              block;
@@ -50,8 +56,8 @@ struct kvf_mover {
 
     // begin to copy a block to dst, or from src: either is null. both point at whole records
     uint64_t copy(llama_context * ctx, int32_t block, void * dst, const void * src);
-    // begin to copy whole tensors of the last graph, one after the other
-    uint64_t fetch(llama_context * ctx, const std::vector<const ggml_tensor *> & tensors, void * dst);
+    // begin to copy parts of tensors of the last graph, one after the other
+    uint64_t fetch(llama_context * ctx, const std::vector<rows> & tensors, void * dst);
 
     // before a computation: it waits for the copies that read what it may overwrite
     void order(llama_context * ctx, const std::function<bool(int32_t block)> & is_free);
@@ -190,7 +196,10 @@ struct llama_kvflash {
     static kvf_record    head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask);
     static kvf_mover &   mover(const llama_kv_cache & kv) { return *kv.pool_mover; }
 
-    static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used);
+    static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs);
+
+    // of the memory of a buffer, as ggml_backend_dev_get() counts, -1: of no device
+    static int32_t device_index(ggml_backend_buffer_t buf);
 
     static uint64_t read(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
     static void     drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);

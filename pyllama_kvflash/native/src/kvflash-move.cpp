@@ -196,32 +196,32 @@ uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const v
     return t.ticket;
 }
 
-uint64_t kvf_mover::fetch(llama_context * ctx, const std::vector<const ggml_tensor *> & tensors, void * dst) {
+uint64_t kvf_mover::fetch(llama_context * ctx, const std::vector<rows> & tensors, void * dst) {
     auto & t = begin(ctx, -1);
 
     for (auto & p : parts) {
         if (p.stream) { start(p); }
     }
 
-    std::vector<std::pair<const ggml_tensor *, char *>> rest;
+    std::vector<std::pair<rows, char *>> rest;
 
     auto * to = (char *) dst;
-    for (const auto * tensor : tensors) {
-        const auto buft = ggml_backend_buffer_get_type(tensor->buffer);
+    for (const auto & r : tensors) {
+        const auto buft = ggml_backend_buffer_get_type(r.tensor->buffer);
         const auto p    = std::find_if(parts.begin(), parts.end(),
                    [&](const part & p) { return p.stream && ggml_backend_buffer_get_type(p.buf) == buft; });
         if (p != parts.end()) {
-            ggml_backend_tensor_get_async(p->stream.get(), tensor, to, 0, ggml_nbytes(tensor));
+            ggml_backend_tensor_get_async(p->stream.get(), r.tensor, to, r.at, r.size);
         } else {
-            rest.emplace_back(tensor, to);
+            rest.emplace_back(r, to);
         }
-        to += ggml_nbytes(tensor);
+        to += r.size;
     }
     finish(t);
 
     if (!rest.empty()) { ctx->synchronize(); }
-    for (const auto & [tensor, at] : rest) {
-        ggml_backend_tensor_get(tensor, at, 0, ggml_nbytes(tensor));
+    for (const auto & [r, at] : rest) {
+        ggml_backend_tensor_get(r.tensor, at, r.at, r.size);
     }
 
     return t.ticket;

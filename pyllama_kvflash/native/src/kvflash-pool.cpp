@@ -55,9 +55,11 @@ uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? std::min(g_
 
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     if (!g_setup) { return; }
-    if (cparams.n_seq_max != 1) { refuse(KVF_E_UNSUPPORTED, "a pool serves one sequence"); }
 
     auto * kv = get_kv(mem);
+    if (kv && kv->get_n_stream() != 1) {
+        refuse(KVF_E_UNSUPPORTED, "the sequences of a pool share its cells: a cache of one stream each has none to share");
+    }
     if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
         refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
     }

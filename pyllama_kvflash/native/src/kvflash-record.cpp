@@ -19,7 +19,7 @@ uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
     return GGML_PAD(sizeof(kvf_record) + kv.pool_chunk * sizeof(llama_kv_cell_ext), META_ALIGN);
 }
 
-static int32_t device_index(ggml_backend_buffer_t buf) {
+int32_t llama_kvflash::device_index(ggml_backend_buffer_t buf) {
     const auto * dev = kvf_mover::device_of(buf);
 
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
@@ -107,19 +107,25 @@ kvf_record llama_kvflash::head(const llama_kv_cache & kv, int32_t chunk, uint64_
     return res;
 }
 
-void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used) {
+void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs) {
     const auto & cells = kv.v_cells[0];
 
     for (uint32_t b = 0; b < n_block(kv); ++b) {
         chunks[b] = -1;
         n_used[b] = 0;
+        seqs[b]   = -1;
 
         for (uint32_t i = b * kv.pool_chunk; i < (b + 1) * kv.pool_chunk; ++i) {
             if (!cells.is_empty(i)) {
                 chunks[b] = cells.pos_get(i) / (llama_pos) kv.pool_chunk;
+                seqs[b]   = cells.seq_get(i);
                 n_used[b]++;
             }
         }
+    }
+
+    for (const auto & l : mover(kv).landings) {
+        seqs[l.block] = l.seq;
     }
 }
 

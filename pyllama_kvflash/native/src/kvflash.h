@@ -63,7 +63,7 @@ struct kvf_record {
 struct kvf_pool_params {
     uint32_t n_pool;      // cells, a multiple of 256
     uint32_t n_chunk;     // positions in a chunk: 16, 32 or 64
-    bool     q_tap;       // keep the attention queries of the last token of each ubatch
+    bool     q_tap;       // keep the attention queries of the last tokens of each ubatch, one for each sequence
     uint64_t fingerprint; // of the model, written to every record
 };
 
@@ -114,7 +114,14 @@ LLAMA_API void kvf_log_level(int min_level);
 // stop: decodes return KVF_E_ABORTED until it is called with false (safe in a signal handler; CPU computations only)
 LLAMA_API void kvf_interrupt(bool stop);
 
-LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params * params, struct llama_model ** model);
+// on_host: patterns (std::regex, searched for) of names of tensors that stay in host memory, n_on_host of them
+LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params * params, const char * const * on_host,
+        uint32_t n_on_host, struct llama_model ** model);
+
+// tensor i of the model: its name (valid as long as the model), bytes, and whose memory it is in or, of a model that was
+// loaded with no_alloc, would be, as ggml_backend_dev_get() counts
+LLAMA_API int kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
+LLAMA_API uint32_t kvf_n_weight(struct llama_model * model);
 
 // pool: NULL for a stock context, with one cell for each logical position
 LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
@@ -133,10 +140,16 @@ LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
 LLAMA_API int kvf_decode(
         struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
 
+// decode one token of each of n sequences, tokens[i] at position pos[i] of sequence seqs[i], which differ; all get logits
+LLAMA_API int kvf_decode_each(
+        struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n);
+
 // the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
+// forget one sequence, and what is on its way in
+LLAMA_API int kvf_clear_seq(struct llama_context * ctx, llama_seq_id seq);
 // forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
 LLAMA_API int kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 // forget positions [p0, p1) in the full-attention cache only, pooled or stock: what an eviction must be equal to
@@ -145,9 +158,10 @@ LLAMA_API int kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llam
 // the calls below need a pooled context, and fail with KVF_E_ARGUMENT on a stock one
 
 LLAMA_API int kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
-// for each of the n_block blocks: the chunk it holds (-1: none, it is free or a chunk is on its way in) and the number of
-// its cells in use
-LLAMA_API int kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, uint32_t n_block);
+// for each of the n_block blocks: the chunk it holds (-1: none, it is free or a chunk is on its way in), the number of
+// its cells in use, and the sequence whose chunk it holds or waits for (-1: none)
+LLAMA_API int kvf_blocks(
+        struct llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs, uint32_t n_block);
 // the block of a chunk, -1: not resident
 LLAMA_API int kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
 
@@ -220,9 +234,10 @@ LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void
 // put it back, as of position pos, and forget the attention cache from there on
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
 
-// begin to read the queries of the last decoded token, in all pooled layers: for each [n_head, n_embd_head_k] floats, in the
-// basis of the cached K (after RoPE and rotation). n: floats that dst holds
-LLAMA_API int kvf_q(struct llama_context * ctx, float * dst, size_t n, uint64_t * ticket);
+// begin to read the queries of a token of the last ubatch, in all pooled layers: for each [n_head, n_embd_head_k] floats, in
+// the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of at most as many as
+// there may be sequences. n: floats that dst holds
+LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);
