@@ -1,7 +1,7 @@
 """The engine: a prompt in, typed events out. What it does to its sequence is in `sequence`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,10 @@ _AHEAD = 4096  # tokens of an answer of any length for which host memory is take
 
 
 class KVFlash(PooledSequence):
-    """A model with one sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
+    """A model with a sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
+
+    With n_parallel > 1 it is the first of `sequences`, which share the pool; each is used as it would be alone, one call
+    after the other, and decode_each() decodes a token of several at once.
 
     A context manager; not for two threads at once. Without a pool (`pool="off"`, or one that covers the context) it is
     llama.cpp's full cache under the same interface: the control.
@@ -183,6 +186,19 @@ class KVFlash(PooledSequence):
         self._check_room(len(ids), self.n_tokens)
         paged = self._advance(ids, outputs)
         return [*([paged] if paged else []), *self._tick(len(ids))]
+
+    def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
+        """Decode one token of each of several sequences in one batch: {number in `sequences`: token}.
+
+        Returns what happened, by sequence. Raises as decode() does. The logits of each are got through its own logits().
+        """
+        for i in tokens:
+            if not 0 <= i < len(self.sequences):
+                msg = f"there is no sequence {i}: n_parallel is {len(self.sequences)}"
+                raise UsageError(msg)
+            self._check_room(1, self.sequences[i].n_tokens)
+        moved = self._advance_each(tokens)
+        return {i: [*([paged] if paged else []), *self.sequences[i]._tick(1)] for i, paged in moved.items()}
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """A copy of the logits (n_vocab,) of token i of the last batch."""

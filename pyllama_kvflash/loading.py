@@ -2,25 +2,31 @@
 
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.placement import on_host, place
 from pyllama_kvflash.policy import Geometry, PoolSize, Scorer, pool_floor, resolve_pool
+from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks
+from pyllama_kvflash.refusals import of_memory, of_model
 from pyllama_kvflash.registry import make_scorer
 
 _GGUF_MAGIC = b"GGUF"
+_NO_MEMORY = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model and its context. full_bytes: full-attention KV of the whole context; n_pool None: the full cache.
+    """A model and its context. full_bytes: full-attention KV of the whole context, of all sequences; n_pool None: the full
+    cache. scorers: one for each sequence, none with the full cache.
 
-    scorer: None for the full cache. n_batch: the largest batch.
+    n_batch: the largest batch.
     """
 
     model: Model
@@ -28,7 +34,7 @@ class Loaded:
     options: Options
     n_pool: int | None
     n_batch: int
-    scorer: Scorer | None
+    scorers: tuple[Scorer, ...]
     full_bytes: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -36,7 +42,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a model's memory looks like. refusal: why it cannot be pooled, None if it can."""
+    """What a model's memory looks like. refusal: why it cannot be pooled, and what to do instead; None if it can."""
 
     memory_class: str
     layers: tuple[int, ...]
@@ -49,59 +55,88 @@ def load(path: Path, options: Options, progress: Callable[[float], None] | None 
     check_file(path)
     for server in options.rpc:
         add_rpc(server)
-    model = Model.load(path, n_gpu_layers=options.n_gpu_layers, tensor_split=options.tensor_split, progress=progress)
+    where: dict[str, Any] = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
+    placed = Placement(0, options.pool)
+    if options.n_cpu_moe != 0:
+        with Model.load(path, **where, no_alloc=True) as model:
+            placed = _place(model, _resolved(model, options))
+    options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
+    model = Model.load(path, **where, on_host=on_host(placed.n_cpu_moe), progress=progress)
     try:
-        if model.refusal is not None:
-            msg = f"{path} is {model.refusal}: only decoders that produce one token after another can be run"
-            raise UnsupportedError(msg)
-        return _load(model, options.resolved(model.n_ctx_train))
+        return _load(model, _resolved(model, options), placed)
     except BaseException:
         model.close()
         raise
 
 
-def _load(model: Model, options: Options) -> Loaded:
+def _resolved(model: Model, options: Options) -> Options:
+    if model.refusal is not None:
+        msg = f"{model.path} cannot be run: {of_model(model.refusal)}"
+        raise UnsupportedError(msg)
+    return options.resolved(model.n_ctx_train)
+
+
+def _place(model: Model, options: Options) -> Placement:
+    return place(model, _probed(model, options).geometry, options, _floor(options))
+
+
+def _probed(model: Model, options: Options) -> Probe:
     seen = probe(model, options)
+    if seen.memory_class == _NO_MEMORY:
+        msg = f"{model.path} cannot be run: {seen.refusal}"
+        raise UnsupportedError(msg)
+    return seen
+
+
+def _load(model: Model, options: Options, placed: Placement) -> Loaded:
+    seen = _probed(model, options)
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
     size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, model)
     n_batch = min(options.n_batch or _largest_batch(size.n_pool, options), options.n_ctx)
-    pool, scorer = None, None
+    pool, scorers = None, tuple[Scorer, ...]()
+    n_all = options.n_ctx * options.n_parallel
     if size.n_pool is None:
-        _check_memory(rooms(seen, options), options.n_ctx)
+        _check_memory(rooms(seen, options), n_all)
     else:
-        scorer = make_scorer(options, model)
-        q_tap = scorer.name != "lru"
+        scorers = tuple(make_scorer(options, model) for _ in range(options.n_parallel))
+        q_tap = scorers[0].name != "lru"
         mark = fingerprint(model.path)
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)
     ctx = _context(model, options, n_batch, pool)
-    warnings = size.warnings
+    full_bytes = token_bytes * ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
+    warnings = placed.warnings + size.warnings
     if options.n_ctx > model.n_ctx_train:
         trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
         warnings += (f"{trained}: text beyond that may come out wrong",)
-    return Loaded(model, ctx, options, size.n_pool, n_batch, scorer, token_bytes * ctx.n_ctx, size.notes, warnings)
+    return Loaded(model, ctx, options, size.n_pool, n_batch, scorers, full_bytes, placed.notes + size.notes, warnings)
 
 
 def _largest_batch(n_pool: int | None, options: Options) -> int:
     if n_pool is None:
         return BATCH
-    return largest_batch(n_pool, options.chunk, options.sinks, options.tail, _n_pinned(options))
+    return largest_batch(n_pool, options.chunk, *_kept(options))
 
 
-def _n_pinned(options: Options) -> int:
-    return n_pinned(pinned_chunks(options.pins, options.chunk), options.sinks)
+def _kept(options: Options) -> tuple[int, int, int, int]:
+    """Of each sequence the sinks and the tail, the pins of all, and how many there are."""
+    n_seq = options.n_parallel
+    pinned = n_pinned(pinned_chunks(options.pins, options.chunk), options.sinks)
+    return options.sinks, options.tail, n_seq * pinned, n_seq
+
+
+def _floor(options: Options) -> int:
+    return pool_floor(options.chunk, options.n_batch or options.chunk, *_kept(options))
 
 
 def _pool_size(seen: Probe, options: Options, model: Model) -> PoolSize:
     if seen.refusal is not None:
-        msg = f"{model.path} cannot be run with a pool: {seen.refusal}; run it with the full cache (--kvflash off)"
+        msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
         raise UnsupportedError(msg)
     return resolve_pool(
         options.pool,
-        n_ctx=options.n_ctx,
-        floor=pool_floor(
-            options.chunk, options.n_batch or options.chunk, options.sinks, options.tail, _n_pinned(options)
-        ),
+        n_ctx=options.n_ctx * options.n_parallel,
+        floor=_floor(options),
         rooms=rooms(seen, options),
         cap=options.auto_cap,
     )
@@ -137,6 +172,7 @@ def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | No
             type_k=options.type_k,
             type_v=options.type_v,
             flash_attn=options.flash_attn,
+            n_seq=options.n_parallel,
             pool=pool,
         )
     except KVFlashError as err:
@@ -157,11 +193,12 @@ def probe(model: Model, options: Options) -> Probe:
     except KVFlashError as err:
         msg = f"{model.path} cannot be run with cache types {options.type_k}/{options.type_v}: {err}"
         raise type(err)(msg) from None
-    refusal = None
+    kind = "encoder" if memory_class == _NO_MEMORY else model.refusal
+    refusal = of_model(kind) if kind else None
     try:
         Context(model, **small, **types, pool=PoolParams(n_pool=256)).close()  # type: ignore[arg-type]
     except (UnsupportedError, NativeError) as err:
-        refusal = str(err)
+        refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
     return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)

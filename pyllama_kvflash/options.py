@@ -16,6 +16,7 @@ SUMMARY = re.compile(r"centroid:(1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
+MAX_SEQ = 256  # llama.cpp's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +29,10 @@ class Options:
     next, at least; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
     that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
     prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy
-    "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_batch: prompt
-    tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
-    n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. rpc: servers
+    "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_parallel: sequences
+    of up to n_ctx tokens each, which share the pool; policy is a name then. n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
+    n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. n_cpu_moe: layers,
+    from the first, whose experts stay in host memory, "auto": as few as leave room for the pool. rpc: servers
     (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
     is. auto_cap: tokens that pool "auto" takes at most. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
     beginning and at the end that always stay. pins: position ranges [start, end) that always stay.
@@ -50,11 +52,13 @@ class Options:
     qk_rerank: int = 8
     draft_model: str | None = None
     draft_pool: int = 2048
+    n_parallel: int = 1
     n_batch: int = 0
     n_ubatch: int = 512
     n_threads: int | None = None
     n_gpu_layers: int = -1
     tensor_split: tuple[float, ...] = ()
+    n_cpu_moe: int | str = 0
     rpc: tuple[str, ...] = ()
     host_limit: int | None = None
     auto_cap: int = AUTO_CAP
@@ -67,11 +71,21 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
+        self._check_sizes()
+        self._check_devices()
+        self._check_policy()
+        self._check_cache()
+
+    def _check_sizes(self) -> None:
         _within(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
         _within(self.n_batch, 0, MAX_TOKENS, "n_batch (-b/--batch-size)", "0 takes as many as the pool allows")
         _within(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
+        most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
+        _within(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
         _within(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         _within(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
+
+    def _check_devices(self) -> None:
         _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
             _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
@@ -80,6 +94,10 @@ class Options:
         ):
             msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
             raise UsageError(msg)
+        if isinstance(self.n_cpu_moe, str):
+            _one_of(self.n_cpu_moe, ("auto",), "n_cpu_moe (-ncmoe/--n-cpu-moe)")
+        else:
+            _within(self.n_cpu_moe, 0, MAX_TOKENS, "n_cpu_moe (-ncmoe/--n-cpu-moe)", '"auto" chooses, 0 is none')
         for server in self.rpc:
             host, _, port = server.rpartition(":")
             if not re.fullmatch(r"[^\s:/]+", host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -88,11 +106,18 @@ class Options:
         if self.host_limit is not None:
             _within(self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit")
         _within(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP} is usual")
+
+    def _check_policy(self) -> None:
         _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         if isinstance(self.policy, str):
             _one_of(self.policy, policy_names(), "policy (--kvflash-policy)")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
+            raise UsageError(msg)
+        if self.n_parallel > 1 and not isinstance(self.policy, str):
+            msg = (
+                f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
+            )
             raise UsageError(msg)
         _within(self.tau, 1, MAX_TOKENS, "tau (--kvflash-tau)", "64 is usual")
         _within(self.share, 0, 1, "share (--kvflash-share)", "0.05 is usual, 0 sets no limit")
@@ -108,6 +133,8 @@ class Options:
             raise UsageError(msg) from None
         _within(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         _within(self.draft_pool, 1, MAX_TOKENS, "draft_pool (--draft-pool)", "2048 is usual")
+
+    def _check_cache(self) -> None:
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
         _one_of(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
         _one_of(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")

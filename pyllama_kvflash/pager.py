@@ -6,52 +6,70 @@ next step, and is seen by the one after; a large plan is spread over steps.
 """
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 
 import numpy as np
 
-from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
+from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy import Blocks, Ledger, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
-from pyllama_kvflash.residency import Residency, compare, held, look, resident
-from pyllama_kvflash.store import HostStore
+from pyllama_kvflash.residency import Residency, compare, held, look, n_landing, resident
+from pyllama_kvflash.store import HostMemory, HostStore
+from pyllama_kvflash.summariser import Summariser
 
 FLIGHT_BYTES = 96 << 20  # that begin to come back in one step: some 2 ms of a PCIe 5 bus, a fraction of a token
-_SUMMARY_THREADS = 8
 _NOTHING = Plan()
 
 
+class Shared:
+    """What the sequences of a pool share: its blocks, the host memory for their records, and each other."""
+
+    def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
+        info = ctx.pool_info()
+        self.blocks = Blocks(n_pool // options.chunk)
+        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes)
+        self.pagers: list[Pager] = []
+
+    def close(self) -> None:
+        """Free the host memory, once all pagers are closed."""
+        self.memory.close()
+
+    def n_pinned(self) -> int:
+        """Pinned chunks of all sequences that are no sinks."""
+        return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
+
+
 class Pager:
-    """Owns the ledger and the host store of one sequence; moves chunks in and out of the pool of a context.
+    """Owns the ledger and the host store of one sequence; moves its chunks in and out of the pool that it shares.
 
     The ledger is changed first, since it checks the rules; the pool follows. Should the step be cut off in between,
     reconcile() makes the pool what the ledger says. n_out, n_in and n_stored count moves since the last clear().
     """
 
-    def __init__(self, ctx: Context, options: Options, n_pool: int, summary: str | None) -> None:
-        """summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be."""
+    def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
+        """ctx: as the sequence sees it; the pagers of a pool are made in the order of their sequences.
+
+        summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be.
+        """
         self.n_out = self.n_in = self.n_stored = 0
-        self.ledger = Ledger(n_pool // options.chunk, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
-        self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
-        info = ctx.pool_info()
-        self.store = HostStore(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes)
-        self.summaries: Summaries | None = None
+        self.store = HostStore(shared.memory)
         self._ctx = ctx
+        self._shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
         self._n_computed = 0  # batches, of which the last one may be under way
         self._landing: dict[int, int] = {}  # chunks on their way in, and how many batches there were before
         self._todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
-        self._summarising: deque[Future[None]] = deque()
-        n_threads = min(_SUMMARY_THREADS, options.n_threads or 1)
-        self._worker = ThreadPoolExecutor(1, "kvflash-summary")
-        self._layer_threads = ThreadPoolExecutor(n_threads, "kvflash-summary-layer") if n_threads > 1 else None
         self._layers = ctx.layers()
+        self._summariser = Summariser(self._layers, options.chunk, self.store.get, options.n_threads or 1)
+        self._summariser.use(summary, ())
         self.keys = Keys(self._layers, options.chunk, self.store.get)
         self._min_batch = options.n_batch or options.chunk
-        self.summarise(summary)
+        self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
+        self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
+        shared.pagers.append(self)
 
     @property
     def n_layer(self) -> int:
@@ -60,10 +78,16 @@ class Pager:
 
     @property
     def n_batch(self) -> int:
-        """The largest batch that the pool holds beside its sinks, tail and pins."""
-        ledger = self.ledger
-        n_pool = ledger.n_block * ledger.chunk
-        return largest_batch(n_pool, ledger.chunk, ledger.n_sinks, ledger.n_tail, n_pinned(ledger.pins, ledger.n_sinks))
+        """The largest batch that the pool holds beside the sinks, tails and pins."""
+        ledger, blocks = self.ledger, self._shared.blocks
+        return largest_batch(
+            blocks.n * ledger.chunk,
+            ledger.chunk,
+            ledger.n_sinks,
+            ledger.n_tail,
+            self._shared.n_pinned(),
+            len(blocks.ledgers),
+        )
 
     #
     # a batch
@@ -72,24 +96,21 @@ class Pager:
     def close(self) -> None:
         """End the copies and the threads, and free the records."""
         self._ctx.wait()
-        self._worker.shutdown(cancel_futures=True)
-        if self._layer_threads:
-            self._layer_threads.shutdown()
+        self._summariser.close()
         self.store.close()
 
     def expect(self, n_tokens: int) -> None:
         """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
         ledger = self.ledger
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
-        self.store.expect(n_full - len(self.store))
-        if self.summaries is not None:
-            with suppress(RuntimeError):  # no memory for a thread: make_room() takes what it needs
-                (self._layer_threads or self._worker).submit(_reserve, self.summaries, n_full)
+        self._shared.memory.expect(n_full - len(self.store))
+        self._summariser.expect(n_full)
 
-    def make_room(self, n_tokens: int) -> Plan:
+    def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0)) -> Plan:
         """Blocks for the chunks that a batch begins, and host memory for those that it seals.
 
-        Raises PoolError and HostMemoryError; nothing has moved then.
+        taken: how many blocks, and records, other sequences in the same batch take. Raises PoolError and HostMemoryError;
+        nothing has moved then.
         """
         ledger = self.ledger
         if self._landing:
@@ -97,14 +118,13 @@ class Pager:
         elif ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens go on in their chunk
         n_new = ledger.new_chunks(n_tokens)
-        if n_new > ledger.n_free:
+        if n_new and n_new + taken[0] > ledger.n_free:
             self._bring_rest()
-        plan = make_room(ledger, n_new) if n_new else _NOTHING
+        plan = make_room(ledger, n_new + taken[0]) if n_new else _NOTHING
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
         if n_full > ledger.n_sealed:
-            self.store.reserve(n_full - ledger.n_sealed)
-            if self.summaries is not None:
-                self._reserve_summaries(self.summaries, n_full)
+            self._shared.memory.reserve(n_full - ledger.n_sealed + taken[1])
+            self._summariser.reserve(n_full)
         self._apply(plan)
         return plan
 
@@ -126,9 +146,22 @@ class Pager:
         return self._reads[0][0] if self._reads else self.ledger.n_sealed
 
     @property
+    def summaries(self) -> Summaries | None:
+        """Of the keys of sealed chunks, None if the scorer wants none. The last ones may still be being made."""
+        return self._summariser.summaries
+
+    @property
     def summarising(self) -> list[Future[None]]:
         """Summaries that are being made."""
-        return list(self._summarising)
+        return self._summariser.pending
+
+    def summarise(self, kind: str | None) -> None:
+        """Keep summaries of this kind from now on, beginning with the records that are there. None: keep none.
+
+        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
+        """
+        self.stored()
+        self._summariser.use(kind, [int(c) for c in np.flatnonzero(self.ledger.stored)])
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
@@ -141,30 +174,9 @@ class Pager:
         for _ in range(n):
             chunk, ticket = self._reads[0]
             self._ctx.wait(ticket)
-            self._summarise_to(chunk + 1)
+            self._summariser.begin(chunk + 1)
             self._reads.popleft()  # last: should this be cut off, it is done again
-        while self._summarising and self._summarising[0].done():
-            self._summarising.popleft().result()
-
-    def _summarise_to(self, n: int) -> None:
-        """Begin to summarise the first n chunks, or those of them that have no summary."""
-        if self.summaries is None:
-            return
-        try:
-            self._summarising.append(self._worker.submit(self._summarise, self.summaries, n, self._layer_threads))
-        except RuntimeError:  # no memory for a thread
-            self._summarise(self.summaries, n)
-
-    def _summarise(self, summaries: Summaries, n: int, threads: ThreadPoolExecutor | None = None) -> None:
-        for chunk in range(len(summaries), n):
-            record = self.store.get(chunk)
-            try:
-                try:
-                    summaries.put(chunk, record, threads)
-                except RuntimeError:  # no memory for a thread
-                    summaries.put(chunk, record)
-            except MemoryError:
-                raise self._no_memory(summaries, chunk + 1) from None
+        self._summariser.collect()
 
     def settle(self) -> None:
         """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
@@ -174,8 +186,7 @@ class Pager:
     def stored(self) -> None:
         """Wait until all records are whole, and summarised."""
         self._arrived(len(self._reads))
-        while self._summarising:
-            self._summarising.popleft().result()
+        self._summariser.finish()
 
     #
     # moves
@@ -183,6 +194,9 @@ class Pager:
 
     def _apply(self, plan: Plan) -> None:
         """A plan, whole: drops first, then page-ins. The next batch sees it."""
+        for i, chunks in plan.taken:
+            for chunk in chunks:
+                self._shared.pagers[i]._drop(chunk)  # noqa: SLF001 (another one of these)
         for chunk in plan.drops:
             self._drop(chunk)
         for chunk in plan.page_ins:
@@ -253,35 +267,6 @@ class Pager:
     # relevance
     #
 
-    def summarise(self, kind: str | None) -> None:
-        """Keep summaries of this kind from now on, beginning with the records that are there. None: keep none.
-
-        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
-        """
-        self.stored()
-        self.summaries = None
-        if kind is None:
-            return
-        summaries = Summaries(self._layers, self.ledger.chunk, kind)
-        stored = np.flatnonzero(self.ledger.stored)
-        self._reserve_summaries(summaries, len(stored))
-        for chunk in stored:
-            summaries.put(int(chunk), self.store.get(int(chunk)))
-        self.summaries = summaries
-
-    def _reserve_summaries(self, summaries: Summaries, n: int) -> None:
-        try:
-            summaries.reserve(n)
-        except MemoryError:
-            raise self._no_memory(summaries, n) from None
-
-    @staticmethod
-    def _no_memory(summaries: Summaries, n: int) -> HostMemoryError:
-        size = n * summaries.chunk_bytes / 2**20
-        return HostMemoryError(
-            f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
-        )
-
     def reselect(self, scores: Scores, n_free: int, *, spread: bool = False) -> Plan:
         """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free.
 
@@ -319,8 +304,7 @@ class Pager:
             self._ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
         self.store.forget(cut)
-        if self.summaries is not None:
-            self.summaries.truncate(cut)
+        self._summariser.truncate(cut)
         tail = bring_in(ledger, range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks))
         self._apply(tail)
         return Plan(whole.drops + tail.drops, whole.page_ins + tail.page_ins)
@@ -331,8 +315,7 @@ class Pager:
         self._forget_flights()
         self.ledger.clear()
         self.store.forget(0)
-        if self.summaries is not None:
-            self.summaries.truncate(0)
+        self._summariser.truncate(0)
         self.n_out = self.n_in = self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
@@ -350,9 +333,8 @@ class Pager:
         for chunk in resident(self.ledger) - held(self._ctx).keys():
             self._ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
-        while self._summarising:
-            self._summarising.popleft().exception()  # the step that it cut off has said so
-        self._summarise_to(self.n_whole)
+        self._summariser.give_up()
+        self._summariser.begin(self.n_whole)
 
     def _mend_flights(self) -> None:
         """What is on its way in stays so; one chunk at most was cut off as it set out, or as it landed."""
@@ -361,7 +343,7 @@ class Pager:
             if self.ledger.state_of(chunk) == State.IN_FLIGHT:
                 self.ledger.commit_page_in(chunk)
             del self._landing[chunk]
-        while len(self._landing) > self._ctx.pool_info().n_landing:
+        while len(self._landing) > n_landing(self._ctx):
             self._landing.popitem()  # the last one
         for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
             if int(flying) not in self._landing:
@@ -404,10 +386,11 @@ class Pager:
 
     def pin(self, start: int, end: int) -> None:
         """Keep the chunks of positions [start, end), bringing back those that are out."""
-        ledger = self.ledger
+        ledger, blocks = self.ledger, self._shared.blocks
         chunks = pinned_chunks([(start, end)], ledger.chunk)
-        n, n_pool = n_pinned(ledger.pins | chunks, ledger.n_sinks), ledger.n_block * ledger.chunk
-        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n)
+        more = n_pinned(ledger.pins | chunks, ledger.n_sinks) - n_pinned(ledger.pins, ledger.n_sinks)
+        n, n_pool = self._shared.n_pinned() + more, blocks.n * ledger.chunk
+        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n, len(blocks.ledgers))
         if floor > n_pool:
             msg = (
                 f"pinning {start}:{end} makes {n} pinned chunks, for which a pool of {floor} tokens is needed;"
@@ -439,8 +422,3 @@ class Pager:
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""
         compare(self.ledger, self.store, self._ctx)
-
-
-def _reserve(summaries: Summaries, n: int) -> None:
-    with suppress(MemoryError):  # make_room() says so, if it comes to that
-        summaries.reserve(n)

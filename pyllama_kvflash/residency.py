@@ -55,9 +55,14 @@ def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:
 
 
 def held(ctx: Context) -> dict[int, int]:
-    """The chunks in the native pool, and how many of their cells are in use."""
+    """The chunks of a sequence in the native pool, and how many of their cells are in use."""
     chunks, n_used = ctx.blocks()
     return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
+
+
+def n_landing(ctx: Context) -> int:
+    """Chunks that are on their way into the native pool."""
+    return int(np.count_nonzero(ctx.blocks()[1] < 0))
 
 
 def resident(ledger: Ledger) -> set[int]:

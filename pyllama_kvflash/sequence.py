@@ -5,7 +5,7 @@ full then. Between batches the selector has all chunks scored. Whatever cuts a s
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -18,19 +18,25 @@ from pyllama_kvflash.events import Event, Paged, Reselect, Stats, Warn
 from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.options import check_span
-from pyllama_kvflash.pager import Pager
+from pyllama_kvflash.pager import Pager, Shared
 from pyllama_kvflash.policy import Queries, Scorer
 from pyllama_kvflash.residency import Residency
 from pyllama_kvflash.selector import Selector
 
 
 class PooledSequence:
-    """One sequence of up to n_ctx positions, of which the pool keeps n_pool on the device. `KVFlash` adds the text."""
+    """A sequence of up to n_ctx positions in a pool that keeps n_pool positions on the device. `KVFlash` adds the text.
 
-    def __init__(self, loaded: Loaded) -> None:
-        """Use KVFlash.from_file."""
+    Several may share a pool: `sequences` has all of them, by number.
+    """
+
+    def __init__(self, loaded: Loaded, beside: Self | None = None) -> None:
+        """Use KVFlash.from_file. beside: the first one of its context."""
+        self.sequences: list[Self] = beside.sequences if beside else []
+        self.seq = len(self.sequences)
+        self.sequences.append(self)
         self.model = loaded.model
-        self.ctx = loaded.ctx
+        self.ctx = loaded.ctx.sequence(self.seq)
         self.options = loaded.options
         self.n_pool = loaded.n_pool
         self.notes = loaded.notes
@@ -44,19 +50,35 @@ class PooledSequence:
         self._closed = False
         self._pager: Pager | None = None
         self._selector: Selector | None = None
-        if self.n_pool is not None and loaded.scorer is not None:
-            scorer = loaded.scorer
-            try:
-                self._pager = Pager(self.ctx, self.options, self.n_pool, scorer.summary)
-            except UnsupportedError as err:
-                self.warnings += (f"policy {scorer.name} cannot score this model: {err}; using lru",)
-                self._pager = Pager(self.ctx, self.options, self.n_pool, None)
-            else:
-                if scorer.name != "lru":
-                    self._selector = Selector(self.ctx, self._pager, scorer, self.options)
+        self._shared: Shared | None = None
+        if self.n_pool is not None:
+            shared = beside._shared if beside else None
+            self._shared = shared or Shared(self.ctx, self.options, self.n_pool)
+            self._page(loaded.scorers[self.seq], self._shared)
+        if beside is None:
+            for _ in range(1, self.options.n_parallel):
+                type(self)(loaded, self)
+
+    def _page(self, scorer: Scorer, shared: Shared) -> None:
+        try:
+            self._pager = Pager(self.ctx, self.options, shared, scorer.summary)
+        except UnsupportedError as err:
+            self.warnings += (f"policy {scorer.name} cannot score this model: {err}; using lru",)
+            self._pager = Pager(self.ctx, self.options, shared, None)
+        else:
+            if scorer.name != "lru":
+                self._selector = Selector(self.ctx, self._pager, scorer, self.options)
 
     def close(self) -> None:
-        """Free the context and the model. Harmless when called again."""
+        """Free the context and the model, for all sequences. Harmless when called again."""
+        for sequence in self.sequences:
+            sequence._end()
+        if self._shared is not None:
+            self._shared.close()
+        self.ctx.close()
+        self.model.close()
+
+    def _end(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -64,8 +86,6 @@ class PooledSequence:
             self._selector.close()
         if self._pager is not None:
             self._pager.close()
-        self.ctx.close()
-        self.model.close()
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +114,30 @@ class PooledSequence:
         self._consistent = True
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
+    def _advance_each(self, tokens: Mapping[int, int]) -> dict[int, Paged | None]:
+        """One token of each of several sequences, in one batch."""
+        self._recover()
+        each = [self.sequences[i] for i in tokens]
+        plans, taken = [], (0, 0)
+        for s in each:
+            s._consistent = False
+            plans.append(s._pager.make_room(1, taken) if s._pager else None)
+            if s._pager:
+                full = (s.n_tokens + 1) % s.options.chunk == 0
+                taken = taken[0] + s._pager.ledger.new_chunks(1), taken[1] + full
+        places = [s.n_tokens for s in each]
+        self.ctx.decode_each(list(tokens), places, list(tokens.values()))
+        for s, token in zip(each, tokens.values(), strict=True):
+            s._pending = None
+            s._history.append(token)
+            if s._pager:
+                s._pager.written(1)
+            s._consistent = True
+        return {
+            s.seq: Paged(pos, plan.drops, plan.page_ins) if plan else None
+            for s, pos, plan in zip(each, places, plans, strict=True)
+        }
+
     @contextmanager
     def _step(self) -> Iterator[None]:
         """A change of the sequence or of what is resident. If it is cut off, the next one begins by reconciling."""
@@ -104,16 +148,19 @@ class PooledSequence:
 
     def _recover(self) -> None:
         """After a step that was cut off: take what it left in the cache out again, and go on from the last position."""
-        if self._consistent:
+        cut_off = [s for s in self.sequences if not s._consistent]
+        if not cut_off:
             return
-        try:
-            self.ctx.seq_rm(self.n_tokens)
-        except UnsupportedError:
-            msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
-            raise NativeError(msg) from None
-        if self._pager:
-            self._pager.reconcile(self.n_tokens)
-        self._consistent = True
+        for s in cut_off:
+            try:
+                s.ctx.seq_rm(s.n_tokens)
+            except UnsupportedError:
+                msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
+                raise NativeError(msg) from None
+        for s in self.sequences:  # some may have been about to give up blocks
+            if s._pager:
+                s._pager.reconcile(s.n_tokens)
+            s._consistent = True
 
     #
     # relevance
@@ -323,8 +370,8 @@ class PooledSequence:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken for records."""
-        return self._pager.store.held_bytes if self._pager else 0
+        """Host bytes taken for records, of all sequences."""
+        return self._shared.memory.held_bytes if self._shared else 0
 
     def stats(
         self,

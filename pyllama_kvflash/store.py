@@ -1,4 +1,4 @@
-"""The host store: one record for every sealed chunk."""
+"""The host store: one record for every sealed chunk, and the memory that all of them are in."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +18,8 @@ _PAGE = 4096  # the rows of a record begin on one: a bus reads from there a tent
 _LARGE = 1 << 20  # bytes of a record for which that is worth its room
 
 
-class HostStore:
-    """Owns the bytes of sealed chunks, in slabs of host memory that are never moved or copied.
-
-    A record's place, once given, holds until forget(); the view that get() returns is valid until then. reserve() is
-    called before the batch that seals a chunk is decoded, so that running out of memory loses nothing.
-    """
+class HostMemory:
+    """Places for records, in slabs of host memory that are never moved or copied. Several stores may share it."""
 
     def __init__(
         self,
@@ -36,6 +32,7 @@ class HostStore:
         meta_bytes: of a record, before its rows.
         """
         self.record_bytes = record_bytes
+        self.n_used = 0  # places taken
         page = _PAGE if record_bytes >= _LARGE else 1
         self._lead = -meta_bytes % page
         self._pitch = -(-(self._lead + record_bytes) // page) * page
@@ -43,7 +40,6 @@ class HostStore:
         self._limit = limit
         self._slabs: list[Record] = []
         self._free: list[Record] = []
-        self._records: dict[int, Record] = {}
         self._grower = ThreadPoolExecutor(1, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
 
@@ -53,26 +49,26 @@ class HostStore:
         self._growing.clear()
         self._slabs.clear()
         self._free.clear()
-        self._records.clear()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._records
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the records held."""
-        return len(self._records) * self.record_bytes
+        self.n_used = 0
 
     @property
     def held_bytes(self) -> int:
         """Host memory taken, used or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
+    def take(self) -> Record:
+        """A place (record_bytes,). Raises HostMemoryError unless reserve() was called for it."""
+        self.reserve(1)
+        self.n_used += 1
+        return self._free.pop()
+
+    def give(self, place: Record) -> None:
+        """A place is used no more."""
+        self.n_used -= 1
+        self._free.append(place)
+
     def expect(self, n: int) -> None:
-        """So many more records are to come: take the memory for them beside the computation, in slabs.
+        """So many more places will be taken: get the memory for them beside the computation, in slabs.
 
         Raises HostMemoryError if the limit does not allow so many; where memory runs out, reserve() says so.
         """
@@ -89,7 +85,7 @@ class HostStore:
             missing -= count
 
     def reserve(self, n: int) -> None:
-        """Make sure that n more records fit. Raises HostMemoryError, and holds what it held."""
+        """Make sure that n more places can be taken. Raises HostMemoryError, and holds what it held."""
         self._check_limit(n)
         while len(self._free) < n:
             count, coming = self._growing.popleft() if self._growing else (self._growth(), None)
@@ -99,16 +95,16 @@ class HostStore:
                 count += self._expect_no_more()
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
-                    f" {self.used_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type (-ctk, -ctv),"
-                    " or a machine with more memory"
+                    f" {self.n_used * self.record_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type"
+                    " (-ctk, -ctv), or a machine with more memory"
                 )
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
             self._free.extend(slab.reshape(count, self._pitch)[:, self._lead : self._lead + self.record_bytes])
 
     def _growth(self) -> int:
-        """Records of a slab that nobody expected: no more of them than the limit allows."""
-        count = max(1, min(len(self._records) // _GROWTH, _UNEXPECTED // self.record_bytes))
+        """Places of a slab that nobody expected: no more of them than the limit allows."""
+        count = max(1, min(self.n_used // _GROWTH, _UNEXPECTED // self.record_bytes))
         return count if self._limit is None else min(count, (self._limit - self.held_bytes) // self.record_bytes)
 
     def _expect_no_more(self) -> int:
@@ -120,19 +116,50 @@ class HostStore:
         return count
 
     def _check_limit(self, n: int) -> None:
-        need = (len(self._records) + n) * self.record_bytes
+        need = (self.n_used + n) * self.record_bytes
         if self._limit is not None and need > self._limit:
             msg = (
-                f"{len(self._records) + n} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
+                f"{self.n_used + n} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
                 " allowed: raise host_limit (--kvflash-host), use a shorter context or a smaller cache type (-ctk, -ctv)"
             )
             raise HostMemoryError(msg)
 
+
+class HostStore:
+    """Owns the records of one sequence's sealed chunks, at places of a HostMemory.
+
+    A record's place, once given, holds until forget(); the view that get() returns is valid until then. reserve() is
+    called before the batch that seals a chunk is decoded, so that running out of memory loses nothing.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self._records: dict[int, Record] = {}
+
+    def close(self) -> None:
+        """Let go of the records, for HostMemory.close() to free them."""
+        self._records.clear()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._records
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        return self.memory.record_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the records held."""
+        return len(self._records) * self.record_bytes
+
     def put(self, chunk: int) -> Record:
         """A place (record_bytes,) for a chunk's record, which the caller fills now; the same one if it has one."""
         if chunk not in self._records:
-            self.reserve(1)
-            self._records[chunk] = self._free.pop()
+            self._records[chunk] = self.memory.take()
         return self._records[chunk]
 
     def get(self, chunk: int) -> Record:
@@ -142,7 +169,7 @@ class HostStore:
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
         for chunk in [c for c in self._records if c >= first]:
-            self._free.append(self._records.pop(chunk))
+            self.memory.give(self._records.pop(chunk))
 
 
 def _size(n: int) -> str:

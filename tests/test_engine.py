@@ -740,13 +740,15 @@ STEPS = [
     "ledger.write",
     "ledger.store",
     "store.put",
-    "store.reserve",
+    "memory.reserve",
 ]
 
 
 def place(kv: KVFlash, step: str) -> tuple[Any, str]:
     owner, name = step.split(".")
-    return {"ctx": kv.ctx, "ledger": kv.pager.ledger, "store": kv.pager.store}[owner], name
+    return {"ctx": kv.ctx, "ledger": kv.pager.ledger, "store": kv.pager.store, "memory": kv.pager.store.memory}[
+        owner
+    ], name
 
 
 TINY: dict[str, Any] = {"n_ctx": 4096, "pool": 256, "chunk": 16, "n_batch": 16}  # 16 blocks, as many batches a second
@@ -1036,7 +1038,7 @@ def test_out_of_host_memory_loses_nothing(opened: Open, monkeypatch: pytest.Monk
     feed(kv, 350, 10)
     want = feed(control, 700, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(kv.pager.store, "_allocate", no_memory)
+        patch.setattr(kv.pager.store.memory, "_allocate", no_memory)
         with pytest.raises(
             HostMemoryError, match=r"no host memory for another [\d.]+ MiB of chunk records, with [\d.]+ MiB held"
         ):

@@ -46,10 +46,11 @@ TOKENS = np.random.default_rng(7).integers(0, tiny.N_VOCAB, N_CTX).astype(np.int
 
 
 class Cache(NamedTuple):
-    """How a cache is stored."""
+    """How a cache is stored; type_v None: V as K."""
 
     type: str
     flash_attn: str = "on"
+    type_v: str | None = None
 
 
 CACHES = {"f16": Cache("f16"), "q8_0": Cache("q8_0"), "q4_0": Cache("q4_0"), "f16-nofa": Cache("f16", "off")}
@@ -89,7 +90,7 @@ class Run:
             n_ubatch=min(n_batch, 256),
             n_threads=N_THREADS,
             type_k=cache.type,
-            type_v=cache.type,
+            type_v=cache.type_v or cache.type,
             flash_attn=cache.flash_attn,
             pool=params,
         )
@@ -203,10 +204,14 @@ def assert_equal(got: Logits, want: Logits) -> None:
 
 
 class Case:
-    """A model and a cache type, with what the stock cache makes of the tokens."""
+    """A model and a cache type, with what the stock cache makes of the tokens of a short run: a prompt, then steps."""
 
-    def __init__(self, model: Model, cache: Cache) -> None:
+    def __init__(
+        self, model: Model, cache: Cache, *, n_prompt: int = N_PROMPT, n_steps: int = N_STEPS, n_ctx_min: int = 0
+    ) -> None:
+        """n_ctx_min: in a smaller context, the model is another one."""
         self.model, self.cache = model, cache
+        self.n_prompt, self.n_steps, self.n_ctx_min = n_prompt, n_steps, n_ctx_min
 
     def stock(self, n_ctx: int = 4096, n_batch: int = 512) -> Run:
         """A stock context."""
@@ -223,7 +228,7 @@ class Case:
 
         On a GPU they are equal if that cache is as wide as the pool, which it cannot be if the window is wider.
         """
-        narrow = ON_GPU and pool > self.model.n_swa
+        narrow = ON_GPU and pool > max(self.model.n_swa, self.n_ctx_min)
         with Run(self.model, self.cache, n_ctx=pool if narrow else 8192, n_batch=n_batch, chunk=chunk) as run:
             want = run.replay(schedule)
         if ON_GPU and not narrow:
@@ -235,23 +240,28 @@ class Case:
     def stock_logits(self) -> Logits:
         """Of the short run: its batches, then its steps."""
         with self.stock() as run:
-            return np.concatenate([run.feed(N_PROMPT), run.feed(N_STEPS, 1)])
+            return np.concatenate([run.feed(self.n_prompt), run.feed(self.n_steps, 1)])
 
     @functools.cached_property
-    def noise(self) -> Difference:
-        """What the order of sums makes of the steps: a stock cache reads the last 300 tokens at other batch sizes.
+    def noisy_logits(self) -> Logits:
+        """Of the steps, in sums of another order: a stock cache reads the last tokens at other batch sizes.
 
-        Those of the prompt one by one, the steps at once. Batches of 300 instead of 512 would change nothing for most
+        Some of the prompt one by one, the steps at once. Batches of 300 instead of 512 would change nothing for most
         cache types: the CPU kernels for many rows compute each of them alike.
         """
         with self.stock(n_batch=300) as run:
-            run.feed(N_PROMPT - 200)
-            run.feed(200, 1)
-            return difference(run.feed_at_once(N_STEPS), self.stock_logits[-N_STEPS:])
+            run.feed(self.n_prompt - 2 * self.n_steps)
+            run.feed(2 * self.n_steps, 1)
+            return run.feed_at_once(self.n_steps)
+
+    @functools.cached_property
+    def noise(self) -> Difference:
+        """What the order of sums makes of the steps."""
+        return difference(self.noisy_logits, self.stock_logits[-self.n_steps :])
 
     def assert_close(self, got_logits: Logits, want: Logits | None = None) -> Difference:
         """Within twice the noise, and at most 2 % of the tokens differ. want: None for the short run's steps."""
-        got = difference(got_logits, self.stock_logits[-N_STEPS:] if want is None else want)
+        got = difference(got_logits, self.stock_logits[-self.n_steps :] if want is None else want)
         text = f"{got}; noise floor: {self.noise}"
         assert got.rms <= 2 * self.noise.rms + 1e-6, text
         assert got.flips <= 0.02 * got.n, text

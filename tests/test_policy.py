@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -815,14 +815,14 @@ def test_a_record_of_a_chunk_that_was_cut_is_void() -> None:
         ("n_tokens", 8 * 16 - 1, "a record of a chunk that is not sealed"),
         ("n_block", 7, "more than the pool"),
         ("state", [2, 2, 0, 2, 2, 2, 2, 2], "neither resident nor stored"),
-        ("state", [3] * 8, r"!= pool"),
+        ("state", [3] * 8, "!= held"),
     ],
 )
 def test_integrity_check_sees_a_contradiction(attribute: str, value: Any, why: str) -> None:
     ledger = filled()
     ledger.check_integrity()
     if attribute == "n_block":
-        ledger.n_block = value
+        ledger.blocks.n = value
     elif attribute == "n_tokens":
         ledger._now = (value, ledger._now[1])
     else:
@@ -901,20 +901,20 @@ def floor_without_pins(self: Geometry, n_pins: int) -> int:
     return self.n_sinks + self.n_tail + -(-self.n_batch // self.chunk) + 1 + SPARE_BLOCKS
 
 
-def hottest(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
+def hottest(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     mask = ledger.evictable()
     mask[list(keep)] = False
     candidates = np.flatnonzero(mask)
-    return tuple(int(c) for c in candidates[np.argsort(-ledger.heat()[candidates])][: max(0, n)])
+    return Plan(tuple(int(c) for c in candidates[np.argsort(-ledger.heat()[candidates])][: max(0, n)]))
 
 
-def too_few(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
-    return COLDEST(ledger, n - 1, tuple(keep))
+def too_few(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
+    return GIVEN_UP(ledger, n - 1, keep)
 
 
-def keep_nothing(ledger: Ledger, n: int, keep: Iterable[int]) -> tuple[int, ...]:
+def keep_nothing(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     """Dropping what was to be brought in."""
-    return COLDEST(ledger, n, ())
+    return GIVEN_UP(ledger, n)
 
 
 def page_in_too_much(ledger: Ledger, n_free: int) -> Plan:
@@ -952,7 +952,7 @@ def scored_is_hotter(self: Ledger) -> Scores:
     return np.where(np.isnan(self.score), self.touched - 1e9, self.score)
 
 
-COLDEST = planning._coldest
+GIVEN_UP = planning._given_up
 RESELECT = planning.reselect
 WRITE = Ledger.write
 
@@ -976,9 +976,9 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
         "neither resident nor stored|more blocks of the pool are needed and 0 can be freed",
     ),
     (Geometry, "blocks", floor_without_pins, Paging, "the next batch would find no room|can be freed"),
-    (planning, "_coldest", too_few, Paging, "chunks in a pool of . blocks|no free block"),
-    (planning, "_coldest", keep_nothing, Paging, "were not brought in|no room, and yet a plan"),
-    (planning, "_coldest", hottest, Exact, "not the coldest"),
+    (planning, "_given_up", too_few, Paging, "chunks in a pool of . blocks|no free block"),
+    (planning, "_given_up", keep_nothing, Paging, "were not brought in|no room, and yet a plan"),
+    (planning, "_given_up", hottest, Exact, "not the coldest"),
     (planning, "reselect", page_in_too_much, Exact, "too few blocks are free|not the hottest|more is dropped|no room"),
     (planning, "reselect", drop_too_few, Paging, "no free block for chunk ."),
     (planning, "reselect", coldest_first, Exact, "not the hottest first"),

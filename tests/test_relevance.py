@@ -1456,7 +1456,7 @@ def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(Summaries, "put", fails)
-        patch.setattr(kv.pager, "_layer_threads", object())
+        patch.setattr(kv.pager._summariser, "_layer_threads", object())
         with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --qk-summary"):
             feed(kv, 1400)
         at = kv.n_tokens

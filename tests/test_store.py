@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pyllama_kvflash import store as module
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.store import HostStore
+from pyllama_kvflash.store import HostMemory, HostStore
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -25,6 +25,11 @@ N = 64  # bytes of a record
 
 def mark(chunk: int, round_: int = 0) -> int:
     return (chunk * 7 + round_ * 31) % 251
+
+
+def shut(store: HostStore) -> None:
+    store.close()
+    store.memory.close()
 
 
 def place(record: np.ndarray[Any, Any]) -> int:
@@ -47,15 +52,15 @@ def full(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_new_store_is_empty_and_holds_nothing() -> None:
-    store = HostStore(N)
-    assert len(store) == store.used_bytes == store.held_bytes == 0
+    store = HostStore(HostMemory(N))
+    assert len(store) == store.used_bytes == store.memory.held_bytes == 0
     assert 0 not in store
     with pytest.raises(KeyError):
         store.get(0)
 
 
 def test_a_chunk_keeps_its_place() -> None:
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     first = store.put(3)
     assert first.shape == (N,)
     assert first.dtype == np.uint8
@@ -70,7 +75,7 @@ def test_a_chunk_keeps_its_place() -> None:
 
 def test_views_hold_while_the_store_grows() -> None:
     """The very array that put() gave stays the record, however many slabs come after it."""
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     views = []
     for chunk in range(2000):
         views.append(store.put(chunk))
@@ -83,31 +88,31 @@ def test_views_hold_while_the_store_grows() -> None:
 
 
 def test_forgotten_places_are_used_again() -> None:
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     before = {place(store.put(chunk)) for chunk in range(100)}
     kept = {place(store.get(chunk)) for chunk in range(40)}
-    held = store.held_bytes
+    held = store.memory.held_bytes
     store.forget(40)
     assert len(store) == 40
     assert store.used_bytes == 40 * N
     assert 40 not in store
     assert {place(store.put(chunk)) for chunk in range(40, 100)} <= before - kept | free_places(store)
-    assert store.held_bytes == held
+    assert store.memory.held_bytes == held
     store.forget(0)
     for chunk in range(100):
         store.put(chunk)
-    assert store.held_bytes == held
+    assert store.memory.held_bytes == held
 
 
 def free_places(store: HostStore) -> set[int]:
     """Places that were never given."""
-    return {place(row) for slab in store._slabs for row in slab.reshape(-1, N)} - {
+    return {place(row) for slab in store.memory._slabs for row in slab.reshape(-1, N)} - {
         place(r) for r in store._records.values()
     }
 
 
 def test_forget_takes_the_first_chunk_and_all_later_ones() -> None:
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     for chunk in (9, 2, 5, 4):
         store.put(chunk)[:] = mark(chunk)
     store.forget(5)
@@ -118,55 +123,55 @@ def test_forget_takes_the_first_chunk_and_all_later_ones() -> None:
 
 
 def test_memory_stays_within_a_tenth_of_the_records() -> None:
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     for chunk in range(5000):
         store.put(chunk)
         assert store.used_bytes == (chunk + 1) * N
-        assert store.used_bytes <= store.held_bytes
+        assert store.used_bytes <= store.memory.held_bytes
         if chunk + 1 >= 200:
-            assert store.held_bytes <= store.used_bytes * 1.10
+            assert store.memory.held_bytes <= store.used_bytes * 1.10
 
 
 def test_memory_stays_within_a_tenth_after_reserving_a_batch() -> None:
     """As the engine does: room for 8 chunks, which are then written."""
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     for chunk in range(0, 4000, 8):
-        store.reserve(8)
+        store.memory.reserve(8)
         for c in range(chunk, chunk + 8):
             store.put(c)
         if len(store) >= 200:
-            assert store.held_bytes <= store.used_bytes * 1.10
+            assert store.memory.held_bytes <= store.used_bytes * 1.10
 
 
 def test_reserved_places_need_no_more_memory(full: SimpleNamespace) -> None:
-    store = HostStore(N)
-    store.reserve(50)
-    held, full.left = store.held_bytes, 0
+    store = HostStore(HostMemory(N))
+    store.memory.reserve(50)
+    held, full.left = store.memory.held_bytes, 0
     for chunk in range(50):
         store.put(chunk)
-    assert store.held_bytes == held >= 50 * N
-    store.reserve(0)
+    assert store.memory.held_bytes == held >= 50 * N
+    store.memory.reserve(0)
 
 
 def test_pages_are_committed_at_once(full: SimpleNamespace) -> None:
     """By numpy.full and by nothing else: zeros() and empty() would fail when a record is written, too late."""
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     store.put(0)
     assert full.left == 1_000_000 - 1
 
 
 def test_no_memory_is_an_error_of_ours_and_loses_nothing(full: SimpleNamespace) -> None:
-    store = HostStore(1 << 20)
+    store = HostStore(HostMemory(1 << 20))
     for chunk in range(8):
         store.put(chunk)[:] = mark(chunk)
-    held, full.left = store.held_bytes, 0
-    for failing in (lambda: store.put(8), lambda: store.reserve(1)):
+    held, full.left = store.memory.held_bytes, 0
+    for failing in (lambda: store.put(8), lambda: store.memory.reserve(1)):
         with pytest.raises(HostMemoryError, match=r"another 1\.0 MiB .* with 8\.0 MiB held") as err:
             failing()
         assert err.value.__suppress_context__
         assert "\n" not in str(err.value)
     assert 8 not in store
-    assert (len(store), store.held_bytes) == (8, held)
+    assert (len(store), store.memory.held_bytes) == (8, held)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(8))
     full.left = 1  # memory is there again
     store.put(8)
@@ -175,15 +180,15 @@ def test_no_memory_is_an_error_of_ours_and_loses_nothing(full: SimpleNamespace) 
 
 def test_no_memory_in_the_middle_of_a_reservation(full: SimpleNamespace) -> None:
     """What was taken by then stays usable."""
-    store = HostStore(N)
+    store = HostStore(HostMemory(N))
     full.left = 2
     with pytest.raises(HostMemoryError):
-        store.reserve(100)
+        store.memory.reserve(100)
     assert len(store) == 0
-    held = store.held_bytes
+    held = store.memory.held_bytes
     for chunk in range(held // N):
         store.put(chunk)
-    assert store.held_bytes == held
+    assert store.memory.held_bytes == held
 
 
 #
@@ -197,11 +202,15 @@ def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, res
     store = memory.store(limit=5 * N + rest)
     for chunk in range(4):
         store.put(chunk)[:] = mark(chunk)
-    store.reserve(1)
-    held, n_calls = store.held_bytes, len(memory.sizes)
+    store.memory.reserve(1)
+    held, n_calls = store.memory.held_bytes, len(memory.sizes)
     if step == "put":
         store.put(4)
-    more = {"expect": lambda: store.expect(2), "reserve": lambda: store.reserve(2), "put": lambda: store.put(5)}
+    more = {
+        "expect": lambda: store.memory.expect(2),
+        "reserve": lambda: store.memory.reserve(2),
+        "put": lambda: store.put(5),
+    }
     for _ in range(2):
         with pytest.raises(HostMemoryError) as err:
             more[step]()
@@ -211,9 +220,9 @@ def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, res
             str(err.value),
         )
     assert len(memory.sizes) == n_calls, "no memory was asked for"
-    assert store.held_bytes == held == 5 * N
+    assert store.memory.held_bytes == held == 5 * N
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(4))
-    store.expect(1 - (step == "put"))  # up to the limit it goes on
+    store.memory.expect(1 - (step == "put"))  # up to the limit it goes on
     store.put(4)
     assert len(store) == 5
 
@@ -223,7 +232,7 @@ def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, res
 )
 def test_limit_is_told_in_units_that_read_well(limit: int, shown: str) -> None:
     with pytest.raises(HostMemoryError, match=rf" take 4\.00 GiB of host memory, and {re.escape(shown)} are allowed: "):
-        HostStore(1 << 30, limit=limit).expect(4)
+        HostMemory(1 << 30, limit=limit).expect(4)
 
 
 def test_limit_holds_for_what_is_taken_not_only_for_what_is_used(memory: "Memory") -> None:
@@ -231,13 +240,13 @@ def test_limit_holds_for_what_is_taken_not_only_for_what_is_used(memory: "Memory
     store = memory.store(limit=100 * N + 7)
     for chunk in range(100):
         store.put(chunk)
-        assert store.held_bytes <= 100 * N
+        assert store.memory.held_bytes <= 100 * N
     assert max(memory.sizes) > N, "there were slabs of several records"
     with pytest.raises(HostMemoryError, match="101 chunk records"):
         store.put(100)
     store.forget(50)
-    store.reserve(50)  # forgotten places count no more
-    assert store.held_bytes == 100 * N
+    store.memory.reserve(50)  # forgotten places count no more
+    assert store.memory.held_bytes == 100 * N
 
 
 #
@@ -269,7 +278,7 @@ class Memory:
         return slab
 
     def store(self, limit: int | None = None) -> HostStore:
-        self.stores.append(HostStore(N, self, limit))
+        self.stores.append(HostStore(HostMemory(N, self, limit)))
         return self.stores[-1]
 
     def gate(self, i: int) -> threading.Event:
@@ -286,7 +295,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     for gate in res.gates.values():
         gate.set()
     for store in res.stores:
-        store.close()
+        shut(store)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -298,13 +307,13 @@ def until(done: Callable[[], bool]) -> None:
 
 def test_expected_memory_is_taken_in_slabs_beside(memory: Memory) -> None:
     store = memory.store()
-    store.expect(10)
+    store.memory.expect(10)
     until(lambda: len(memory.slabs) == 3)
     assert memory.sizes == [4 * N, 4 * N, 2 * N]
     assert all(name.startswith("kvflash-host") for name in memory.threads)
-    store.reserve(3)
-    assert store.held_bytes == 4 * N, "only what is needed now"
-    store.reserve(10)
+    store.memory.reserve(3)
+    assert store.memory.held_bytes == 4 * N, "only what is needed now"
+    store.memory.reserve(10)
     places = {place(store.put(chunk)) for chunk in range(10)}
     assert len(places) == 10
     assert min(np.diff(sorted(places))) >= N, "two records overlap"
@@ -312,28 +321,28 @@ def test_expected_memory_is_taken_in_slabs_beside(memory: Memory) -> None:
         store.get(chunk)[:] = mark(chunk)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(10))
     assert len(memory.sizes) == 3, "nothing more was taken"
-    assert store.held_bytes == store.used_bytes == 10 * N
+    assert store.memory.held_bytes == store.used_bytes == 10 * N
 
 
 def test_plain_memory_is_committed_ahead_too(full: SimpleNamespace) -> None:
-    store = HostStore(N)
-    store.expect(10)
+    store = HostStore(HostMemory(N))
+    store.memory.expect(10)
     until(lambda: full.left == 1_000_000 - 1)
-    store.reserve(10)
-    assert (full.left, store.held_bytes) == (1_000_000 - 1, 10 * N)
-    store.close()
+    store.memory.reserve(10)
+    assert (full.left, store.memory.held_bytes) == (1_000_000 - 1, 10 * N)
+    shut(store)
 
 
 def test_nothing_waits_for_memory_that_is_not_needed_yet(memory: Memory) -> None:
     store = memory.store()
-    store.reserve(2)
+    store.memory.reserve(2)
     gate = memory.gate(2)
-    store.expect(6)
+    store.memory.expect(6)
     until(lambda: len(memory.sizes) == 3)  # it is being taken
     store.put(0)
     store.put(1)
-    store.reserve(0)
-    store.expect(4)
+    store.memory.reserve(0)
+    store.memory.expect(4)
     assert len(memory.slabs) == 2
     threading.Timer(0.1, gate.set).start()
     store.put(2)
@@ -342,40 +351,40 @@ def test_nothing_waits_for_memory_that_is_not_needed_yet(memory: Memory) -> None
 
 def test_what_is_expected_is_taken_once(memory: Memory) -> None:
     store = memory.store()
-    store.reserve(1)
+    store.memory.reserve(1)
     for _ in range(3):
-        store.expect(5)
-    store.reserve(5)
-    store.expect(5)
+        store.memory.expect(5)
+    store.memory.reserve(5)
+    store.memory.expect(5)
     for chunk in range(3):
         store.put(chunk)
-    store.expect(2)
+    store.memory.expect(2)
     store.forget(1)
-    store.expect(4)
-    store.expect(0)
-    store.reserve(4)
+    store.memory.expect(4)
+    store.memory.expect(0)
+    store.memory.reserve(4)
     assert memory.sizes == [N, 4 * N]
-    store.expect(6)
-    store.reserve(6)
+    store.memory.expect(6)
+    store.memory.reserve(6)
     assert memory.sizes == [N, 4 * N, 2 * N]
-    assert store.held_bytes == 7 * N
+    assert store.memory.held_bytes == 7 * N
 
 
 def test_expected_memory_is_within_the_limit(memory: Memory) -> None:
     store = memory.store(limit=40 * N)
     for chunk in range(32):
         store.put(chunk)
-    store.expect(8)
+    store.memory.expect(8)
     for chunk in range(32, 40):
         store.put(chunk)
-    assert store.held_bytes == sum(memory.sizes) == 40 * N
+    assert store.memory.held_bytes == sum(memory.sizes) == 40 * N
 
 
 def test_a_record_larger_than_a_slab(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SLAB", N - 1)
     store = memory.store()
-    store.expect(3)
-    store.reserve(3)
+    store.memory.expect(3)
+    store.memory.reserve(3)
     assert memory.sizes == [N] * 3
 
 
@@ -383,24 +392,24 @@ def test_no_memory_ahead_is_said_when_it_is_needed(memory: Memory) -> None:
     """In one sentence, once; what came before is there, and the store goes on when memory is there again."""
     store = memory.store()
     memory.fail = lambda i: i == 1
-    store.expect(12)
-    store.reserve(4)
+    store.memory.expect(12)
+    store.memory.reserve(4)
     for chunk in range(4):
         store.put(chunk)[:] = mark(chunk)
     with pytest.raises(HostMemoryError, match=r"^no host memory for another 0\.0 MiB .* with 0\.0 MiB held: ") as err:
-        store.reserve(1)
+        store.memory.reserve(1)
     assert err.value.__suppress_context__
     assert "\n" not in str(err.value)
-    assert (len(store), store.held_bytes) == (4, 4 * N)
+    assert (len(store), store.memory.held_bytes) == (4, 4 * N)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(4))
 
-    store.reserve(1)
+    store.memory.reserve(1)
     assert memory.threads[-1] == threading.current_thread().name, "what was expected is forgotten"
-    store.expect(8)
+    store.memory.expect(8)
     for chunk in range(4, 12):
         store.put(chunk)[:] = mark(chunk)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(12))
-    assert store.held_bytes == 12 * N
+    assert store.memory.held_bytes == 12 * N
 
 
 def test_no_memory_takes_no_more(memory: Memory) -> None:
@@ -408,13 +417,13 @@ def test_no_memory_takes_no_more(memory: Memory) -> None:
     store = memory.store()
     memory.fail = lambda i: i == 0
     gate = memory.gate(1)
-    store.expect(20)
+    store.memory.expect(20)
     with pytest.raises(HostMemoryError):
-        store.reserve(1)
+        store.memory.reserve(1)
     gate.set()
-    store._grower.submit(lambda: None).result()  # after all that waits for the thread
+    store.memory._grower.submit(lambda: None).result()  # after all that waits for the thread
     assert len(memory.sizes) <= 2
-    assert len(store) == store.held_bytes == 0
+    assert len(store) == store.memory.held_bytes == 0
 
 
 def test_no_thread_to_take_memory_ahead(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,34 +434,34 @@ def test_no_thread_to_take_memory_ahead(memory: Memory, monkeypatch: pytest.Monk
     store = memory.store()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        store.expect(10)
+        store.memory.expect(10)
     assert memory.sizes == []
-    store.reserve(3)
-    assert store.held_bytes == 3 * N
+    store.memory.reserve(3)
+    assert store.memory.held_bytes == 3 * N
 
 
 def test_close_gives_the_memory_back(memory: Memory) -> None:
     store = memory.store()
-    store.expect(8)
+    store.memory.expect(8)
     for chunk in range(6):
         store.put(chunk)
     until(lambda: len(memory.slabs) == 2)
-    store.close()
+    shut(store)
     gc.collect()
     assert [slab() for slab in memory.slabs] == [None, None]
-    assert len(store) == store.used_bytes == store.held_bytes == 0
+    assert len(store) == store.used_bytes == store.memory.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("kvflash-host")]
-    store.close()  # harmless
+    shut(store)  # harmless
 
 
 def test_close_while_memory_is_being_taken(memory: Memory) -> None:
     """It ends the slab that is being taken, and begins no other."""
     store = memory.store()
     gate = memory.gate(0)
-    store.expect(12)
+    store.memory.expect(12)
     until(lambda: len(memory.sizes) == 1)
     threading.Timer(0.1, gate.set).start()
-    store.close()
+    shut(store)
     gc.collect()
     assert len(memory.sizes) == 1
     assert [slab() for slab in memory.slabs] == [None]
@@ -460,8 +469,8 @@ def test_close_while_memory_is_being_taken(memory: Memory) -> None:
 
 
 def test_close_of_a_store_that_was_never_used() -> None:
-    HostStore(N).close()
-    HostStore(N, limit=1).close()
+    shut(HostStore(HostMemory(N)))
+    shut(HostStore(HostMemory(N, limit=1)))
 
 
 #
@@ -479,7 +488,7 @@ steps = st.lists(
 @CHECK
 def test_records_are_what_was_written_last(steps: list[tuple[str, int]]) -> None:
     """Against a dict: any order of put, forget, reserve and expect."""
-    store, want = HostStore(16), dict[int, int]()
+    store, want = HostStore(HostMemory(16)), dict[int, int]()
     for i, (step, n) in enumerate(steps):
         if step == "put":
             want[n] = mark(n, i)
@@ -488,11 +497,11 @@ def test_records_are_what_was_written_last(steps: list[tuple[str, int]]) -> None
             want = {chunk: value for chunk, value in want.items() if chunk < n}
             store.forget(n)
         elif step == "expect":
-            store.expect(n)
+            store.memory.expect(n)
         else:
-            store.reserve(n)
-            assert store.held_bytes - store.used_bytes >= n * 16
+            store.memory.reserve(n)
+            assert store.memory.held_bytes - store.used_bytes >= n * 16
         assert len(store) == len(want)
     assert all(chunk in store and (store.get(chunk) == value).all() for chunk, value in want.items())
     assert len({place(store.get(chunk)) for chunk in want}) == len(want)
-    store.close()
+    shut(store)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import families
 import gguf
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +41,18 @@ class Writer:
             add(key, value)
 
     def geometry(
-        self, *, n_layer: int, n_embd: int, n_ff: int, n_head: int, n_head_kv: int, n_head_dim: int, rope: float
+        self,
+        *,
+        n_layer: int,
+        n_embd: int,
+        n_ff: int,
+        n_head: int | list[int],
+        n_head_kv: int,
+        n_head_dim: int,
+        rope: float,
+        n_head_dim_v: int | None = None,
     ) -> None:
-        """The metadata that every transformer has."""
+        """The metadata that every transformer has. n_head: also one for each layer; n_head_dim_v None: as K."""
         self.keys(
             context_length=N_CTX,
             embedding_length=n_embd,
@@ -52,7 +62,7 @@ class Writer:
             attention__head_count=n_head,
             attention__head_count_kv=n_head_kv,
             attention__key_length=n_head_dim,
-            attention__value_length=n_head_dim,
+            attention__value_length=n_head_dim_v or n_head_dim,
             attention__layer_norm_rms_epsilon=EPS,
             rope__freq_base=rope,
         )
@@ -63,9 +73,9 @@ class Writer:
         self._file.add_tensor(name, value)
 
     def random(self, name: str, *shape: int, scale: float | None = None) -> None:
-        """A normal tensor, F16 if it is a matrix; scale None: rows keep the size of what they multiply."""
+        """A normal tensor, F16 if it is a matrix but no bias; scale None: rows keep the size of what they multiply."""
         values = self._normal(*shape) * (shape[0] ** -0.5 if scale is None else scale)
-        f16 = len(shape) > 1 and shape[0] >= 32
+        f16 = len(shape) > 1 and shape[0] >= 32 and not name.endswith(".bias")
         self.tensor(name, values.astype(np.float16 if f16 else np.float32))
 
     def norm(self, name: str, n: int, scale: float = 1.0) -> None:
@@ -99,16 +109,21 @@ class Writer:
         self.norm(blk + "attn_q_norm.weight", n_head_dim, q_norm)
         self.norm(blk + "attn_k_norm.weight", n_head_dim)
 
-    def delta_net(self, blk: str, n_embd: int, n_state: int, n_group: int, n_value: int) -> None:
-        """A gated delta net: its state size, key heads and value heads."""
+    def delta_net(
+        self, blk: str, n_embd: int, n_state: int, n_group: int, n_value: int, *, fused: bool = False
+    ) -> None:
+        """A gated delta net: its state size, key heads and value heads. fused: alpha and beta are one matrix."""
         n_mixed = n_state * (2 * n_group + n_value)
         self.random(blk + "attn_qkv.weight", n_embd, n_mixed)
         self.random(blk + "attn_gate.weight", n_embd, n_state * n_value)
         self.random(blk + "ssm_conv1d.weight", 4, n_mixed, scale=0.5)
         self.random(blk + "ssm_dt.bias", n_value, scale=0.5)
         self.decay(blk + "ssm_a", n_value)
-        self.random(blk + "ssm_beta.weight", n_embd, n_value)
-        self.random(blk + "ssm_alpha.weight", n_embd, n_value)
+        if fused:
+            self.random(blk + "ssm_ba.weight", n_embd, 2 * n_value)
+        else:
+            self.random(blk + "ssm_beta.weight", n_embd, n_value)
+            self.random(blk + "ssm_alpha.weight", n_embd, n_value)
         self.norm(blk + "ssm_norm.weight", n_state)
         self.random(blk + "ssm_out.weight", n_state * n_value, n_embd)
 
@@ -333,12 +348,13 @@ MODELS: dict[str, Callable[[Writer], None]] = {
     "deepseek32": deepseek32,
     "qwen4exp": qwen4exp,
     "unheard-of": unheard_of,
+    **families.MODELS,
 }
-"""The models by their name, which is their architecture."""
+"""The models by their name, which is their architecture but for those in families.ARCHS."""
 
 
 def write(name: str, path: Path) -> None:
     """Write a model to a file."""
-    writer = Writer(path, name)
+    writer = Writer(path, families.ARCHS.get(name, name))
     MODELS[name](writer)
     writer.close()

@@ -21,7 +21,7 @@ from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Scores, State, View, pool_floor
 from pyllama_kvflash.policy.sizing import CELLS
-from pyllama_kvflash.store import HostStore, Record
+from pyllama_kvflash.store import HostMemory, Record
 
 CHUNK = 64
 AT_ONCE = (1, 4, 16, 32)  # chunks that are begun before any of them is waited for
@@ -208,9 +208,9 @@ def time_copies(ctx: Context, repeat: int, plain_bytes: int, done: Callable[[], 
     """Move chunks out and in, and plain blocks beside, in turns; the medians of `repeat` rounds. All is as before then."""
     info = ctx.pool_info()
     at_once = [k for k in AT_ONCE if k <= info.n_block]
-    store = HostStore(info.record_bytes, ctx.host_buffer, meta_bytes=info.meta_bytes)
-    store.reserve(at_once[-1])
-    records = [store.put(i) for i in range(at_once[-1])]
+    memory = HostMemory(info.record_bytes, ctx.host_buffer, meta_bytes=info.meta_bytes)
+    memory.reserve(at_once[-1])
+    records = [memory.take() for _ in range(at_once[-1])]
     times: dict[tuple[str, int], list[float]] = {(way, k): [] for way in ("out", "in") for k in at_once}
     plain: dict[tuple[str, int], list[float]] = {}
     _round_trip(ctx, range(at_once[-1]), records)  # the first time takes longer

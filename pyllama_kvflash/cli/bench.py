@@ -107,6 +107,9 @@ COMMON = params.options(
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
                  show_default=True, help="Layers to offload to the GPU."),
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=params.HostLayers(), default=0,
+                 show_default=True, help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few as"
+                 " leave room for the pool."),
 )  # fmt: skip
 
 RECALL = params.options(
@@ -239,7 +242,7 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
     model = model_path(options["model_arg"], options["model"], reporter)
     check_file(model)
     folder = Path(options["output"] or f"kvflash-{kind}")
-    names = ("type_k", "type_v", "n_batch", "draft_model", "n_threads", "n_gpu_layers")
+    names = ("type_k", "type_v", "n_batch", "draft_model", "n_threads", "n_gpu_layers", "n_cpu_moe")
     return model, folder, {n: options[n] for n in names}, _variants(options["variants"]), reporter
 
 

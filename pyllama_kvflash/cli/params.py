@@ -133,6 +133,21 @@ class Layers(click.ParamType[int]):
             self.fail(f'{value!r} is no number of layers: give one such as 20, or "all"', param, ctx)
 
 
+class HostLayers(click.ParamType[int | str]):
+    """A number of layers, or auto."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse, or fail with what is allowed."""
+        if value == "auto":
+            return "auto"
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f'{value!r} is no number of layers: give one such as 20, or "auto"', param, ctx)
+
+
 def env(name: str, llama: str | None = None) -> list[str]:
     """Environment variables of an option: ours, then llama.cpp's."""
     return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
@@ -186,6 +201,10 @@ COMPUTE = options(
                  envvar=env("TENSOR_SPLIT"),
                  help="Shares of the layers, and of their KV, for each GPU: 3,1 gives the first three quarters of them."
                  " Devices of --rpc come first.  [default: by their free memory]"),
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HostLayers(), default=0,
+                 show_default=True, envvar=env("N_CPU_MOE"),
+                 help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few layers as leave room"
+                 " for the pool, and no pool if the full cache fits beside all experts, unless --kvflash is a number."),
     click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
                  help="Use the devices of other machines, too. On each, start llama.cpp's rpc-server, which trusts"
                  " whoever reaches it."),

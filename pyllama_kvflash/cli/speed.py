@@ -69,7 +69,10 @@ COMMON = params.options(
     params.COMPUTE,
 )  # fmt: skip
 
-_ENGINE = ("type_k", "type_v", "flash_attn", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "tensor_split", "rpc")
+_ENGINE = (
+    *("type_k", "type_v", "flash_attn", "n_batch", "n_ubatch", "n_threads"),
+    *("n_gpu_layers", "tensor_split", "n_cpu_moe", "rpc"),
+)
 
 
 @dataclass(frozen=True, slots=True)

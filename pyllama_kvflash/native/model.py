@@ -14,6 +14,8 @@ from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 Tokens = npt.NDArray[np.int32]
 
+_DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
+
 
 class Weight(NamedTuple):
     """A tensor of a model: its bytes, and whose memory it is in, an index into devices()."""
@@ -159,12 +161,17 @@ class Model:
 
     @property
     def refusal(self) -> str | None:
-        """Why a token-by-token decoder cannot run this model, None if it can."""
-        if lib.llama_model_has_encoder(self.handle):
-            return "an encoder-decoder model"
+        """What this is if it is no decoder that produces one token after another: "encoder", "encoder-decoder",
+        "diffusion", "draft head". None: it is one, or an encoder whose context has no memory.
+        """
+        arch = self.meta("general.architecture")
+        if arch in _DRAFT_HEADS:
+            return "draft head"
         if lib.llama_model_is_diffusion(self.handle):
-            return "a diffusion model"
-        return None
+            return "diffusion"
+        if arch == "t5encoder" or self.meta(f"{arch}.attention.causal") == "false":
+            return "encoder"
+        return "encoder-decoder" if lib.llama_model_has_encoder(self.handle) else None
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
         """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for.

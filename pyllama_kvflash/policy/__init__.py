@@ -1,6 +1,6 @@
 """Decisions: pure Python and numpy. No native code, no files, no clock: everything here runs without a compiler."""
 
-from pyllama_kvflash.policy.ledger import Ledger, LedgerError, Scores, State
+from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, State
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
 from pyllama_kvflash.policy.schedule import Schedule
 from pyllama_kvflash.policy.scorers import AGGREGATES, Lru, Qk, QkCos, Queries, Scorer, View, n_queries
@@ -8,6 +8,7 @@ from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_fl
 
 __all__ = [
     "AGGREGATES",
+    "Blocks",
     "Geometry",
     "Ledger",
     "LedgerError",

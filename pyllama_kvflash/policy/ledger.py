@@ -27,6 +27,19 @@ class State(IntEnum):
 _RESIDENT = int(State.RESIDENT)  # a plain number: looked at for every token
 
 
+class Blocks:
+    """The blocks of a pool, and the ledgers of the sequences that share them."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.ledgers: list[Ledger] = []
+
+    @property
+    def n_free(self) -> int:
+        """Blocks that hold nothing and wait for nothing."""
+        return self.n - sum(ledger.n_held for ledger in self.ledgers)
+
+
 class Ledger:
     """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
 
@@ -35,13 +48,15 @@ class Ledger:
 
     - only a sealed chunk whose record is stored leaves the pool, and no protected one does;
     - a chunk that is written to is resident;
-    - free + in flight + resident == n_block, always.
+    - free + in flight + resident == blocks.n, always, over all sequences that share them.
 
     Protected are the first `n_sinks` chunks, the last `n_tail`, pinned ones, and those not yet sealed.
     """
 
-    def __init__(self, n_block: int, chunk: int = 64, *, n_sinks: int = 1, n_tail: int = 4) -> None:
-        self.n_block = n_block
+    def __init__(self, blocks: int | Blocks, chunk: int = 64, *, n_sinks: int = 1, n_tail: int = 4) -> None:
+        """blocks: a number of them, for this sequence alone, or those that it shares with others."""
+        self.blocks = blocks if isinstance(blocks, Blocks) else Blocks(blocks)
+        self.blocks.ledgers.append(self)
         self.chunk = chunk
         self.n_sinks = n_sinks
         self.n_tail = n_tail
@@ -92,9 +107,19 @@ class Ledger:
         return int(np.count_nonzero(self._state == State.IN_FLIGHT))
 
     @property
+    def n_held(self) -> int:
+        """Blocks that its chunks are in, or on their way into."""
+        return int(np.count_nonzero(self._state))
+
+    @property
     def n_free(self) -> int:
-        """Blocks that hold nothing and wait for nothing."""
-        return self.n_block - int(np.count_nonzero(self._state))
+        """Blocks that hold nothing and wait for nothing, of any sequence."""
+        return self.blocks.n_free
+
+    @property
+    def n_block(self) -> int:
+        """Blocks that it holds or could take without anybody giving one up: the whole pool, if it is alone."""
+        return self.n_held + self.n_free
 
     @property
     def state(self) -> npt.NDArray[np.int8]:
@@ -265,8 +290,8 @@ class Ledger:
             raise LedgerError(f"{n} chunks for {self.n_tokens} positions")
         if self.n_free < 0:
             raise LedgerError(f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool")
-        if self.n_free + self.n_in_flight + self.n_resident != self.n_block:
-            raise LedgerError("free + in flight + resident != pool")
+        if self.n_in_flight + self.n_resident != self.n_held:
+            raise LedgerError("in flight + resident != held")
         if not np.all(self._stored[self._state != State.RESIDENT]):
             raise LedgerError("a chunk is neither resident nor stored")
         if np.any(self._stored[self.n_sealed :]):

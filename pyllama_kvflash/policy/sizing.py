@@ -52,16 +52,18 @@ class PoolSize:
     warnings: tuple[str, ...] = field(default=())
 
 
-def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0) -> int:
-    """Cells that sinks, tail, pinned chunks, one batch and two evictable blocks need, in steps of 256."""
-    batch_blocks = -(-n_batch // chunk) + 1  # a batch may begin in the middle of a chunk
-    blocks = n_sinks + n_tail + n_pinned + batch_blocks + SPARE_BLOCKS
+def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
+    """Cells that sinks and tail of each of n_seq sequences, n_pinned chunks of all of them, one batch and two evictable
+    blocks need, in steps of 256.
+    """
+    batch_blocks = max(n_seq, -(-n_batch // chunk) + 1)  # a batch may begin in the middle of a chunk
+    blocks = n_seq * (n_sinks + n_tail) + n_pinned + batch_blocks + SPARE_BLOCKS
     return _round_up(blocks * chunk)
 
 
-def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0) -> int:
+def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
     """Tokens of the largest batch, in whole chunks, for which such a pool is no smaller than its floor; at most BATCH."""
-    blocks = n_pool // chunk - n_sinks - n_tail - n_pinned - SPARE_BLOCKS - 1
+    blocks = n_pool // chunk - n_seq * (n_sinks + n_tail) - n_pinned - SPARE_BLOCKS - 1
     return max(1, min(blocks * chunk, BATCH))
 
 

@@ -1,0 +1,102 @@
+"""What is refused: why, and what to do instead. The sentences of errors, and docs/REFUSALS.md, are made from these tables."""
+
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why something is refused, and what can be done instead: a sentence together. `{}` stands for a value."""
+
+    reason: str
+    alternative: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.alternative}"
+
+
+_FULL = "run it with the full cache: --kvflash off"
+_NO_GAIN = "run it with the full cache, which is as small: --kvflash off"
+_AGAIN = "clear the sequence and read its tokens again"
+_PICKS = "by which each token picks the positions it attends to, and which a pool cannot page"
+
+MODELS = {
+    "encoder": Refusal(
+        "it is an encoder, whose tokens attend to those after them, and which produces none",
+        "for embeddings use llama.cpp's llama-embedding, for text a decoder",
+    ),
+    "encoder-decoder": Refusal(
+        "it is an encoder-decoder model, which reads the prompt with an encoder that keeps no KV cache",
+        "use a decoder, or llama.cpp itself",
+    ),
+    "diffusion": Refusal(
+        "it is a diffusion model, which works on all tokens at once and keeps no KV cache",
+        "use llama.cpp's llama-diffusion-cli",
+    ),
+    "draft head": Refusal(
+        "it is a draft head, which computes from the hidden states of another model",
+        "run the model that it was made for",
+    ),
+}
+"""Models that are not run, by native.Model.refusal: with a pool or without."""
+
+MEMORIES = {
+    "llama_kv_cache_dsa": Refusal(f"beside the KV cache it keeps an index {_PICKS}", _FULL),
+    "llama_kv_cache_dsa_iswa": Refusal(f"beside the KV cache and a sliding window it keeps an index {_PICKS}", _FULL),
+    "llama_kv_cache_msa": Refusal(f"beside the KV cache it keeps an index of blocks {_PICKS}", _FULL),
+    "llama_kv_cache_dsv4": Refusal("its rows stand for 4 or 128 positions each, and a pool's for one", _FULL),
+    "llama_memory_hybrid_idx": Refusal(
+        f"beside the KV cache and a recurrent state it keeps an index {_PICKS}",
+        _FULL,
+    ),
+    "llama_memory_recurrent": Refusal("it is one recurrent state of a fixed size, with nothing to page", _NO_GAIN),
+}
+"""Memories that are not pooled, by their class in llama.cpp. The models run with the full cache."""
+
+WINDOWS = Refusal(
+    "all attention layers have a sliding window, and so a cache that does not grow with the context", _NO_GAIN
+)
+"""Any memory whose full-attention part has no layer."""
+
+CALLS = {
+    "going back in a recurrent state": Refusal(
+        "the recurrent state of this model cannot go back to position {}, for it keeps no earlier one",
+        _AGAIN,
+    ),
+    "going back in a sliding window": Refusal(
+        "the sliding window before position {} is gone, for later positions have taken its cells",
+        _AGAIN,
+    ),
+    "restoring a whole-context state": Refusal(
+        "a whole-context state cannot be restored into a pool, for it packs the cells anew, across the chunks",
+        "page the chunks in, and restore the partial state",
+    ),
+    "tokens that share a position (images of M-RoPE models)": Refusal(
+        "position {} of sequence {} is already in the pool, which has one cell for each",
+        "tokens that share a position, as those of an image do, need the full cache",
+    ),
+    "tokens of several sequences": Refusal(
+        "a token of a pool belongs to one sequence, not to {}",
+        "decode it for each, or use the full cache",
+    ),
+    "sequences in streams of their own, and seq_cp() from one to another": Refusal(
+        "the sequences of a pool share its cells, and a cache of one stream each has none to share",
+        "set kv_unified, or use the full cache",
+    ),
+}
+"""Calls of the native library that a pool refuses, with its own sentences."""
+
+SHIFT = Refusal(
+    "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
+    "use a larger -c/--ctx-size, which costs a pool no memory",
+)
+"""Context shift: llama_memory_can_shift() is false, and the engine says that the tokens do not fit."""
+
+
+def of_model(kind: str) -> str:
+    """Why a model cannot be run, and what to do instead. kind: of MODELS."""
+    return str(MODELS[kind])
+
+
+def of_memory(memory_class: str, n_layer: int, error: str) -> str:
+    """Why a memory cannot be pooled, and what to do instead. n_layer: with full attention; error: what the library says."""
+    refusal = MEMORIES.get(memory_class) or (None if n_layer else WINDOWS)
+    return f"its memory ({memory_class}) cannot be pooled, for {refusal}" if refusal else f"{error}; {_FULL}"

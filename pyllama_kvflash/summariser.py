@@ -1,0 +1,122 @@
+"""Summaries of the keys of sealed chunks, made in threads beside the computation."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.native import Layer, Record, Summaries
+
+_THREADS = 8
+
+
+class Summariser:
+    """Owns the summaries of one sequence's chunks, and the threads that make them from the chunks' records."""
+
+    def __init__(self, layers: Sequence[Layer], chunk: int, record: Callable[[int], Record], n_threads: int) -> None:
+        """record: gives the record of a chunk."""
+        self.summaries: Summaries | None = None
+        self._layers = layers
+        self._chunk = chunk
+        self._record = record
+        self._pending: deque[Future[None]] = deque()
+        self._worker = ThreadPoolExecutor(1, "kvflash-summary")
+        n_threads = min(_THREADS, n_threads)
+        self._layer_threads = ThreadPoolExecutor(n_threads, "kvflash-summary-layer") if n_threads > 1 else None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._worker.shutdown(cancel_futures=True)
+        if self._layer_threads:
+            self._layer_threads.shutdown()
+
+    def use(self, kind: str | None, chunks: Sequence[int]) -> None:
+        """Keep summaries of this kind from now on, beginning with these chunks. None: keep none.
+
+        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
+        """
+        self.finish()
+        self.summaries = None
+        if kind is None:
+            return
+        summaries = Summaries(self._layers, self._chunk, kind)
+        _reserve(summaries, len(chunks))
+        for chunk in chunks:
+            summaries.put(chunk, self._record(chunk))
+        self.summaries = summaries
+
+    def expect(self, n: int) -> None:
+        """There will be n chunks: take the memory for them meanwhile."""
+        if self.summaries is not None:
+            with suppress(RuntimeError):  # no memory for a thread: reserve() takes what it needs
+                (self._layer_threads or self._worker).submit(_try_reserve, self.summaries, n)
+
+    def reserve(self, n: int) -> None:
+        """Take the memory for n chunks. Raises HostMemoryError."""
+        if self.summaries is not None:
+            _reserve(self.summaries, n)
+
+    def begin(self, n: int) -> None:
+        """Begin to summarise the first n chunks, or those of them that have no summary."""
+        if self.summaries is None:
+            return
+        try:
+            self._pending.append(self._worker.submit(self._put, self.summaries, n, self._layer_threads))
+        except RuntimeError:  # no memory for a thread
+            self._put(self.summaries, n)
+
+    def _put(self, summaries: Summaries, n: int, threads: ThreadPoolExecutor | None = None) -> None:
+        for chunk in range(len(summaries), n):
+            record = self._record(chunk)
+            try:
+                try:
+                    summaries.put(chunk, record, threads)
+                except RuntimeError:  # no memory for a thread
+                    summaries.put(chunk, record)
+            except MemoryError:
+                raise _no_memory(summaries, chunk + 1) from None
+
+    @property
+    def pending(self) -> list[Future[None]]:
+        """Summaries that are being made."""
+        return list(self._pending)
+
+    def collect(self) -> None:
+        """Forget those that are made. Raises what went wrong."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+
+    def finish(self) -> None:
+        """Wait for all. Raises what went wrong."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def give_up(self) -> None:
+        """Wait for all, whatever became of them: a step was cut off, and has said so."""
+        while self._pending:
+            self._pending.popleft().exception()
+
+    def truncate(self, n: int) -> None:
+        """Keep those of the first n chunks."""
+        if self.summaries is not None:
+            self.summaries.truncate(n)
+
+
+def _reserve(summaries: Summaries, n: int) -> None:
+    try:
+        summaries.reserve(n)
+    except MemoryError:
+        raise _no_memory(summaries, n) from None
+
+
+def _try_reserve(summaries: Summaries, n: int) -> None:
+    with suppress(MemoryError):  # reserve() says so, if it comes to that
+        summaries.reserve(n)
+
+
+def _no_memory(summaries: Summaries, n: int) -> HostMemoryError:
+    size = n * summaries.chunk_bytes / 2**20
+    return HostMemoryError(
+        f"no host memory for {size:.1f} MiB of key summaries: use --qk-summary mean, or --kvflash-policy lru"
+    )

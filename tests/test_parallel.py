@@ -1,0 +1,396 @@
+"""Several sequences in one pool: each says what it would say alone, and none takes what another must keep."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from pyllama_kvflash import KVFlash, Sampling
+from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
+from pyllama_kvflash.native import ALL, Context, Model, Sampler
+from pyllama_kvflash.needle import NeedlePrompt, make_prompt
+from pyllama_kvflash.policy import Blocks, Ledger, Lru, State, make_room
+from pyllama_kvflash.policy.sizing import pool_floor
+from pyllama_kvflash.residency import resident
+
+pytestmark = pytest.mark.native
+
+CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+Logits = npt.NDArray[np.float32]
+Open = Callable[..., KVFlash]
+
+N_SEQ = 4
+TOKENS = np.random.default_rng(11).integers(0, tiny.N_VOCAB, (N_SEQ, 8000)).astype(np.int32)
+SMALL: dict[str, Any] = {
+    **{"n_ctx": 8192, "pool": 4096, "n_batch": 64, "n_threads": 1, "policy": "lru", "n_parallel": N_SEQ},
+}
+TIGHT: dict[str, Any] = {"chunk": 16, "pool": 768, "n_batch": 32}  # 48 blocks: 12 each
+GREEDY = Sampling(temperature=0)
+
+
+def feed(kv: KVFlash, n: int, size: int = 64) -> Logits:
+    """n more of a sequence's own tokens, in batches; the last logits of each."""
+    end, res = kv.n_tokens + n, []
+    while kv.n_tokens < end:
+        kv.decode(TOKENS[kv.seq, kv.n_tokens : min(kv.n_tokens + size, end)])
+        res.append(kv.logits())
+    return np.array(res)
+
+
+def step(kv: KVFlash, *seqs: int) -> Logits:
+    """One more token of each of several sequences at once; their logits, (len(seqs), n_vocab)."""
+    kv.decode_each({i: int(TOKENS[i, kv.sequences[i].n_tokens]) for i in seqs})
+    return np.array([kv.sequences[i].logits() for i in seqs])
+
+
+def check(kv: KVFlash) -> None:
+    for s in kv.sequences:
+        s.check_integrity()
+    info = kv.ctx.pool_info()
+    assert info.n_block_free == kv.pager.ledger.n_free
+    assert sum(len(resident(s.pager.ledger)) for s in kv.sequences) + info.n_block_free == info.n_block
+
+
+#
+# the rule by which blocks are given up
+#
+
+
+def ledgers(n_block: int, *lengths: int) -> list[Ledger]:
+    """Sequences of so many stored chunks each, and one that is begun."""
+    blocks = Blocks(n_block)
+    res = [Ledger(blocks, 16) for _ in lengths]
+    for ledger, n in zip(res, lengths, strict=True):
+        ledger.write(16 * n + 1)
+        for chunk in range(n):
+            ledger.store(chunk)
+    return res
+
+
+def test_who_holds_the_most_gives() -> None:
+    a, b, c = ledgers(40, 19, 9, 5)  # 20, 10 and 6 blocks with those that are begun: 4 are free
+    plan = make_room(c, 9)
+    assert plan.drops == ()
+    assert plan.taken == ((0, (1, 2, 3, 4, 5)),), "the coldest of the largest, which are its oldest but the sink"
+    assert make_room(a, 9).taken == (), "the largest makes room by itself"
+    assert make_room(a, 9).drops == (1, 2, 3, 4, 5)
+    assert make_room(b, 14).taken == ((0, (1, 2, 3)),), "from where it holds as many, it gives its own"
+    assert make_room(b, 14).drops == (1, 2, 3, 4, 5, 6, 7)[:7] or len(make_room(b, 14).drops) == 7
+
+
+def test_no_tail_is_given() -> None:
+    a, b = ledgers(16, 7, 7)  # sink, four of the tail: three each can go
+    with pytest.raises(PoolError, match="7 more blocks of the pool are needed and 6 can be freed: 10 of its 16"):
+        make_room(a, 7)
+    plan = make_room(a, 6)
+    assert set(plan.drops) == set(dict(plan.taken)[1]) == {1, 2, 3}
+    assert not a.evictable()[[0, *range(4, 8)]].any()
+    assert not b.evictable()[[0, *range(4, 8)]].any()
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 100)), min_size=1, max_size=60),
+    n_seq=st.integers(1, 4),
+    extra=st.integers(0, 12),
+)
+@CHECK
+def test_blocks_are_shared_fairly(steps: list[tuple[int, int]], n_seq: int, extra: int) -> None:
+    """Any order of batches finds room in a pool of the least size, and nobody gives to one who holds more."""
+    n_block = pool_floor(16, 100, 1, 4, 0, n_seq) // 16 + extra
+    blocks = Blocks(n_block)
+    all_ = [Ledger(blocks, 16) for _ in range(n_seq)]
+    for i, n in steps:
+        ledger = all_[i % n_seq]
+        plan = make_room(ledger, ledger.new_chunks(n))
+        after = ledger.n_held - len(plan.drops) + ledger.new_chunks(n)
+        for j, chunks in ((i % n_seq, plan.drops), *plan.taken):
+            assert not all_[j].protected()[list(chunks)].any()
+            if all_[j] is not ledger:
+                assert all_[j].n_held - len(chunks) >= after - 1, "it gave to one who holds more"
+            for chunk in chunks:
+                all_[j].drop(chunk)
+        ledger.write(n)
+        for chunk in ledger.to_store():
+            ledger.store(chunk)
+        for each in all_:
+            each.check_integrity()
+        assert blocks.n_free + sum(each.n_resident for each in all_) == n_block
+
+
+#
+# exact
+#
+
+
+@pytest.mark.parametrize("cache", ["f16", "q8_0"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_four_at_once_are_what_the_stock_cache_says(opened: Open, name: str, cache: str) -> None:
+    """Prompts of different lengths, then one token of each in a batch: bit for bit, and what each says alone."""
+    runs = []
+    for pool in (4096, "off"):
+        kv = opened(name, pool=pool, type_k=cache, type_v=cache)
+        prompts = [feed(s, 200 + 77 * i) for i, s in enumerate(kv.sequences)]
+        runs.append([*prompts, *(step(kv, 0, 1, 2, 3) for _ in range(40))])
+    for got, want in zip(*runs, strict=True):
+        np.testing.assert_array_equal(got, want)
+    check(opened(name))
+    alone = opened(name, pool="off", type_k=cache, type_v=cache, n_parallel=1)
+    want = np.concatenate([feed(alone, 200), feed(alone, 40, size=1)])
+    got = np.concatenate([runs[0][0], np.array([each[0] for each in runs[0][N_SEQ:]])])
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 5e-3, "of another sequence"
+
+
+class Mirror:
+    """A stock context that loses the same positions of the same sequences at the same times."""
+
+    def __init__(self, kv: KVFlash, model: Model) -> None:
+        self.kv = kv
+        self.ctx = Context(model, n_ctx=8192, n_batch=64, n_ubatch=64, n_seq=N_SEQ)
+        self.held: list[set[int]] = [set() for _ in range(N_SEQ)]
+        self.n_drops = 0
+
+    def forget(self) -> None:
+        """What left the pool in the last batch, before which it left."""
+        for i, s in enumerate(self.kv.sequences):
+            now = resident(s.pager.ledger)
+            for chunk in sorted(self.held[i] - now):
+                self.ctx.sequence(i).attn_seq_rm(chunk * 16, (chunk + 1) * 16)
+                self.n_drops += 1
+            self.held[i] = now
+
+    def feed(self, seq: int, pos: int, n: int) -> Logits:
+        """A batch of one sequence."""
+        self.forget()
+        ctx = self.ctx.sequence(seq)
+        ctx.decode(TOKENS[seq, pos : pos + n], pos)
+        return ctx.logits()
+
+    def step(self, pos: list[int]) -> Logits:
+        """A token of each."""
+        self.forget()
+        self.ctx.decode_each(range(N_SEQ), pos, [int(TOKENS[i, p]) for i, p in enumerate(pos)])
+        return np.array([self.ctx.sequence(i).logits() for i in range(N_SEQ)])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_evictions_of_all(opened: Open, tiny_model: Callable[[str], Model], name: str) -> None:
+    """The pool holds a fraction of four sequences: what each says is what the stock cache says without the same chunks.
+
+    Rows lie elsewhere there, which changes the order of sums and nothing else.
+    """
+    kv = opened(name, **TIGHT)
+    mirror = Mirror(kv, tiny_model(name))
+    got, want = [], []
+    for round_ in range(5):
+        for s in kv.sequences:
+            for _ in range(2 + s.seq):
+                pos = s.n_tokens
+                got.append(feed(s, 32)[0])
+                want.append(mirror.feed(s.seq, pos, 32))
+        for _ in range(15 + round_):
+            places = [s.n_tokens for s in kv.sequences]
+            got.extend(step(kv, 0, 1, 2, 3))
+            want.extend(mirror.step(places))
+    mirror.ctx.close()
+    check(kv)
+    assert mirror.n_drops > 60
+    a, b = np.array(got), np.array(want)
+    assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 5e-3
+    assert np.mean(a.argmax(1) != b.argmax(1)) <= 0.02
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_queries_are_each_sequence_s_own(opened: Open, name: str) -> None:
+    """The tap of a batch of several: each one's are those that it would have alone."""
+    kv, alone = opened(name, policy="qk"), opened(name, policy="qk", n_parallel=1)
+    for s in kv.sequences:
+        feed(s, 100 + s.seq)
+    step(kv, 0, 1, 2, 3)
+    for s in kv.sequences:
+        alone.clear()
+        for pos in range(0, 101 + s.seq, 64):
+            alone.decode(TOKENS[s.seq, pos : min(pos + 64, 100 + s.seq)]) if pos < 100 + s.seq else None
+        alone.decode(TOKENS[s.seq, 100 + s.seq : 101 + s.seq])
+        for mine, its in zip(s.queries(), alone.queries(), strict=True):
+            assert np.abs(mine - its).max() < 0.02 * np.abs(its).max()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_one_is_cleared_and_the_others_go_on(opened: Open, name: str) -> None:
+    kv, control = opened(name, **TIGHT), opened(name, **TIGHT)
+    for one in (kv, control):
+        for s in one.sequences:
+            feed(s, 120, 32)
+    kv.sequences[2].clear()
+    assert kv.sequences[2].n_tokens == 0
+    check(kv)
+    np.testing.assert_array_equal(feed(kv.sequences[1], 20, 1), feed(control.sequences[1], 20, 1))
+    feed(kv.sequences[2], 120, 32)
+    assert [s.n_tokens for s in kv.sequences] == [120, 140, 120, 120]
+    check(kv)
+
+
+#
+# fair
+#
+
+
+def test_a_long_one_leaves_the_others_their_share(opened: Open) -> None:
+    kv = opened(**TIGHT)
+    short = kv.sequences[1:]
+    for s in short:
+        feed(s, 16 * 12, 32)
+    before = [resident(s.pager.ledger) for s in short]
+    feed(kv, 3000, 32)
+    assert [resident(s.pager.ledger) for s in short] == before, "they hold no more than their share: 12 of 48 blocks"
+    assert kv.pager.ledger.n_held == 12
+    check(kv)
+
+
+def test_what_others_do_not_need_is_free_to_take(opened: Open) -> None:
+    """And given back, down to an equal share, when they do."""
+    kv = opened(**TIGHT)
+    feed(kv, 3000, 32)
+    assert kv.pager.ledger.n_held == 48
+    last = kv.sequences[3]
+    feed(last, 3000, 32)
+    assert (kv.pager.ledger.n_held, last.pager.ledger.n_held) == (24, 24)
+    assert {0, *range(184, 188)} <= resident(kv.pager.ledger), "the sink and the tail stay"
+    check(kv)
+
+
+#
+# relevance
+#
+
+
+@pytest.fixture(scope="module")
+def documents(needle_path: Any) -> Iterator[list[NeedlePrompt]]:
+    with Model.load(needle_path, no_alloc=True) as model:
+        yield [
+            make_prompt(3000, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=40 + i)
+            for i in range(N_SEQ)
+        ]
+
+
+def n_right(kv: KVFlash, documents: list[NeedlePrompt]) -> int:
+    """Read all documents, then answer a question about each at once, a token of each in a batch: how many are right."""
+    needles = [document.needles[1 + i % 2] for i, document in enumerate(documents)]
+    samplers = [Sampler(GREEDY, kv.model.n_vocab) for _ in needles]
+    texts: list[list[int]] = []
+    for s, document, needle in zip(kv.sequences, documents, needles, strict=True):
+        for _ in s.prefill(s.tokenize(document.text + needle.question)):
+            pass
+        texts.append([samplers[s.seq].sample(s.ctx)])
+    for _ in range(11):
+        kv.decode_each({i: text[-1] for i, text in enumerate(texts)})
+        for s in kv.sequences:
+            texts[s.seq].append(samplers[s.seq].sample(s.ctx))
+    return sum(needle.answer in kv.detokenize(text) for needle, text in zip(needles, texts, strict=True))
+
+
+def test_each_finds_its_own_needle(opened: Open, documents: list[NeedlePrompt]) -> None:
+    """Four documents in a pool of a quarter of them: the full cache and qk find all four, lru at most one."""
+    options = {"n_batch": 256, "n_threads": 2}
+    assert n_right(opened("needle", pool="off", **options), documents) == N_SEQ
+    assert n_right(opened("needle", policy="qk", pool=3072, **options), documents) == N_SEQ
+    assert n_right(opened("needle", policy="lru", pool=3072, **options), documents) <= 1
+
+
+#
+# what cannot be
+#
+
+
+def test_refusals(opened: Open) -> None:
+    kv = opened()
+    feed(kv.sequences[0], 10)
+    feed(kv.sequences[1], 10)
+    with pytest.raises(UsageError, match="sequence 0 was not in the last batch"):
+        kv.logits()
+    with pytest.raises(UsageError, match="there is no sequence 4: n_parallel is 4"):
+        kv.decode_each({4: 1})
+    with pytest.raises(UsageError, match="there is no sequence 4: the context has 4"):
+        kv.ctx.sequence(4)
+    with pytest.raises(UsageError, match="n_parallel is 0, and must be from 1 to 64"):
+        opened(n_parallel=0)
+    with pytest.raises(UsageError, match="n_parallel is 65, and must be from 1 to 64"):
+        opened(n_parallel=65)
+    with pytest.raises(UsageError, match="policy is one scorer, for n_parallel = 4 sequences"):
+        opened(policy=Lru())
+    assert [s.n_tokens for s in kv.sequences] == [10, 10, 0, 0]
+
+
+def test_host_memory_is_limited_for_all_together(opened: Open) -> None:
+    record = opened(**TIGHT).ctx.pool_info().record_bytes
+    kv = opened(**TIGHT, host_limit=20 * record)
+    for s in kv.sequences:
+        feed(s, 16 * 5, 16)
+    with pytest.raises(HostMemoryError, match="21 chunk records take"):
+        feed(kv, 16, 16)
+    assert kv.n_tokens == 80
+    kv.sequences[3].clear()
+    feed(kv, 16, 16)
+    check(kv)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["ctx.decode_each", "ctx.drop", "ledger.drop", "ledger.write"])
+def test_batch_of_all_that_is_cut_off(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, place: str, when: str
+) -> None:
+    """Wherever Ctrl-C comes, in whatever sequence's part of it: all go on from before it."""
+    kv, control = opened(**TIGHT), opened(**TIGHT)
+    for one in (kv, control):
+        for s in one.sequences:
+            feed(s, 16 * 13, 16)
+    for victim in (0, 1):
+        kv_s = kv.sequences[victim]
+        owner = {"ctx": kv.ctx if place == "ctx.decode_each" else kv_s.pager._ctx, "ledger": kv_s.pager.ledger}
+        target, name = owner[place.split(".")[0]], place.split(".")[1]
+        call, cut = getattr(target, name), []
+
+        def interrupt(*args: Any, call: Any = call, cut: list[int] = cut, **rest: Any) -> Any:
+            if cut:
+                return call(*args, **rest)
+            cut.append(1)
+            if when == "after":
+                call(*args, **rest)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, interrupt)
+            for _ in range(20):
+                places = [s.n_tokens for s in kv.sequences]
+                try:
+                    step(kv, 0, 1, 2, 3)
+                except KeyboardInterrupt:
+                    break
+                step(control, 0, 1, 2, 3)
+            assert cut, "it never came to that"
+        kv._recover()
+        check(kv)
+        for s, at in zip(kv.sequences, places, strict=True):
+            assert s.n_tokens in {at, at + 1}
+        for s, c in zip(kv.sequences, control.sequences, strict=True):
+            feed(c, s.n_tokens - c.n_tokens, 1)
+            assert np.isfinite(feed(s, 1, 1)).all()
+            feed(c, 1, 1)
+    assert [s.n_tokens for s in kv.sequences] == [c.n_tokens for c in control.sequences]
+
+
+def test_all_tokens_of_a_batch_can_be_asked_for(opened: Open) -> None:
+    kv = opened()
+    feed(kv, 10)
+    second = kv.sequences[1]
+    second.decode(TOKENS[1, :8], ALL)
+    np.testing.assert_array_equal(second.logits(), second.logits(7))
+    assert State.RESIDENT == second.pager.ledger.state_of(0)
