@@ -139,8 +139,11 @@ class KVFlash(PooledSequence):
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._chosen(n) else 0
 
     def _chosen(self, n: int) -> bool:
-        """Whether the pool cannot hold n more tokens beside all that is there, and a scorer chooses what stays."""
-        return self._selector is not None and self.n_pool is not None and self.n_tokens + n > self.n_pool
+        """Whether its share of the pool cannot hold n more tokens beside all that is there, and a scorer chooses."""
+        if self._selector is None:
+            return False
+        ledger = self.pager.ledger
+        return self.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
         """The end of a prompt: run it, choose the pool for it, and run it again on what was missing the first time."""

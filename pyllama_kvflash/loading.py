@@ -85,6 +85,9 @@ def _probed(model: Model, options: Options) -> Probe:
     if seen.memory_class == _NO_MEMORY:
         msg = f"{model.path} cannot be run: {seen.refusal}"
         raise UnsupportedError(msg)
+    if seen.refusal is not None and options.pool != "off":
+        msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
+        raise UnsupportedError(msg)
     return seen
 
 
@@ -92,7 +95,7 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
     seen = _probed(model, options)
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
-    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options, model)
+    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options)
     n_batch = min(options.n_batch or _largest_batch(size.n_pool, options), options.n_ctx)
     pool, scorers = None, tuple[Scorer, ...]()
     n_all = options.n_ctx * options.n_parallel
@@ -129,10 +132,7 @@ def _floor(options: Options) -> int:
     return pool_floor(options.chunk, options.n_batch or options.chunk, *_kept(options))
 
 
-def _pool_size(seen: Probe, options: Options, model: Model) -> PoolSize:
-    if seen.refusal is not None:
-        msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
-        raise UnsupportedError(msg)
+def _pool_size(seen: Probe, options: Options) -> PoolSize:
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,

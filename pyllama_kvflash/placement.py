@@ -41,7 +41,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     weights, found = model.weights(), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
-    state = _state_bytes(model, options)
+    state = _state_bytes(model, geometry, options)
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
     some = any(_IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights)  # are on the host as it is
     res = []
@@ -64,14 +64,20 @@ def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...
     return others, tuple(experts)
 
 
-def _state_bytes(model: Model, options: Options) -> int:
-    """Bytes of sliding windows and recurrent states. All of them count on each device: whose they are is not known."""
-    n_ctx = min(options.n_ctx, model.n_swa + options.n_ubatch + CELLS)  # a longer context does not change them
+def _state_bytes(model: Model, geometry: Geometry, options: Options) -> int:
+    """Bytes of sliding windows and recurrent states, and of a cache that cannot be pooled, whose rows are not known.
+
+    All of them count on each device: where they are is not known.
+    """
+    n_ubatch = min(options.n_ubatch, options.n_batch or options.n_ubatch)
+    n_ctx = options.n_ctx
+    if geometry.rows:
+        n_ctx = min(n_ctx, model.n_swa + n_ubatch + CELLS)  # a longer context does not change them
     with Context(
         model,
         n_ctx=n_ctx,
-        n_batch=min(options.n_ubatch, n_ctx),
-        n_ubatch=min(options.n_ubatch, n_ctx),
+        n_batch=min(n_ubatch, n_ctx),
+        n_ubatch=min(n_ubatch, n_ctx),
         type_k=options.type_k,
         type_v=options.type_v,
         flash_attn=options.flash_attn,

@@ -54,7 +54,9 @@ MEMORIES = {
 WINDOWS = Refusal(
     "all attention layers have a sliding window, and so a cache that does not grow with the context", _NO_GAIN
 )
-"""Any memory whose full-attention part has no layer."""
+"""A memory with windows whose full-attention part has no layer."""
+
+_WINDOWED = {"llama_kv_cache_iswa", "llama_memory_hybrid_iswa"}
 
 CALLS = {
     "going back in a recurrent state": Refusal(
@@ -98,5 +100,6 @@ def of_model(kind: str) -> str:
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:
     """Why a memory cannot be pooled, and what to do instead. n_layer: with full attention; error: what the library says."""
-    refusal = MEMORIES.get(memory_class) or (None if n_layer else WINDOWS)
+    empty = n_layer == 0 and memory_class in _WINDOWED
+    refusal = WINDOWS if empty else MEMORIES.get(memory_class)
     return f"its memory ({memory_class}) cannot be pooled, for {refusal}" if refusal else f"{error}; {_FULL}"

@@ -64,9 +64,9 @@ class Selector:
 
     @property
     def needed(self) -> bool:
-        """Whether anything is out: else there is nothing to choose."""
+        """Whether anything is out, or would be if other sequences took their share: else there is nothing to choose."""
         ledger = self._pager.ledger
-        return ledger.n_resident < ledger.n_chunks
+        return ledger.n_resident < ledger.n_chunks or ledger.n_chunks > ledger.n_share
 
     def queries(self) -> Queries:
         """Those of the last token decoded, for each pooled layer, now. What was asked for is still to come."""

@@ -18,9 +18,13 @@ N_SWA = 128
 SWA_PATTERN = [False, True, False]
 LONG_CTX = 1024  # from here on phi3 takes its long factors: fewer than a context's positions, more than a pool's cells
 
-EXPERTS = {"expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF_EXP}
-SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5}
-DELTA_NET = {
+EXPERTS: dict[str, Any] = {
+    "expert_count": N_EXPERT,
+    "expert_used_count": N_USED,
+    "expert_feed_forward_length": N_FF_EXP,
+}
+SIGMOID: dict[str, Any] = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+DELTA_NET: dict[str, Any] = {
     "ssm__conv_kernel": 4,
     "ssm__inner_size": N_STATE * N_VALUE,
     "ssm__state_size": N_STATE,
@@ -28,7 +32,11 @@ DELTA_NET = {
     "ssm__group_count": N_GROUP,
     "full_attention_interval": 2,
 }
-YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 16.0, "rope__scaling__original_context_length": 256}
+YARN: dict[str, Any] = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 16.0,
+    "rope__scaling__original_context_length": 256,
+}
 
 
 def geometry(w: "Writer", n_layer: int, *, embd_scale: float = 1.0, n_head: Any = N_HEAD, **keys: Any) -> None:

@@ -138,6 +138,20 @@ def eagle3(w: Writer) -> None:
     w.ffn(blk, N_EMBD, N_FF)
 
 
+def gemma2(w: Writer) -> None:
+    """Nothing but sliding windows: llama_kv_cache_iswa, half of it empty."""
+    geometry(w)
+    w.keys(attention__sliding_window=128, attention__sliding_window_pattern=0)
+    w.random("token_embd.weight", N_EMBD, tiny.N_VOCAB, scale=0.1)
+    w.norm("output_norm.weight", N_EMBD)
+    for i in range(N_LAYER):
+        blk = f"blk.{i}."
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            w.norm(f"{blk}{name}.weight", N_EMBD)
+        attention(w, blk)
+        w.ffn(blk, N_EMBD, N_FF)
+
+
 def lfm2(w: Writer) -> None:
     """Convolutions, and attention that is all windows: llama_memory_hybrid_iswa."""
     n_conv = 3
@@ -270,6 +284,7 @@ MODELS: dict[str, Callable[[Writer], None]] = {
     "llada": diffusion,
     "dream": diffusion,
     "eagle3": eagle3,
+    "gemma2": gemma2,
     "lfm2": lfm2,
     "minimax-m3": minimax_m3,
     "deepseek4": deepseek4,

@@ -399,6 +399,9 @@ def parsed(*args: str) -> dict[str, Any]:
         (("--kvflash-host", "2TiB"), {"host_limit": 2 << 40}),
         (("--kvflash-auto-cap", "8K"), {"auto_cap": 8192}),
         (("-ngl", "20"), {"n_gpu_layers": 20}),
+        ((), {"n_cpu_moe": 0}),
+        (("-ncmoe", "20"), {"n_cpu_moe": 20}),
+        (("--n-cpu-moe", "auto"), {"n_cpu_moe": "auto"}),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
 )
@@ -411,6 +414,7 @@ def test_options_of_devices_and_memory(args: Sequence[str], want: dict[str, Any]
     ("variables", "option", "name", "low", "high", "typed"),
     [
         (("LLAMA_ARG_TENSOR_SPLIT", "KVFLASH_TENSOR_SPLIT"), "-ts", "tensor_split", "1", "2", "3"),
+        (("LLAMA_ARG_N_CPU_MOE", "KVFLASH_N_CPU_MOE"), "-ncmoe", "n_cpu_moe", "1", "auto", "2"),
         (("LLAMA_ARG_RPC", "KVFLASH_RPC"), "--rpc", "rpc", "a:1", "b:2", "c:3"),
         (("", "KVFLASH_HOST"), "--kvflash-host", "host_limit", "", "2G", "3G"),
         (("", "KVFLASH_AUTO_CAP"), "--kvflash-auto-cap", "auto_cap", "", "2K", "3K"),

@@ -80,10 +80,10 @@ def test_who_holds_the_most_gives() -> None:
     plan = make_room(c, 9)
     assert plan.drops == ()
     assert plan.taken == ((0, (1, 2, 3, 4, 5)),), "the coldest of the largest, which are its oldest but the sink"
-    assert make_room(a, 9).taken == (), "the largest makes room by itself"
-    assert make_room(a, 9).drops == (1, 2, 3, 4, 5)
-    assert make_room(b, 14).taken == ((0, (1, 2, 3)),), "from where it holds as many, it gives its own"
-    assert make_room(b, 14).drops == (1, 2, 3, 4, 5, 6, 7)[:7] or len(make_room(b, 14).drops) == 7
+    plan = make_room(a, 9)
+    assert (plan.drops, plan.taken) == ((1, 2, 3, 4, 5), ()), "the largest makes room by itself"
+    plan = make_room(b, 14)  # 20 against 10 and 10 more: they give in turns, the one that asks first
+    assert (plan.drops, plan.taken) == ((1, 2, 3, 4, 5), ((0, (1, 2, 3, 4, 5)),))
 
 
 def test_no_tail_is_given() -> None:
@@ -137,13 +137,13 @@ def test_four_at_once_are_what_the_stock_cache_says(opened: Open, name: str, cac
     runs = []
     for pool in (4096, "off"):
         kv = opened(name, pool=pool, type_k=cache, type_v=cache)
-        prompts = [feed(s, 200 + 77 * i) for i, s in enumerate(kv.sequences)]
+        prompts = [feed(s, 64 * (3 + i)) for i, s in enumerate(kv.sequences)]  # whole chunks lie alike in both
         runs.append([*prompts, *(step(kv, 0, 1, 2, 3) for _ in range(40))])
     for got, want in zip(*runs, strict=True):
         np.testing.assert_array_equal(got, want)
     check(opened(name))
     alone = opened(name, pool="off", type_k=cache, type_v=cache, n_parallel=1)
-    want = np.concatenate([feed(alone, 200), feed(alone, 40, size=1)])
+    want = np.concatenate([feed(alone, 64 * 3), feed(alone, 40, size=1)])
     got = np.concatenate([runs[0][0], np.array([each[0] for each in runs[0][N_SEQ:]])])
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 5e-3, "of another sequence"
 
@@ -276,7 +276,7 @@ def test_what_others_do_not_need_is_free_to_take(opened: Open) -> None:
 def documents(needle_path: Any) -> Iterator[list[NeedlePrompt]]:
     with Model.load(needle_path, no_alloc=True) as model:
         yield [
-            make_prompt(3000, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=40 + i)
+            make_prompt(1600, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=40 + i)
             for i in range(N_SEQ)
         ]
 
@@ -299,10 +299,10 @@ def n_right(kv: KVFlash, documents: list[NeedlePrompt]) -> int:
 
 def test_each_finds_its_own_needle(opened: Open, documents: list[NeedlePrompt]) -> None:
     """Four documents in a pool of a quarter of them: the full cache and qk find all four, lru at most one."""
-    options = {"n_batch": 256, "n_threads": 2}
+    options = {"n_batch": 128, "n_threads": 2}
     assert n_right(opened("needle", pool="off", **options), documents) == N_SEQ
-    assert n_right(opened("needle", policy="qk", pool=3072, **options), documents) == N_SEQ
-    assert n_right(opened("needle", policy="lru", pool=3072, **options), documents) <= 1
+    assert n_right(opened("needle", policy="qk", pool=2560, **options), documents) == N_SEQ
+    assert n_right(opened("needle", policy="lru", pool=2560, **options), documents) <= 1
 
 
 #

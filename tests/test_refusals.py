@@ -7,7 +7,7 @@ seq_cp() from stream to stream is not reached, since no pool has two. What Pytho
 
 import ctypes
 import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,20 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 import refused
-import tiny
+from click.testing import CliRunner
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from benches import good
 from test_oracles import TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash, refusals
+from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.native import Context, Model
+from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
-from pyllama_kvflash.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS
 
 pytestmark = pytest.mark.native
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SMALL: dict[str, Any] = {"n_ctx": 1024, "pool": 512, "n_batch": 64, "n_threads": 1}
 
@@ -50,7 +52,7 @@ CLASSES = {
     "qwen4exp": "llama_memory_hybrid_idx",
     "mamba": "llama_memory_recurrent",
 }
-WINDOWED = {"gemma4": "llama_kv_cache_iswa", "lfm2": "llama_memory_hybrid_iswa"}
+WINDOWED = {"gemma2": "llama_kv_cache_iswa", "lfm2": "llama_memory_hybrid_iswa"}
 
 PENDING = {
     "going back in a recurrent state",
@@ -64,9 +66,7 @@ PENDING = {
 
 
 @pytest.fixture(scope="module")
-def model_path(
-    tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]
-) -> Callable[[str], Path]:
+def model_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Callable[[str], Path]:
     """The file of a model that is refused."""
     directory = tmp_path_factory.mktemp("refused")
 
@@ -88,6 +88,14 @@ def sentence(call: Callable[[], object], kind: type[KVFlashError] = UnsupportedE
     text = str(caught.value)
     assert "\n" not in text
     return text
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What `kvflash inspect` says."""
+    res = CliRunner().invoke(main, ["inspect", str(path), "--json"])
+    assert res.exit_code == 0, res.output
+    found: dict[str, Any] = json.loads(res.stdout)
+    return found
 
 
 #
@@ -116,7 +124,7 @@ def test_memory_that_is_not_pooled(model_path: Callable[[str], Path], name: str)
     text = sentence(lambda: KVFlash.from_file(path, **SMALL))
     why = f"its memory ({memory}) cannot be pooled, for {refusal.reason}; {refusal.alternative}"
     assert text == f"{path} cannot be run with a pool: {why}"
-    found = json.loads(good("inspect", str(path), "--json").stdout)
+    found = inspect(path)
     assert (found["memory_class"], found["poolable"], found["refusal"]) == (memory, False, why)
 
     with KVFlash.from_file(path, **SMALL | {"pool": "off"}) as kv:  # what the sentence says
@@ -127,13 +135,14 @@ def test_memory_that_is_not_pooled(model_path: Callable[[str], Path], name: str)
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_inspect_says_that_it_is_not_run(model_path: Callable[[str], Path], name: str) -> None:
-    found = json.loads(good("inspect", str(model_path(name)), "--json").stdout)
+    found = inspect(model_path(name))
     assert (found["poolable"], found["refusal"]) == (False, str(MODELS[KINDS[name]]))
 
 
 def test_memory_that_is_not_in_the_table() -> None:
-    text = refusals.of_memory("llama_kv_cache_new", 2, "no pool of this kind")
-    assert text == "no pool of this kind; run it with the full cache: --kvflash off"
+    for n_layer in (0, 2):
+        text = refusals.of_memory("llama_kv_cache_new", n_layer, "no pool of this kind")
+        assert text == "no pool of this kind; run it with the full cache: --kvflash off"
 
 
 #
@@ -225,11 +234,14 @@ def whole_state(run: Run, logged: Logged) -> str:
 
 
 def image(run: Run, logged: Logged) -> str:
+    with Run(run.ctx.model, n_ctx=1024) as stock:
+        stock.feed(500)
+        assert decode(stock.ctx, IMAGE, embd=True) == 0
     return logged(lambda: decode(run.ctx, IMAGE, embd=True), 1)
 
 
 def two_sequences(run: Run, logged: Logged) -> str:
-    with Context(run.ctx.model, n_ctx=1024, n_batch=64, n_seq=2, pool=run_pool()) as ctx:
+    with Context(run.ctx.model, n_ctx=1024, n_batch=64, n_seq=2, pool=PoolParams(n_pool=512)) as ctx:
         return logged(lambda: decode(ctx, [range(8)], n_seq=2), 1)
 
 
@@ -281,3 +293,58 @@ def produce(tiny_model: Callable[[str], Model], logged: Logged, name: str) -> st
 
 def test_call_that_is_refused(tiny_model: Callable[[str], Model], logged: Logged, call: str) -> None:
     produce(tiny_model, logged, call)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(raises=AssertionError, strict=True) if name in PENDING else ())
+        for name in CALLS
+    ],
+)
+def test_sentence_of_a_call(tiny_model: Callable[[str], Model], logged: Logged, name: str) -> None:
+    """The library's own sentence is the table's."""
+    pattern = re.escape(str(CALLS[name])).replace(r"\{\}", r"\d+")
+    text = produce(tiny_model, logged, name)
+    assert re.search(rf"{pattern}$", text), text
+
+
+#
+# context shift
+#
+
+
+def test_context_is_not_shifted(opened: Callable[..., KVFlash]) -> None:
+    kv = opened()
+    for _ in kv.prefill(TOKENS[:1000]):
+        pass
+    text = sentence(lambda: list(kv.prefill(TOKENS[:100])), UsageError)
+    assert "do not fit the context of 1024: use a larger n_ctx" in text
+    assert kv.n_tokens == 1000
+
+
+def test_pool_is_not_shifted(tiny_model: Callable[[str], Model]) -> None:
+    model = tiny_model("qwen3")
+    with Run(model, pool=1024) as run, Run(model, n_ctx=1024) as stock:
+        can_shift = [LLAMA.llama_memory_can_shift(LLAMA.llama_get_memory(pointer(r.ctx))) for r in (run, stock)]
+        assert can_shift == [False, True]
+        run.feed(500)
+        LLAMA.llama_memory_seq_add(LLAMA.llama_get_memory(pointer(run.ctx)), 0, 100, -1, -50)
+        run.pos -= 50
+        assert "does not support K-shift" in sentence(lambda: run.decode(1), NativeError)
+
+
+#
+# documentation
+#
+
+
+def test_page_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "refusals.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    text = (ROOT / "docs" / "REFUSALS.md").read_text()
+    for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), SHIFT):
+        assert refusal.reason.replace("{}", "N") in text
+        assert refusal.alternative in text

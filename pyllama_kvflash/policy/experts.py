@@ -146,7 +146,7 @@ def _given(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
 def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
     if n == 0:
         return "all stay on the GPU"
-    which = "all" if n == n_layer else f"those of the first {n} of {n_layer} layers"
+    which = "all" if n == n_layer else f"those of the first {f'{n} ' if n > 1 else ''}of {n_layer} layers"
     return f"{which} stay on the host ({_mib(sum(sum(h.experts[:n]) for h in gpus))})"
 
 
@@ -154,7 +154,8 @@ def _kept(n: int, n_full: int | None, full: int) -> str:
     beside = f"the pool keeps experts on the GPU: beside the full cache of {full} tokens"
     if n_full is None:
         return f"{beside} there would be no room even with all of them on the host"
-    return f"{beside} those of {n_full} layers would have to stay on the host instead of {n}"
+    layers = f"{n_full} layer{'s' if n_full > 1 else ''}"
+    return f"{beside} those of {layers} would have to stay on the host instead of {n or 'none'}"
 
 
 def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:

@@ -117,6 +117,11 @@ class Ledger:
         return self.blocks.n_free
 
     @property
+    def n_share(self) -> int:
+        """Blocks that others cannot take from it: an equal part of the pool."""
+        return self.blocks.n // len(self.blocks.ledgers)
+
+    @property
     def n_block(self) -> int:
         """Blocks that it holds or could take without anybody giving one up: the whole pool, if it is alone."""
         return self.n_held + self.n_free

@@ -1,0 +1,343 @@
+"""Experts on the host, from options to a loaded model: the same logits, the right tensors, and what auto is told of them.
+
+Nothing here has a GPU: where one is needed, the memory of the CPU is taken for one.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from pyllama_kvflash import KVFlash, placement
+from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.loading import Loaded, load, probe
+from pyllama_kvflash.native import Device, Model
+from pyllama_kvflash.native.model import Weight
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.placement import holdings, on_host
+from pyllama_kvflash.policy.sizing import RESERVE
+from pyllama_kvflash.refusals import MODELS
+
+pytestmark = pytest.mark.native
+
+Open = Callable[..., KVFlash]
+TOKENS = np.random.default_rng(5).integers(0, tiny.N_VOCAB, 1500).astype(np.int32)
+SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_batch": 64, "n_threads": 1, "policy": "lru"}
+MOE = "qwen3moe"
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.")
+NO_GPU = "experts: all are in host memory as it is, there is no GPU to save memory on"
+FLOOR_OF_SMALL = 768
+COMMON_H = Path(__file__).parent.parent / "vendor" / "llama.cpp" / "common" / "common.h"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every Model.load from now on."""
+    res: list[dict[str, Any]] = []
+    real = Model.load.__func__  # type: ignore[attr-defined]
+
+    def note(cls: type[Model], path: Path, **options: Any) -> Model:
+        res.append(options)
+        model: Model = real(cls, path, **options)
+        return model
+
+    monkeypatch.setattr(Model, "load", classmethod(note))
+    return res
+
+
+class Sizes:
+    """Bytes of a tiny model, added up from its tensors. fixed: all but the experts, and its states."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        with Model.load(path, no_alloc=True) as model:
+            weights = model.weights()
+            self.n_layer = model.n_layer
+            self.tokens = probe(model, Options()).geometry.token_bytes(lambda _, n: 2 * n, 1, 1)
+        found = [w for w in weights if EXPERTS.match(w.name)]
+        self.layers = [sum(w.size for w in found if w.name.startswith(f"blk.{i}.")) for i in range(self.n_layer)]
+        self.copy = max(w.size for w in found)
+        with KVFlash.from_file(path, **{**SMALL, **options}) as kv:
+            held = kv.ctx.kv_bytes()
+        self.state = held.swa + held.recurrent
+        self.fixed = sum(w.size for w in weights) - sum(self.layers) + self.state
+
+    def need(self, n_host: int, tokens: int) -> int:
+        """As the policy's docstring has it."""
+        copy = self.copy if n_host else 0
+        return RESERVE + self.fixed + sum(self.layers[n_host:]) + tokens * self.tokens + copy
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Take the CPU for GPUs with so much free memory."""
+
+    def pretend(*free: int) -> None:
+        monkeypatch.setattr(
+            placement,
+            "devices",
+            lambda: [Device(f"CUDA{i}", "", gpu=True, free=n, total=n) for i, n in enumerate(free)],
+        )
+
+    return pretend
+
+
+@contextmanager
+def loaded(path: Path, **options: Any) -> Iterator[Loaded]:
+    """What a KVFlash is made of."""
+    res = load(path, Options(**{**SMALL, **options}))
+    try:
+        yield res
+    finally:
+        res.ctx.close()
+        res.model.close()
+
+
+#
+# a number
+#
+
+
+def test_the_patterns_are_llama_cpps() -> None:
+    regex = re.search(r'LLM_FFN_EXPS_REGEX = "(.*)";', COMMON_H.read_text("utf-8"))
+    assert regex
+    assert on_host(2) == [rf"blk\.{i}" + regex[1].replace("\\\\", "\\") for i in (0, 1)]
+    assert on_host(0) == []
+
+
+@pytest.mark.parametrize("name", [MOE, "qwen35moe"])
+def test_experts_on_the_host_give_the_same_logits(opened: Open, loads: list[dict[str, Any]], name: str) -> None:
+    """Of a pool that drops chunks; and it is the right tensors that are kept there."""
+    want, n_layer = None, 0
+    for n in (0, 1, 99):
+        loads.clear()
+        kv = opened(name, n_cpu_moe=n)
+        for start in range(0, len(TOKENS), 64):
+            kv.decode(TOKENS[start : start + 64])
+        n_layer = kv.model.n_layer
+        patterns = loads[-1]["on_host"]
+        here = [w.name for w in kv.model.weights() if any(re.search(p, w.name) for p in patterns)]
+        assert len(patterns) == kv.options.n_cpu_moe == min(n, n_layer)
+        assert len(here) == 3 * min(n, n_layer)
+        assert all(int(match[1]) < n for at in here if (match := EXPERTS.match(at)))
+        assert [options.get("no_alloc", False) for options in loads] == [True] * (n > 0) + [False]
+        assert kv.notes == ((NO_GPU,) if n else ())
+        want = kv.logits() if want is None else want
+        assert np.array_equal(kv.logits(), want)
+
+
+def test_a_number_does_not_look_at_memory(opened: Open, gpu: Callable[..., None], loads: list[dict[str, Any]]) -> None:
+    gpu(0)
+    kv = opened(MOE, n_cpu_moe=1, pool="auto", auto_cap=1024)
+    assert kv.notes[0].startswith(f"experts: those of the first of {kv.model.n_layer} layers stay on the host (")
+    assert kv.notes[1].startswith("auto: half of "), "the pool as ever"
+    assert len(loads[-1]["on_host"]) == 1
+    assert kv.warnings == ()
+
+
+@pytest.mark.parametrize("n", [1, "auto"])
+def test_a_model_without_experts_says_so(opened: Open, loads: list[dict[str, Any]], n: int | str) -> None:
+    kv = opened("qwen3", n_cpu_moe=n)
+    assert kv.warnings == (
+        f"n_cpu_moe (-ncmoe/--n-cpu-moe) is {n}, but the model has no experts: there is nothing to keep on the host",
+    )
+    assert loads[-1]["on_host"] == []
+    assert (kv.n_pool, kv.options.n_cpu_moe) == (768, 0)
+
+
+#
+# auto
+#
+
+
+def test_auto_without_a_gpu(opened: Open, loads: list[dict[str, Any]]) -> None:
+    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
+    assert kv.notes[0] == NO_GPU
+    assert kv.notes[1].startswith("auto: half of ")
+    assert (kv.options.n_cpu_moe, kv.n_pool, loads[-1]["on_host"]) == (0, 1024, [])
+
+
+@pytest.mark.parametrize("name", [MOE, "qwen35moe", "gpt-oss", "deepseek2"])
+def test_auto_finds_the_number_for_the_pool(
+    opened: Open, gpu: Callable[..., None], loads: list[dict[str, Any]], tiny_path: Callable[[str], Path], name: str
+) -> None:
+    """A pool of the cap, by number, whatever half of the memory would be. Layers without experts count."""
+    size = Sizes(tiny_path(name))
+    first = next(i for i, n in enumerate(size.layers) if n)
+    for left in range(first + 1, size.n_layer + 1):
+        gpu(size.need(left, 1024))
+        kv = opened(name, n_cpu_moe="auto", pool="auto", auto_cap=1024)
+        assert (kv.options.n_cpu_moe, kv.n_pool, len(loads[-1]["on_host"])) == (left, 1024, left)
+        assert kv.notes[0].startswith("experts: ")
+        assert f"{size.need(left, 1024) / 2**20:.0f} MiB free on CUDA0" in kv.notes[0]
+        gpu(size.need(left, 1024) - 1)
+        less = opened(name, n_cpu_moe="auto", pool=1024)
+        assert less.options.n_cpu_moe == min(left + 1, size.n_layer)
+        assert len(less.warnings) == (left == size.n_layer)
+
+
+def test_auto_turns_off_a_redundant_pool_unless_it_is_a_number(
+    opened: Open, gpu: Callable[..., None], loads: list[dict[str, Any]], tiny_path: Callable[[str], Path]
+) -> None:
+    size = Sizes(tiny_path(MOE))
+    gpu(size.need(0, 4096))
+    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
+    assert (kv.n_pool, kv.options.pool, kv.options.n_cpu_moe) == (None, "off", 0)
+    assert len(kv.notes) == 1
+    assert "the pool is redundant, and turned off" in kv.notes[0]
+    forced = opened(MOE, n_cpu_moe="auto", pool=1024)
+    assert (forced.n_pool, forced.options.n_cpu_moe) == (1024, 0)
+    assert "the pool of 1024 tokens is not needed" in forced.notes[0]
+    gpu(size.need(0, 4096) - 1)
+    kept = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
+    assert (kept.n_pool, kept.options.n_cpu_moe, loads[-1]["on_host"]) == (1024, 0, [])
+    assert kept.notes[1].startswith("the pool keeps experts on the GPU: ")
+
+
+def test_auto_for_several_sequences(gpu: Callable[..., None], tiny_path: Callable[[str], Path]) -> None:
+    """The full cache is that of all of them."""
+    size = Sizes(tiny_path(MOE))
+    options = {"n_cpu_moe": "auto", "pool": "auto", "auto_cap": 2048, "n_parallel": 2}
+    gpu(size.need(0, 2 * 4096))
+    with loaded(tiny_path(MOE), **options) as found:
+        assert found.n_pool is None
+    gpu(size.need(0, 2 * 4096) - 1)
+    with loaded(tiny_path(MOE), **options) as found:
+        assert found.n_pool == 2048
+
+
+def test_the_pool_takes_what_all_experts_leave(
+    opened: Open, gpu: Callable[..., None], tiny_path: Callable[[str], Path]
+) -> None:
+    size = Sizes(tiny_path(MOE))
+    gpu(size.need(size.n_layer, FLOOR_OF_SMALL))
+    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=2048)
+    assert kv.options.n_cpu_moe == size.n_layer
+    assert "and the pool takes what is left" in kv.notes[0]
+    assert kv.notes[1].startswith("auto: half of ")
+    assert kv.warnings == ()
+    gpu(size.need(size.n_layer, FLOOR_OF_SMALL) - 1)
+    (warning,) = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=2048).warnings
+    assert warning.startswith("the GPU is too small even with all experts on the host: ")
+
+
+def test_auto_on_two_gpus(
+    opened: Open, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tiny_path: Callable[[str], Path]
+) -> None:
+    """The second has the last layer's experts, and is the one that is short."""
+    size = Sizes(tiny_path(MOE))
+    real, last = Model.weights, f"blk.{size.n_layer - 1}."
+
+    def weights(self: Model) -> list[Weight]:
+        return [w._replace(device=int(w.name.startswith(last) and bool(EXPERTS.match(w.name)))) for w in real(self)]
+
+    monkeypatch.setattr(Model, "weights", weights)
+    gpu(1 << 40, RESERVE + size.layers[-1])
+    assert opened(MOE, n_cpu_moe="auto", pool=1024).options.n_cpu_moe == 0
+    gpu(1 << 40, RESERVE + size.layers[-1] - 1)
+    kv = opened(MOE, n_cpu_moe="auto", pool=1024)
+    assert kv.options.n_cpu_moe == size.n_layer
+    assert "free on CUDA1, the tightest of 2 devices" in kv.notes[0]
+
+
+#
+# what a device has to hold
+#
+
+
+@pytest.mark.parametrize("n_parallel", [1, 3])
+@pytest.mark.parametrize("name", ["qwen35moe", "gpt-oss", MOE])
+def test_states_count(tiny_path: Callable[[str], Path], gpu: Callable[..., None], name: str, n_parallel: int) -> None:
+    """Windows and recurrent states, as large as those of the context that is made then."""
+    gpu(1 << 40)
+    options = Options(**{**SMALL, "n_batch": 0, "n_parallel": n_parallel})
+    with Model.load(tiny_path(name), no_alloc=True) as model:
+        options = options.resolved(model.n_ctx_train)
+        (found,) = holdings(model, probe(model, options).geometry, options)
+        weights = sum(w.size for w in model.weights() if not EXPERTS.match(w.name))
+        assert found.token_bytes == probe(model, options).geometry.token_bytes(lambda _, n: 2 * n, 1, 1)
+    with loaded(tiny_path(name), pool="off", n_batch=0, n_parallel=n_parallel) as its:
+        held = its.ctx.kv_bytes()
+    assert found.fixed == weights + held.swa + held.recurrent
+    assert (found.fixed > weights) == (name != MOE)
+    assert found.copy == 4 * 256 * 128 * 2, "of 4 experts, 256 x 128 numbers of 2 bytes"
+
+
+def test_experts_that_are_on_the_host_anyway(
+    tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., None]
+) -> None:
+    """Of the first layer: a prompt takes a copy of them as it is."""
+    monkeypatch.setattr(
+        placement,
+        "devices",
+        lambda: [Device("CUDA0", "", gpu=True, free=1, total=2), Device("CPU", "", gpu=False, free=3, total=4)],
+    )
+    real = Model.weights
+    monkeypatch.setattr(
+        Model, "weights", lambda self: [w._replace(device=int(w.name.startswith("blk.0."))) for w in real(self)]
+    )
+    size = Sizes(tiny_path(MOE))
+    with Model.load(tiny_path(MOE), no_alloc=True) as model:
+        options = Options().resolved(model.n_ctx_train)
+        on_gpu, on_cpu = holdings(model, probe(model, options).geometry, options)
+        first = sum(w.size for w in real(model) if w.name.startswith("blk.0.") and not EXPERTS.match(w.name))
+    assert on_gpu.experts == (0, *size.layers[1:])
+    assert on_cpu.experts == (size.layers[0], *(0 for _ in size.layers[1:]))
+    assert (on_gpu.name, on_gpu.free, on_gpu.gpu, on_cpu.name, on_cpu.free, on_cpu.gpu) == (
+        "CUDA0",
+        1,
+        True,
+        "CPU",
+        3,
+        False,
+    )
+    assert on_gpu.fixed == size.fixed - first + size.copy
+    assert (on_gpu.copy, on_cpu.fixed, on_cpu.token_bytes) == (0, first + size.copy, 0)
+
+
+#
+# models that cannot be run
+#
+
+
+@pytest.mark.parametrize("n", [1, "auto"])
+def test_refusals_stay_what_they_are(
+    tiny_path: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    loads: list[dict[str, Any]],
+    gpu: Callable[..., None],
+    n: int | str,
+) -> None:
+    """Neither is turned into a run without a pool, nor are its weights read first."""
+
+    def refused(name: str, n_cpu_moe: int | str) -> str:
+        loads.clear()
+        with pytest.raises(UnsupportedError) as err:
+            load(tiny_path(name), Options(**{**SMALL, "pool": "auto"}, n_cpu_moe=n_cpu_moe))
+        assert [options.get("no_alloc", False) for options in loads] == [n_cpu_moe != 0]
+        return str(err.value)
+
+    gpu(1 << 40)
+    assert "cannot be run with a pool" in refused("qwen4exp", n)
+    assert refused("qwen4exp", n) == refused("qwen4exp", 0)
+    monkeypatch.setattr(Model, "refusal", property(lambda _: next(iter(MODELS))))
+    assert refused(MOE, n) == refused(MOE, 0)
+
+
+def test_a_cache_that_cannot_be_pooled_counts_whole(
+    opened: Open, gpu: Callable[..., None], tiny_path: Callable[[str], Path]
+) -> None:
+    size = Sizes(tiny_path("qwen4exp"), pool="off")
+    assert size.tokens == 0
+    assert size.state > 4096
+    for n in (0, 1):
+        gpu(size.need(n, 0))
+        assert opened("qwen4exp", pool="off", n_cpu_moe="auto").options.n_cpu_moe == n
+        gpu(size.need(n, 0) - 1)
+        assert opened("qwen4exp", pool="off", n_cpu_moe="auto").options.n_cpu_moe == n + 1
