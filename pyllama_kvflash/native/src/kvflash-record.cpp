@@ -20,7 +20,9 @@ uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
 }
 
 int32_t llama_kvflash::device_index(ggml_backend_buffer_t buf) {
-    const auto * dev = kvf_mover::device_of(buf);
+    // pinned memory of the host is a GPU's, by its type
+    const auto * dev = ggml_backend_buffer_is_host(buf) ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)
+                                                        : kvf_mover::device_of(buf);
 
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
         if (ggml_backend_dev_get(i) == dev) { return i; }
