@@ -30,7 +30,12 @@ Open = Callable[..., KVFlash]
 N_SEQ = 4
 TOKENS = np.random.default_rng(11).integers(0, tiny.N_VOCAB, (N_SEQ, 8000)).astype(np.int32)
 SMALL: dict[str, Any] = {
-    **{"n_ctx": 8192, "pool": 4096, "n_batch": 64, "n_threads": 1, "policy": "lru", "n_parallel": N_SEQ},
+    "n_ctx": 8192,
+    "pool": 4096,
+    "n_batch": 64,
+    "n_threads": 1,
+    "policy": "lru",
+    "n_parallel": N_SEQ,
 }
 TIGHT: dict[str, Any] = {"chunk": 16, "pool": 768, "n_batch": 32}  # 48 blocks: 12 each
 GREEDY = Sampling(temperature=0)
@@ -344,9 +349,7 @@ def test_host_memory_is_limited_for_all_together(opened: Open) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["ctx.decode_each", "ctx.drop", "ledger.drop", "ledger.write"])
-def test_batch_of_all_that_is_cut_off(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, place: str, when: str
-) -> None:
+def test_batch_of_all_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, place: str, when: str) -> None:
     """Wherever Ctrl-C comes, in whatever sequence's part of it: all go on from before it."""
     kv, control = opened(**TIGHT), opened(**TIGHT)
     for one in (kv, control):
@@ -355,7 +358,7 @@ def test_batch_of_all_that_is_cut_off(
     for victim in (0, 1):
         kv_s = kv.sequences[victim]
         owner = {"ctx": kv.ctx if place == "ctx.decode_each" else kv_s.pager._ctx, "ledger": kv_s.pager.ledger}
-        target, name = owner[place.split(".")[0]], place.split(".")[1]
+        target, name = owner[place.split(".", maxsplit=1)[0]], place.split(".")[1]
         call, cut = getattr(target, name), []
 
         def interrupt(*args: Any, call: Any = call, cut: list[int] = cut, **rest: Any) -> Any:
@@ -393,4 +396,4 @@ def test_all_tokens_of_a_batch_can_be_asked_for(opened: Open) -> None:
     second = kv.sequences[1]
     second.decode(TOKENS[1, :8], ALL)
     np.testing.assert_array_equal(second.logits(), second.logits(7))
-    assert State.RESIDENT == second.pager.ledger.state_of(0)
+    assert second.pager.ledger.state_of(0) == State.RESIDENT
