@@ -172,7 +172,9 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"pool": size} for size in ("auto", "off", 1, 1 << 30)),
         {"pins": ((0, 1), (0, 1), (10**6, 10**6 + 1))},
     ],
-    ids=str,
+    ids=lambda good: str(
+        {name: value if type(value).__repr__ is not object.__repr__ else type(value) for name, value in good.items()}
+    ),
 )
 def test_values_at_the_limits_are_taken(options: Callable[..., object], good: dict[str, Any]) -> None:
     made = options(**good)

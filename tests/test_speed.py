@@ -72,7 +72,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the small shapes' models."""
     folder = tmp_path_factory.mktemp("shapes")
-    for name in ("tiny", "tiny-hybrid"):
+    for name in ("tiny", "tiny-hybrid", "tiny-moe"):
         with shape_file(name, folder):
             pass
     return folder
@@ -96,7 +96,10 @@ def ignore(*_: Any) -> None:
 #
 
 
-@pytest.mark.parametrize(("name", "memory"), [("tiny", "llama_kv_cache"), ("tiny-hybrid", "llama_memory_hybrid")])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("tiny", "llama_kv_cache"), ("tiny-hybrid", "llama_memory_hybrid"), ("tiny-moe", "llama_memory_hybrid")],
+)
 def test_a_shape_has_the_geometry_asked_for_and_decodes(
     name: str, memory: str, shape_path: Callable[[str], Path]
 ) -> None:
@@ -175,7 +178,7 @@ def test_a_shape_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.Monke
 
 
 def test_a_shape_of_no_name_and_one_without_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'9b' is no shape: there are 8b, 27b-hybrid, tiny, tiny-hybrid"):
+    with pytest.raises(UsageError, match=r"'9b' is no shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"):
         write_shape("9b", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match="--shape needs gguf: pip install gguf"):
@@ -654,7 +657,7 @@ def test_paging_writes_its_tables(kept: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((), "there is nothing to measure: give a model, or --shape with one of 8b, 27b-hybrid, tiny, tiny-hybrid"),
+        ((), "there is nothing to measure: give a model, or --shape with one of 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"),
         (("a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("-m", "a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("a.gguf", "-m", "b.gguf"), "two models are given"),

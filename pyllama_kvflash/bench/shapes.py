@@ -29,10 +29,11 @@ _N_RANDOM = 932_051  # blocks that are drawn, 16 MB; prime, so that no row of a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The geometry of a model: a qwen3, or a qwen35 if interval is above 1. Sizes are numbers of elements.
+    """The geometry of a model: a qwen3, or a qwen35 if interval is above 1, with experts a qwen35moe. Sizes are numbers of
+    elements.
 
     interval: every so-manyth layer has full attention, the others are gated delta nets of n_group key heads and n_value
-    value heads of n_state.
+    value heads of n_state. n_expert: networks of n_ff each, of which a token takes n_used, and one that all take.
     """
 
     n_layer: int
@@ -46,11 +47,13 @@ class Shape:
     n_state: int = 0
     n_group: int = 0
     n_value: int = 0
+    n_expert: int = 0
+    n_used: int = 0
 
     @property
     def arch(self) -> str:
         """llama.cpp's name of the architecture."""
-        return "qwen35" if self.interval > 1 else "qwen3"
+        return ("qwen35" if self.interval > 1 else "qwen3") + ("moe" if self.n_expert else "")
 
     @property
     def n_bytes(self) -> int:
@@ -64,13 +67,22 @@ SHAPES = {
         n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_head_kv=4, n_head_dim=256,
         interval=4, n_state=128, n_group=16, n_value=48,
     ),
+    "35b-a3b": Shape(
+        n_layer=40, n_embd=2048, n_ff=512, n_head=16, n_head_kv=2, n_head_dim=256,
+        interval=4, n_state=128, n_group=16, n_value=32, n_expert=256, n_used=8,
+    ),
     "tiny": Shape(n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_head_dim=64, n_vocab=512),
     "tiny-hybrid": Shape(
         n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_head_dim=64, n_vocab=512,
         interval=2, n_state=64, n_group=2, n_value=4,
     ),
+    "tiny-moe": Shape(
+        n_layer=4, n_embd=256, n_ff=64, n_head=4, n_head_kv=2, n_head_dim=64, n_vocab=512,
+        interval=2, n_state=64, n_group=2, n_value=4, n_expert=8, n_used=2,
+    ),
 }  # fmt: skip
-"""The shapes by name: of an 8B dense model, of a 27B hybrid with 16 layers of attention, and two for tests on a CPU."""
+"""The shapes by name: of an 8B dense model, of a 27B hybrid with 16 layers of attention, of a 35B one with experts and 10 such layers,
+and three for tests on a CPU."""
 
 
 class Tensor(NamedTuple):
@@ -127,9 +139,13 @@ def _feed_forward(s: Shape) -> Iterator[Tensor]:
     hybrid = s.interval > 1
     yield Tensor("attn_norm.weight", (s.n_embd,), "ones")
     yield Tensor("post_attention_norm.weight" if hybrid else "ffn_norm.weight", (s.n_embd,), "ones")
-    yield Tensor("ffn_gate.weight", (s.n_embd, s.n_ff), "q4_0")
-    yield Tensor("ffn_up.weight", (s.n_embd, s.n_ff), "q4_0")
-    yield Tensor("ffn_down.weight", (s.n_ff, s.n_embd), "q4_0")
+    for kind, many in (("_exps", (s.n_expert,)), ("_shexp", ())) if s.n_expert else (("", ()),):
+        yield Tensor(f"ffn_gate{kind}.weight", (s.n_embd, s.n_ff, *many), "q4_0")
+        yield Tensor(f"ffn_up{kind}.weight", (s.n_embd, s.n_ff, *many), "q4_0")
+        yield Tensor(f"ffn_down{kind}.weight", (s.n_ff, s.n_embd, *many), "q4_0")
+    if s.n_expert:
+        yield Tensor("ffn_gate_inp.weight", (s.n_embd, s.n_expert), "noise")
+        yield Tensor("ffn_gate_inp_shexp.weight", (s.n_embd,), "half")
 
 
 def _keys(s: Shape) -> dict[str, int | float | list[int]]:
@@ -147,6 +163,9 @@ def _keys(s: Shape) -> dict[str, int | float | list[int]]:
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e7,
     }
+    if s.n_expert:
+        res |= {"expert_count": s.n_expert, "expert_used_count": s.n_used}
+        res |= {"expert_feed_forward_length": s.n_ff, "expert_shared_feed_forward_length": s.n_ff}
     if s.interval == 1:
         return res
     n_rope = s.n_head_dim // 8  # pairs: a quarter of a head is rotated, as in the real ones, in three parts
@@ -280,5 +299,8 @@ def _data(tensor: Tensor, i: int, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[
         return blocks[start : start + tensor.n_bytes]
     n = int(np.prod(tensor.shape))
     noise = np.random.default_rng(i).standard_normal(n)
-    values = {"ones": np.ones(n), "half": 0.5 * noise, "decay": -0.01 - 0.05 * np.abs(noise)}  # a state fades slowly
+    values = {
+        **{"ones": np.ones(n), "half": 0.5 * noise, "noise": tensor.shape[0] ** -0.5 * noise},
+        "decay": -0.01 - 0.05 * np.abs(noise),  # a state fades slowly
+    }
     return values[tensor.kind].astype(np.float32)
