@@ -17,7 +17,8 @@ INTRO = """\
 
 Made by `python docs/families.py`; `tests/test_families.py` runs the same checks, and compares each verdict with its cell here.
 A row is a tiny random model of an architecture of llama.cpp ([tests/tiny.py](../tests/tiny.py),
-[tests/families.py](../tests/families.py)). A column is the type of K and V, or K/V; "no FA" is without flash attention.
+[tests/families.py](../tests/families.py)). A column is the type of K and V, or K/V; "no FA" is without flash attention, "not rotated"
+without the Hadamard rotation of quantised caches.
 
 **exact**: on the CPU, a pool and a stock cache of the same library give the same logits, bit for bit, (a) after all chunks
 went out and came back to where they were, and (b) through evictions, where the stock cache loses the same positions at the

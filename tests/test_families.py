@@ -4,10 +4,12 @@ A cell is small, and its logits few. So noise is told by the step in the middle:
 or a tie of two experts that goes the other way, moves a few steps far.
 """
 
+import os
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import families
 import numpy as np
@@ -20,6 +22,7 @@ from test_oracles import TOKENS, Cache, Case, Logits, Run, Step, assert_equal, d
 
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import CACHE_TYPES, Model, Record
+from pyllama_kvflash.native.lib import lib
 
 pytestmark = pytest.mark.native
 
@@ -34,6 +37,8 @@ FAMILIES = tuple(MEMORY)
 MIXED = {f"{k}/{v}": Cache(k, type_v=v) for k, v in (("q8_0", "q4_0"), ("f16", "q8_0"))}
 CACHES = {name: Cache(name) for name in CACHE_TYPES} | MIXED
 CACHES |= {f"{name}, no FA": Cache(name, "off") for name in ("f16", "q8_0")}
+NOT_ROTATED = "q4_0, not rotated"
+CACHES[NOT_ROTATED] = Cache("q4_0")
 
 
 class Refusal(NamedTuple):
@@ -65,9 +70,19 @@ def check_cell(model: Model, cache: str) -> str:
             with pytest.raises(UnsupportedError, match=refusal.sentence):
                 make()
         return f"refused: {refusal.reason}"
-    check_paging(case)
-    check_evictions(case)
+    with patch.dict(os.environ, {"LLAMA_ATTN_ROT_DISABLE": str(int(cache == NOT_ROTATED))}):
+        check_rotation(case, rotated=cache != NOT_ROTATED)
+        check_paging(case)
+        check_evictions(case)
     return "exact"
+
+
+def check_rotation(case: Case, *, rotated: bool) -> None:
+    """A quantised cache is rotated, if the environment does not say otherwise, and its records say so."""
+    with case.pool() as run:
+        flags = run.ctx.pool_info().flags & (lib.KVF_FLAG_ROT_K | lib.KVF_FLAG_ROT_V)
+    quantised = {case.cache.type, case.cache.type_v or case.cache.type} - {"f32", "f16", "bf16"}
+    assert bool(flags) == (rotated and bool(quantised))
 
 
 def check_paging(case: Case) -> None:

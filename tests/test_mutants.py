@@ -79,6 +79,14 @@ MUTANTS = [
         "i < layer.v->ne[0] - 1; ++i",
         options=("--no-fa",),
     ),
+    Mutant(
+        "layers share the rows of the first",
+        "record",
+        LAYERS,
+        "for (const auto & each : kv.layers) { (void) each; const auto & layer = kv.layers[0]; add(",
+        model="gemma4",
+    ),
+    Mutant("records of other types are taken", "record", "got.type_k != want.type_k", "false"),
     Mutant("metadata is not cleared", "record", "memset(dst, 0, meta_bytes(kv));", ""),
     Mutant("records of other models are taken", "record", "got.fingerprint != want.fingerprint", "false"),
     # paging

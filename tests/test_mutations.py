@@ -17,7 +17,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 import test_oracles as oracles
 from test_oracles import CACHES, TOKENS, Case, Difference, Reference, Step, forge, rope, rows
 
-from pyllama_kvflash.errors import PoolError
+from pyllama_kvflash.errors import PoolError, RecordError
 from pyllama_kvflash.native import Layer, Model, Record
 
 pytestmark = pytest.mark.native
@@ -67,6 +67,12 @@ def swap_k_and_v(records: Records, layers: Sequence[Layer]) -> None:
     a[:], b[:] = b.copy(), a.copy()
 
 
+def alias_layers(records: Records, layers: Sequence[Layer]) -> None:
+    """The last layer has the rows of the first: what a layer that reuses another's would do to it."""
+    for which in "kv":
+        rows(records[5], layers[-1], which)[:] = rows(records[5], layers[0], which)
+
+
 def clear_mask_bit(records: Records, layers: Sequence[Layer]) -> None:
     """One position of one chunk is forgotten."""
     records[5] = forge(records[5], mask=oracles.head(records[5])["mask"] & ~(1 << 33))
@@ -98,6 +104,7 @@ SABOTAGES: list[Sabotage] = [
     roll_k,
     swap_layers,
     swap_k_and_v,
+    alias_layers,
     clear_mask_bit,
     flip_signs,
     zero_v,
@@ -155,6 +162,23 @@ def test_no_sabotage(control: Control) -> None:
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda f: f.__name__)
 def test_sabotaged_record(control: Control, sabotage: Sabotage) -> None:
     assert_differs(out_and_in(control, sabotage))
+
+
+@pytest.mark.parametrize("name", oracles.NAMES)
+def test_types_that_changed_places(tiny_model: Callable[[str], Model], name: str) -> None:
+    """K of one type is taken for V of another, and the other way round: by its head it is refused, by its rows it shows."""
+    case, other = (Case(tiny_model(name), oracles.Cache(k, type_v=v)) for k, v in (("q8_0", "q4_0"), ("q4_0", "q8_0")))
+    with case.pool(1024) as run, other.pool(1024) as twin, case.stock() as stock:
+        for each in (run, twin, stock):
+            each.feed(N_PROMPT)
+        want = stock.feed(N_STEPS, 1)
+        theirs, ours = twin.out(CHUNKS), run.out(CHUNKS)
+        with pytest.raises(RecordError, match="the type of K differs"):
+            run.ctx.page_in(5, theirs[5])
+        types = {field: oracles.head(ours[5])[field] for field in ("type_k", "type_v")}
+        for c in CHUNKS:
+            run.ctx.page_in(c, forge(theirs[c], **types))
+        assert oracles.difference(run.feed(N_STEPS, 1), want).largest != 0  # or no number
 
 
 def test_stale_record(control: Control) -> None:
