@@ -62,8 +62,10 @@ bench: build        ## decode speed, memory, Python overhead and what scoring co
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/scorer.py
 
-docs: build         ## write the help texts into docs/CLI.md
+docs: build         ## write docs/CLI.md, docs/REFUSALS.md and, in some minutes, docs/FAMILIES.md from the code
 	$(BIN)/python docs/cli.py
+	$(BIN)/python docs/refusals.py
+	$(BIN)/python docs/families.py
 
 clean:              ## remove what was built; vendor/cache and .venv stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,8 @@
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
 #   bench/device.sh test      there: everything whose outcome a GPU could change
+#   bench/device.sh families  there: families and cache types, sampled
+#   bench/device.sh moe [GIB] there: experts that stay on the host, with so much memory free, for the full cache and the pool
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
@@ -90,6 +92,19 @@ test)
     python3 -m pytest -q -p no:cacheprovider tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py \
         tests/test_mutations.py "${@:2}"
     ;;
+families)
+    python3 -m pytest -q -p no:cacheprovider tests/test_families.py -k "test_cell and (f16 or q8_0 or q4_0)" "${@:2}"
+    ;;
+moe)
+    mkdir -p $at
+    python3 bench/ballast.py "${2:-20.5}" &
+    ballast=$!
+    trap 'kill $ballast' EXIT
+    sleep 5
+    kvflash bench speed --shape 35b-a3b --shape-dir /dev/shm/kvflash-shapes -ub 2048 --n-cpu-moe auto --contexts 128K \
+        --variants full,lru -ctk f16 -ctv f16 -o $at/moe "${@:3}"
+    results
+    ;;
 demo)
     kvflash demo "${@:2}"
     ;;
@@ -146,7 +161,7 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
     results
     ;;
 *)
-    sed -n '2,15s/^# \{0,1\}//p' "$0"
+    sed -n '2,17s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

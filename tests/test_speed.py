@@ -178,7 +178,9 @@ def test_a_shape_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.Monke
 
 
 def test_a_shape_of_no_name_and_one_without_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'9b' is no shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"):
+    with pytest.raises(
+        UsageError, match=r"'9b' is no shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
+    ):
         write_shape("9b", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match="--shape needs gguf: pip install gguf"):
@@ -657,7 +659,10 @@ def test_paging_writes_its_tables(kept: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((), "there is nothing to measure: give a model, or --shape with one of 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"),
+        (
+            (),
+            "there is nothing to measure: give a model, or --shape with one of 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe",
+        ),
         (("a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("-m", "a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("a.gguf", "-m", "b.gguf"), "two models are given"),

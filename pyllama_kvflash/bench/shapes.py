@@ -3,6 +3,7 @@
 They have no vocabulary but token ids 0 to n_vocab - 1. Matrices are Q4_0. The same name always gives the same bytes.
 """
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ def _feed_forward(s: Shape) -> Iterator[Tensor]:
         yield Tensor(f"ffn_up{kind}.weight", (s.n_embd, s.n_ff, *many), "q4_0")
         yield Tensor(f"ffn_down{kind}.weight", (s.n_ff, s.n_embd, *many), "q4_0")
     if s.n_expert:
-        yield Tensor("ffn_gate_inp.weight", (s.n_embd, s.n_expert), "noise")
+        yield Tensor("ffn_gate_inp.weight", (s.n_embd, s.n_expert), "router")
         yield Tensor("ffn_gate_inp_shexp.weight", (s.n_embd,), "half")
 
 
@@ -300,7 +301,9 @@ def _data(tensor: Tensor, i: int, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[
     n = int(np.prod(tensor.shape))
     noise = np.random.default_rng(i).standard_normal(n)
     values = {
-        **{"ones": np.ones(n), "half": 0.5 * noise, "noise": tensor.shape[0] ** -0.5 * noise},
+        "ones": np.ones(n),
+        "half": 0.5 * noise,
+        "router": noise / math.sqrt(tensor.shape[0]),
         "decay": -0.01 - 0.05 * np.abs(noise),  # a state fades slowly
     }
     return values[tensor.kind].astype(np.float32)
