@@ -1,7 +1,8 @@
-"""Fixtures that several test files use."""
+"""Fixtures that several test files use, and how the tests are shared out to several processes (make test)."""
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,22 @@ import tiny
 if TYPE_CHECKING:
     from pyllama_kvflash import KVFlash
     from pyllama_kvflash.native import Model
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # threads that wait for each other in one process take the core from another: a decode takes eight times as long
+    os.environ.setdefault("KVFLASH_TEST_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+BUILDING = {"test_fuzz", "test_mutants"}  # of one folder, which takes minutes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file is run by one process, which keeps its models; those that build are one, and begin."""
+    items.sort(key=lambda item: item.path.stem not in BUILDING)
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("building" if name in BUILDING else name))
 
 
 @pytest.fixture(scope="session")

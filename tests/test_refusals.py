@@ -54,16 +54,6 @@ CLASSES = {
 }
 WINDOWED = {"gemma2": "llama_kv_cache_iswa", "lfm2": "llama_memory_hybrid_iswa"}
 
-PENDING = {
-    "going back in a recurrent state",
-    "going back in a sliding window",
-    "restoring a whole-context state",
-    "tokens that share a position (images of M-RoPE models)",
-    "tokens of several sequences",
-    "sequences in streams of their own, and seq_cp() from one to another",
-}
-"""Calls whose sentences in C++ do not name the alternative yet."""
-
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Callable[[str], Path]) -> Callable[[str], Path]:
@@ -295,13 +285,7 @@ def test_call_that_is_refused(tiny_model: Callable[[str], Model], logged: Logged
     produce(tiny_model, logged, call)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(raises=AssertionError, strict=True) if name in PENDING else ())
-        for name in CALLS
-    ],
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_sentence_of_a_call(tiny_model: Callable[[str], Model], logged: Logged, name: str) -> None:
     """The library's own sentence is the table's."""
     pattern = re.escape(str(CALLS[name])).replace(r"\{\}", r"\d+")

@@ -222,6 +222,12 @@ int kvf_context_new(
         llama_context_params cparams = *params;
         cparams.abort_callback       = [](void *) { return g_stop.load(std::memory_order_relaxed); };
 
+        // a cache alone does not make a decoder: t5, eagle3 and models with attention in both directions have one, too
+        if (pool && (!model->hparams.causal_attn || llama_model_has_encoder(model))) {
+            throw kvf_failure(
+                    KVF_E_UNSUPPORTED, "only a decoder has a pool: this model has an encoder; use a stock context");
+        }
+
         if (pool) {
             const llama_kvflash::scope scope(*pool);
             *ctx = llama_init_from_model(model, cparams);
@@ -402,11 +408,15 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
         check_seq(ctx, seq);
         // a window that was overwritten does not come back: the library would go on with what is left of it
         if (p1 < 0 && !llama_kvflash::has_window(ctx->get_memory(), seq, p0)) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone", p0));
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone, for later positions "
+                                                        "have taken its cells; clear the sequence and read its tokens again",
+                                                         p0));
         }
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
             throw kvf_failure(
-                    KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d", p0));
+                    KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d, for it "
+                                              "keeps no earlier one; clear the sequence and read its tokens again",
+                                               p0));
         }
     });
 }

@@ -58,7 +58,8 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
 
     auto * kv = get_kv(mem);
     if (kv && kv->get_n_stream() != 1) {
-        refuse(KVF_E_UNSUPPORTED, "the sequences of a pool share its cells: a cache of one stream each has none to share");
+        refuse(KVF_E_UNSUPPORTED, "the sequences of a pool share its cells, and a cache of one stream each has none to "
+                                  "share; set kv_unified, or use the full cache");
     }
     if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
         refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
@@ -81,7 +82,8 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
 void llama_kvflash::reject_restore(llama_memory_i * mem) {
     const auto * kv = get_kv(mem);
     if (kv && is_pool(*kv)) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, "a whole-context state cannot be restored into a pool: page its chunks in");
+        throw kvf_failure(KVF_E_UNSUPPORTED, "a whole-context state cannot be restored into a pool, for it packs the cells "
+                                             "anew, across the chunks; page the chunks in, and restore the partial state");
     }
 }
 
@@ -202,7 +204,9 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
         const int32_t      chunk = pos / (llama_pos) n_chunk;
 
         if (ubatch.n_seq_id[i] != 1) {
-            LLAMA_LOG_ERROR("%s: a token of a pool belongs to one sequence, not to %d\n", __func__, ubatch.n_seq_id[i]);
+            LLAMA_LOG_ERROR(
+                    "%s: a token of a pool belongs to one sequence, not to %d; decode it for each, or use the full cache\n",
+                    __func__, ubatch.n_seq_id[i]);
             return {};
         }
 
@@ -227,7 +231,9 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
 
         // e.g. the tokens of an image that share one M-RoPE position
         if (!cells.is_empty(idx) || (i > 0 && res.idxs[0].back() == idx)) {
-            LLAMA_LOG_ERROR("%s: position %d of sequence %d is already in the pool\n", __func__, pos, seq);
+            LLAMA_LOG_ERROR("%s: position %d of sequence %d is already in the pool, which has one cell for each; tokens "
+                            "that share a position, as those of an image do, need the full cache\n",
+                    __func__, pos, seq);
             return {};
         }
 
