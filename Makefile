@@ -17,7 +17,7 @@ run: build          ## set up, then a 32K-token prompt through a 2,048-token poo
 	$(BIN)/kvflash demo
 
 test: build         ## set up, then all tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 build: $(VENV)/.installed  ## build and install into .venv, with what the tests need
 

@@ -20,15 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("KVFLASH_TEST_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-BUILDING = {"test_fuzz", "test_mutants"}  # of one folder, which takes minutes
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file is run by one process, which keeps its models; those that build are one, and begin."""
-    items.sort(key=lambda item: item.path.stem not in BUILDING)
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("building" if name in BUILDING else name))
+    """What builds begins: it takes minutes, and a file is run by one process, which keeps its models."""
+    items.sort(key=lambda item: item.path.stem != "test_fuzz")
 
 
 @pytest.fixture(scope="session")
