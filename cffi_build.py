@@ -73,10 +73,19 @@ struct llama_context_params {
 };
 struct llama_sampler_chain_params { bool no_perf; ...; };
 
+enum llama_ftype {
+    LLAMA_FTYPE_MOSTLY_Q2_K, LLAMA_FTYPE_MOSTLY_Q3_K_S, LLAMA_FTYPE_MOSTLY_Q3_K_M, LLAMA_FTYPE_MOSTLY_Q3_K_L,
+    LLAMA_FTYPE_MOSTLY_Q4_K_S, LLAMA_FTYPE_MOSTLY_Q4_K_M, LLAMA_FTYPE_MOSTLY_Q5_K_S, LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    LLAMA_FTYPE_MOSTLY_Q6_K, LLAMA_FTYPE_MOSTLY_IQ4_NL, LLAMA_FTYPE_MOSTLY_IQ4_XS, ...
+};
+typedef struct llama_model_quantize_params { int32_t nthread; enum llama_ftype ftype; ...; } llama_model_quantize_params;
+
 size_t                            llama_max_devices(void);
 struct llama_model_params         llama_model_default_params(void);
 struct llama_context_params       llama_context_default_params(void);
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
+
+struct llama_model_quantize_params llama_model_quantize_default_params(void);
 
 void llama_model_free(struct llama_model * model);
 void llama_free(struct llama_context * ctx);
@@ -187,6 +196,7 @@ void kvf_host_free(struct kvf_host * host);
 int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
+int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 int  kvf_add_rpc(const char * endpoint);
 
 enum kvf_summary_kind {

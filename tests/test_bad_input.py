@@ -842,7 +842,7 @@ def test_interrupt_during_prefill(book: Path) -> None:
     assert "interrupted: prefill" in res.err
     n_prompt = re.search(r"prefill ([\d,]+) tok", res.err)
     assert n_prompt
-    assert 0 < int(n_prompt[1].replace(",", "")) < 50_000
+    assert int(n_prompt[1].replace(",", "")) < 50_000  # none, if the machine is busy
 
 
 def test_interrupt_during_prefill_json(book: Path) -> None:

@@ -209,7 +209,6 @@ MUTANTS = [
         "record",
         LAYERS,
         "for (const auto & each : kv.layers) { (void) each; const auto & layer = kv.layers[0]; add(",
-        model="gemma4",
     ),
     Mutant("records of other types are taken", "record", "got.type_k != want.type_k", "false"),
     Mutant("metadata is not cleared", "record", "memset(dst, 0, meta_bytes(kv));", ""),
@@ -225,7 +224,7 @@ MUTANTS = [
     Mutant("a page-in fills up a chunk", "record", "if (rec.mask & (1ull << i))", "if (true)"),
     Mutant("a page-in forgets the tokens", "record", "cells.ext_set(idx, ext);", ""),
     Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
-    Mutant("used blocks are scribbled on", "record", "if (is_free(kv, b)) { mover(", "if (true) { mover("),
+    Mutant("used blocks are scribbled on", "record", "if (!is_free(kv, b)) { continue; }", ""),
     # copies under way
     Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block);", "return true;"),
     Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),

@@ -11,6 +11,7 @@ import click
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli.bench import bench
+from pyllama_kvflash.cli.convert import convert_draft
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
@@ -34,6 +35,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash plot t.jsonl                                a picture of it
   kvflash bench niah                                  what a pool finds, and what the full cache does
   kvflash inspect model.gguf                          what can be pooled, and what it costs
+  kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
 
 \b
 Exit codes: 0 done; 1 it failed while running; 2 an option, a file or the prompt is at fault; 130 stopped by Ctrl-C.
@@ -86,5 +88,6 @@ main.add_command(demo)
 main.add_command(inspect)
 main.add_command(plot)
 main.add_command(bench)
+main.add_command(convert_draft)
 bench.add_command(speed)
 bench.add_command(paging)

@@ -38,10 +38,10 @@ class Reporter:
         click.echo(f"kvflash: warning: {text}", err=True)
 
     @contextmanager
-    def loading(self, name: str) -> Iterator["LoadBar"]:
-        """A bar for a model that loads."""
+    def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:
+        """A bar for a model that loads, or is written."""
         with self._progress("{task.percentage:>3.0f} %") as progress:
-            yield LoadBar(progress, progress.add_task(f"load {name}", total=1.0))
+            yield LoadBar(progress, progress.add_task(f"{verb} {name}", total=1.0))
 
     @contextmanager
     def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:

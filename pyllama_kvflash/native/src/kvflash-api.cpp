@@ -677,6 +677,14 @@ int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * 
     });
 }
 
+int kvf_quantize(const char * src, const char * dst, const llama_model_quantize_params * params) {
+    return guard([&] {
+        check(src && dst && params, "two paths and parameters are needed");
+        take_log();
+        if (llama_model_quantize(src, dst, params) != 0) { throw kvf_failure(KVF_E_MODEL, take_log()); }
+    });
+}
+
 int kvf_add_rpc(const char * endpoint) {
     return guard([&] {
         check(endpoint, "an endpoint is needed");

@@ -239,6 +239,9 @@ LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llam
 // there may be sequences. n: floats that dst holds
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 
+// write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
+LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
+
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);
 

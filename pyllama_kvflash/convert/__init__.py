@@ -1,0 +1,120 @@
+"""DFlash drafters from safetensors to GGUF, without torch.
+
+    find_source ─▶ resolve: Config, Weights ─▶ Drafter ─▶ tensors  ─▶ write
+                   Target (tokenizer, sizes) ─┘
+
+Everything that can be wrong but the weights' values is found before the first byte is written.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyllama_kvflash.convert.config import Config
+from pyllama_kvflash.convert.general import general_keys
+from pyllama_kvflash.convert.gguf_file import TYPES, Contents, Progress, part_of, write_file
+from pyllama_kvflash.convert.gguf_py import load_gguf
+from pyllama_kvflash.convert.hparams import Drafter, Value, read_drafter
+from pyllama_kvflash.convert.layout import Tensor, plan_tensors
+from pyllama_kvflash.convert.source import Source, find_source
+from pyllama_kvflash.convert.target import MASK, Target
+from pyllama_kvflash.convert.weights import Weights
+from pyllama_kvflash.errors import UsageError
+
+__all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "resolve", "write"]
+
+_LLAMA_TYPES = (
+    *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
+    *("iq4_nl", "iq4_xs"),
+)  # that llama.cpp's quantiser makes of a file of another
+OUTTYPES = ("auto", *TYPES, *_LLAMA_TYPES)
+"""Types of matrices. "auto": as most drafters are stored, bf16 or f16."""
+
+_STORED = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A drafter that can be written. target None: it is only looked at. stored: the type of its matrices, of TYPES."""
+
+    source: Source
+    config: Config
+    drafter: Drafter
+    tensors: list[Tensor]
+    target: Target | None
+    stored: str
+
+
+def resolve(source: Source, target: Path | None) -> Plan:
+    """Read a drafter's config.json and headers, and the target's GGUF, and compare them.
+
+    Raises UsageError, ModelError and UnsupportedError, in one sentence.
+    """
+    config = Config.of(source.folder)
+    found = Target.of(target) if target else None
+    weights = Weights.of(source.folder)
+    drafter = read_drafter(config, weights, mrope=found is not None and found.mrope)
+    tensors = plan_tensors(drafter, weights)
+    if found:
+        found.check(drafter, config)
+    return Plan(source, config, drafter, tensors, found, _stored_type(weights))
+
+
+def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = lambda _: None) -> None:
+    """Write a plan to a file, whole or not at all. outtype: of OUTTYPES; progress: called with 0.0 to 1.0.
+
+    Raises UsageError, ModelError for a weight that is no number, UnsupportedError, and OutputError.
+    """
+    if plan.target is None:
+        msg = "a drafter needs its target's tokenizer: give the target's GGUF with --target"
+        raise UsageError(msg)
+    inputs = {plan.target.path, plan.config.path, *(t.stored.path for t in plan.tensors if t.stored)}
+    if output.exists() and any(output.samefile(path) for path in inputs):
+        msg = f"{output} is what the run reads: give another file with -o/--output"
+        raise UsageError(msg)
+    first = outtype
+    if outtype == "auto":
+        first = "f16" if plan.stored == "f32" else plan.stored
+    with part_of(output) as part:
+        if outtype not in _LLAMA_TYPES:
+            write_file(part, _contents(plan, first), first, progress)
+            return
+        from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
+
+        whole = part.with_suffix(".whole")
+        try:
+            write_file(whole, _contents(plan, plan.stored), plan.stored, progress)
+            quantize(whole, part, outtype, os.cpu_count() or 1)
+        finally:
+            whole.unlink(missing_ok=True)
+
+
+def _stored_type(weights: Weights) -> str:
+    """The type of the first matrix that is bf16 or f16, as upstream's `auto`; else f32."""
+    kinds = [t.dtype for t in weights.tensors.values() if len(t.shape) > 1]
+    return _STORED[next((kind for kind in kinds if kind in ("BF16", "F16")), "F32")]
+
+
+def _contents(plan: Plan, outtype: str) -> Contents:
+    gguf = load_gguf()
+    kinds = gguf.GGUFValueType
+    drafter, target = plan.drafter, plan.target
+    keys: dict[str, tuple[Any, Any, Any]] = {"general.type": ("model", kinds.STRING, None)}
+    keys |= general_keys(gguf, plan.source, plan.tensors)
+    keys |= {f"dflash.{key}": _typed(kinds, value) for key, value in drafter.keys.items()}
+    keys["general.file_type"] = (int(gguf.LlamaFileType[TYPES[outtype]]), kinds.UINT32, None)
+    keys["general.quantization_version"] = (gguf.GGML_QUANT_VERSION, kinds.UINT32, None)
+    for key, field in target.tokenizer.items() if target else ():
+        if field.value != []:  # which gguf does not write
+            keys[key] = (field.value, kinds(field.kind), None if field.item_kind is None else kinds(field.item_kind))
+    keys[MASK] = (drafter.mask_token, kinds.UINT32, None)
+    return Contents(keys, plan.tensors)
+
+
+def _typed(kinds: Any, value: Value) -> tuple[Any, Any, Any]:
+    """A value with its GGUF type: that of upstream's converter."""
+    if isinstance(value, list):
+        return value, kinds.ARRAY, kinds.BOOL if isinstance(value[0], bool) else kinds.INT32
+    kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}[type(value)]
+    return value, kind, None

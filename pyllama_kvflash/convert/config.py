@@ -1,0 +1,134 @@
+"""A drafter's config.json: values with their types checked, and errors that name the key."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pyllama_kvflash.errors import ModelError
+
+_NESTED = ("text_config", "transformer_layer_config")  # whose values count as those of the file
+_MAX_INT = (1 << 31) - 2  # sizes are 32-bit numbers in llama.cpp, and layers are counted from 1 there
+_MAX_NUMBER = 1e30  # and the others float32
+
+
+class Found(NamedTuple):
+    """A value, with the key it was found under: "dflash_config.block_size"."""
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The values of a config.json. A key with a dot is one of an object within: "dflash_config.block_size".
+
+    Getters take several keys; the first that is there, and not null, counts. Raises ModelError, with the key, for a
+    value of another type, and for a missing one unless a getter says what it gives then.
+    """
+
+    path: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read a folder's config.json. Raises ModelError."""
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            msg = f"{folder} has no config.json: give the drafter's folder, or hf:owner/repo"
+            raise ModelError(msg) from None
+        except OSError as err:
+            msg = f"{path} cannot be read: {err.strerror}"
+            raise ModelError(msg) from None
+        except (ValueError, RecursionError) as err:
+            msg = f"{path} is no JSON: {err}"
+            raise ModelError(msg) from None
+        if not isinstance(values, dict):
+            msg = f"{path} is no JSON object: it is a {type(values).__name__}"
+            raise ModelError(msg)
+        for name in _NESTED:
+            if isinstance(values.get(name), dict):
+                values = values | values[name]
+        return cls(path, values)
+
+    def find(self, *keys: str) -> Found | None:
+        """The first of the keys that is there."""
+        for key in keys:
+            value: Any = self.values
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                return Found(key, value)
+        return None
+
+    def need(self, *keys: str) -> Found:
+        """The same; one must be there."""
+        found = self.find(*keys)
+        if found is None:
+            others = f" (nor {', '.join(keys[1:])})" if keys[1:] else ""
+            msg = f"{self.path} has no {keys[0]}{others}: the file is not complete, or not that of a drafter"
+            raise ModelError(msg)
+        return found
+
+    def size(self, *keys: str, low: int = 1) -> Found:
+        """A whole number from low on."""
+        return self._checked(_whole(low), f"a whole number from {low} on", self.need(*keys))
+
+    def maybe_size(self, *keys: str, low: int = 1) -> int | None:
+        """The same, None if there is none."""
+        return self.size(*keys, low=low).value if self.find(*keys) else None
+
+    def maybe_number(self, *keys: str) -> float | None:
+        """A finite number, None if there is none."""
+        found = self.find(*keys)
+        return float(self._checked(_finite, "a number", found).value) if found else None
+
+    def positive(self, *keys: str) -> float:
+        """A number above 0."""
+        return float(self._checked(lambda v: _finite(v) and v > 0, "a number above 0", self.need(*keys)).value)
+
+    def flag(self, *keys: str) -> bool | None:
+        """True or false, None if there is none."""
+        found = self.find(*keys)
+        return bool(self._checked(lambda v: isinstance(v, bool), "true or false", found).value) if found else None
+
+    def maybe_text(self, *keys: str) -> str | None:
+        """A string, None if there is none."""
+        found = self.find(*keys)
+        return str(self._checked(_printable, "a string", found).value) if found else None
+
+    def sizes(self, *keys: str) -> Found:
+        """A list of whole numbers from 0 on, not empty."""
+        whole = _whole(0)
+        return self._checked(
+            lambda v: isinstance(v, list) and bool(v) and all(map(whole, v)),
+            "a list of whole numbers",
+            self.need(*keys),
+        )
+
+    def maybe_texts(self, *keys: str) -> Found | None:
+        """A list of strings, None if there is none."""
+        found = self.find(*keys)
+        good = lambda v: isinstance(v, list) and all(map(_printable, v))  # noqa: E731
+        return self._checked(good, "a list of strings", found) if found else None
+
+    def _checked(self, good: Callable[[Any], bool], what: str, found: Found) -> Found:
+        if not good(found.value):
+            msg = f"{self.path}: {found.key} is {json.dumps(found.value)[:80]}, and must be {what}"
+            raise ModelError(msg)
+        return found
+
+
+def _whole(low: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= _MAX_INT
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER  # neither of them is true of NaN
+
+
+def _printable(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()

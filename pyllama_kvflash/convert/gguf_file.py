@@ -1,0 +1,184 @@
+"""A drafter into a GGUF file: whole or not at all, a few rows at a time, with a look at every weight."""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.convert.gguf_py import load_gguf
+from pyllama_kvflash.convert.layout import Tensor
+from pyllama_kvflash.errors import ModelError, OutputError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Progress = Callable[[float], None]
+
+TYPES = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q5_1": "MOSTLY_Q5_1",
+    "q5_0": "MOSTLY_Q5_0",
+    "q4_1": "MOSTLY_Q4_1",
+    "q4_0": "MOSTLY_Q4_0",
+}
+"""Types that are written here, with gguf's name of a file of each."""
+
+_CHUNK = 1 << 22  # elements that are converted at once
+_F16_MAX = 65504.0
+_HEADER = 1 << 20  # bytes of padding and tensor infos, at most
+
+
+class Contents(NamedTuple):
+    """What a file holds. keys: "general.type" and so on, with value, type and type of items as gguf has them."""
+
+    keys: dict[str, tuple[Any, Any, Any]]
+    tensors: list[Tensor]
+
+
+@contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """A temporary file beside path, which takes its place at the end, and is removed if the block raises.
+
+    It is called .NAME.part; what a killed run left is overwritten by the next one. Raises UsageError if another process
+    writes it now, and OutputError.
+    """
+    part = path.with_name(f".{path.name}.part")
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        msg = f"{path} is no file: give the name of the GGUF to write with -o/--output"
+        raise UsageError(msg)
+    try:
+        with part.open("ab") as lock:
+            _lock(lock, path)
+            try:
+                yield part
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
+                part.replace(path)
+            finally:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+    except OSError as err:
+        msg = f"{path} cannot be written: {err.strerror}"
+        raise OutputError(msg) from None
+
+
+def _lock(file: Any, path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        msg = f"{path} is being written by another run: wait for it, or give another name with -o/--output"
+        raise UsageError(msg) from None
+
+
+def write_file(part: Path, contents: Contents, outtype: str, progress: Progress) -> None:
+    """Write a GGUF file. outtype: of TYPES; progress: called with 0.0 to 1.0.
+
+    Raises ModelError for a weight that is no number or does not fit, OutputError if there is no room, and OSError.
+    """
+    gguf = load_gguf()
+    file = gguf.GGUFWriter(part, "dflash")
+    plan = [(t, tensor_type(gguf, t, outtype)) for t in contents.tensors]
+    sizes = [_n_bytes(gguf, t, kind) for t, kind in plan]
+    _check_room(part, sum(sizes) + _HEADER)
+    for (tensor, kind), size in zip(plan, sizes, strict=True):
+        file.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+    for key, value in contents.keys.items():
+        file.add_key_value(key, *value)
+    try:
+        file.write_header_to_file()
+        file.write_kv_data_to_file()
+        file.write_ti_data_to_file()
+        out = file.fout[0]
+        file.write_padding(out, out.tell())
+        done, total = 0, sum(sizes)
+        for (tensor, kind), size in zip(plan, sizes, strict=True):
+            for chunk in _chunks(gguf, tensor, kind):
+                out.write(chunk.tobytes())
+                done += chunk.nbytes
+                progress(done / total)
+            file.write_padding(out, size)
+        out.flush()
+    finally:
+        _close(file)
+
+
+def _close(file: Any) -> None:
+    """Close a writer. After an error on the disk, closing fails again: the first one is the one to tell."""
+    with suppress(OSError):
+        file.close()
+
+
+def tensor_type(gguf: Any, tensor: Tensor, outtype: str) -> Any:
+    """The type that a tensor is written in: as upstream's converter, f16 where a row is no whole number of blocks."""
+    kinds = gguf.GGMLQuantizationType
+    if tensor.values is not None and tensor.values.dtype == np.int64:
+        return kinds.I64
+    if tensor.keep:
+        return kinds.F32
+    kind = kinds[outtype.upper()]
+    return kind if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else kinds.F16
+
+
+def _n_bytes(gguf: Any, tensor: Tensor, kind: Any) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return math.prod(tensor.shape) // int(block) * int(size)
+
+
+def _check_room(part: Path, need: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if free < need:
+        msg = f"the drafter takes {need / 2**30:.2f} GiB, and {part.parent} has {free / 2**30:.2f} GiB free"
+        raise OutputError(msg)
+
+
+def _chunks(gguf: Any, tensor: Tensor, kind: Any) -> Iterator[npt.NDArray[Any]]:
+    """A tensor's bytes, some rows at a time."""
+    if tensor.values is not None:
+        yield tensor.values
+        return
+    f16 = kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.BF16)  # the values, or their scales
+    for rows, first in _rows(tensor):
+        _check_values(tensor, rows, first, f16=f16)
+        yield rows if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(rows, kind)
+
+
+def _rows(tensor: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], int]]:
+    """Rows (n, width) float32 of a stored tensor, and the number of the first. A vector has rows of one element."""
+    stored = tensor.stored
+    if stored is None:
+        return
+    width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    n = math.prod(tensor.shape) // width
+    if tensor.rows is not None:  # rows of everywhere: matrices of attention, which are not large
+        yield stored.floats(0, n * width).reshape(n, width)[tensor.rows], 0
+        return
+    step = max(1, _CHUNK // width)
+    for first in range(0, n, step):
+        last = min(first + step, n)
+        yield stored.floats(first * width, last * width).reshape(-1, width), first
+
+
+def _check_values(tensor: Tensor, rows: npt.NDArray[np.float32], first: int, *, f16: bool) -> None:
+    largest = float(np.abs(rows).max()) if rows.size else 0.0  # NaN if there is one
+    if math.isfinite(largest) and (largest <= _F16_MAX or not f16):
+        return
+    name = tensor.stored.name if tensor.stored else tensor.name
+    if math.isfinite(largest):
+        msg = f"{name} has a weight of {largest:g}, and f16 ends at {_F16_MAX:g}: use --outtype bf16"
+        raise ModelError(msg)
+    i = int(np.flatnonzero(~np.isfinite(rows))[0])
+    msg = f"{name} has a weight that is {rows.reshape(-1)[i]}, at row {first + i // rows.shape[1]}: the file is damaged"
+    raise ModelError(msg)

@@ -1,0 +1,15 @@
+"""gguf, which is an optional extra."""
+
+from typing import Any
+
+from pyllama_kvflash.errors import UsageError
+
+
+def load_gguf() -> Any:
+    """The module. Raises UsageError if it is not installed."""
+    try:
+        import gguf  # noqa: PLC0415 (an optional extra)
+    except ImportError:
+        msg = "convert-draft needs gguf: pip install 'pyllama-kvflash[convert]'"
+        raise UsageError(msg) from None
+    return gguf

@@ -1,0 +1,95 @@
+"""How a drafter rotates: the rope.* keys from config.json. A DFlash drafter has one rope, for windows and the rest."""
+
+from typing import Any
+
+from pyllama_kvflash.convert.config import Config
+from pyllama_kvflash.errors import ModelError, UnsupportedError
+
+_PARAMETERS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
+_WHERE = (*(f"{p}.full_attention" for p in _PARAMETERS), *_PARAMETERS)  # the nearer first: of full attention, of all
+_N_SECTIONS = 4  # time, height, width, extra
+_NOT_ROTATED = 1e30  # divides a frequency to nothing
+
+Keys = dict[str, Any]
+
+
+def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list[float]]:
+    """Keys, and divisors of the frequencies (head_dim / 2) if there are any. Raises ModelError and UnsupportedError."""
+    theta = config.positive(*(f"{p}.rope_theta" for p in _WHERE), "rope_theta")
+    _check_one_rope(config, theta)
+    kind = config.maybe_text(*(f"{p}.{name}" for p in _WHERE for name in ("rope_type", "type"))) or "default"
+    partial = config.maybe_number(*(f"{p}.partial_rotary_factor" for p in _WHERE), "partial_rotary_factor")
+    if partial is not None and not 0 < partial <= 1:
+        msg = f"{config.path}: partial_rotary_factor is {partial}, and must be above 0 and at most 1"
+        raise ModelError(msg)
+    keys: Keys = {"rope.freq_base": theta}
+    if gemma:
+        keys["rope.dimension_count"] = head_dim
+        return keys, _proportional(config, head_dim, kind, partial)
+    if partial is not None:
+        keys["rope.dimension_count"] = _n_rot(config, head_dim, partial)
+    return keys | _scaling(config, kind), []
+
+
+def rope_sections(config: Config, head_dim: int, *, mrope: bool) -> Keys:
+    """M-RoPE's sections. Of a target with M-RoPE the drafter follows the first, time: all of its pairs are in that one."""
+    if mrope:
+        return {"rope.dimension_sections": [head_dim // 2, 0, 0, 0]}
+    names = [f"{p}.mrope_section" for p in _PARAMETERS]
+    if not config.find(*names):
+        return {}
+    sections = config.sizes(*names).value
+    return {"rope.dimension_sections": (sections + [0] * _N_SECTIONS)[:_N_SECTIONS]}
+
+
+def _check_one_rope(config: Config, theta: float) -> None:
+    local = config.maybe_number(*(f"{p}.sliding_attention.rope_theta" for p in _PARAMETERS))
+    if local is not None and local != theta:
+        msg = f"{config.path}: sliding_attention has rope_theta = {local:g}, full_attention {theta:g}"
+        raise UnsupportedError(f"{msg}, and a DFlash drafter has one for both in llama.cpp")
+
+
+def _scaling(config: Config, kind: str) -> Keys:
+    """Keys of a scaled rope: linear, or YaRN (Peng et al. 2023)."""
+    if kind == "default":
+        return {}
+    if kind not in ("linear", "yarn"):
+        msg = f"{config.path}: rope_type is {kind}, and llama.cpp's DFlash computes default, linear and yarn"
+        raise UnsupportedError(msg)
+    keys: Keys = {"rope.scaling.type": kind, "rope.scaling.factor": config.positive(*(f"{p}.factor" for p in _WHERE))}
+    if kind == "linear":
+        return keys
+    original = [f"{p}.original_max_position_embeddings" for p in _WHERE]
+    keys["rope.scaling.original_context_length"] = config.size(*original, "original_max_position_embeddings").value
+    optional = {
+        "yarn_ext_factor": ("extrapolation_factor",),
+        "yarn_attn_factor": ("attention_factor", "attn_factor"),
+        "yarn_beta_fast": ("beta_fast",),
+        "yarn_beta_slow": ("beta_slow",),
+    }
+    for key, names in optional.items():
+        value = config.maybe_number(*(f"{p}.{name}" for name in names for p in _WHERE))
+        if value is not None:
+            keys[f"rope.scaling.{key}"] = value
+    return keys
+
+
+def _proportional(config: Config, head_dim: int, kind: str, partial: float | None) -> list[float]:
+    """Gemma 4's rope: of head_dim / 2 pairs the first are rotated, and the others stay where they are."""
+    if kind == "default":
+        return []
+    if kind != "proportional" or partial is None:
+        what = f"rope_type is {kind}" if partial is not None else "partial_rotary_factor is missing"
+        msg = f"{config.path}: {what}, and a Gemma 4 drafter rotates proportionally, by partial_rotary_factor"
+        raise UnsupportedError(msg)
+    n = _n_rot(config, head_dim, partial) // 2
+    return [1.0] * n + [_NOT_ROTATED] * (head_dim // 2 - n)
+
+
+def _n_rot(config: Config, head_dim: int, partial: float) -> int:
+    """Elements of a head that are rotated, as transformers counts them; they come in pairs."""
+    n = int(head_dim * partial)
+    if not n or n % 2:
+        msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be even"
+        raise ModelError(msg)
+    return n
