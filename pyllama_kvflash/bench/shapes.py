@@ -82,8 +82,8 @@ SHAPES = {
         interval=2, n_state=64, n_group=2, n_value=4, n_expert=8, n_used=2,
     ),
 }  # fmt: skip
-"""The shapes by name: of an 8B dense model, of a 27B hybrid with 16 layers of attention, of a 35B one with experts and 10 such layers,
-and three for tests on a CPU."""
+"""The shapes by name: of an 8B dense model, of a 27B hybrid with 16 layers of attention, of a 35B one with experts and 10
+such layers, and three for tests on a CPU."""
 
 
 class Tensor(NamedTuple):

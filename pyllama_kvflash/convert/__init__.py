@@ -73,12 +73,11 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
     if output.exists() and any(output.samefile(path) for path in inputs):
         msg = f"{output} is what the run reads: give another file with -o/--output"
         raise UsageError(msg)
-    first = outtype
     if outtype == "auto":
-        first = "f16" if plan.stored == "f32" else plan.stored
+        outtype = "f16" if plan.stored == "f32" else plan.stored
     with part_of(output) as part:
         if outtype not in _LLAMA_TYPES:
-            write_file(part, _contents(plan, first), first, progress)
+            write_file(part, _contents(plan, outtype), outtype, progress)
             return
         from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
 

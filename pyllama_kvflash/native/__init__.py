@@ -18,7 +18,7 @@ from pyllama_kvflash.native.context import (
 from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
-from pyllama_kvflash.native.quantize import QUANTISED, quantize
+from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.sampler import Sampler, Sampling
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -27,7 +27,6 @@ __all__ = [
     "CACHE_TYPES",
     "LAST",
     "NONE",
-    "QUANTISED",
     "Context",
     "Device",
     "KVBytes",
