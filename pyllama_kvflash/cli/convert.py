@@ -1,6 +1,5 @@
 """`kvflash convert-draft`: a DFlash drafter's safetensors into a GGUF."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +67,11 @@ def convert_draft(
 def _table(plan: Plan) -> Table:
     drafter, target = plan.drafter, plan.target
     made_for = f"{target.path}: {target.architecture}, {target.n_vocab:,} tokens" if target else "not given (--target)"
-    n_params = sum(math.prod(tensor.shape) for tensor in plan.tensors)
     rows: list[tuple[str, Any]] = [
         ("source", plan.source.folder),
         ("architecture", f"{drafter.architecture}, dflash in llama.cpp"),
         ("target", made_for),
-        ("weights", f"{len(plan.tensors)} tensors, {n_params:,} parameters, {plan.stored}"),
+        ("weights", f"{len(plan.tensors)} tensors, {plan.n_params:,} parameters, {plan.stored}"),
         ("vocabulary", f"{drafter.size('vocab'):,} tokens, mask {drafter.mask_token}"),
         *((key, value) for key, value in drafter.keys.items()),
     ]

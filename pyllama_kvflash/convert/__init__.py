@@ -6,6 +6,7 @@
 Everything that can be wrong but the weights' values is found before the first byte is written.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,11 @@ class Plan:
     tensors: list[Tensor]
     target: Target | None
     stored: str
+
+    @property
+    def n_params(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
 def resolve(source: Source, target: Path | None) -> Plan:
@@ -100,7 +106,7 @@ def _contents(plan: Plan, outtype: str) -> Contents:
     kinds = gguf.GGUFValueType
     drafter, target = plan.drafter, plan.target
     keys: dict[str, tuple[Any, Any, Any]] = {"general.type": ("model", kinds.STRING, None)}
-    keys |= general_keys(gguf, plan.source, plan.tensors)
+    keys |= general_keys(gguf, plan.source, plan.n_params)
     keys |= {f"dflash.{key}": _typed(kinds, value) for key, value in drafter.keys.items()}
     keys["general.file_type"] = (int(gguf.LlamaFileType[TYPES[outtype]]), kinds.UINT32, None)
     keys["general.quantization_version"] = (gguf.GGML_QUANT_VERSION, kinds.UINT32, None)

@@ -1,16 +1,13 @@
 """Who made a drafter, and what it is called: the general.* keys, from its name and the head of its README.md."""
 
-import math
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.convert.layout import Tensor
 from pyllama_kvflash.convert.source import Source
 
 
-def general_keys(gguf: Any, source: Source, tensors: list[Tensor]) -> dict[str, tuple[Any, Any, Any]]:
+def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[Any, Any, Any]]:
     """Keys as gguf's own heuristics give them. A README.md that they cannot take is left out."""
-    n_params = sum(math.prod(tensor.shape) for tensor in tensors)
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)
