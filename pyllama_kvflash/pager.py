@@ -1,8 +1,9 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
 Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. A chunk that comes back while decoding lands in a masked block, beside the
-next step, and is seen by the one after; a large plan is spread over steps.
+computed, and summarised after that, in a thread. While decoding, a plan is spread over steps: what goes leaves one step
+before its block is taken, what comes lands in that masked block beside a step that does not use it, and is seen by the one
+after the next.
 """
 
 from collections import deque
@@ -20,7 +21,9 @@ from pyllama_kvflash.residency import Residency, compare, held, look, n_landing,
 from pyllama_kvflash.store import HostMemory, HostStore
 from pyllama_kvflash.summariser import Summariser
 
-FLIGHT_BYTES = 96 << 20  # that begin to come back in one step: some 2 ms of a PCIe 5 bus, a fraction of a token
+# That begin to come back in one step: some 1 ms of a PCIe 5 bus. It must be done when the next step begins, whose inputs
+# take the same way to the device, and would wait in line.
+FLIGHT_BYTES = 48 << 20
 _NOTHING = Plan()
 
 
@@ -113,9 +116,7 @@ class Pager:
         nothing has moved then.
         """
         ledger = self.ledger
-        if self._landing:
-            self._land()
-        elif ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
+        if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens go on in their chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new and n_new + taken[0] > ledger.n_free:
@@ -133,6 +134,8 @@ class Pager:
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self._n_computed += 1
         self.ledger.write(n_tokens)
+        if self._landing:
+            self._land()
         if self._todo[1]:
             self._fly()
         if self.ledger.n_sealed > n_sealed:
@@ -215,9 +218,7 @@ class Pager:
         self._ctx.begin_page_in(chunk, self.store.get(chunk))
 
     def _land(self) -> None:
-        """What had a batch to come in beside is resident from the next one on. Copies wait for the batch that was under
-        way when they began: to see them one batch later would be to wait for them.
-        """
+        """What had a batch to come in beside is resident from the next one on."""
         for chunk in [c for c, n in self._landing.items() if n < self._n_computed]:
             self._commit(chunk)
 
@@ -233,22 +234,22 @@ class Pager:
         self.n_in += 1
 
     def _fly(self) -> None:
-        """Begin to bring in what comes next of a plan that is spread over steps, dropping as much as that takes."""
+        """Begin to bring in what comes next of a plan that is spread over steps, and drop what the flight after it takes
+        the place of: a copy into a block that the batch under way does not use need not wait for it.
+        """
         drops, page_ins = self._todo
-        evictable, n_free = self.ledger.evictable(), self.ledger.n_free
-        for _ in range(max(1, FLIGHT_BYTES // self.store.record_bytes)):
-            if not page_ins:
-                return
-            while drops and n_free <= 1:  # one stays free for the chunk that begins next
-                chunk = drops.popleft()
-                if evictable[chunk]:
-                    self._drop(chunk)
-                    n_free += 1
-            if n_free == 0:
-                page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
-                return
+        n = max(1, FLIGHT_BYTES // self.store.record_bytes)
+        n_kept = 1 if drops else 0  # for the chunk that begins next
+        for _ in range(min(n, len(page_ins), self.ledger.n_free - n_kept)):
             self._begin(page_ins.popleft())
-            n_free -= 1
+        evictable, n_free = self.ledger.evictable(), self.ledger.n_free
+        while drops and n_free <= min(n, len(page_ins)):
+            chunk = drops.popleft()
+            if evictable[chunk]:
+                self._drop(chunk)
+                n_free += 1
+        if n_free == 0:
+            page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
 
     def _bring_rest(self) -> None:
         """All that is left of a plan that is spread over steps."""

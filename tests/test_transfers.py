@@ -81,6 +81,43 @@ def test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model: Model, cache: s
             np.testing.assert_array_equal(quick.read(c), record)
 
 
+@pytest.mark.parametrize("cache", TYPES)
+def test_a_chunk_lands_beside_the_batch_that_does_not_use_its_block(model: Model, cache: str) -> None:
+    """Begun while a batch is computed, into blocks that it uses (dropped since) and others (dropped before): no batch sees
+    what it must not, and none is disturbed by what it does not see.
+    """
+    with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
+        for run in (quick, slow):
+            run.feed(700)
+        n = len(run.resident()) - 2  # the first and the last one stay
+        records = {c: r for run in (quick, slow) for c, r in run.out(range(1, n)).items()}
+        for run in (quick, slow):
+            for c in range(1, n, 2):
+                run.ctx.page_in(c, records[c])
+        place = quick.ctx.host_buffer(n * quick.ctx.pool_info().record_bytes).reshape(n, -1)
+        for c, record in records.items():
+            place[c] = record
+        come, go = list(range(2, n, 2)), list(range(1, n, 2))
+        for _ in range(6):
+            for size in (32, 1):
+                half = len(come) // 2
+                quick.decode(size)
+                blocks = {c: quick.ctx.begin_page_in(c, place[c]) for c in come[:half]}
+                for c in go:
+                    quick.ctx.drop(c)
+                blocks |= {c: quick.ctx.begin_page_in(c, place[c]) for c in come[half:]}
+                np.testing.assert_array_equal(quick.ctx.logits(), slow.feed(size)[-1])
+                for c in go:
+                    slow.ctx.drop(c)
+                for c in come:
+                    quick.ctx.commit(c)
+                    slow.ctx.page_in(c, records[c], blocks[c])
+                come, go = go, come
+            np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
+        for c in go:
+            np.testing.assert_array_equal(quick.read(c), records[c])
+
+
 def test_blocks_go_round_without_a_wait(tiny_model: Callable[[str], Model]) -> None:
     """Read, drop, bring in and decode, hundreds of times, with no wait but the last: every record is still what it was."""
     rng = np.random.default_rng(5)
@@ -150,14 +187,18 @@ def test_what_is_on_its_way_in_holds_its_block(tiny_model: Callable[[str], Model
 
 
 def test_layers_of_one_size_are_one_copy(tiny_model: Callable[[str], Model]) -> None:
-    """K and V rows of all layers lie at one stride; of two sizes, at two; without flash attention V is columns."""
+    """On each device K and V rows of all layers lie at one stride; without flash attention V is columns."""
 
-    def copies(name: str, cache: str) -> int:
+    def copies(name: str, cache: str) -> tuple[int, int]:
         with Run(tiny_model(name), CACHES[cache], pool=POOL) as run:
-            return run.ctx.pool_info().n_copy
+            return run.ctx.pool_info().n_copy, len({layer.device for layer in run.ctx.layers()})
 
-    assert {copies(name, cache) for name in NAMES for cache in ("f16", "q8_0", "q4_0")} == {1}
-    assert copies("qwen3", "f16-nofa") == 1 + 3  # all K, and V of each of 3 layers
+    for name in NAMES:
+        for cache in ("f16", "q8_0", "q4_0"):
+            n_copy, n_device = copies(name, cache)
+            assert n_copy == n_device, (name, cache)
+    n_copy, n_device = copies("qwen3", "f16-nofa")
+    assert n_copy == n_device + 3  # all K, and V of each of 3 layers
 
 
 def test_host_memory_is_what_was_asked_for(tiny_model: Callable[[str], Model]) -> None:

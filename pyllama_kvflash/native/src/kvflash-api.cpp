@@ -288,13 +288,16 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
 
     take_log();
 
-    auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    if (kv && llama_kvflash::is_pool(*kv)) {
-        llama_kvflash::mover(*kv).order(ctx, [&](int32_t block) { return llama_kvflash::is_free(*kv, block); });
-    }
+    const auto * kv      = llama_kvflash::get_kv(ctx->get_memory());
+    auto *       mover   = kv && llama_kvflash::is_pool(*kv) ? &llama_kvflash::mover(*kv) : nullptr;
+    const auto   is_free = [&](int32_t block) { return llama_kvflash::is_free(*kv, block); };
+
+    if (mover) { mover->order(ctx, is_free); }
 
     switch (llama_decode(ctx, batch)) {
-        case 0: break;
+        case 0:
+            if (mover) { mover->submitted(llama_kvflash::n_block(*kv), is_free); }
+            break;
         case 1: throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos[0]));
         case 2: throw kvf_failure(KVF_E_ABORTED, "interrupted");
         case -2: throw kvf_failure(KVF_E_MEMORY, take_log());

@@ -22,8 +22,9 @@ struct kvf_failure : std::runtime_error {
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
 //
-// What keeps them right: a copy waits for the computation that was submitted before it. The computation waits for the
-// copies from a block before it may write to it (order), and for those into a block before it may read it (commit).
+// What keeps them right: a copy waits for the computations that were submitted before it and use its block. Into a block
+// that was free in the last batch that is all but this batch: it goes beside it. The computation waits for the copies from
+// a block before it may write to it (order), and for those into a block before it may read it (commit).
 struct kvf_mover {
     // a part of block 0 that is contiguous in the pool and in a record; block b has its own b*size bytes further on
     struct piece {
@@ -59,8 +60,10 @@ struct kvf_mover {
     // begin to copy parts of tensors of the last graph, one after the other
     uint64_t fetch(llama_context * ctx, const std::vector<rows> & tensors, void * dst);
 
-    // before a computation: it waits for the copies that read what it may overwrite
+    // before a batch is computed: it waits for the copies that read what it may overwrite
     void order(llama_context * ctx, const std::function<bool(int32_t block)> & is_free);
+    // after it was submitted: it uses none of the blocks that are free
+    void submitted(uint32_t n_block, const std::function<bool(int32_t block)> & is_free);
     // the computations from now on wait for this copy
     void commit(llama_context * ctx, uint64_t ticket);
     // the caller waits for this copy and all before it
@@ -93,9 +96,11 @@ private:
         ggml_backend_buffer_t  buf;
         ggml_tensor *          window; // all of the buffer
         ggml_backend_ptr       stream; // null: copies are synchronous
-        ggml_backend_event_ptr ready;  // what was computed when a copy began
+        ggml_backend_event_ptr ready;  // all that was submitted
+        ggml_backend_event_ptr before; // the last batch was
         std::vector<run>       runs;
 
+        uint64_t                            behind  = 0; // the stream waits for so many batches
         ggml_backend_t                      compute = nullptr;
         std::vector<ggml_backend_event_ptr> spare;
     };
@@ -108,7 +113,7 @@ private:
     };
 
     void       bind(llama_context * ctx);
-    void       start(part & p);
+    void       start(part & p, uint64_t n);
     transfer & begin(llama_context * ctx, int32_t block);
     void       finish(transfer & t);
     void       order(transfer & t);
@@ -116,7 +121,9 @@ private:
     ggml_context_ptr     windows;
     std::vector<part>    parts;
     std::deque<transfer> flying;
+    std::vector<bool>    unused; // blocks that the last batch does not use; empty: who knows
     uint64_t             n_begun = 0;
+    uint64_t             n_batch = 0;
 };
 
 // pinned host memory

@@ -51,7 +51,8 @@ kvf_mover::kvf_mover(const std::vector<piece> & pieces, size_t record_bytes) : r
             if (auto * dev = device_of(piece.buf); is_async(dev)) {
                 p->stream.reset(ggml_backend_dev_init(dev, nullptr));
                 p->ready.reset(ggml_backend_event_new(dev));
-                if (!p->stream || !p->ready) { p->stream.reset(); }
+                p->before.reset(ggml_backend_event_new(dev));
+                if (!p->stream || !p->ready || !p->before) { p->stream.reset(); }
             }
         }
 
@@ -125,10 +126,13 @@ void kvf_mover::bind(llama_context * ctx) {
     }
 }
 
-// the copies of a part that follow wait for what was computed until now
-void kvf_mover::start(part & p) {
-    ggml_backend_event_record(p.ready.get(), p.compute);
-    ggml_backend_event_wait(p.stream.get(), p.ready.get());
+// the copies of a part that follow wait for the first n batches: all, or all but the last
+void kvf_mover::start(part & p, uint64_t n) {
+    if (p.behind >= n) { return; }
+
+    if (n == n_batch) { ggml_backend_event_record(p.ready.get(), p.compute); }
+    ggml_backend_event_wait(p.stream.get(), n == n_batch ? p.ready.get() : p.before.get());
+    p.behind = n;
 }
 
 kvf_mover::transfer & kvf_mover::begin(llama_context * ctx, int32_t block) {
@@ -157,6 +161,8 @@ void kvf_mover::finish(transfer & t) {
 uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const void * src) {
     auto & t = begin(ctx, block);
 
+    const bool beside = src && block < (int32_t) unused.size() && unused[block];
+
     const auto each = [&](part & p) {
         for (const auto & r : p.runs) {
             const size_t at = r.dev + block * r.size;
@@ -177,7 +183,7 @@ uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const v
 
     for (auto & p : parts) {
         if (p.stream) {
-            start(p);
+            start(p, n_batch - beside);
             each(p);
         }
     }
@@ -200,7 +206,7 @@ uint64_t kvf_mover::fetch(llama_context * ctx, const std::vector<rows> & tensors
     auto & t = begin(ctx, -1);
 
     for (auto & p : parts) {
-        if (p.stream) { start(p); }
+        if (p.stream) { start(p, n_batch); }
     }
 
     std::vector<std::pair<rows, char *>> rest;
@@ -242,6 +248,20 @@ void kvf_mover::order(llama_context * ctx, const std::function<bool(int32_t bloc
     bind(ctx);
     for (auto & t : flying) {
         if (!t.ordered && (t.block < 0 || is_free(t.block))) { order(t); }
+    }
+    for (auto & p : parts) {
+        if (p.stream) { ggml_backend_event_record(p.before.get(), p.compute); }
+    }
+    unused.clear();
+    n_batch++;
+}
+
+void kvf_mover::submitted(uint32_t n_block, const std::function<bool(int32_t block)> & is_free) {
+    if (!pinned_for()) { return; } // all copies are done when a call returns
+
+    unused.resize(n_block);
+    for (uint32_t b = 0; b < n_block; ++b) {
+        unused[b] = is_free(b);
     }
 }
 
