@@ -167,6 +167,7 @@ int  kvf_context_new(struct llama_model * model, const struct llama_context_para
                      const struct kvf_pool_params * pool, struct llama_context ** ctx);
 const char * kvf_memory_class(struct llama_context * ctx);
 int  kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
+int  kvf_get_compute_bytes(struct llama_context * ctx, int32_t device, uint64_t * bytes);
 int  kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
 uint32_t kvf_n_layer(struct llama_context * ctx);
 int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,

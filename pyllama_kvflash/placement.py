@@ -41,15 +41,17 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     weights, found = model.weights(), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
-    state = _state_bytes(model, geometry, options)
+    here = sorted({w.device for w in weights} | token_bytes.keys())
+    state, computed = _measured(model, geometry, options, here)
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
     some = any(_IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights)  # are on the host as it is
     res = []
-    for i in sorted({w.device for w in weights} | token_bytes.keys()):
+    for i, (compute, token_compute) in zip(here, computed, strict=True):
         others, experts = _sizes([w for w in weights if w.device == i], n_layer)
         fixed = others + state + (copy if some else 0)
         args = (found[i].name, found[i].free, fixed, token_bytes.get(i, 0), experts)
-        res.append(Holding(*args, copy=0 if some else copy, gpu=found[i].gpu))
+        rest = {"copy": 0 if some else copy, "compute": compute, "token_compute": token_compute}
+        res.append(Holding(*args, **rest, gpu=found[i].gpu))
     return res
 
 
@@ -64,24 +66,37 @@ def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...
     return others, tuple(experts)
 
 
-def _state_bytes(model: Model, geometry: Geometry, options: Options) -> int:
-    """Bytes of sliding windows and recurrent states, and of a cache that cannot be pooled, whose rows are not known.
+def _measured(
+    model: Model, geometry: Geometry, options: Options, here: Sequence[int]
+) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of sliding windows and recurrent states, and of a cache that cannot be pooled, whose rows are not known: all of
+    them count on each device, for where they are is not known. And for each device `here` the buffers of the computation,
+    and how much they grow with each token of KV.
 
-    All of them count on each device: where they are is not known.
+    Both are seen in contexts that take no memory: a small one, and one of the full cache.
     """
     n_ubatch = min(options.n_ubatch, options.n_batch or options.n_ubatch)
-    n_ctx = options.n_ctx
+    least = options.n_ctx
     if geometry.rows:
-        n_ctx = min(n_ctx, model.n_swa + n_ubatch + CELLS)  # a longer context does not change them
-    with Context(
+        least = min(least, model.n_swa + n_ubatch + CELLS)  # a longer context does not change windows and states
+    with _context(model, options, least, min(n_ubatch, least)) as small:
+        held = small.kv_bytes()
+        base = [small.compute_bytes(i) for i in here]
+    with _context(model, options, options.n_ctx, min(n_ubatch, least)) as large:
+        more = [large.compute_bytes(i) - n for i, n in zip(here, base, strict=True)]
+    n_seq = options.n_parallel
+    slopes = [max(0, -(-n // max(1, (options.n_ctx - least) * n_seq))) for n in more]
+    return held.swa + held.recurrent, [(n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)]
+
+
+def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
+    return Context(
         model,
         n_ctx=n_ctx,
-        n_batch=min(n_ubatch, n_ctx),
-        n_ubatch=min(n_ubatch, n_ctx),
+        n_batch=n_batch,
+        n_ubatch=n_batch,
         type_k=options.type_k,
         type_v=options.type_v,
         flash_attn=options.flash_attn,
         n_seq=options.n_parallel,
-    ) as ctx:
-        held = ctx.kv_bytes()
-    return held.swa + held.recurrent
+    )

@@ -316,8 +316,9 @@ def models(draw: st.DrawFn) -> list[Holding]:
     for i in range(n_gpu + 1):
         experts = tuple(n if at == i else 0 for n, at in zip(size, home, strict=True))
         fixed, token_bytes = draw(st.integers(0, 100 * MIB)), draw(st.integers(0, 64 * KIB))
-        free = RESERVE + fixed + draw(st.integers(-MIB, sum(experts) + copy + 8192 * token_bytes))
-        res.append(Holding(f"dev{i}", max(0, free), fixed, token_bytes, experts, copy, gpu=i < n_gpu))
+        compute, slope = draw(st.integers(0, 10 * MIB)), draw(st.sampled_from([0, 4 * KIB]))
+        free = RESERVE + fixed + compute + draw(st.integers(-MIB, sum(experts) + copy + 8192 * token_bytes))
+        res.append(Holding(f"dev{i}", max(0, free), fixed, token_bytes, experts, copy, compute, slope, gpu=i < n_gpu))
     return res
 
 
@@ -331,6 +332,7 @@ def fit(holdings: list[Holding], n_host: int, tokens: int) -> bool:
     """By hand."""
     for h in holdings:
         used = h.fixed + sum(h.experts[n_host:]) + tokens * h.token_bytes + RESERVE + (h.copy if n_host else 0)
+        used += h.compute + tokens * h.token_compute
         if h.gpu and used > h.free:
             return False
     return True

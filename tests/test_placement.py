@@ -18,7 +18,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from pyllama_kvflash import KVFlash, placement
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.loading import Loaded, load, probe
-from pyllama_kvflash.native import Device, Model
+from pyllama_kvflash.native import Context, Device, Model, PoolParams
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.placement import holdings, on_host
@@ -55,7 +55,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 class Sizes:
     """Bytes of a tiny model, added up from its tensors. fixed: all but the experts, and its states."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, n_seq: int = 1, **options: Any) -> None:
         with Model.load(path, no_alloc=True) as model:
             weights = model.weights()
             self.n_layer = model.n_layer
@@ -67,11 +67,23 @@ class Sizes:
             held = kv.ctx.kv_bytes()
         self.state = held.swa + held.recurrent
         self.fixed = sum(w.size for w in weights) - sum(self.layers) + self.state
+        with Model.load(path) as model:
+            least = n_seq * (4096 if not self.tokens else model.n_swa + 64 + 256)
+            base, full = (computed(model, n // n_seq, 64, n_seq=n_seq) for n in (least, n_seq * 4096))
+        self.slope = -(-(full - base) // max(1, n_seq * 4096 - least))
+        self.compute = base - least * self.slope
 
     def need(self, n_host: int, tokens: int) -> int:
         """As the policy's docstring has it."""
         copy = self.copy if n_host else 0
-        return RESERVE + self.fixed + sum(self.layers[n_host:]) + tokens * self.tokens + copy
+        compute = self.compute + tokens * self.slope
+        return RESERVE + self.fixed + sum(self.layers[n_host:]) + tokens * self.tokens + copy + compute
+
+
+def computed(model: Model, n_ctx: int, n_batch: int, **options: Any) -> int:
+    """Bytes of the buffers of the computation, of a context that has them."""
+    with Context(model, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, n_threads=1, **options) as ctx:
+        return ctx.compute_bytes(0)
 
 
 @pytest.fixture
@@ -202,7 +214,7 @@ def test_auto_turns_off_a_redundant_pool_unless_it_is_a_number(
 
 def test_auto_for_several_sequences(gpu: Callable[..., None], tiny_path: Callable[[str], Path]) -> None:
     """The full cache is that of all of them."""
-    size = Sizes(tiny_path(MOE))
+    size = Sizes(tiny_path(MOE), n_seq=2)
     options = {"n_cpu_moe": "auto", "pool": "auto", "auto_cap": 2048, "n_parallel": 2}
     gpu(size.need(0, 2 * 4096))
     with loaded(tiny_path(MOE), **options) as found:
@@ -267,6 +279,25 @@ def test_states_count(tiny_path: Callable[[str], Path], gpu: Callable[..., None]
     assert found.fixed == weights + held.swa + held.recurrent
     assert (found.fixed > weights) == (name != MOE)
     assert found.copy == 4 * 256 * 128 * 2, "of 4 experts, 256 x 128 numbers of 2 bytes"
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+@pytest.mark.parametrize("name", [MOE, "gpt-oss"])
+def test_what_is_computed_counts(
+    tiny_path: Callable[[str], Path], gpu: Callable[..., None], name: str, flash_attn: str
+) -> None:
+    """Its buffers, of a pool and of the full cache, are no larger than was said, and not much smaller."""
+    gpu(1 << 40)
+    options = Options(n_ctx=16384, n_batch=512, n_ubatch=512, flash_attn=flash_attn)
+    with Model.load(tiny_path(name), no_alloc=True) as model:
+        options = options.resolved(model.n_ctx_train)
+        (found,) = holdings(model, probe(model, options).geometry, options)
+    assert found.token_compute > 0
+    with Model.load(tiny_path(name)) as model:
+        for tokens in (1024, 4096, 16384):
+            pool = PoolParams(n_pool=tokens) if tokens < options.n_ctx else None
+            real = computed(model, options.n_ctx, 512, flash_attn=flash_attn, pool=pool)
+            assert real <= found.compute + tokens * found.token_compute <= 1.1 * real + (4 << 20)
 
 
 def test_experts_that_are_on_the_host_anyway(

@@ -279,6 +279,14 @@ class Context:
         res: KVBytes = _fields(out, KVBytes)
         return res
 
+    def compute_bytes(self, device: int) -> int:
+        """Bytes of the buffers of the computation on a device, by its number among native.devices(). Of a model that was
+        loaded with no_alloc: what they would take.
+        """
+        out = ffi.new("uint64_t *")
+        check(lib.kvf_get_compute_bytes(self.handle, device, out))
+        return int(out[0])
+
     #
     # pool
     #

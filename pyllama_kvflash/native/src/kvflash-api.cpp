@@ -209,7 +209,7 @@ int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t
 
         *name   = its_name.c_str();
         *size   = ggml_nbytes(tensor);
-        *device = llama_kvflash::device_index(tensor->buffer);
+        *device = llama_kvflash::device_index(ggml_backend_buffer_get_type(tensor->buffer));
     });
 }
 
@@ -249,6 +249,17 @@ int kvf_get_kv_bytes(llama_context * ctx, struct kvf_kv_bytes * bytes) {
     return guard([&] {
         check(ctx && bytes, "a context and a place for the result are needed");
         *bytes = llama_kvflash::kv_bytes(ctx->get_memory());
+    });
+}
+
+int kvf_get_compute_bytes(llama_context * ctx, int32_t device, uint64_t * bytes) {
+    return guard([&] {
+        check(ctx && bytes, "a context and a place for the result are needed");
+
+        *bytes = 0;
+        for (const auto & [buft, size] : ctx->memory_breakdown()) {
+            if (llama_kvflash::device_index(buft) == device) { *bytes += size.compute; }
+        }
     });
 }
 

@@ -206,7 +206,7 @@ struct llama_kvflash {
     static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs);
 
     // of the memory of a buffer, as ggml_backend_dev_get() counts, -1: of no device
-    static int32_t device_index(ggml_backend_buffer_t buf);
+    static int32_t device_index(ggml_backend_buffer_type_t buft);
 
     static uint64_t read(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, void * dst);
     static void     drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);

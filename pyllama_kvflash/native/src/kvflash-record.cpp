@@ -20,10 +20,10 @@ uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
     return GGML_PAD(sizeof(kvf_record) + kv.pool_chunk * sizeof(llama_kv_cell_ext), META_ALIGN);
 }
 
-int32_t llama_kvflash::device_index(ggml_backend_buffer_t buf) {
+int32_t llama_kvflash::device_index(ggml_backend_buffer_type_t buft) {
+    const auto * dev = ggml_backend_buft_get_device(buft);
     // pinned memory of the host is a GPU's, by its type
-    const auto * dev = ggml_backend_buffer_is_host(buf) ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)
-                                                        : kvf_mover::device_of(buf);
+    if (!dev || ggml_backend_buft_is_host(buft)) { dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
         if (ggml_backend_dev_get(i) == dev) { return i; }
@@ -60,7 +60,7 @@ kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
         }
     }
 
-    res.device = device_index(kv.layers[i].k->buffer);
+    res.device = device_index(ggml_backend_buffer_get_type(kv.layers[i].k->buffer));
 
     return res;
 }
