@@ -86,7 +86,9 @@ def _measured(
         more = [large.compute_bytes(i) - n for i, n in zip(here, base, strict=True)]
     n_seq = options.n_parallel
     slopes = [max(0, -(-n // max(1, (options.n_ctx - least) * n_seq))) for n in more]
-    return held.swa + held.recurrent, [(n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)]
+    return held.swa + held.recurrent, [
+        (n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)
+    ]
 
 
 def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
