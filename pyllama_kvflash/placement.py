@@ -48,10 +48,19 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     res = []
     for i, (compute, token_compute) in zip(here, computed, strict=True):
         others, experts = _sizes([w for w in weights if w.device == i], n_layer)
-        fixed = others + state + (copy if some else 0)
-        args = (found[i].name, found[i].free, fixed, token_bytes.get(i, 0), experts)
-        rest = {"copy": 0 if some else copy, "compute": compute, "token_compute": token_compute}
-        res.append(Holding(*args, **rest, gpu=found[i].gpu))
+        res.append(
+            Holding(
+                name=found[i].name,
+                free=found[i].free,
+                fixed=others + state + (copy if some else 0),
+                token_bytes=token_bytes.get(i, 0),
+                experts=experts,
+                copy=0 if some else copy,
+                compute=compute,
+                token_compute=token_compute,
+                gpu=found[i].gpu,
+            )
+        )
     return res
 
 
