@@ -130,8 +130,8 @@ LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_con
 // the class of the context's memory ("llama_kv_cache", ...)
 LLAMA_API const char * kvf_memory_class(struct llama_context * ctx);
 LLAMA_API int          kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
-// buffers of the computation in a device's memory, as ggml_backend_dev_get() counts. of a model that was loaded with no_alloc:
-// what they would take
+// buffers of the computation in a device's memory, as ggml_backend_dev_get() counts. of a model that was loaded with
+// no_alloc: what they would take
 LLAMA_API int kvf_get_compute_bytes(struct llama_context * ctx, int32_t device, uint64_t * bytes);
 // layer i of the attention cache, pooled or not (record offsets are 0 if not)
 LLAMA_API int      kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
