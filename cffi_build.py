@@ -42,6 +42,7 @@ typedef int32_t llama_seq_id;
 enum llama_flash_attn_type {
     LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED, ...
 };
+enum llama_context_type { LLAMA_CONTEXT_TYPE_DEFAULT, LLAMA_CONTEXT_TYPE_MTP, ... };
 enum llama_load_mode { LLAMA_LOAD_MODE_AUTO, LLAMA_LOAD_MODE_NONE, ... };
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
@@ -60,8 +61,11 @@ struct llama_context_params {
     uint32_t n_ubatch;
     uint32_t n_seq_max;
     uint32_t n_rs_seq;
+    uint32_t n_outputs_max;
+    uint32_t n_outputs_max_per_seq;
     int32_t  n_threads;
     int32_t  n_threads_batch;
+    enum llama_context_type ctx_type;
     enum llama_flash_attn_type flash_attn_type;
     enum ggml_type type_k;
     enum ggml_type type_v;
@@ -69,6 +73,7 @@ struct llama_context_params {
     bool no_perf;
     bool swa_full;
     bool kv_unified;
+    struct llama_context * ctx_other;
     ...;
 };
 struct llama_sampler_chain_params { bool no_perf; ...; };
@@ -143,7 +148,7 @@ enum kvf_status {
 #define KVF_FLAG_ROT_K     ...
 #define KVF_FLAG_ROT_V     ...
 
-struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; bool q_tap; uint64_t fingerprint; };
+struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
     uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
@@ -199,6 +204,19 @@ int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 int  kvf_add_rpc(const char * endpoint);
+
+struct kvf_spec;
+struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
+int  kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft, const struct kvf_spec_params * params,
+                  struct kvf_spec ** spec);
+void kvf_spec_free(struct kvf_spec * spec);
+int32_t kvf_spec_n_max(const struct kvf_spec * spec);
+int  kvf_spec_listen(struct kvf_spec * spec, bool on);
+int  kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
+int  kvf_spec_process(struct kvf_spec * spec, llama_pos pos, const llama_token * tokens, int32_t n);
+int  kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
+                    llama_token * draft, int32_t * n_draft);
+int  kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 enum kvf_summary_kind {
     KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS, ...

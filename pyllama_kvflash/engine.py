@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import native
+from pyllama_kvflash.answer import Answer
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, UsageError
-from pyllama_kvflash.events import Done, Event, Prefill, Reselect, Token
-from pyllama_kvflash.loading import load
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect
+from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.sequence import PooledSequence
-from pyllama_kvflash.text import TextStream
 
 _AHEAD = 4096  # tokens of an answer of any length for which host memory is taken at once
 
@@ -39,6 +39,33 @@ class KVFlash(PooledSequence):
         Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled).
         """
         return cls(load(Path(path), Options(**options), progress))
+
+    def __init__(self, loaded: Loaded, beside: Self | None = None) -> None:
+        """Use from_file."""
+        super().__init__(loaded, beside)
+        self._drafts = loaded.drafts
+
+    def clear(self) -> None:
+        """Forget the sequence and its records; pins stay."""
+        super().clear()
+        if self._drafts:
+            self._drafts.truncate(0)
+
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions. The last chunks that remain are brought back if they are out.
+
+        logits() has nothing to do with it until the next decode. Raises UnsupportedError if a recurrent state, or a
+        sliding window that was overwritten, cannot go back.
+        """
+        super().rollback(n_tokens)
+        if self._drafts:
+            self._drafts.truncate(n_tokens)
+
+    def close(self) -> None:
+        """Free the context and the model, for all sequences. Harmless when called again."""
+        if self._drafts:
+            self._drafts.close()
+        super().close()
 
     #
     # generation
@@ -67,8 +94,9 @@ class KVFlash(PooledSequence):
         with suppress(HostMemoryError):  # the answer may be shorter; prefill() asks for the prompt itself
             self.expect(len(tokens) + self._answer_length(len(tokens), max_tokens))
         sampling = sampling or Sampling()
-        sampler, text = Sampler(sampling, self.model.n_vocab), TextStream(stop)
-        n_prompt, n_generated, prefill_s, reason = 0, 0, 0.0, "length"
+        sampler = Sampler(sampling, self.model.n_vocab)
+        answer = Answer(self.model, max_tokens, self.options.n_ctx, stop)
+        n_prompt, prefill_s = 0, 0.0
         begin = time.perf_counter()
         try:
             for event in self.prefill(tokens):
@@ -76,33 +104,32 @@ class KVFlash(PooledSequence):
                     n_prompt, prefill_s = event.done, event.seconds
                 yield event
             begin = time.perf_counter()
-            while max_tokens < 0 or n_generated < max_tokens:
-                token = sampler.sample(self.ctx)
-                if self.model.is_eog(token):
-                    reason = "eos"
-                    break
-                n_generated += 1
-                self._pending = token
-                yield Token(token, text.push(self.model.piece(token)))
-                if text.stopped:
-                    reason = "stop"
-                    break
-                if n_generated == max_tokens:
-                    break
-                if self.n_tokens >= self.options.n_ctx:
-                    reason = "context"
-                    break
-                yield from self._decode_one(token)
+            if self._drafts:
+                self._drafts.begin(self._history)
+            if answer.reason is None:
+                self._take(answer, sampler.sample(self.ctx))
+            yield from answer.shown()
+            while answer.reason is None:
+                yield from self._further(answer, sampler)
+                yield from answer.shown()
         except Interrupted:
-            reason = "interrupted"
+            yield from answer.shown()
+            answer.reason = "interrupted"
         stats = self.stats(
             n_prompt=n_prompt,
-            n_generated=n_generated,
+            n_generated=answer.n_tokens,
             prefill_s=prefill_s,
-            decode_s=time.perf_counter() - begin if n_generated else 0.0,
+            decode_s=time.perf_counter() - begin if answer.n_tokens else 0.0,
             seed=None if sampling.greedy else sampling.seed,
+            drafts=self._drafts.stats if self._drafts else None,
         )
-        yield Done(reason, text.flush(), stats)
+        yield Done(answer.reason or "interrupted", answer.flush(), stats)
+
+    def _take(self, answer: Answer, token: int) -> bool:
+        """The answer's next token, after all that is decoded."""
+        res = answer.take(token, self.n_tokens)
+        self._pending = answer.token
+        return res
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
         """Decode tokens in batches after what is in the context; the last one gets logits.
@@ -117,12 +144,14 @@ class KVFlash(PooledSequence):
         n_tail = self._replayed(n)
         begin = time.perf_counter()
         self.expect(n)
+        if self._drafts:
+            self._drafts.expect(self.n_tokens + n)
         while done < n:
             size = min(self.n_batch, (n - n_tail if done < n - n_tail else n) - done)
             last = done + size == n
             if last and self._chosen(size):
                 yield from self._tail(ids[done:])
-            elif paged := self._advance(ids[done : done + size], native.LAST if last else native.NONE):
+            elif paged := self._heard(ids[done : done + size], native.LAST if last else native.NONE):
                 yield paged
             done += size
             if last:
@@ -155,7 +184,7 @@ class KVFlash(PooledSequence):
         queries: list[Queries] = []
         n_single = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))  # the tap has one token a batch
         for part in np.split(tokens, range(len(tokens) - n_single + 1, len(tokens))):
-            if paged := self._advance(part):
+            if paged := self._heard(part):
                 yield paged
             queries.append(selector.queries())
         moved = False
@@ -163,7 +192,7 @@ class KVFlash(PooledSequence):
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
             yield event
         if moved and self.options.replay:
-            for paged in (self._rewind(start, state), self._advance(tokens)):
+            for paged in (self._rewind(start, state), self._heard(tokens)):
                 if paged:
                     yield paged
 
@@ -171,12 +200,70 @@ class KVFlash(PooledSequence):
         """For how many tokens of an answer it is worth taking host memory before there is any."""
         return min(max_tokens if max_tokens >= 0 else _AHEAD, _AHEAD, self.options.n_ctx - self.n_tokens - n_prompt)
 
-    def _decode_one(self, token: int) -> Iterator[Event]:
-        """A token of the answer."""
-        if paged := self._advance(np.array([token], np.int32)):
+    def _further(self, answer: Answer, sampler: Sampler) -> Iterator[Event]:
+        """Decode the last token of an answer, perhaps with guesses of what follows, and have it take what does."""
+        token, drafts = answer.token, self._drafts
+        if token is None:
+            msg = "the answer has ended"
+            raise AssertionError(msg)
+        begin = time.perf_counter()
+        guesses = self._guesses(answer, token)
+        if len(guesses):
+            yield from self._check(answer, sampler, token, guesses, begin)
+            return
+        begin = time.perf_counter()
+        if paged := self._heard(np.array([token], np.int32)):
             yield paged
-        if reselect := self._tick(1):
-            yield from reselect
+        events = self._tick(1)
+        self._take(answer, sampler.sample(self.ctx))
+        if drafts:
+            drafts.plain(time.perf_counter() - begin)
+        yield from events
+
+    def _guesses(self, answer: Answer, token: int) -> Tokens:
+        """What may follow, none if the batch that checks them has no room."""
+        drafts = self._drafts
+        width = drafts.n_max + 1 if drafts else 0
+        if not drafts or self.n_tokens + width > self.options.n_ctx or width > self.n_batch:
+            return np.zeros(0, np.int32)
+        return drafts.guess(self._history, token, answer.left(self.n_tokens))
+
+    def _check(self, answer: Answer, sampler: Sampler, token: int, guesses: Tokens, begin: float) -> Iterator[Event]:
+        """Decode a token with guesses of what follows: those stand that would have come one by one."""
+        drafts, start = self._drafts, self.n_tokens
+        if drafts is None:
+            msg = "nothing drafts"
+            raise AssertionError(msg)
+        # always as many, so that the graph stays: what fills it up is taken for a guess, too
+        batch = np.full(drafts.n_max + 1, token, np.int32)
+        batch[1 : 1 + len(guesses)] = guesses
+
+        def judge() -> int:
+            for i in range(len(batch)):
+                found = sampler.sample(self.ctx, i)
+                goes_on = answer.take(found, start + i + 1)
+                self._pending = answer.token
+                if not goes_on or i + 1 == len(batch) or found != batch[i + 1]:
+                    break
+            return i + 1
+
+        drafts.before(start, len(batch))
+        if paged := self._advance_some(batch, judge):
+            yield paged
+        n = self.n_tokens - start
+        drafts.decoded(batch[:n], start)
+        drafts.checked(len(guesses), min(n - 1, len(guesses)), time.perf_counter() - begin)
+        yield from self._tick(n)
+
+    def _heard(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
+        """One batch, which a drafter may read along. What moved, if anything did."""
+        start, drafts = self.n_tokens, self._drafts
+        if drafts:
+            drafts.before(start, len(tokens))
+        paged = self._advance(tokens, outputs)
+        if drafts:
+            drafts.decoded(tokens, start)
+        return paged
 
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
         """Decode one batch (at most n_batch tokens) after what is in the context, and do what the schedule says then.
@@ -187,7 +274,7 @@ class KVFlash(PooledSequence):
         """
         ids = np.ascontiguousarray(tokens, np.int32)
         self._check_room(len(ids), self.n_tokens)
-        paged = self._advance(ids, outputs)
+        paged = self._heard(ids, outputs)
         return [*([paged] if paged else []), *self._tick(len(ids))]
 
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:

@@ -27,6 +27,21 @@ class Stats:
     reselect_s: float  # spent on that, beside decode or not
     summary_bytes: int  # host memory of the summaries of keys that the scorer works on
     seed: int | None  # of the sampler, None: greedy
+    drafted: int = 0  # tokens guessed
+    accepted: int = 0  # of them, right
+    draft_steps: int = 0  # batches that checked a draft
+    plain_steps: int = 0  # steps without one, 0 without speculative decoding
+    gated_steps: int = 0  # of these, because drafting did not pay
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guesses that were right."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_committed(self) -> float:
+        """Tokens that a drafted step brought, the one that is always right among them."""
+        return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
     def prefill_rate(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyllama_kvflash.drafting import Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
@@ -24,7 +25,7 @@ _NO_MEMORY = "none"
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model and its context. full_bytes: full-attention KV of the whole context, of all sequences; n_pool None: the full
-    cache. scorers: one for each sequence, none with the full cache.
+    cache. scorers: one for each sequence, none with the full cache. drafts: None without speculative decoding.
 
     n_batch: the largest batch.
     """
@@ -38,6 +39,7 @@ class Loaded:
     full_bytes: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
         _check_memory(rooms(seen, options), n_all)
     else:
         scorers = tuple(make_scorer(options, model) for _ in range(options.n_parallel))
-        q_tap = scorers[0].name != "lru"
+        q_tap = 0 if scorers[0].name == "lru" else 1 + _n_draft(options)
         mark = fingerprint(model.path)
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)
     ctx = _context(model, options, n_batch, pool)
@@ -112,7 +114,32 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
     if options.n_ctx > model.n_ctx_train:
         trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
         warnings += (f"{trained}: text beyond that may come out wrong",)
-    return Loaded(model, ctx, options, size.n_pool, n_batch, scorers, full_bytes, placed.notes + size.notes, warnings)
+    notes = placed.notes + size.notes
+    try:
+        drafts = _drafts(ctx, options, n_batch)
+    except BaseException:
+        ctx.close()
+        raise
+    return Loaded(model, ctx, options, size.n_pool, n_batch, scorers, full_bytes, notes, warnings, drafts)
+
+
+def _n_draft(options: Options) -> int:
+    return options.spec.n_max if options.spec else 0
+
+
+def _drafts(ctx: Context, options: Options, n_batch: int) -> Drafts | None:
+    if options.spec is None:
+        return None
+    if options.spec.model is not None:
+        check_file(Path(options.spec.model))
+    return Drafts(
+        options.spec,
+        ctx,
+        n_batch=n_batch,
+        n_ubatch=min(options.n_ubatch, n_batch),
+        where={"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split},
+        n_threads=options.n_threads or 1,
+    )
 
 
 def _largest_batch(n_pool: int | None, options: Options) -> int:
@@ -173,6 +200,7 @@ def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | No
             type_v=options.type_v,
             flash_attn=options.flash_attn,
             n_seq=options.n_parallel,
+            n_rollback=_n_draft(options),
             pool=pool,
         )
     except KVFlashError as err:

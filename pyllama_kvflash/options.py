@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Self
 
+from pyllama_kvflash.drafting import Spec
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
@@ -31,6 +32,7 @@ class Options:
     prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy
     "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_parallel: sequences
     of up to n_ctx tokens each, which share the pool; policy is a name then. n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
+    spec: speculative decoding, None: off, see drafting.Spec.
     n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. n_cpu_moe: layers,
     from the first, whose experts stay in host memory, "auto": as few as leave room for the pool. rpc: servers
     (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
@@ -52,6 +54,7 @@ class Options:
     qk_rerank: int = 8
     draft_model: str | None = None
     draft_pool: int = 2048
+    spec: Spec | None = None
     n_parallel: int = 1
     n_batch: int = 0
     n_ubatch: int = 512
@@ -82,6 +85,9 @@ class Options:
         _within(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
         _within(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
+        if self.spec is not None and self.n_parallel > 1:
+            msg = f"spec drafts for one sequence, and n_parallel is {self.n_parallel}: leave one of the two out"
+            raise UsageError(msg)
         _within(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         _within(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 

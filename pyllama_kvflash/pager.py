@@ -129,15 +129,18 @@ class Pager:
         self._apply(plan)
         return plan
 
-    def written(self, n_tokens: int) -> None:
-        """A batch is being computed: begin to write back the chunks that are full then; they are free to drop."""
-        n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
+    def computing(self, n_tokens: int) -> None:
+        """A batch is being computed: go on with a plan that is spread over steps."""
         self._n_computed += 1
-        self.ledger.write(n_tokens)
         if self._landing:
             self._land()
         if self._todo[1]:
-            self._fly()
+            self._fly(self.ledger.new_chunks(n_tokens))
+
+    def written(self, n_tokens: int) -> None:
+        """Its first n_tokens stand: begin to write back the chunks that are full then; they are free to drop."""
+        n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
+        self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
             self._seal()
         if n_earlier:
@@ -233,16 +236,17 @@ class Pager:
         del self._landing[chunk]
         self.n_in += 1
 
-    def _fly(self) -> None:
+    def _fly(self, n_taken: int = 0) -> None:
         """Begin to bring in what comes next of a plan that is spread over steps, and drop what the flight after it takes
-        the place of: a copy into a block that the batch under way does not use need not wait for it.
+        the place of: a copy into a block that the batch under way does not use need not wait for it. n_taken: free blocks
+        that it does use, for chunks that begin.
         """
         drops, page_ins = self._todo
         n = max(1, FLIGHT_BYTES // self.store.record_bytes)
         n_kept = 1 if drops else 0  # for the chunk that begins next
-        for _ in range(min(n, len(page_ins), self.ledger.n_free - n_kept)):
+        for _ in range(min(n, len(page_ins), self.ledger.n_free - n_taken - n_kept)):
             self._begin(page_ins.popleft())
-        evictable, n_free = self.ledger.evictable(), self.ledger.n_free
+        evictable, n_free = self.ledger.evictable(), self.ledger.n_free - n_taken
         while drops and n_free <= min(n, len(page_ins)):
             chunk = drops.popleft()
             if evictable[chunk]:

@@ -5,14 +5,16 @@ full then. Between batches the selector has all chunks scored. Whatever cuts a s
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from pyllama_kvflash import native
+from pyllama_kvflash.drafting import DraftStats
 from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Reselect, Stats, Warn
 from pyllama_kvflash.loading import Loaded
@@ -110,7 +112,28 @@ class PooledSequence:
         self._pending = None
         self._history.frombytes(tokens.tobytes())
         if pager:
+            pager.computing(len(tokens))
             pager.written(len(tokens))
+        self._consistent = True
+        return Paged(pos, plan.drops, plan.page_ins) if plan else None
+
+    def _advance_some(self, tokens: Tokens, judge: Callable[[], int]) -> Paged | None:
+        """One batch, of whose tokens the first ones stand: judge() says how many, by its logits. The others never were: the
+        ledger does not hear of them, and no chunk is sealed for them.
+        """
+        pos, pager = len(self._history), self._pager
+        self._recover()
+        self._consistent = False
+        plan = pager.make_room(len(tokens)) if pager else None
+        self.ctx.decode(tokens, pos, native.ALL)
+        if pager:
+            pager.computing(len(tokens))
+        self._pending = None
+        n = judge()
+        self.ctx.keep(n)
+        self._history.frombytes(tokens[:n].tobytes())
+        if pager:
+            pager.written(n)
         self._consistent = True
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
@@ -131,6 +154,7 @@ class PooledSequence:
             s._pending = None
             s._history.append(token)
             if s._pager:
+                s._pager.computing(1)
                 s._pager.written(1)
             s._consistent = True
         return {
@@ -381,6 +405,7 @@ class PooledSequence:
         prefill_s: float = 0,
         decode_s: float = 0,
         seed: int | None = None,
+        drafts: DraftStats | None = None,
     ) -> Stats:
         """Memory and page traffic now, with the counts and times given."""
         kv = self.ctx.kv_bytes()
@@ -405,4 +430,5 @@ class PooledSequence:
             reselect_s=selector.seconds if selector else 0.0,
             summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
             seed=seed,
+            **(asdict(drafts) if drafts else {}),
         )

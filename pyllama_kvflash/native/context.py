@@ -21,11 +21,13 @@ NONE, LAST, ALL = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolParams:
-    """A pool of n_pool cells (a multiple of 256) in blocks of n_chunk (16, 32 or 64) positions."""
+    """A pool of n_pool cells (a multiple of 256) in blocks of n_chunk (16, 32 or 64) positions. q_tap: of how many last tokens of
+    a batch queries() has any.
+    """
 
     n_pool: int
     n_chunk: int = 64
-    q_tap: bool = False
+    q_tap: int = 0
     fingerprint: int = 0
 
 
@@ -110,10 +112,17 @@ class Context:
         flash_attn: str = "auto",
         offload_kqv: bool = True,
         n_seq: int = 1,
+        n_rollback: int = 0,
         pool: PoolParams | None = None,
+        other: "Context | None" = None,
+        mtp: bool = False,
+        n_outputs: int = 0,
     ) -> None:
         """n_ctx: logical positions of a sequence; pool None: a stock cache with a cell for each of them. n_seq: sequences,
-        which share the cells.
+        which share the cells. n_rollback: tokens of a batch that a recurrent state can go back over, all but its first.
+
+        Of a drafter: other: its target's context; mtp: whether it is the heads of a model that predict further tokens;
+        n_outputs: tokens of a batch that get logits, 0: all.
 
         Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
         """
@@ -122,6 +131,10 @@ class Context:
         params.n_batch = n_batch
         params.n_ubatch = n_ubatch
         params.n_seq_max = n_seq
+        params.n_rs_seq = n_rollback
+        params.n_outputs_max = params.n_outputs_max_per_seq = n_outputs
+        params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP if mtp else lib.LLAMA_CONTEXT_TYPE_DEFAULT
+        params.ctx_other = other.handle if other else ffi.NULL
         params.kv_unified = n_seq > 1
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = CACHE_TYPES[type_k]
@@ -136,6 +149,7 @@ class Context:
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
         self._shared = _Handle(out[0])
         self.seq = 0
+        self._batch = 0, 0  # where the last one began, and its tokens
         self.n_seq = n_seq
         self.model = model
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # all positions of a stock cache, rounded up to 256
@@ -185,6 +199,14 @@ class Context:
         buf = ffi.from_buffer("int32_t[]", tokens)
         check(lib.kvf_decode(self.handle, self.seq, pos, buf, len(tokens), outputs))
         self._shared.outputs = {self.seq: (len(tokens) - 1, 0)}
+        self._batch = pos, len(tokens)
+
+    def keep(self, n: int) -> None:
+        """Of the last batch, all of whose tokens got logits, only the first n stand: forget the others. Raises as seq_rm()."""
+        start, n_batch = self._batch
+        if n < n_batch:
+            self.seq_rm(start + n)
+        self._shared.outputs = {self.seq: (n - 1, n_batch - n)}
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
         """Decode one token of each of several sequences in one batch, at these positions. All get logits.

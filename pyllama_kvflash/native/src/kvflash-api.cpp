@@ -64,18 +64,17 @@ static int fail(int status, const std::string & what) {
     return status;
 }
 
-// calls of guard() that this thread is in
+// calls of kvf_guard() that this thread is in
 static thread_local int g_guarded = 0;
 
-// a failed GGML_ASSERT of the library would end the process: within a guard() it becomes an exception instead. its state
+// a failed GGML_ASSERT of the library would end the process: within a kvf_guard() it becomes an exception instead. its state
 // may be damaged then, but the caller can still say what happened, and keep what it has
 static void on_abort(const char * message) {
     if (g_guarded > 0) { throw kvf_failure(KVF_E_BACKEND, message); }
     fprintf(stderr, "%s\n", message);
 }
 
-// run f, and turn whatever it throws into a status
-template <typename F> static int guard(F && f) {
+int kvf_guard(const std::function<void()> & f) {
     struct enter {
         enter() { g_guarded++; }
         ~enter() { g_guarded--; }
@@ -92,27 +91,23 @@ template <typename F> static int guard(F && f) {
     }
 }
 
-static void check(bool ok, const char * what) {
-    if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
-}
-
 // the attention cache of a context
 static llama_kv_cache & get_kv(llama_context * ctx, bool pool) {
-    check(ctx, "there is no context");
+    kvf_check(ctx, "there is no context");
 
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     if (!kv) { throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache"); }
-    check(!pool || llama_kvflash::is_pool(*kv), "this context has no pool");
+    kvf_check(!pool || llama_kvflash::is_pool(*kv), "this context has no pool");
 
     return *kv;
 }
 
 static void check_seq(llama_context * ctx, llama_seq_id seq) {
-    check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
+    kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
 }
 
 static void check_chunk(const llama_kv_cache & kv, int32_t chunk) {
-    check(chunk >= 0 && chunk < INT32_MAX / (int32_t) llama_kvflash::n_chunk(kv), "there is no such chunk");
+    kvf_check(chunk >= 0 && chunk < INT32_MAX / (int32_t) llama_kvflash::n_chunk(kv), "there is no such chunk");
 }
 
 const char * kvf_error(void) { return g_error.c_str(); }
@@ -174,8 +169,8 @@ static void check_metadata(const char * path) {
 
 int kvf_model_load(const char * path, const llama_model_params * params, const char * const * on_host, uint32_t n_on_host,
         llama_model ** model) {
-    return guard([&] {
-        check(path && params && model && (on_host || !n_on_host), "a path, parameters and a place for the model are needed");
+    return kvf_guard([&] {
+        kvf_check(path && params && model && (on_host || !n_on_host), "a path, parameters and a place for the model are needed");
         take_log();
         check_metadata(path);
 
@@ -203,8 +198,8 @@ int kvf_model_load(const char * path, const llama_model_params * params, const c
 uint32_t kvf_n_weight(llama_model * model) { return model ? model->tensors_by_name.size() : 0; }
 
 int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device) {
-    return guard([&] {
-        check(name && size && device && i < kvf_n_weight(model), "there is no such tensor in the model");
+    return kvf_guard([&] {
+        kvf_check(name && size && device && i < kvf_n_weight(model), "there is no such tensor in the model");
         const auto & [its_name, tensor] = model->tensors_by_name[i];
 
         *name   = its_name.c_str();
@@ -215,8 +210,8 @@ int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t
 
 int kvf_context_new(
         llama_model * model, const llama_context_params * params, const kvf_pool_params * pool, llama_context ** ctx) {
-    return guard([&] {
-        check(model && params && ctx, "a model, parameters and a place for the context are needed");
+    return kvf_guard([&] {
+        kvf_check(model && params && ctx, "a model, parameters and a place for the context are needed");
         take_log();
 
         llama_context_params cparams = *params;
@@ -246,15 +241,15 @@ int kvf_context_new(
 const char * kvf_memory_class(llama_context * ctx) { return ctx ? llama_kvflash::class_name(ctx->get_memory()) : "none"; }
 
 int kvf_get_kv_bytes(llama_context * ctx, struct kvf_kv_bytes * bytes) {
-    return guard([&] {
-        check(ctx && bytes, "a context and a place for the result are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && bytes, "a context and a place for the result are needed");
         *bytes = llama_kvflash::kv_bytes(ctx->get_memory());
     });
 }
 
 int kvf_get_compute_bytes(llama_context * ctx, int32_t device, uint64_t * bytes) {
-    return guard([&] {
-        check(ctx && bytes, "a context and a place for the result are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && bytes, "a context and a place for the result are needed");
 
         *bytes = 0;
         for (const auto & [buft, size] : ctx->memory_breakdown()) {
@@ -269,9 +264,9 @@ uint32_t kvf_n_layer(llama_context * ctx) {
 }
 
 int kvf_get_layer(llama_context * ctx, uint32_t i, struct kvf_layer * layer) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv = get_kv(ctx, false);
-        check(layer && i < llama_kvflash::n_layer(kv), "there is no such layer in the attention cache");
+        kvf_check(layer && i < llama_kvflash::n_layer(kv), "there is no such layer in the attention cache");
         *layer = llama_kvflash::layer(kv, i);
     });
 }
@@ -284,7 +279,7 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
         std::vector<llama_seq_id *> & seqs, std::vector<int8_t> & outputs) {
     const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
     for (int32_t i = 0; i < n; ++i) {
-        check(tokens[i] >= 0 && tokens[i] < n_vocab, "a token is not in the vocabulary");
+        kvf_check(tokens[i] >= 0 && tokens[i] < n_vocab, "a token is not in the vocabulary");
     }
 
     std::vector<int32_t> n_seq(n, 1);
@@ -317,11 +312,11 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
 }
 
 int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
-    return guard([&] {
-        check(ctx && tokens, "a context and tokens are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && tokens, "a context and tokens are needed");
         check_seq(ctx, seq);
-        check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
-        check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
+        kvf_check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
+        kvf_check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
 
         std::vector<llama_pos>      p(n);
         std::vector<llama_seq_id *> seqs(n, &seq);
@@ -336,9 +331,9 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
 
 int kvf_decode_each(
         llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n) {
-    return guard([&] {
-        check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
-        check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "there are 1 to n_ubatch sequences in a batch");
+    return kvf_guard([&] {
+        kvf_check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
+        kvf_check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "there are 1 to n_ubatch sequences in a batch");
 
         std::vector<llama_pos>      p(pos, pos + n);
         std::vector<llama_seq_id>   s(seqs, seqs + n);
@@ -347,8 +342,8 @@ int kvf_decode_each(
 
         for (int32_t i = 0; i < n; ++i) {
             check_seq(ctx, s[i]);
-            check(p[i] >= 0 && p[i] < INT32_MAX, "positions are from 0 to 2^31 - 1");
-            check(std::count(s.begin(), s.end(), s[i]) == 1, "a sequence has one token in such a batch");
+            kvf_check(p[i] >= 0 && p[i] < INT32_MAX, "positions are from 0 to 2^31 - 1");
+            kvf_check(std::count(s.begin(), s.end(), s[i]) == 1, "a sequence has one token in such a batch");
             to[i] = &s[i];
         }
 
@@ -378,17 +373,17 @@ static int32_t argmax(const float * x, int32_t n) {
 }
 
 int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
-    return guard([&] {
-        check(ctx && token, "a context and a place for the token are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && token, "a context and a place for the token are needed");
         const float * logits = llama_get_logits_ith(ctx, i);
-        check(logits, "the last batch has no such output");
+        kvf_check(logits, "the last batch has no such output");
         *token = argmax(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
     });
 }
 
 int kvf_clear(llama_context * ctx) {
-    return guard([&] {
-        check(ctx, "there is no context");
+    return kvf_guard([&] {
+        kvf_check(ctx, "there is no context");
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
         if (kv && llama_kvflash::is_pool(*kv)) {
@@ -400,8 +395,8 @@ int kvf_clear(llama_context * ctx) {
 }
 
 int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
-    return guard([&] {
-        check(ctx, "there is no context");
+    return kvf_guard([&] {
+        kvf_check(ctx, "there is no context");
         check_seq(ctx, seq);
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
@@ -417,8 +412,8 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
 }
 
 int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    return guard([&] {
-        check(ctx, "there is no context");
+    return kvf_guard([&] {
+        kvf_check(ctx, "there is no context");
         check_seq(ctx, seq);
         // a window that was overwritten does not come back: the library would go on with what is left of it
         if (p1 < 0 && !llama_kvflash::has_window(ctx->get_memory(), seq, p0)) {
@@ -436,7 +431,7 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
 }
 
 int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & kv = get_kv(ctx, false);
         check_seq(ctx, seq);
         kv.seq_rm(seq, p0, p1);
@@ -448,44 +443,44 @@ int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_p
 //
 
 int kvf_get_pool_info(llama_context * ctx, struct kvf_pool_info * info) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv = get_kv(ctx, true);
-        check(info, "a place for the result is needed");
+        kvf_check(info, "a place for the result is needed");
         *info = llama_kvflash::info(kv);
     });
 }
 
 int kvf_blocks(llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs, uint32_t n_block) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv = get_kv(ctx, true);
-        check(chunks && n_used && seqs && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
+        kvf_check(chunks && n_used && seqs && n_block == llama_kvflash::n_block(kv), "room for n_block values is needed");
         llama_kvflash::blocks(kv, chunks, n_used, seqs);
     });
 }
 
 int kvf_block_of(llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
-        check(block, "a place for the result is needed");
+        kvf_check(block, "a place for the result is needed");
         *block = llama_kvflash::block_of(kv, seq, chunk);
     });
 }
 
 int kvf_read(llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
-        check(dst && size == llama_kvflash::mover(kv).record_bytes, "record_bytes of room are needed");
-        check(ticket, "a place for the ticket is needed");
+        kvf_check(dst && size == llama_kvflash::mover(kv).record_bytes, "record_bytes of room are needed");
+        kvf_check(ticket, "a place for the ticket is needed");
         *ticket = llama_kvflash::read(ctx, kv, seq, chunk, dst);
     });
 }
 
 int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
@@ -494,11 +489,11 @@ int kvf_drop(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
 }
 
 int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
-        check(src && block && *block >= -1, "a record, and a block or -1 are needed");
+        kvf_check(src && block && *block >= -1, "a record, and a block or -1 are needed");
         const size_t want = llama_kvflash::mover(kv).record_bytes;
         if (size != want) {
             throw kvf_failure(KVF_E_RECORD, format("a record of this cache has %zu bytes, not %zu", want, size));
@@ -508,7 +503,7 @@ int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void
 }
 
 int kvf_commit(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
@@ -517,7 +512,7 @@ int kvf_commit(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
 }
 
 int kvf_cancel(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & kv = get_kv(ctx, true);
         check_seq(ctx, seq);
         check_chunk(kv, chunk);
@@ -526,7 +521,7 @@ int kvf_cancel(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
 }
 
 int kvf_wait(llama_context * ctx, uint64_t ticket) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto & mover = llama_kvflash::mover(get_kv(ctx, true));
         if (ticket) {
             mover.wait(ticket);
@@ -537,13 +532,13 @@ int kvf_wait(llama_context * ctx, uint64_t ticket) {
 }
 
 int kvf_scribble(llama_context * ctx, uint8_t byte) {
-    return guard([&] { llama_kvflash::scribble(ctx, get_kv(ctx, true), byte); });
+    return kvf_guard([&] { llama_kvflash::scribble(ctx, get_kv(ctx, true), byte); });
 }
 
 int kvf_host_new(llama_context * ctx, size_t size, kvf_host ** host) {
-    return guard([&] {
+    return kvf_guard([&] {
         auto * dev = llama_kvflash::mover(get_kv(ctx, true)).pinned_for();
-        check(host && size > 0, "a size, and a place for the memory are needed");
+        kvf_check(host && size > 0, "a size, and a place for the memory are needed");
 
         const bool pin = dev && ggml_backend_dev_host_buffer_type(dev) && !getenv("GGML_CUDA_NO_PINNED");
         *host          = pin ? new kvf_host(dev, size) : nullptr;
@@ -555,8 +550,8 @@ void * kvf_host_base(kvf_host * host) { return host ? host->base : nullptr; }
 void kvf_host_free(kvf_host * host) { delete host; }
 
 int kvf_time_copies(llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds) {
-    return guard([&] {
-        check(size > 0 && n > 0 && seconds, "sizes, and a place for the result are needed");
+    return kvf_guard([&] {
+        kvf_check(size > 0 && n > 0 && seconds, "sizes, and a place for the result are needed");
         *seconds = llama_kvflash::mover(get_kv(ctx, true)).time_copies(size, n, to_device);
     });
 }
@@ -571,16 +566,16 @@ static constexpr llama_state_seq_flags PARTIAL = LLAMA_STATE_SEQ_FLAGS_PARTIAL_O
 static bool has_partial(llama_context * ctx) { return llama_kvflash::has_partial(ctx->get_memory()); }
 
 int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
-    return guard([&] {
-        check(ctx && size, "a context and a place for the result are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && size, "a context and a place for the result are needed");
         check_seq(ctx, seq);
         *size = has_partial(ctx) ? llama_state_seq_get_size_ext(ctx, seq, PARTIAL) : 0;
     });
 }
 
 int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t size) {
-    return guard([&] {
-        check(ctx && dst, "a context and a place for the state are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && dst, "a context and a place for the state are needed");
         check_seq(ctx, seq);
         take_log();
         if (has_partial(ctx) && llama_state_seq_get_data_ext(ctx, (uint8_t *) dst, size, seq, PARTIAL) != size) {
@@ -590,11 +585,11 @@ int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t si
 }
 
 int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size) {
-    return guard([&] {
-        check(ctx && src, "a context and a state are needed");
+    return kvf_guard([&] {
+        kvf_check(ctx && src, "a context and a state are needed");
         check_seq(ctx, seq);
-        check(pos >= 0, "positions are from 0 to 2^31 - 1");
-        check(has_partial(ctx) == (size > 0), "this is no state of this model");
+        kvf_check(pos >= 0, "positions are from 0 to 2^31 - 1");
+        kvf_check(has_partial(ctx) == (size > 0), "this is no state of this model");
         take_log();
         if (has_partial(ctx) && llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
@@ -608,71 +603,71 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
 //
 
 static void check_summary(const kvf_layer * layer, uint32_t n, int kind, uint32_t n_row, uint32_t n_chunk) {
-    check(layer, "a layer is needed");
+    kvf_check(layer, "a layer is needed");
     if (layer->n_embd_head_k % 2 || layer->n_head_kv == 0 || layer->n_head % layer->n_head_kv ||
             layer->n_embd_k != layer->n_head_kv * layer->n_embd_head_k) {
         throw kvf_failure(KVF_E_UNSUPPORTED, format("the keys of layer %d are no %u heads of %u dimensions", layer->il,
                                                      layer->n_head_kv, layer->n_embd_head_k));
     }
     const bool one = kind == KVF_SUMMARY_MEAN || kind == KVF_SUMMARY_DIRECTION;
-    check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_ROWS, "there is no such kind of summary");
-    check(n_row >= 1 && n_row <= 64 && (n_row & (n_row - 1)) == 0, "a summary has 1, 2, 4, ... 64 rows");
-    check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
-    check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
-    check((!one || n_row == 1) && (kind != KVF_SUMMARY_MINMAX || n_row == 2) &&
+    kvf_check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_ROWS, "there is no such kind of summary");
+    kvf_check(n_row >= 1 && n_row <= 64 && (n_row & (n_row - 1)) == 0, "a summary has 1, 2, 4, ... 64 rows");
+    kvf_check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
+    kvf_check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
+    kvf_check((!one || n_row == 1) && (kind != KVF_SUMMARY_MINMAX || n_row == 2) &&
                     (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
             "this kind of summary has another number of rows");
 }
 
 int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size) {
-    return guard([&] {
+    return kvf_guard([&] {
         check_summary(layer, n, KVF_SUMMARY_CENTROIDS, n_row, 0);
-        check(size, "a place for the result is needed");
+        kvf_check(size, "a place for the result is needed");
         *size = kvf_summary::size(*layer, n, n_row);
     });
 }
 
 static void check_record(const kvf_layer & layer, uint32_t n_chunk, const void * record, size_t record_size) {
-    check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
-    check(record && layer.size_k == ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k) * n_chunk &&
+    kvf_check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
+    kvf_check(record && layer.size_k == ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k) * n_chunk &&
                     layer.offs_k + layer.size_k <= record_size,
             "the record is shorter than this layer's keys");
 }
 
 int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
         uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n) {
-    return guard([&] {
+    return kvf_guard([&] {
         check_summary(layer, n, kind, n_row, n_chunk);
         check_record(*layer, n_chunk, record, record_size);
-        check(slab && i < n, "a slab with this entry is needed");
+        kvf_check(slab && i < n, "a slab with this entry is needed");
         kvf_summary::write(*layer, n_chunk, record, kind, n_row, slab, i);
     });
 }
 
 int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
         const float * q, uint32_t n_token, float * dst, size_t stride) {
-    return guard([&] {
+    return kvf_guard([&] {
         check_summary(layer, 1, KVF_SUMMARY_MEAN, 1, n_chunk);
         check_record(*layer, n_chunk, record, record_size);
-        check(q && n_token >= 1 && dst && stride >= 1, "queries and room for the scores are needed");
+        kvf_check(q && n_token >= 1 && dst && stride >= 1, "queries and room for the scores are needed");
         kvf_summary::score_keys(*layer, n_chunk, record, q, n_token, dst, stride);
     });
 }
 
 int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
         float * dst, size_t stride) {
-    return guard([&] {
+    return kvf_guard([&] {
         check_summary(layer, n, kind, n_row, 0);
-        check(slab && q && dst && stride >= n, "a slab, queries and room for the scores are needed");
+        kvf_check(slab && q && dst && stride >= n, "a slab, queries and room for the scores are needed");
         kvf_summary::score(*layer, slab, n, kind, n_row, q, dst, stride);
     });
 }
 
 int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
-    return guard([&] {
+    return kvf_guard([&] {
         const auto & kv  = get_kv(ctx, true);
         const auto * res = ctx->get_gf_res_active();
-        check(dst && ticket, "room for the queries and the ticket is needed");
+        kvf_check(dst && ticket, "room for the queries and the ticket is needed");
 
         std::vector<kvf_mover::rows> tensors;
 
@@ -680,28 +675,28 @@ int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * 
         for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
             const auto * q = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
             if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
-            check(q->type == GGML_TYPE_F32, "the queries are no floats");
-            check(back < q->ne[2], "the queries of a token so far back are not kept");
+            kvf_check(q->type == GGML_TYPE_F32, "the queries are no floats");
+            kvf_check(back < q->ne[2], "the queries of a token so far back are not kept");
             tensors.push_back({q, (q->ne[2] - 1 - back) * q->nb[2], q->nb[2]});
             n_all += q->nb[2] / sizeof(float);
         }
-        check(n == n_all, "room for n_head*n_embd_head_k floats of all layers is needed");
+        kvf_check(n == n_all, "room for n_head*n_embd_head_k floats of all layers is needed");
 
         *ticket = llama_kvflash::mover(kv).fetch(ctx, tensors, dst);
     });
 }
 
 int kvf_quantize(const char * src, const char * dst, const llama_model_quantize_params * params) {
-    return guard([&] {
-        check(src && dst && params, "two paths and parameters are needed");
+    return kvf_guard([&] {
+        kvf_check(src && dst && params, "two paths and parameters are needed");
         take_log();
         if (llama_model_quantize(src, dst, params) != 0) { throw kvf_failure(KVF_E_MODEL, take_log()); }
     });
 }
 
 int kvf_add_rpc(const char * endpoint) {
-    return guard([&] {
-        check(endpoint, "an endpoint is needed");
+    return kvf_guard([&] {
+        kvf_check(endpoint, "an endpoint is needed");
         kvf_init();
         take_log();
 

@@ -1,23 +1,15 @@
 #pragma once
 
-#include "kvflash.h"
+#include "kvflash-guard.h"
 
 #include "ggml-cpp.h"
 #include "llama-kv-cache.h"
 
 #include <deque>
 #include <functional>
-#include <stdexcept>
 #include <vector>
 
 struct llama_cparams;
-
-// an error of the C API on its way up: a status, and the sentence that goes with it
-struct kvf_failure : std::runtime_error {
-    kvf_failure(int status, const std::string & what) : std::runtime_error(what), status(status) {}
-
-    int status;
-};
 
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.

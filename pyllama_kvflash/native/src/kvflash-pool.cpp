@@ -76,7 +76,7 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     const auto last = layer(*kv, n_layer(*kv) - 1);
     kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
 
-    cparams.q_tap = g_setup->q_tap;
+    cparams.q_tap = g_setup->q_tap ? std::max(g_setup->q_tap, cparams.n_seq_max) : 0;
 }
 
 void llama_kvflash::reject_restore(llama_memory_i * mem) {

@@ -63,7 +63,8 @@ struct kvf_record {
 struct kvf_pool_params {
     uint32_t n_pool;      // cells, a multiple of 256
     uint32_t n_chunk;     // positions in a chunk: 16, 32 or 64
-    bool     q_tap;       // keep the attention queries of the last tokens of each ubatch, one for each sequence
+    uint32_t q_tap;       // keep the attention queries of so many last tokens of each ubatch; of as many as there may be
+                          // sequences at least, 0: of none
     uint64_t fingerprint; // of the model, written to every record
 };
 
@@ -238,12 +239,44 @@ LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
 
 // begin to read the queries of a token of the last ubatch, in all pooled layers: for each [n_head, n_embd_head_k] floats, in
-// the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of at most as many as
-// there may be sequences. n: floats that dst holds
+// the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of those that the tap
+// keeps. n: floats that dst holds
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 
 // write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
+
+// drafts of what follows, by the implementations of llama.cpp's common library
+
+struct kvf_spec;
+
+struct kvf_spec_params {
+    const char * type;   // "draft-simple", "draft-dflash", "draft-dspark", "draft-eagle3", "draft-mtp", "ngram-simple"
+    int32_t      n_max;  // tokens of a draft
+    int32_t      n_gram; // tokens that must have been there before, for an n-gram
+    int32_t      window; // positions that the drafter remembers
+    float        p_min;  // a drafter's token that is less likely ends the draft
+};
+
+// ctx_dft: of the drafter, NULL for n-grams. both contexts outlive the drafts, which are of sequence 0
+int     kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft, const struct kvf_spec_params * params,
+            struct kvf_spec ** spec);
+void    kvf_spec_free(struct kvf_spec * spec);
+int32_t kvf_spec_n_max(const struct kvf_spec * spec);
+
+// whether the target is to give out what the drafter reads of its layers. it does at first; a batch that is not processed
+// need not
+int kvf_spec_listen(struct kvf_spec * spec, bool on);
+// a new sequence, whose first n tokens are decoded
+int kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
+// the target has just decoded this batch. drops what the drafter has from pos on, and what is out of its window
+int kvf_spec_process(struct kvf_spec * spec, llama_pos pos, const llama_token * tokens, int32_t n);
+// guess what follows the first n_keep tokens of the last call's sequence, then n tokens more, of which the last one is not
+// decoded yet. draft: room for n_max tokens; n_draft: how many there are
+int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
+    llama_token * draft, int32_t * n_draft);
+// so many of the last draft's tokens were right
+int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);

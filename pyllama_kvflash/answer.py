@@ -1,0 +1,55 @@
+"""An answer as it grows: which token ends it, and what can be shown of it."""
+
+from collections.abc import Sequence
+
+from pyllama_kvflash.events import Token
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.text import TextStream
+
+
+class Answer:
+    """Takes the tokens of an answer, one by one. token: the last one that it took, which is not decoded yet; None: none, or the
+    end of text. reason: why it ended, None: it goes on.
+    """
+
+    def __init__(self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str]) -> None:
+        """max_tokens: -1 for no limit. n_ctx: positions that there are."""
+        self.n_tokens = 0
+        self.token: int | None = None
+        self.reason: str | None = "length" if max_tokens == 0 else None
+        self._model = model
+        self._max_tokens = max_tokens
+        self._n_ctx = n_ctx
+        self._text = TextStream(stop)
+        self._shown: list[Token] = []
+
+    def take(self, token: int, pos: int) -> bool:
+        """One token more, to be decoded at pos. Whether the answer goes on."""
+        self.token = None
+        if self._model.is_eog(token):
+            self.reason = "eos"
+            return False
+        self.n_tokens += 1
+        self.token = token
+        self._shown.append(Token(token, self._text.push(self._model.piece(token))))
+        if self._text.stopped:
+            self.reason = "stop"
+        elif self.n_tokens == self._max_tokens:
+            self.reason = "length"
+        elif pos >= self._n_ctx:
+            self.reason = "context"
+        return self.reason is None
+
+    def left(self, pos: int) -> int:
+        """How many tokens may follow the last one, which is to be decoded at pos."""
+        room = self._n_ctx - pos - 1
+        return room if self._max_tokens < 0 else min(room, self._max_tokens - self.n_tokens)
+
+    def shown(self) -> list[Token]:
+        """What was taken since the last call."""
+        res, self._shown = self._shown, []
+        return res
+
+    def flush(self) -> str:
+        """Text held back until now."""
+        return self._text.flush()

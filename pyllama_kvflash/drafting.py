@@ -1,0 +1,220 @@
+"""Speculative decoding: guesses of what follows, checked in one batch of the target, for as long as that pays.
+
+The guesses come from llama.cpp's own implementations (`native.Speculator`). What this module adds: the gate, a drafter that
+remembers a window only, and that reads along only where it is needed.
+"""
+
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
+from pyllama_kvflash.native import Context, Model, Speculator, Tokens
+from pyllama_kvflash.policy.gate import Gate
+
+KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
+_NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
+_MARKOV = "markov_w1"  # a tensor that DSpark drafters have
+MAX_DRAFT = 64
+N_GRAM = 4  # tokens that must have been there before; llama.cpp takes 12, and drafts no shorter than that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """How tokens are drafted. Names are llama.cpp's where it has one.
+
+    kind: "draft" (a smaller model with the same tokens), "dflash" (DFlash, DFlash2 and DSpark), "eagle3", "mtp" (the model's own
+    heads, or those in a file) or "ngram" (what followed the last tokens earlier in the text). model: the drafter's file. n_max:
+    tokens of a draft; every draft is checked in a batch of n_max + 1. p_min: a token that the drafter finds less likely ends
+    the draft. window: positions that the drafter remembers. gate: what a drafted step must be worth in plain ones, 0: draft
+    always; sustain: steps in a row that may be worth less.
+    """
+
+    kind: str
+    model: str | None = None
+    n_max: int = 8
+    p_min: float = 0.0
+    window: int = 2048
+    gate: float = 1.0
+    sustain: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every value. Raises UsageError."""
+        if self.kind not in KINDS:
+            msg = f"spec (--spec) is {self.kind!r}, and must be one of {', '.join(KINDS)}"
+            raise UsageError(msg)
+        if self.model is None and self.kind in ("draft", "dflash", "eagle3"):
+            msg = f"spec (--spec) is {self.kind!r}, which needs a drafter: give its file with -md/--model-draft"
+            raise UsageError(msg)
+        if self.model is not None and self.kind == "ngram":
+            msg = "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
+            raise UsageError(msg)
+        _within(self.n_max, 1, MAX_DRAFT, "n_max (--draft-max)", "8 is usual")
+        _within(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
+        _within(self.window, 256, 1 << 20, "window (--draft-window)", "2048 is usual")
+        _within(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
+        _within(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
+
+
+def _within(value: float, low: float, high: float, name: str, hint: str) -> None:
+    if not low <= value <= high:
+        msg = f"{name} is {value}, and must be from {low} to {high}: {hint}"
+        raise UsageError(msg)
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Counts of an answer, as in events.Stats."""
+
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    plain_steps: int = 0
+    gated_steps: int = 0
+
+
+class Drafts:
+    """The drafts of a sequence, and whether to make one. Everything here is told in the order in which it happens."""
+
+    def __init__(self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
+        """target: the context of the sequence. n_batch, n_ubatch: its batches. where: the devices, as for Model.load.
+
+        Raises ModelError, UnsupportedError and NativeError, each naming the drafter.
+        """
+        self.spec = spec
+        self.gate = Gate(spec.gate, spec.sustain)
+        self.stats = DraftStats()
+        self._n_read = 0  # positions up to which the drafter has read, or skipped
+        self._n_kept = 0  # tokens of the last history that still stand
+        self._until = 0  # end of the prompt: only a window before it is read
+        self._listening = True
+        self._n_batch = n_batch
+        self._stack = ExitStack()
+        try:
+            self._open(target, n_ubatch, where, n_threads)
+        except KVFlashError as err:
+            self.close()
+            msg = f"{spec.model or target.model.path} cannot draft as {spec.kind}: {err}"
+            raise type(err)(msg) from None
+
+    def _open(self, target: Context, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
+        spec, drafter = self.spec, None
+        name = _NATIVE.get(spec.kind, "draft-dflash")
+        if spec.kind != "ngram":
+            model = target.model
+            if spec.model is not None:
+                model = self._stack.enter_context(Model.load(Path(spec.model), **where))
+                if spec.kind == "dflash" and any(w.name.startswith(_MARKOV) for w in model.weights()):
+                    name = "draft-dspark"
+            cells = spec.window + self._n_batch + spec.n_max + 1
+            drafter = self._stack.enter_context(
+                Context(
+                    model,
+                    n_ctx=cells,
+                    n_batch=max(self._n_batch, spec.n_max + 1),
+                    n_ubatch=max(n_ubatch, spec.n_max + 1),
+                    n_threads=n_threads,
+                    other=target,
+                    mtp=spec.kind == "mtp",
+                    n_outputs=spec.n_max + 1,
+                )
+            )
+            if drafter.kv_bytes().recurrent:
+                msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
+                raise UnsupportedError(msg)
+        self._spec = Speculator(
+            name, target, drafter, n_max=spec.n_max, n_gram=min(N_GRAM, spec.n_max), window=spec.window, p_min=spec.p_min
+        )
+        self._stack.callback(self._spec.close)
+
+    def close(self) -> None:
+        """Free the drafter. Harmless when called again."""
+        self._stack.close()
+
+    @property
+    def n_max(self) -> int:
+        """Tokens of a draft at most: a drafter may be made for fewer than were asked for."""
+        return self._spec.n_max
+
+    @property
+    def _reads_features(self) -> bool:
+        return self.spec.kind in ("dflash", "eagle3", "mtp")
+
+    #
+    # the sequence
+    #
+
+    def expect(self, n_end: int) -> None:
+        """A prompt is read up to n_end positions: of what it computes, the drafter wants the last window."""
+        self._until = n_end
+
+    def before(self, pos: int, n: int) -> None:
+        """n tokens at pos are to be decoded: have the target give out what the drafter reads of them, or not."""
+        if self._reads_features:
+            wanted = pos + n > self._until - self.spec.window and not (self.gate.closed and not self.gate.open)
+            if wanted != self._listening:
+                self._spec.listen(wanted)
+                self._listening = wanted
+
+    def decoded(self, tokens: Tokens, pos: int) -> None:
+        """These tokens (n,) int32 were decoded at pos, pos + 1, ..."""
+        if self._reads_features and self._listening:
+            self._spec.process(tokens, pos)
+            self._n_read = pos + len(tokens)
+
+    def begin(self, history: Sequence[int]) -> None:
+        """An answer begins after this text."""
+        self._spec.begin(np.array(history, np.int32))
+        self._n_kept = len(history)
+        self.stats = DraftStats()
+
+    def truncate(self, n: int) -> None:
+        """The sequence was cut to n tokens."""
+        self._n_kept = min(self._n_kept, n)
+        self._n_read = min(self._n_read, n)
+
+    #
+    # a step
+    #
+
+    def guess(self, history: "array[int]", token: int, at_most: int) -> Tokens:
+        """What may follow token, which comes after history and is not decoded yet: (m,) int32, at most at_most. Empty: decode
+        plainly.
+        """
+        if at_most < 1 or not self.gate.open:
+            return np.zeros(0, np.int32)
+        self._catch_up(history)
+        kept = min(self._n_kept, len(history))
+        known = np.array([*history[kept:], token], np.int32)
+        res = self._spec.draft(known, kept, min(at_most, self.n_max))
+        self._n_kept = len(history)
+        return res
+
+    def _catch_up(self, history: "array[int]") -> None:
+        """A drafter that reads tokens alone does so when it is asked."""
+        if self.spec.kind != "draft":
+            return
+        start = max(self._n_read, len(history) - self.spec.window)
+        for at in range(start, len(history), self._n_batch):
+            self._spec.process(np.array(history[at : min(at + self._n_batch, len(history))], np.int32), at)
+        self._n_read = len(history)
+
+    def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
+        """Of a draft so many tokens were right; the step took so long in all."""
+        self._spec.accept(n_right)
+        self.gate.drafted(seconds, n_right + 1)
+        self.stats.draft_steps += 1
+        self.stats.drafted += n_guessed
+        self.stats.accepted += n_right
+
+    def plain(self, seconds: float) -> None:
+        """A step without a draft took so long."""
+        before = self.gate.n_gated
+        self.gate.plain(seconds)
+        self.stats.plain_steps += 1
+        self.stats.gated_steps += self.gate.n_gated - before

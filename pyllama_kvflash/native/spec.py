@@ -1,0 +1,62 @@
+"""Drafts of what follows, by llama.cpp's own implementations (common/speculative.h)."""
+
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.native.context import Context
+from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.model import Tokens
+
+
+class Speculator:
+    """Guesses what follows a sequence. Close it before its contexts."""
+
+    def __init__(
+        self, kind: str, target: Context, drafter: Context | None, *, n_max: int, n_gram: int, window: int, p_min: float
+    ) -> None:
+        """kind: llama.cpp's name, as "draft-simple". n_max: tokens of a draft; n_gram: tokens that an n-gram goes by; window:
+        positions that the drafter remembers; p_min: a token that it finds less likely ends the draft.
+
+        Raises UnsupportedError (the drafter is of another type, or for another target) and NativeError.
+        """
+        name = ffi.new("char[]", kind.encode())
+        params = ffi.new("struct kvf_spec_params *", [name, n_max, n_gram, window, p_min])
+        out = ffi.new("struct kvf_spec **")
+        check(lib.kvf_spec_new(target.handle, drafter.handle if drafter else ffi.NULL, params, out))
+        self._handle: Any = out[0]
+        self.n_max = int(lib.kvf_spec_n_max(self._handle))
+        self._draft = ffi.new("llama_token[]", self.n_max)
+        self._n = ffi.new("int32_t *")
+
+    def close(self) -> None:
+        """Free it. Harmless when called again."""
+        lib.kvf_spec_free(self._handle)
+        self._handle = ffi.NULL
+
+    def listen(self, on: bool) -> None:  # noqa: FBT001 (a switch)
+        """Whether the target gives out what the drafter reads of its layers. A batch that is not processed need not."""
+        check(lib.kvf_spec_listen(self._handle, on))
+
+    def begin(self, tokens: Tokens) -> None:
+        """A new sequence, of which these tokens (n,) int32 are decoded."""
+        check(lib.kvf_spec_begin(self._handle, _pointer(tokens), len(tokens)))
+
+    def process(self, tokens: Tokens, pos: int) -> None:
+        """The target has just decoded these tokens (n,) int32 at pos, pos + 1, ... What the drafter has from pos on is gone."""
+        check(lib.kvf_spec_process(self._handle, pos, _pointer(tokens), len(tokens)))
+
+    def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
+        """What may follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32, the
+        last of which is not decoded yet: (m,) int32, at most n_max.
+        """
+        check(lib.kvf_spec_draft(self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n))
+        return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()
+
+    def accept(self, n: int) -> None:
+        """So many tokens of the last draft were right."""
+        check(lib.kvf_spec_accept(self._handle, n))
+
+
+def _pointer(tokens: Tokens) -> Any:
+    return ffi.from_buffer("llama_token[]", np.ascontiguousarray(tokens, np.int32))

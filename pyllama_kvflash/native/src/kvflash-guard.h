@@ -1,0 +1,21 @@
+#pragma once
+
+#include "kvflash.h"
+
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+// an error of the C API on its way up: a status, and the sentence that goes with it
+struct kvf_failure : std::runtime_error {
+    kvf_failure(int status, const std::string & what) : std::runtime_error(what), status(status) {}
+
+    int status;
+};
+
+// run f, and turn whatever it throws into a status: a failed assertion of the library, too
+LLAMA_API int kvf_guard(const std::function<void()> & f);
+
+inline void kvf_check(bool ok, const char * what) {
+    if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
+}
