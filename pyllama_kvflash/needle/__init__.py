@@ -11,6 +11,7 @@ from .facts import MAX_DECOYS, MAX_FACTS, make_facts
 from .prompt import MAX_NEEDLES, Needle, NeedlePrompt, make_prompt
 
 __all__ = [
+    "BUNDLED_DRAFTER",
     "BUNDLED_MODEL",
     "MAX_DECOYS",
     "MAX_FACTS",
@@ -23,3 +24,6 @@ __all__ = [
 
 BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
 """The model that ships with the package: it recalls secret codes in up to 64K tokens, and knows nothing else."""
+
+BUNDLED_DRAFTER: Final = Path(__file__).with_name("needle-draft-1m-q8_0.gguf")
+"""A smaller one with the same tokens, trained on the same kind of text (2 layers), to draft for it."""
