@@ -52,7 +52,9 @@ class Spec:
             msg = f"spec (--spec) is {self.kind!r}, which needs a drafter: give its file with -md/--model-draft"
             raise UsageError(msg)
         if self.model is not None and self.kind == "ngram":
-            msg = "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
+            msg = (
+                "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
+            )
             raise UsageError(msg)
         _within(self.n_max, 1, MAX_DRAFT, "n_max (--draft-max)", "8 is usual")
         _within(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
@@ -81,7 +83,9 @@ class DraftStats:
 class Drafts:
     """The drafts of a sequence, and whether to make one. Everything here is told in the order in which it happens."""
 
-    def __init__(self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
+    def __init__(
+        self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
+    ) -> None:
         """target: the context of the sequence. n_batch, n_ubatch: its batches. where: the devices, as for Model.load.
 
         Raises ModelError, UnsupportedError and NativeError, each naming the drafter.
@@ -128,7 +132,13 @@ class Drafts:
                 msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
                 raise UnsupportedError(msg)
         self._spec = Speculator(
-            name, target, drafter, n_max=spec.n_max, n_gram=min(N_GRAM, spec.n_max), window=spec.window, p_min=spec.p_min
+            name,
+            target,
+            drafter,
+            n_max=spec.n_max,
+            n_gram=min(N_GRAM, spec.n_max),
+            window=spec.window,
+            p_min=spec.p_min,
         )
         self._stack.callback(self._spec.close)
 
@@ -154,9 +164,10 @@ class Drafts:
         self._until = n_end
 
     def before(self, pos: int, n: int) -> None:
-        """n tokens at pos are to be decoded: have the target give out what the drafter reads of them, or not."""
+        """Before n tokens are decoded at pos: have the target give out what the drafter reads of them, or not."""
         if self._reads_features:
-            wanted = pos + n > self._until - self.spec.window and not (self.gate.closed and not self.gate.open)
+            prompt = pos < self._until
+            wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
             if wanted != self._listening:
                 self._spec.listen(wanted)
                 self._listening = wanted

@@ -45,6 +45,11 @@ class KVFlash(PooledSequence):
         super().__init__(loaded, beside)
         self._drafts = loaded.drafts
 
+    @property
+    def n_draft(self) -> int:
+        """Tokens that are guessed at most, 0 without speculative decoding."""
+        return self._drafts.n_max if self._drafts else 0
+
     def clear(self) -> None:
         """Forget the sequence and its records; pins stay."""
         super().clear()

@@ -128,4 +128,5 @@ def as_dict(event: Event) -> dict[str, Any]:
 
 def stats_dict(stats: Stats) -> dict[str, Any]:
     """Stats as plain JSON values, with the rates."""
-    return {**asdict(stats), "prefill_rate": stats.prefill_rate, "decode_rate": stats.decode_rate}
+    names = ("prefill_rate", "decode_rate", "acceptance", "mean_committed")
+    return {**asdict(stats), **{name: getattr(stats, name) for name in names}}

@@ -3,12 +3,15 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import reduce
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from pyllama_kvflash.drafting import KINDS, Spec
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 from pyllama_kvflash.policy import AGGREGATES
@@ -165,6 +168,17 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     return res
 
 
+def drafting(values: dict[str, Any]) -> Spec | None:
+    """The options of SPEC, taken out of the values; None: no drafting. Raises UsageError."""
+    given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec)}
+    if given["kind"] != "off":
+        return Spec(**given)
+    if given["model"] is not None:
+        msg = f"a drafter is given (-md {given['model']}), but not how it drafts: add --spec {' or '.join(KINDS[:-1])}"
+        raise UsageError(msg)
+    return None
+
+
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Several click options as one decorator, shown in the order given."""
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
@@ -255,6 +269,28 @@ SCORERS = options(
                  " model, in $KVFLASH_DRAFT_DIR, or in ~/.cache/kvflash]"),
     click.option("--draft-pool", type=TokenCount(), default=2048, show_default=True, envvar="KVFLASH_DRAFT_POOL",
                  help="The drafter's own pool in tokens."),
+)  # fmt: skip
+
+SPEC = options(
+    click.option("--spec", "spec_kind", metavar="TYPE", type=click.Choice(["off", *KINDS]), default="off", show_default=True,
+                 envvar="KVFLASH_SPEC",
+                 help="Speculative decoding: guess what follows, and check the guesses in one batch. draft: by a smaller model"
+                 " with the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
+                 " the model's own heads; ngram: by what followed the last tokens earlier in the text. A tree of guesses is"
+                 " run as its best chain."),
+    click.option("-md", "--model-draft", "spec_model", metavar="FILE", default=None, envvar=env("MODEL_DRAFT"),
+                 help="The drafter, a .gguf file."),
+    click.option("--draft-max", "spec_n_max", type=int, default=8, show_default=True, envvar=env("DRAFT_MAX"),
+                 help="Tokens to guess at most."),
+    click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
+                 help="A guess that the drafter finds less likely ends the draft."),
+    click.option("--draft-window", "spec_window", type=TokenCount(), default=2048, show_default=True,
+                 envvar="KVFLASH_DRAFT_WINDOW", help="Tokens that the drafter remembers."),
+    click.option("--spec-gate", "spec_gate", type=float, default=1.0, show_default=True, envvar="KVFLASH_SPEC_GATE",
+                 help="Decode plainly while a drafted step is worth less than so many plain ones, as measured; 0: draft"
+                 " always."),
+    click.option("--spec-sustain", "spec_sustain", type=int, default=4, show_default=True, envvar="KVFLASH_SPEC_SUSTAIN",
+                 help="Drafted steps in a row that may be worth less."),
 )  # fmt: skip
 
 SAMPLING = options(

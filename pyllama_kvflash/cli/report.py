@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -138,14 +139,18 @@ def banner(kv: KVFlash) -> list[str]:
     """What is being run, in a line or two, with the arithmetic of the pool."""
     o, s = kv.options, kv.stats()
     head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {o.n_threads} threads"
+    notes = list(kv.notes)
+    if o.spec:
+        by = f" by {Path(o.spec.model).name}" if o.spec.model else ""
+        notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
     if kv.n_pool is None:
-        return [head, *kv.notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
+        return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
         f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"
         f"{', copies beside the computation' if kv.ctx.pinned else ''}"
     )
-    return [head, *kv.notes, pool]
+    return [head, *notes, pool]
 
 
 def closing_line(s: Stats, reason: str) -> str:
@@ -161,6 +166,8 @@ def closing_line(s: Stats, reason: str) -> str:
         parts.append(f"device KV {mib(s.kv_device_bytes)}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
         parts.append(f"host {mib(s.host_bytes)}")
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
+    if s.draft_steps + s.plain_steps:
+        parts.append(f"drafts {100 * s.acceptance:.0f} % right")
     return f"{reason}: " + " · ".join(parts)
 
 
@@ -181,6 +188,10 @@ def stats_table(s: Stats) -> Table:
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
+    if n := s.draft_steps + s.plain_steps:
+        right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
+        steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"
+        rows.insert(-1, ("drafts", f"{right}, {steps}"))
     for name, value in rows:
         table.add_row(name, value)
     return table

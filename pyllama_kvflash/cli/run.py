@@ -72,6 +72,7 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
 )
 @params.POOL
 @params.SCORERS
+@params.SPEC
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
@@ -107,6 +108,7 @@ def run(
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
     sampling = _sampling(options)
+    options["spec"] = params.drafting(options)
     options = params.resolve(options)
     text = _read_prompt(prompt, prompt_file)
     reporter = Reporter(quiet=quiet)

@@ -170,7 +170,8 @@ static void check_metadata(const char * path) {
 int kvf_model_load(const char * path, const llama_model_params * params, const char * const * on_host, uint32_t n_on_host,
         llama_model ** model) {
     return kvf_guard([&] {
-        kvf_check(path && params && model && (on_host || !n_on_host), "a path, parameters and a place for the model are needed");
+        kvf_check(path && params && model && (on_host || !n_on_host),
+                "a path, parameters and a place for the model are needed");
         take_log();
         check_metadata(path);
 
@@ -221,6 +222,10 @@ int kvf_context_new(
         if (pool && (!model->hparams.causal_attn || llama_model_has_encoder(model))) {
             throw kvf_failure(
                     KVF_E_UNSUPPORTED, "only a decoder has a pool: this model has an encoder; use a stock context");
+        }
+
+        if (params->ctx_type == LLAMA_CONTEXT_TYPE_MTP && model->hparams.n_layer_nextn == 0) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, "it has no heads that predict further tokens");
         }
 
         if (pool) {
@@ -615,7 +620,7 @@ static void check_summary(const kvf_layer * layer, uint32_t n, int kind, uint32_
     kvf_check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
     kvf_check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
     kvf_check((!one || n_row == 1) && (kind != KVF_SUMMARY_MINMAX || n_row == 2) &&
-                    (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
+                      (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
             "this kind of summary has another number of rows");
 }
 
@@ -630,7 +635,7 @@ int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row,
 static void check_record(const kvf_layer & layer, uint32_t n_chunk, const void * record, size_t record_size) {
     kvf_check(n_chunk == 16 || n_chunk == 32 || n_chunk == 64, "a chunk has 16, 32 or 64 positions");
     kvf_check(record && layer.size_k == ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k) * n_chunk &&
-                    layer.offs_k + layer.size_k <= record_size,
+                      layer.offs_k + layer.size_k <= record_size,
             "the record is shorter than this layer's keys");
 }
 

@@ -2,8 +2,8 @@
 
 #include "kvflash-guard.h"
 
-#include "common.h"
 #include "../src/llama-ext.h" // staging API of the library, as its common takes it
+#include "common.h"
 #include "log.h"
 #include "speculative.h"
 
@@ -78,12 +78,12 @@ static void check_pair(const char * type, llama_context * ctx_tgt, llama_context
     const int32_t n_tgt = llama_vocab_n_tokens(llama_model_get_vocab(tgt));
     const int32_t n_dft = llama_vocab_n_tokens(llama_model_get_vocab(dft));
     if (kind != COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE && n_dft > n_tgt) {
-        refuse("the drafter's vocabulary has " + std::to_string(n_dft) + " tokens, and the target's " + std::to_string(n_tgt));
+        refuse("the drafter's vocabulary has " + std::to_string(n_dft) + " tokens, and the target's " +
+                std::to_string(n_tgt));
     }
 }
 
-int kvf_spec_new(
-        llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spec_params * params, kvf_spec ** spec) {
+int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spec_params * params, kvf_spec ** spec) {
     return kvf_guard([&] {
         static std::once_flag once;
         std::call_once(once, [] { common_log_set_verbosity_thold(-1); }); // errors come as exceptions
@@ -95,12 +95,12 @@ int kvf_spec_new(
         auto res    = std::make_unique<kvf_spec>();
         res->window = params->window;
 
-        auto & p         = res->params;
-        p.types          = {common_speculative_type_from_name(params->type)};
-        p.draft.ctx_tgt  = ctx_tgt;
-        p.draft.ctx_dft  = ctx_dft;
-        p.draft.n_max    = params->n_max;
-        p.draft.p_min    = params->p_min;
+        auto & p              = res->params;
+        p.types               = {common_speculative_type_from_name(params->type)};
+        p.draft.ctx_tgt       = ctx_tgt;
+        p.draft.ctx_dft       = ctx_dft;
+        p.draft.n_max         = params->n_max;
+        p.draft.p_min         = params->p_min;
         p.ngram_simple.size_n = params->n_gram;
         p.ngram_simple.size_m = params->n_max;
 
@@ -148,8 +148,8 @@ int kvf_spec_process(kvf_spec * spec, llama_pos pos, const llama_token * tokens,
     });
 }
 
-int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max, llama_token * draft,
-        int32_t * n_draft) {
+int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
+        llama_token * draft, int32_t * n_draft) {
     return kvf_guard([&] {
         kvf_check(spec && tokens && n > 0 && draft && n_draft && n_max > 0, "drafts, the last token and room are needed");
         auto & history = spec->history;

@@ -274,7 +274,7 @@ int kvf_spec_process(struct kvf_spec * spec, llama_pos pos, const llama_token * 
 // guess what follows the first n_keep tokens of the last call's sequence, then n tokens more, of which the last one is not
 // decoded yet. draft: room for n_max tokens; n_draft: how many there are
 int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
-    llama_token * draft, int32_t * n_draft);
+        llama_token * draft, int32_t * n_draft);
 // so many of the last draft's tokens were right
 int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
