@@ -53,6 +53,7 @@ struct llama_model_params {
     llama_progress_callback progress_callback;
     void * progress_callback_user_data;
     bool no_alloc;
+    bool load_mtp;
     ...;
 };
 struct llama_context_params {

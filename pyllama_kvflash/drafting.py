@@ -112,7 +112,7 @@ class Drafts:
         if spec.kind != "ngram":
             model = target.model
             if spec.model is not None:
-                model = self._stack.enter_context(Model.load(Path(spec.model), **where))
+                model = self._stack.enter_context(Model.load(Path(spec.model), **where, mtp=spec.kind == "mtp"))
                 if spec.kind == "dflash" and any(w.name.startswith(_MARKOV) for w in model.weights()):
                     name = "draft-dspark"
             cells = spec.window + self._n_batch + spec.n_max + 1

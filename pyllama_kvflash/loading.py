@@ -58,6 +58,7 @@ def load(path: Path, options: Options, progress: Callable[[float], None] | None 
     for server in options.rpc:
         add_rpc(server)
     where: dict[str, Any] = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
+    where["mtp"] = options.spec is not None and options.spec.kind == "mtp" and options.spec.model is None
     placed = Placement(0, options.pool)
     if options.n_cpu_moe != 0:
         with Model.load(path, **where, no_alloc=True) as model:

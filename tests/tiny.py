@@ -161,12 +161,18 @@ def qwen3(
         w.ffn(blk, n_embd, n_ff)
 
 
-def qwen35(w: Writer) -> None:
-    """Gated delta net and attention in turn: llama_memory_hybrid."""
+def qwen35(w: Writer, n_mtp: int = 0) -> None:
+    """Gated delta net and attention in turn: llama_memory_hybrid. n_mtp: heads that predict further tokens."""
     n_embd, n_ff, n_layer, n_head, n_head_kv, n_head_dim = 256, 512, 4, 4, 2, 64
     n_state, n_group, n_value = 64, 2, 4  # of the delta net: state size, key heads, value heads
     w.geometry(
-        n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
+        n_layer=n_layer + n_mtp,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        n_head_dim=n_head_dim,
+        rope=1e6,
     )
     w.keys(
         rope__dimension_sections=[8, 4, 4, 0],
@@ -188,6 +194,18 @@ def qwen35(w: Writer) -> None:
         else:
             w.delta_net(blk, n_embd, n_state, n_group, n_value)
         w.ffn(blk, n_embd, n_ff)
+    if not n_mtp:
+        return
+    w.keys(nextn_predict_layers=n_mtp)
+    for i in range(n_layer, n_layer + n_mtp):
+        blk = f"blk.{i}."
+        w.norm(blk + "attn_norm.weight", n_embd)
+        w.norm(blk + "post_attention_norm.weight", n_embd)
+        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=2.0, gate=True)
+        w.ffn(blk, n_embd, n_ff)
+        w.random(blk + "nextn.eh_proj.weight", 2 * n_embd, n_embd)
+        w.norm(blk + "nextn.enorm.weight", n_embd)
+        w.norm(blk + "nextn.hnorm.weight", n_embd)
 
 
 GEMMA4_SWA = 512
@@ -358,3 +376,55 @@ def write(name: str, path: Path) -> None:
     writer = Writer(path, families.ARCHS.get(name, name))
     MODELS[name](writer)
     writer.close()
+
+
+#
+# with a vocabulary, and what drafts for them
+#
+
+
+def worded(w: Writer) -> None:
+    """A vocabulary of the 256 bytes and pairs of letters, for a model that is written but for it. The last token ends a
+    text, and is never likely; the one before is the mask of a drafter.
+    """
+    file = w._file
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    tokens = [chr(c) for c in shown] + [chr(256 + i) for i in range(256 - len(shown))]
+    tokens = [*tokens, *(a + b for a in "etaoinshrdlu" for b in "abcdefghijklmnopqrstuvwxyz")][: N_VOCAB - 2]
+    del file.kv_data[0]["tokenizer.ggml.model"]  # none
+    file.add_string("tokenizer.ggml.model", "gpt2")
+    file.add_string("tokenizer.ggml.pre", "qwen2")
+    file.add_token_list([*tokens, "[MASK]", "[END]"])
+    file.add_token_types([1] * len(tokens) + [3, 3])
+    file.add_token_merges([f"{t[0]} {t[1]}" for t in tokens[256:]])
+    file.add_mask_token_id(N_VOCAB - 2)
+    file.add_eos_token_id(N_VOCAB - 1)
+    for part in file.tensors:
+        if "output.weight" in part:
+            part["output.weight"].tensor[-1] = 0
+
+
+def write_worded(path: Path, arch: str, model: Callable[[Writer], None]) -> None:
+    """Write a model with a vocabulary to a file."""
+    writer = Writer(path, arch)
+    model(writer)
+    worded(writer)
+    writer.close()
+
+
+def dflash(w: Writer, *, n_embd: int = 256, layers: Sequence[int] = (1, 2), n_layer: int = 1, block: int = 16) -> None:
+    """A DFlash drafter that reads these layers of its target. It shares the target's embeddings and output."""
+    n_ff, n_head, n_head_kv, n_head_dim = 128, 2, 1, 64
+    w.geometry(
+        n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
+    )
+    w.keys(block_size=block, target_layers=list(layers))
+    w.random("fc.weight", len(layers) * n_embd, n_embd)
+    w.norm("enc.output_norm.weight", n_embd)
+    w.norm("output_norm.weight", n_embd)
+    for i in range(n_layer):
+        blk = f"blk.{i}."
+        w.norm(blk + "attn_norm.weight", n_embd)
+        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=2.0)
+        w.norm(blk + "ffn_norm.weight", n_embd)
+        w.ffn(blk, n_embd, n_ff)

@@ -80,13 +80,14 @@ class Model:
         tensor_split: Sequence[float] = (),
         on_host: Sequence[str] = (),
         no_alloc: bool = False,
+        mtp: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> Self:
         """Load a GGUF file (the first of a split one).
 
         n_gpu_layers: layers to offload, -1 all. tensor_split: shares of the layers for each device, () by their free
         memory. on_host: patterns of names of tensors that stay in host memory. no_alloc: metadata only, for a look at the
-        geometry; such a model cannot decode. progress is called with 0.0 to 1.0.
+        geometry; such a model cannot decode. mtp: with the heads that predict further tokens. progress is called with 0.0 to 1.0.
 
         Raises ModelError.
         """
@@ -100,6 +101,7 @@ class Model:
         shares[0 : len(tensor_split)] = list(tensor_split)
         params.tensor_split = shares if tensor_split else ffi.NULL
         params.no_alloc = no_alloc
+        params.load_mtp = mtp
         if no_alloc:
             params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapped weights are real ones
         state = _Progress(progress or (lambda _: None))
