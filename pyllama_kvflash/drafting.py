@@ -69,6 +69,13 @@ def _within(value: float, low: float, high: float, name: str, hint: str) -> None
         raise UsageError(msg)
 
 
+def _check_mask(model: Model) -> None:
+    mask = model.meta("tokenizer.ggml.mask_token_id") or ""
+    if not mask.isdecimal() or int(mask) >= model.n_vocab:
+        msg = "its vocabulary has no mask token, which stands for those that are to be guessed: convert it with its target"
+        raise UnsupportedError(msg)
+
+
 @dataclass(slots=True)
 class DraftStats:
     """Counts of an answer, as in events.Stats."""
@@ -98,6 +105,8 @@ class Drafts:
         self._until = 0  # end of the prompt: only a window before it is read
         self._listening = True
         self._n_batch = n_batch
+        self._n_vocab = target.model.n_vocab
+        self._drafter: Context | None = None
         self._stack = ExitStack()
         try:
             self._open(target, n_ubatch, where, n_threads)
@@ -108,13 +117,18 @@ class Drafts:
 
     def _open(self, target: Context, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
         spec, drafter = self.spec, None
+        if target.kv_bytes().recurrent and n_ubatch <= spec.n_max:
+            msg = f"a batch of {spec.n_max + 1} tokens must fit n_batch and n_ubatch, for the recurrent state to go back"
+            raise UsageError(msg)
         name = _NATIVE.get(spec.kind, "draft-dflash")
         if spec.kind != "ngram":
             model = target.model
             if spec.model is not None:
                 model = self._stack.enter_context(Model.load(Path(spec.model), **where, mtp=spec.kind == "mtp"))
-                if spec.kind == "dflash" and any(w.name.startswith(_MARKOV) for w in model.weights()):
-                    name = "draft-dspark"
+                if spec.kind == "dflash":
+                    _check_mask(model)
+                    if any(w.name.startswith(_MARKOV) for w in model.weights()):
+                        name = "draft-dspark"
             cells = spec.window + self._n_batch + spec.n_max + 1
             drafter = self._stack.enter_context(
                 Context(
@@ -131,6 +145,7 @@ class Drafts:
             if drafter.kv_bytes().recurrent:
                 msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
                 raise UnsupportedError(msg)
+        self._drafter = drafter
         self._spec = Speculator(
             name,
             target,
@@ -175,8 +190,7 @@ class Drafts:
     def decoded(self, tokens: Tokens, pos: int) -> None:
         """These tokens (n,) int32 were decoded at pos, pos + 1, ..."""
         if self._reads_features and self._listening:
-            self._spec.process(tokens, pos)
-            self._n_read = pos + len(tokens)
+            self._read(tokens, pos)
 
     def begin(self, history: Sequence[int]) -> None:
         """An answer begins after this text."""
@@ -188,6 +202,16 @@ class Drafts:
         """The sequence was cut to n tokens."""
         self._n_kept = min(self._n_kept, n)
         self._n_read = min(self._n_read, n)
+
+    def _read(self, tokens: Tokens, pos: int) -> None:
+        if pos > self._n_read and self._drafter:
+            self._drafter.clear()  # it takes no gap
+        self._spec.process(self._known(tokens), pos)
+        self._n_read = pos + len(tokens)
+
+    def _known(self, tokens: Tokens) -> Tokens:
+        """These tokens, and another for each that the drafter does not have."""
+        return np.where(tokens < self._drafter.model.n_vocab, tokens, 0) if self._drafter else tokens
 
     #
     # a step
@@ -201,10 +225,11 @@ class Drafts:
             return np.zeros(0, np.int32)
         self._catch_up(history)
         kept = min(self._n_kept, len(history))
-        known = np.array([*history[kept:], token], np.int32)
+        known = self._known(np.array([*history[kept:], token], np.int32))
         res = self._spec.draft(known, kept, min(at_most, self.n_max))
         self._n_kept = len(history)
-        return res
+        there = (res >= 0) & (res < self._n_vocab)  # a drafter may have more tokens, or have gone wrong
+        return res if there.all() else res[: int(there.argmin())]
 
     def _catch_up(self, history: "array[int]") -> None:
         """A drafter that reads tokens alone does so when it is asked."""
@@ -212,8 +237,7 @@ class Drafts:
             return
         start = max(self._n_read, len(history) - self.spec.window)
         for at in range(start, len(history), self._n_batch):
-            self._spec.process(np.array(history[at : min(at + self._n_batch, len(history))], np.int32), at)
-        self._n_read = len(history)
+            self._read(np.array(history[at : min(at + self._n_batch, len(history))], np.int32), at)
 
     def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
         """Of a draft so many tokens were right; the step took so long in all."""

@@ -212,9 +212,9 @@ class KVFlash(PooledSequence):
             msg = "the answer has ended"
             raise AssertionError(msg)
         begin = time.perf_counter()
-        guesses = self._guesses(answer, token)
-        if len(guesses):
-            yield from self._check(answer, sampler, token, guesses, begin)
+        width, n_most = self._room(answer)
+        if drafts and n_most > 1 and len(guesses := drafts.guess(self._history, token, n_most - 1)):
+            yield from self._check(answer, sampler, [token, *guesses.tolist()], width, n_most, begin)
             return
         begin = time.perf_counter()
         if paged := self._heard(np.array([token], np.int32)):
@@ -225,39 +225,42 @@ class KVFlash(PooledSequence):
             drafts.plain(time.perf_counter() - begin)
         yield from events
 
-    def _guesses(self, answer: Answer, token: int) -> Tokens:
-        """What may follow, none if the batch that checks them has no room."""
-        drafts = self._drafts
-        width = drafts.n_max + 1 if drafts else 0
-        if not drafts or self.n_tokens + width > self.options.n_ctx or width > self.n_batch:
-            return np.zeros(0, np.int32)
-        return drafts.guess(self._history, token, answer.left(self.n_tokens))
+    def _room(self, answer: Answer) -> tuple[int, int]:
+        """Tokens of a batch that checks a draft, and how many of them may stand; one: decode plainly."""
+        width = self.n_draft + 1
+        if width == 1 or self.n_tokens + width > self.options.n_ctx or width > self.n_batch:
+            return 1, 1
+        width, n_most = self._steady(width)
+        return width, min(n_most, answer.left(self.n_tokens) + 1)
 
-    def _check(self, answer: Answer, sampler: Sampler, token: int, guesses: Tokens, begin: float) -> Iterator[Event]:
-        """Decode a token with guesses of what follows: those stand that would have come one by one."""
+    def _check(
+        self, answer: Answer, sampler: Sampler, tokens: list[int], width: int, n_most: int, begin: float
+    ) -> Iterator[Event]:
+        """Decode a token with guesses of what follows: those stand that would have come one by one, n_most at most."""
         drafts, start = self._drafts, self.n_tokens
         if drafts is None:
             msg = "nothing drafts"
             raise AssertionError(msg)
-        # always as many, so that the graph stays: what fills it up is taken for a guess, too
-        batch = np.full(drafts.n_max + 1, token, np.int32)
-        batch[1 : 1 + len(guesses)] = guesses
+        # filled up, so that the graph stays
+        batch = np.array([*tokens, *[tokens[0]] * (width - len(tokens))], np.int32)
 
         def judge() -> int:
-            for i in range(len(batch)):
+            for i in range(n_most):
                 found = sampler.sample(self.ctx, i)
                 goes_on = answer.take(found, start + i + 1)
                 self._pending = answer.token
-                if not goes_on or i + 1 == len(batch) or found != batch[i + 1]:
+                if not goes_on or i + 1 == n_most or found != batch[i + 1]:
                     break
             return i + 1
 
         drafts.before(start, len(batch))
-        if paged := self._advance_some(batch, judge):
-            yield paged
+        paged = self._advance_some(batch, judge)
         n = self.n_tokens - start
         drafts.decoded(batch[:n], start)
-        drafts.checked(len(guesses), min(n - 1, len(guesses)), time.perf_counter() - begin)
+        n_guessed = len(tokens) - 1
+        drafts.checked(n_guessed, min(n - 1, n_guessed), time.perf_counter() - begin)
+        if paged:
+            yield paged
         yield from self._tick(n)
 
     def _heard(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:

@@ -129,6 +129,17 @@ class Pager:
         self._apply(plan)
         return plan
 
+    def fitting(self, n_tokens: int) -> int:
+        """Of so many tokens to be decoded at once, those for which no more chunks leave than for the first alone."""
+        ledger = self.ledger
+        n_new = max(ledger.n_free, ledger.new_chunks(1))
+        return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
+
+    @property
+    def in_motion(self) -> bool:
+        """Whether the next steps change what is resident."""
+        return bool(self._landing or self._todo[1])
+
     def computing(self, n_tokens: int) -> None:
         """A batch is being computed: go on with a plan that is spread over steps."""
         self._n_computed += 1

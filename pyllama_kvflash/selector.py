@@ -106,6 +106,13 @@ class Selector:
         self._adrift = False
         return event
 
+    @property
+    def n_steady(self) -> int:
+        """Tokens until something is to be done after one of them: so many may be decoded in one batch."""
+        if self._ticket is not None:
+            return 1
+        return self.schedule.n_until(due=self._job is not None)
+
     def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
         """A batch of a prompt is being computed: apply the scores by the queries of the one before the last, begin to
         score by those of the last, and ask for this one's. Nothing waits for the computation.

@@ -117,6 +117,18 @@ class PooledSequence:
         self._consistent = True
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
+    def _steady(self, n: int) -> tuple[int, int]:
+        """Of n tokens to be decoded in one batch: how many the batch may have, and how many may stand, for all to be as if
+        they came one by one: the same chunks resident for each, scored and moved after the same ones.
+        """
+        pager, selector = self._pager, self._selector
+        if pager is None:
+            return n, n
+        n = pager.fitting(n)
+        if pager.in_motion:
+            return n, 1
+        return n, min(n, selector.n_steady) if selector else n
+
     def _advance_some(self, tokens: Tokens, judge: Callable[[], int]) -> Paged | None:
         """One batch, of whose tokens the first ones stand: judge() says how many, by its logits. The others never were: the
         ledger does not hear of them, and no chunk is sealed for them.

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,6 +293,7 @@ def test_events_survive_json(event: Event) -> None:
         stats = dict(fields["stats"])
         assert stats.pop("prefill_rate") == 500.0
         assert stats.pop("decode_rate") == 20.0
+        assert stats.pop("acceptance") == stats.pop("mean_committed") == 0.0
         fields["stats"] = Stats(**stats)
     assert kind(**fields) == event
 
@@ -318,9 +320,13 @@ def test_rates_never_divide_by_zero(
         "n_generated": n_generated,
         "decode_s": decode_s,
     }
-    del values["prefill_rate"], values["decode_rate"]
+    for name in ("prefill_rate", "decode_rate", "acceptance", "mean_committed"):
+        del values[name]
     stats = Stats(**values)
     assert (stats.prefill_rate, stats.decode_rate) == rates
+    assert (stats.acceptance, stats.mean_committed) == (0.0, 0.0)
+    drafted = replace(stats, drafted=40, accepted=30, draft_steps=5)
+    assert (drafted.acceptance, drafted.mean_committed) == (0.75, 7.0)
 
 
 def test_events_cannot_be_changed() -> None:

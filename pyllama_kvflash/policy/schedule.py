@@ -64,6 +64,10 @@ class Schedule:
         self._begun = True
         return True
 
+    def n_until(self, *, due: bool) -> int:
+        """Tokens until begin() says so, or apply() if scores are due; at least one."""
+        return max(1, (self.lag if due else self.interval) - self._n)
+
     def apply(self) -> bool:
         """Whether the scores that were begun are due now."""
         if not self._begun or self._n < self.lag:

@@ -1,0 +1,117 @@
+"""Answers that speculative decoding is measured on: the texts, their answers' tokens and figures, what a batch costs."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.bench.grid import Result, digest
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
+from pyllama_kvflash.events import Done, Prefill, Token
+from pyllama_kvflash.native import ALL, Sampling
+from pyllama_kvflash.needle import Needle, make_prompt
+
+TEXTS = ("copy", "entropy", "needles")
+ANSWER = 16  # tokens of an answer to a question
+COUNTS = ("drafted", "accepted", "draft_steps", "plain_steps", "gated_steps")  # of events.Stats
+
+_SEED = 2  # of documents, and of the sampler: needle-7m goes on copying, and draws no end of text
+_REPEATED = 8  # times that the line is there which a copy-heavy text goes on with
+_LINE = 64  # tokens of such a line, or of a question, at most
+_DOCUMENT = 4  # pools that the questions' document fills; half of one is what the other texts begin with
+_TRIES = 9  # batches timed for what one costs, of each width
+
+OnPrefill = Callable[[Prefill], None]
+
+
+def context(text: str, pool: int, n: int) -> int:
+    """Positions that a text and its answer take at most. n: as for answer_all."""
+    return _DOCUMENT * pool + _LINE + ANSWER if text == "needles" else pool // 2 + _LINE * _REPEATED + n
+
+
+def make_text(kv: KVFlash, text: str, pool: int, questions: int) -> tuple[str, tuple[Needle, ...]]:
+    """A prompt, and the questions about it. Raises UsageError."""
+
+    def count(part: str) -> int:
+        return len(kv.tokenize(part, add_special=False))
+
+    try:
+        if text == "needles":
+            prompt = make_prompt(_DOCUMENT * pool, count, n_needles=questions, seed=_SEED)
+            return prompt.text, prompt.needles
+        prompt = make_prompt(pool // 2, count, n_needles=1, seed=_SEED, drop=text == "entropy")
+    except ValueError as err:
+        msg = f"a pool of {pool} (--pool) leaves no room for the text: {err}"
+        raise UsageError(msg) from None
+    return prompt.text + (f"{prompt.needles[0].statement}\n" * _REPEATED if text == "copy" else ""), ()
+
+
+def answer_all(
+    kv: KVFlash, text: str, pool: int, n: int, on_prefill: OnPrefill
+) -> tuple[list[list[int]], list[Result]]:
+    """Tokens and figures of each answer to a text's prompt. n: tokens of the one answer, or questions."""
+    prompt, needles = make_text(kv, text, pool, n)
+    greedy = Sampling(temperature=0)
+    if not needles:
+        hot = Sampling(temperature=2, top_k=0, top_p=1, min_p=0, seed=_SEED)
+        sampling = hot if text == "entropy" else greedy
+        tokens, answer = _answer(kv, prompt, on_prefill, max_tokens=n, sampling=sampling)
+        return [tokens], [answer]
+    for event in kv.prefill(kv.tokenize(prompt)):
+        if isinstance(event, Prefill):
+            on_prefill(event)
+    end, texts, answers = kv.n_tokens, [], []
+    for needle in needles:
+        kv.rollback(end)
+        asked = {"max_tokens": ANSWER, "sampling": greedy, "stop": ["\n"], "append": True}
+        tokens, answer = _answer(kv, needle.question, on_prefill, **asked)
+        texts.append(tokens)
+        answers.append({**answer, "found": needle.answer in kv.detokenize(tokens)})
+    return texts, answers
+
+
+def _answer(kv: KVFlash, prompt: str, on_prefill: OnPrefill, **options: Any) -> tuple[list[int], Result]:
+    tokens: list[int] = []
+    for event in kv.generate(prompt, **options):
+        if isinstance(event, Token):
+            tokens.append(event.id)
+        elif isinstance(event, Prefill):
+            on_prefill(event)
+        elif isinstance(event, Done):
+            if event.reason == "interrupted":
+                raise Interrupted(event.reason)
+            s = event.stats
+            counts = {name: getattr(s, name) for name in COUNTS}
+            seconds = s.decode_s if s.n_generated > 1 else 0.0
+            mark = digest(" ".join(map(str, tokens)))
+            return tokens, {"n": s.n_generated, "decode_s": seconds, **counts, "mark": mark}
+    msg = "the engine stopped without a last event"
+    raise AssertionError(msg)
+
+
+def difference(text: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first token at which two texts differ, None: they do not."""
+    return next((i for i, (a, b) in enumerate(zip_longest(text, right)) if a != b), None)
+
+
+def batch_costs(kv: KVFlash, widths: Sequence[int]) -> dict[int, float] | None:
+    """What batches of these widths cost after what is there, in single tokens; all go back. None: the model cannot."""
+    start = kv.n_tokens
+    seconds: dict[int, list[float]] = {n: [] for n in (1, *widths)}
+    try:
+        for _ in range(_TRIES):
+            for n, found in seconds.items():
+                for _ in range(2):  # the first one of a width builds its graph
+                    begin = time.perf_counter()
+                    kv.decode(np.zeros(n, np.int32), ALL)
+                    kv.ctx.synchronize()
+                    took = time.perf_counter() - begin
+                    kv.rollback(start)
+                found.append(took)
+    except UnsupportedError:
+        return None
+    return {n: median(seconds[n]) / median(seconds[1]) for n in widths}

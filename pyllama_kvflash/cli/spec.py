@@ -1,0 +1,102 @@
+"""`kvflash bench spec`: does speculative decoding pay, and does it change what is said?"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyllama_kvflash import native
+from pyllama_kvflash.bench import spec as spec_bench
+from pyllama_kvflash.bench.grid import Results
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.bench import Numbers, picture
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.loading import check_file
+from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
+from pyllama_kvflash.options import FLASH_ATTN
+
+SPEC_HELP = """Speculative decoding beside plain decoding, with its gate and without, full cache and pool, in one run.
+
+On three texts. copy: a line that repeats itself, continued greedily. entropy: prose, continued at temperature 2 with
+nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. All ways to
+decode take turns, each with a model that was just opened; medians over the rounds.
+
+Without MODEL.gguf, with the bundled needle-7m and its drafter.
+
+\b
+  kvflash bench spec -n 300 --rounds 2 -t 1                                   a first look, a minute
+  kvflash bench spec --texts copy --kinds ngram --draft-max 4,8,16            how many tokens to guess
+  kvflash bench spec model.gguf -md draft.gguf --kinds dflash,ngram --pool 4K -n 5000
+
+Writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
+"""
+
+
+class Words(click.ParamType[tuple[str, ...]]):
+    """Words with commas between them."""
+
+    name = "words"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ARG002
+        """Take apart; SpecBench checks each."""
+        return value if isinstance(value, tuple) else tuple(dict.fromkeys(p.strip() for p in str(value).split(",")))
+
+
+OPTIONS = params.options(
+    params.MODEL,
+    click.option("-md", "--model-draft", "drafter", metavar="FILE", default=None, envvar=params.env("MODEL_DRAFT"),
+                 help="The drafter, a .gguf file.  [default: of needle-7m, its own]"),
+    click.option("--kinds", type=Words(), default="draft,ngram", show_default=True,
+                 help="How to draft, as --spec of kvflash run."),
+    click.option("--draft-max", "n_max", type=Numbers(), default="8", show_default=True,
+                 help="Tokens to guess at most; several with commas."),
+    click.option("--texts", type=Words(), default=",".join(spec_bench.TEXTS), show_default=True, help="Texts, see above."),
+    click.option("-n", "--predict", "--n-predict", "lengths", type=Numbers(), default="300,2000", show_default=True,
+                 help="Tokens to produce of the texts copy and entropy; several with commas."),
+    click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True, help="Questions of needles."),
+    click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size, in tokens."),
+    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; their median counts."),
+    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-spec]"),
+    click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
+                 show_default=True, help="Type of the K cache."),
+    click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
+                 show_default=True, help="Type of the V cache; a quantised one needs -fa."),
+    click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto", show_default=True,
+                 help="Flash attention."),
+    params.COMPUTE,
+)  # fmt: skip
+
+_OWN = ("kinds", "n_max", "texts", "lengths", "questions", "pool", "rounds")
+_ENGINE = (
+    *("type_k", "type_v", "flash_attn", "n_batch", "n_ubatch", "n_threads"),
+    *("n_gpu_layers", "tensor_split", "n_cpu_moe", "rpc"),
+)
+
+
+@click.command(help=SPEC_HELP, short_help="Speculative decoding beside plain decoding.")
+@OPTIONS
+def spec(model_arg: str | None, model: str | None, drafter: str | None, output: str | None, **options: Any) -> None:
+    """Run the spec bench."""
+    reporter = Reporter()
+    path = model_path(model_arg, model, reporter)
+    check_file(path)
+    if drafter is None and path == BUNDLED_MODEL:
+        drafter = str(BUNDLED_DRAFTER)
+    common = {name: options[name] for name in _ENGINE}
+    bench = spec_bench.SpecBench(path, drafter, **{name: options[name] for name in _OWN}, common=common)
+    results = Results(Path(output or "kvflash-spec"))
+    cells = list(bench.cells())
+    missing = [cell for cell in cells if results.get(bench.key(cell)) is None]
+    with native.interruptible(), reporter.counting("spec", len(cells)) as bar:
+        bar.skip(len(cells) - len(missing))
+        for cell in missing:
+            result = spec_bench.measure(bench, cell, bar.running)
+            results.add(bench.key(cell), result)
+            for warning in result["warnings"]:
+                reporter.warn(f"{cell.label}: {warning}")
+            spec_bench.write(bench, results)
+            bar.done()
+    click.echo(spec_bench.write(bench, results), nl=False)
+    rows = spec_bench.summarise(bench, results)
+    picture(results, reporter, lambda: spec_bench.spec_figure(rows, f"{path.stem}, pool of {bench.pool:,} tokens"))
