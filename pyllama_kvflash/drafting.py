@@ -117,8 +117,11 @@ class Drafts:
 
     def _open(self, target: Context, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
         spec, drafter = self.spec, None
-        if target.kv_bytes().recurrent and n_ubatch <= spec.n_max:
-            msg = f"a batch of {spec.n_max + 1} tokens must fit n_batch and n_ubatch, for the recurrent state to go back"
+        if target.kv_bytes().recurrent and n_ubatch < spec.n_max + 2:
+            msg = (
+                f"a recurrent state goes back over {spec.n_max} tokens only if n_batch and n_ubatch are {spec.n_max + 2}"
+                " at least: use larger batches (-b, -ub; a larger pool allows them) or a smaller n_max (--draft-max)"
+            )
             raise UsageError(msg)
         name = _NATIVE.get(spec.kind, "draft-dflash")
         if spec.kind != "ngram":

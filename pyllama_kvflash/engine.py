@@ -243,18 +243,20 @@ class KVFlash(PooledSequence):
             raise AssertionError(msg)
         # filled up, so that the graph stays
         batch = np.array([*tokens, *[tokens[0]] * (width - len(tokens))], np.int32)
+        n_most = min(n_most, len(tokens))
 
-        def judge() -> int:
+        def judge() -> Iterator[int]:
             for i in range(n_most):
+                self._pending = None  # this one stands, and wherever it is cut off, none is in both
+                yield i + 1
                 found = sampler.sample(self.ctx, i)
                 goes_on = answer.take(found, start + i + 1)
                 self._pending = answer.token
                 if not goes_on or i + 1 == n_most or found != batch[i + 1]:
-                    break
-            return i + 1
+                    return
 
         drafts.before(start, len(batch))
-        paged = self._advance_some(batch, judge)
+        paged = self._advance_some(batch, judge())
         n = self.n_tokens - start
         drafts.decoded(batch[:n], start)
         n_guessed = len(tokens) - 1

@@ -5,7 +5,7 @@ full then. Between batches the selector has all chunks scored. Whatever cuts a s
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
@@ -129,9 +129,10 @@ class PooledSequence:
             return n, 1
         return n, min(n, selector.n_steady) if selector else n
 
-    def _advance_some(self, tokens: Tokens, judge: Callable[[], int]) -> Paged | None:
-        """One batch, of whose tokens the first ones stand: judge() says how many, by its logits. The others never were: the
-        ledger does not hear of them, and no chunk is sealed for them.
+    def _advance_some(self, tokens: Tokens, judge: Iterable[int]) -> Paged | None:
+        """One batch, of whose tokens the first ones stand: judge says how many, by its logits, one more each time. The others
+        never were: the ledger does not hear of them, and no chunk is sealed for them. If judge is cut off, those stand that
+        it came to.
         """
         pos, pager = len(self._history), self._pager
         self._recover()
@@ -141,12 +142,16 @@ class PooledSequence:
         if pager:
             pager.computing(len(tokens))
         self._pending = None
-        n = judge()
-        self.ctx.keep(n)
-        self._history.frombytes(tokens[:n].tobytes())
-        if pager:
-            pager.written(n)
-        self._consistent = True
+        n = 1
+        try:
+            for n in judge:  # noqa: B007 (the last one is what is wanted)
+                pass
+        finally:
+            self.ctx.keep(n)
+            self._history.frombytes(tokens[:n].tobytes())
+            if pager:
+                pager.written(n)
+            self._consistent = True
         return Paged(pos, plan.drops, plan.page_ins) if plan else None
 
     def _advance_each(self, tokens: Mapping[int, int]) -> dict[int, Paged | None]:

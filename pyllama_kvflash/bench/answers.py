@@ -1,7 +1,7 @@
 """Answers that speculative decoding is measured on: the texts, their answers' tokens and figures, what a batch costs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -23,13 +23,16 @@ _SEED = 2  # of documents, and of the sampler: needle-7m goes on copying, and dr
 _REPEATED = 8  # times that the line is there which a copy-heavy text goes on with
 _LINE = 64  # tokens of such a line, or of a question, at most
 _DOCUMENT = 4  # pools that the questions' document fills; half of one is what the other texts begin with
+_TURN = 64  # tokens after which it is another's turn
 _TRIES = 9  # batches timed for what one costs, of each width
 
 OnPrefill = Callable[[Prefill], None]
+Answers = tuple[list[list[int]], list[Result]]  # tokens and figures of each
+Turns = Generator[None, None, Answers]
 
 
 def context(text: str, pool: int, n: int) -> int:
-    """Positions that a text and its answer take at most. n: as for answer_all."""
+    """Positions that a text and its answer take at most. n: as for in_turns."""
     return _DOCUMENT * pool + _LINE + ANSWER if text == "needles" else pool // 2 + _LINE * _REPEATED + n
 
 
@@ -45,50 +48,73 @@ def make_text(kv: KVFlash, text: str, pool: int, questions: int) -> tuple[str, t
             return prompt.text, prompt.needles
         prompt = make_prompt(pool // 2, count, n_needles=1, seed=_SEED, drop=text == "entropy")
     except ValueError as err:
-        msg = f"a pool of {pool} (--pool) leaves no room for the text: {err}"
+        asked = f" and {questions} questions (--questions)" if text == "needles" else ""
+        msg = f"no text can be made for a pool of {pool} (--pool){asked}: {err}"
         raise UsageError(msg) from None
     return prompt.text + (f"{prompt.needles[0].statement}\n" * _REPEATED if text == "copy" else ""), ()
 
 
-def answer_all(
-    kv: KVFlash, text: str, pool: int, n: int, on_prefill: OnPrefill
-) -> tuple[list[list[int]], list[Result]]:
-    """Tokens and figures of each answer to a text's prompt. n: tokens of the one answer, or questions."""
+def in_turns(kvs: Sequence[KVFlash], text: str, pool: int, n: int, on_prefill: OnPrefill) -> list[Answers]:
+    """What each model answers to a text's prompt, some tokens of each in turn. n: tokens of the one answer, or questions."""
+    running = {i: _all(kv, text, pool, n, on_prefill) for i, kv in enumerate(kvs)}
+    found: dict[int, Answers] = {}
+    while running:
+        for i in tuple(running):
+            try:
+                next(running[i])
+            except StopIteration as end:
+                found[i] = end.value
+                del running[i]
+    return [found[i] for i in range(len(kvs))]
+
+
+def _all(kv: KVFlash, text: str, pool: int, n: int, on_prefill: OnPrefill) -> Turns:
     prompt, needles = make_text(kv, text, pool, n)
     greedy = Sampling(temperature=0)
     if not needles:
         hot = Sampling(temperature=2, top_k=0, top_p=1, min_p=0, seed=_SEED)
         sampling = hot if text == "entropy" else greedy
-        tokens, answer = _answer(kv, prompt, on_prefill, max_tokens=n, sampling=sampling)
+        tokens, answer = yield from _answer(kv, prompt, on_prefill, max_tokens=n, sampling=sampling)
         return [tokens], [answer]
     for event in kv.prefill(kv.tokenize(prompt)):
         if isinstance(event, Prefill):
             on_prefill(event)
     end, texts, answers = kv.n_tokens, [], []
     for needle in needles:
+        yield
         kv.rollback(end)
         asked = {"max_tokens": ANSWER, "sampling": greedy, "stop": ["\n"], "append": True}
-        tokens, answer = _answer(kv, needle.question, on_prefill, **asked)
+        tokens, answer = yield from _answer(kv, needle.question, on_prefill, **asked)
         texts.append(tokens)
         answers.append({**answer, "found": needle.answer in kv.detokenize(tokens)})
     return texts, answers
 
 
-def _answer(kv: KVFlash, prompt: str, on_prefill: OnPrefill, **options: Any) -> tuple[list[int], Result]:
+def _answer(
+    kv: KVFlash, prompt: str, on_prefill: OnPrefill, **options: Any
+) -> Generator[None, None, tuple[list[int], Result]]:
+    """Its tokens, and seconds from the first one on, the others' turns left out."""
     tokens: list[int] = []
+    begin = seconds = 0.0
     for event in kv.generate(prompt, **options):
         if isinstance(event, Token):
             tokens.append(event.id)
+            if len(tokens) == 1:
+                begin = time.perf_counter()
+            elif len(tokens) % _TURN == 0:
+                seconds += time.perf_counter() - begin
+                yield
+                begin = time.perf_counter()
         elif isinstance(event, Prefill):
             on_prefill(event)
         elif isinstance(event, Done):
+            if tokens:
+                seconds += time.perf_counter() - begin
             if event.reason == "interrupted":
                 raise Interrupted(event.reason)
-            s = event.stats
-            counts = {name: getattr(s, name) for name in COUNTS}
-            seconds = s.decode_s if s.n_generated > 1 else 0.0
+            counts = {name: getattr(event.stats, name) for name in COUNTS}
             mark = digest(" ".join(map(str, tokens)))
-            return tokens, {"n": s.n_generated, "decode_s": seconds, **counts, "mark": mark}
+            return tokens, {"n": len(tokens), "decode_s": seconds, **counts, "mark": mark}
     msg = "the engine stopped without a last event"
     raise AssertionError(msg)
 
@@ -98,8 +124,8 @@ def difference(text: Sequence[int], right: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip_longest(text, right)) if a != b), None)
 
 
-def batch_costs(kv: KVFlash, widths: Sequence[int]) -> dict[int, float] | None:
-    """What batches of these widths cost after what is there, in single tokens; all go back. None: the model cannot."""
+def batch_costs(kv: KVFlash, widths: Sequence[int]) -> dict[int, float]:
+    """What batches of these widths cost after what is there, in single tokens; all go back. Empty: the model cannot."""
     start = kv.n_tokens
     seconds: dict[int, list[float]] = {n: [] for n in (1, *widths)}
     try:
@@ -113,5 +139,5 @@ def batch_costs(kv: KVFlash, widths: Sequence[int]) -> dict[int, float] | None:
                     kv.rollback(start)
                 found.append(took)
     except UnsupportedError:
-        return None
+        return {}
     return {n: median(seconds[n]) / median(seconds[1]) for n in widths}

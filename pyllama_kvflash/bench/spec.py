@@ -2,23 +2,19 @@
 
 import io
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
+from pyllama_kvflash.bench.answers import COUNTS, TEXTS, OnPrefill, batch_costs, context, difference, in_turns
 from pyllama_kvflash.bench.grid import (
     Key,
     Result,
     Results,
     comma_separated,
     command,
-    digest,
     markdown,
     model_mark,
     setting,
@@ -27,25 +23,13 @@ from pyllama_kvflash.bench.grid import (
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.drafting import KINDS, Spec
 from pyllama_kvflash.engine import KVFlash
-from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
-from pyllama_kvflash.events import Done, Token, Warn
-from pyllama_kvflash.native import ALL, Sampling
-from pyllama_kvflash.needle import Needle, make_prompt
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.options import Options
 from pyllama_kvflash.plot import figure
+from pyllama_kvflash.policy import pool_floor
+from pyllama_kvflash.policy.sizing import CELLS
 
-TEXTS = ("copy", "entropy", "needles")
 PLAIN = "plain"
-REPEATED = 8  # times that the line is there which a copy-heavy text goes on with
-ANSWER = 16  # tokens of an answer to a question
-
-_SEED = 2  # of documents, and of the sampler: needle-7m goes on copying, and draws no end of text
-_REPEATED_ROOM = 64 * REPEATED
-_QUESTION_ROOM = 64
-_DOCUMENT = 4  # pools that the questions' document fills; half of one is what the other texts begin with
-_TRIES = 9  # batches timed for what one costs, of each width
-_COUNTS = ("drafted", "accepted", "draft_steps", "plain_steps", "gated_steps")
-
-OnRun = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +81,7 @@ class SpecBench:
     lengths: tuple[int, ...] = (300, 2000)
     questions: int = 16
     pool: int = 512
+    chunk: int = 32
     rounds: int = 5
     common: dict[str, Any] = field(default_factory=dict)
 
@@ -110,29 +95,35 @@ class SpecBench:
         if self.drafter is None and (wanting := [k for k in self.kinds if k not in ("ngram", "mtp")]):
             msg = f"kind {wanting[0]} needs a drafter: give its file with -md/--model-draft, or leave it out of --kinds"
             raise UsageError(msg)
-        if min(self.lengths) < 2:
-            msg = f"-n is {min(self.lengths)}: give 2 tokens or more, since the first comes out of the prompt"
-            raise UsageError(msg)
         for way in self.ways():
             self.spec(way)
-        for cell in self.cells():
-            if cell.text in TEXTS[:2] and cell.pool and cell.pool // 2 + cell.n <= cell.pool:
-                msg = (
-                    f"{cell.n} tokens (-n) after a text of {cell.pool // 2} do not fill a pool of {cell.pool}: give more"
-                    f" than {cell.pool - cell.pool // 2}, or a smaller --pool"
-                )
-                raise UsageError(msg)
+        usual = Options(chunk=self.chunk)
+        floor = pool_floor(self.chunk, self.common.get("n_batch") or self.chunk, usual.sinks, usual.tail)
+        if self.n_pool < floor:
+            msg = f"a pool of {self.pool} (--pool) is too small for chunks of {self.chunk}: give at least {floor}"
+            raise UsageError(msg)
+        if set(self.texts) - {"needles"} and min(self.lengths) <= self.n_pool - self.n_pool // 2:
+            msg = (
+                f"{min(self.lengths)} tokens (-n) after a text of {self.n_pool // 2} do not fill a pool of {self.n_pool}:"
+                f" give more than {self.n_pool - self.n_pool // 2}, or a smaller --pool"
+            )
+            raise UsageError(msg)
+
+    @property
+    def n_pool(self) -> int:
+        """The pool's tokens, in whole steps of its size."""
+        return -(-self.pool // CELLS) * CELLS
 
     def cells(self) -> Iterator[Cell]:
         """All cells, the full cache before the pool."""
         for text in self.texts:
             for n in (self.questions,) if text == "needles" else self.lengths:
-                for pool in (None, self.pool):
+                for pool in (None, self.n_pool):
                     yield Cell(text, n, pool)
 
     def ways(self) -> list[Way]:
-        """Plain decoding, then all ways to draft: a round of a cell."""
-        return [Way(), *(Way(k, n, gate) for k in self.kinds for n in self.n_max for gate in (True, False))]
+        """All ways to draft: a round of a cell."""
+        return [Way(k, n, gate) for k in self.kinds for n in self.n_max for gate in (True, False)]
 
     def spec(self, way: Way) -> Spec | None:
         """What the engine takes for a way. Raises UsageError."""
@@ -150,7 +141,8 @@ class SpecBench:
             "drafter": model_mark(drafter) if drafter and drafter.is_file() else self.drafter,
             "ways": [asdict(way) for way in self.ways()],
             "cell": asdict(cell),
-            "size": self.pool,
+            "size": self.n_pool,
+            "chunk": self.chunk,
             "rounds": self.rounds,
             "common": {**setting(self.common), "n_threads": self.common.get("n_threads")},
             "machine": hardware(),
@@ -162,56 +154,54 @@ class SpecBench:
 #
 
 
-def measure(bench: SpecBench, cell: Cell, on_run: OnRun) -> Result:
-    """Decode in all ways, round by round, each time with a model that was just opened. Plain JSON values.
+def measure(bench: SpecBench, cell: Cell, on_prefill: Callable[[str], OnPrefill]) -> Result:
+    """Decode in each way beside plain decoding, some tokens of each in turn, round by round. Plain JSON values.
 
-    Raises what KVFlash.from_file does.
+    Both models were just opened: a gate knows nothing of earlier rounds. Raises what KVFlash.from_file does.
     """
     ways = bench.ways()
     runs: list[list[Result]] = [[] for _ in ways]
     costs: list[dict[int, float]] = []
     first: list[list[int]] = []
-    place: Result = {}
-    warnings: list[str] = []
+    n_pool, at, warnings = None, 0, dict[str, None]()
     for i in range(bench.rounds):
-        plain: list[list[int]] = []
         for way, found in zip(ways, runs, strict=True):
-            on_run(f"{cell.label}  {way.label}  round {i + 1}/{bench.rounds}")
-            with _open(bench, cell, way) as kv:
-                warnings += kv.warnings
-                texts, answers = _answers(kv, bench, cell, warnings)
-                first, plain = first or texts, plain or texts
-                against = plain if way.kind != PLAIN else first
-                for answer, text, right in zip(answers, texts, against, strict=True):
-                    answer["differs"] = difference(text, right)
-                found.append({"answers": answers})
-                if way.kind == PLAIN:
-                    place = {"n_pool": kv.n_pool, "n_prompt": answers[0].pop("start"), "at": kv.n_tokens}
-                    if found_costs := batch_costs(kv, [n + 1 for n in bench.n_max]):
-                        costs.append(found_costs)
+            with _open(bench, cell, Way()) as kv, _open(bench, cell, way) as drafting:
+                name = f"{cell.label}, {way.label}, round {i + 1}"
+                both = in_turns((kv, drafting), cell.text, bench.n_pool, cell.n, on_prefill(name))
+                (plain, plain_answers), (texts, answers) = both
+                warnings.update(dict.fromkeys((*kv.warnings, *drafting.warnings)))
+                first = first or plain
+                _compare(plain_answers, plain, first)
+                _compare(answers, texts, plain)
+                found.append({"answers": answers, "plain": plain_answers})
+                n_pool, at = kv.n_pool, kv.n_tokens
+                costs.append(batch_costs(kv, [n + 1 for n in bench.n_max]))
     return {
-        **place,
+        "n_pool": n_pool,
+        "at": at,
         "ways": [{**asdict(way), "runs": found} for way, found in zip(ways, runs, strict=True)],
-        "costs": {str(n + 1): median(c[n + 1] for c in costs) for n in bench.n_max} if costs else {},
-        "warnings": list(dict.fromkeys(warnings)),
+        "costs": {str(n): median(c[n] for c in costs) for n in costs[0]},
+        "warnings": list(warnings),
         "machine": hardware(),
     }
 
 
+def _compare(answers: list[Result], texts: list[list[int]], right: list[list[int]]) -> None:
+    for answer, text, expected in zip(answers, texts, right, strict=True):
+        answer["differs"] = difference(text, expected)
+
+
 def _open(bench: SpecBench, cell: Cell, way: Way) -> KVFlash:
-    width = max(bench.n_max) + 1
-    if cell.text == "needles":
-        n_ctx = _DOCUMENT * bench.pool + _QUESTION_ROOM + ANSWER + width
-    else:
-        n_ctx = bench.pool // 2 + _REPEATED_ROOM + cell.n + width
-    pool = cell.pool or "off"
-    kv = KVFlash.from_file(bench.model, **{**bench.common, "n_ctx": n_ctx, "pool": pool, "spec": bench.spec(way)})
-    if cell.pool and (kv.n_pool is None or kv.n_pool > cell.pool):
-        why = "; ".join((*kv.warnings, *kv.notes))
-        kv.close()
-        msg = f"{cell.label} cannot be measured with that pool: {why}"
-        raise UsageError(msg)
-    return kv
+    n_ctx = context(cell.text, bench.n_pool, cell.n) + max(bench.n_max) + 1
+    options = {
+        **bench.common,
+        "n_ctx": n_ctx,
+        "pool": cell.pool or "off",
+        "chunk": bench.chunk,
+        "spec": bench.spec(way),
+    }
+    return KVFlash.from_file(bench.model, **options)
 
 
 #
@@ -223,11 +213,11 @@ def _open(bench: SpecBench, cell: Cell, way: Way) -> KVFlash:
 class Row:
     """A way to decode a text. gate None: plain. Counts are of all rounds.
 
-    tokens: produced in a round. rate: tokens a second, the median round; x: over plain in the same round, the median, and
+    tokens: produced in a round. rate: tokens a second, the median round; x: over plain decoding beside it, the median, and
     the least and the most. committed: tokens a drafted step. gated: share of the steps that were plain because of the gate.
     cost: of a batch of n_max + 1 after the text, in single tokens; at: positions then. equal: how many of `answers` answers
-    are plain's of the same round, token for token (of plain's own: the first round's); differs: the first token that is
-    not. found: codes told right.
+    are those of plain decoding beside it, token for token (of plain decoding: those of the first time); differs: the first
+    token that is not. found: codes told right.
     """
 
     text: str
@@ -254,35 +244,37 @@ class Row:
 
 
 def summarise(bench: SpecBench, results: Results) -> list[Row]:
-    """A row for each way and cell that was measured."""
+    """A row for each way and cell that was measured, plain decoding first."""
     found: list[Row] = []
     for cell in bench.cells():
         if (result := results.get(bench.key(cell))) is not None:
-            rates = [_rate(run) for run in result["ways"][0]["runs"]]
-            found += [_row(cell, result, way, rates) for way in result["ways"]]
+            plain = [run["plain"] for way in result["ways"] for run in way["runs"]]
+            found.append(_row(cell, result, asdict(Way()), plain, plain))
+            for way in result["ways"]:
+                answers, beside = ([run[name] for run in way["runs"]] for name in ("answers", "plain"))
+                found.append(_row(cell, result, way, answers, beside))
     return found
 
 
-def _rate(run: Result) -> float:
-    seconds = sum(a["decode_s"] for a in run["answers"])
-    return sum(max(a["n"] - 1, 0) for a in run["answers"]) / seconds if seconds else 0.0
+def _rate(answers: list[Result]) -> float:
+    seconds = sum(a["decode_s"] for a in answers)
+    return sum(max(a["n"] - 1, 0) for a in answers) / seconds if seconds else 0.0
 
 
-def _row(cell: Cell, result: Result, way: Result, plain: Sequence[float]) -> Row:
-    rates = [_rate(run) for run in way["runs"]]
-    xs = [rate / base if base else 0.0 for rate, base in zip(rates, plain, strict=True)]
-    answers = [a for run in way["runs"] for a in run["answers"]]
-    n = {name: sum(a[name] for a in answers) for name in _COUNTS}
+def _row(cell: Cell, result: Result, way: Result, runs: list[list[Result]], plain: list[list[Result]]) -> Row:
+    rates = [_rate(run) for run in runs]
+    xs = [rate / (_rate(beside) or 1) for rate, beside in zip(rates, plain, strict=True)]
+    answers = [a for run in runs for a in run]
+    n = {name: sum(a[name] for a in answers) for name in COUNTS}
     differs = [a["differs"] for a in answers if a["differs"] is not None]
-    is_plain = way["kind"] == PLAIN
     return Row(
         text=cell.text,
         cache=cell.cache,
         pool=result["n_pool"],
         kind=way["kind"],
         n_max=way["n_max"],
-        gate=None if is_plain else way["gate"],
-        tokens=sum(a["n"] for a in way["runs"][0]["answers"]),
+        gate=None if way["kind"] == PLAIN else way["gate"],
+        tokens=sum(a["n"] for a in runs[0]),
         rate=median(rates),
         x=median(xs),
         x_low=min(xs),
@@ -306,17 +298,15 @@ def agreements(bench: SpecBench, results: Results) -> list[Result]:
     """
     cells = [cell for cell in bench.cells() if cell.text == "needles"]
     both = [r for cell in cells if (r := results.get(bench.key(cell))) is not None]
-    if len(both) < 2:
-        return []
     res = []
-    for full, pool in zip(*(r["ways"] for r in both), strict=True):
-        if full["kind"] == PLAIN:
-            continue
+    for full, pool in zip(*(r["ways"] for r in both), strict=True) if len(both) == len(cells) else ():
         of = [[a for run in way["runs"] for a in run["answers"]] for way in (full, pool)]
         same = [(a, b) for a, b in zip(*of, strict=True) if a["mark"] == b["mark"]]
         shares = [sum(a["accepted"] for a in s) / max(sum(a["drafted"] for a in s), 1) for s in zip(*same, strict=True)]
         right = dict(zip(("full", "pool"), shares or (None, None), strict=True))
-        res.append({name: full[name] for name in ("kind", "n_max", "gate")} | {"asked": len(of[0]), "same": len(same)} | right)
+        res.append(
+            {name: full[name] for name in ("kind", "n_max", "gate")} | {"asked": len(of[0]), "same": len(same)} | right
+        )
     return res
 
 
@@ -338,9 +328,10 @@ def as_markdown(bench: SpecBench, results: Results) -> str:
         for a in agreements(bench, results)
     ]
     notes.append(
-        f"Medians of {bench.rounds} rounds in turns; x plain: over plain in the same round. Batch costs: of a batch of the"
-        " draft and one more, in single tokens, at the end of the text. Committed: tokens a drafted step. As plain: answers"
-        " that are plain's of the round, token for token; of plain's own, the first round's."
+        f"Each way beside plain decoding, some tokens of each in turn, {bench.rounds} times: medians, and the least and the"
+        " most. Right: of the guesses. Committed: tokens a drafted step. Gated: of the steps. Batch costs: of a batch of the"
+        " draft and one more, in single tokens, at the end of the text. As plain: answers that are those of plain decoding"
+        " beside it, token for token; of plain decoding, those of the first time."
     )
     text += "".join(f"\n{note}\n" for note in notes)
     return text + (f"\n{command(rows)}\n" if rows else "")
@@ -396,7 +387,9 @@ def spec_figure(rows: Sequence[Row], title: str) -> bytes:
     axis, width = fig.subplots(), 0.8 / max(len(ways), 1)
     for i, way in enumerate(ways):
         mine = [r for r in rows if (r.kind, r.n_max, r.gate) == way]
-        at = [groups.index((r.text, r.tokens if r.found is None else 0, r.cache)) + (i + 0.5) * width - 0.4 for r in mine]
+        at = [
+            groups.index((r.text, r.tokens if r.found is None else 0, r.cache)) + (i + 0.5) * width - 0.4 for r in mine
+        ]
         reach = [[r.x - r.x_low for r in mine], [r.x_high - r.x for r in mine]]
         label = Way(way[0], way[1], bool(way[2])).label
         axis.bar(at, [r.x for r in mine], 0.9 * width, yerr=reach, error_kw={"lw": 0.8}, color=f"C{i}", label=label)

@@ -16,6 +16,7 @@ from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
+from pyllama_kvflash.cli.spec import spec
 from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.errors import KVFlashError
 
@@ -91,3 +92,4 @@ main.add_command(bench)
 main.add_command(convert_draft)
 bench.add_command(speed)
 bench.add_command(paging)
+bench.add_command(spec)

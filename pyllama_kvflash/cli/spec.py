@@ -7,6 +7,7 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import spec as spec_bench
+from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.bench import Numbers, picture
@@ -14,13 +15,14 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.loading import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
-from pyllama_kvflash.options import FLASH_ATTN
+from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 
 SPEC_HELP = """Speculative decoding beside plain decoding, with its gate and without, full cache and pool, in one run.
 
 On three texts. copy: a line that repeats itself, continued greedily. entropy: prose, continued at temperature 2 with
-nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. All ways to
-decode take turns, each with a model that was just opened; medians over the rounds.
+nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. Each way to
+draft runs beside plain decoding, some tokens of each in turn, both with a model that was just opened; medians over the
+rounds.
 
 Without MODEL.gguf, with the bundled needle-7m and its drafter.
 
@@ -51,11 +53,13 @@ OPTIONS = params.options(
                  help="How to draft, as --spec of kvflash run."),
     click.option("--draft-max", "n_max", type=Numbers(), default="8", show_default=True,
                  help="Tokens to guess at most; several with commas."),
-    click.option("--texts", type=Words(), default=",".join(spec_bench.TEXTS), show_default=True, help="Texts, see above."),
+    click.option("--texts", type=Words(), default=",".join(TEXTS), show_default=True, help="Texts, see above."),
     click.option("-n", "--predict", "--n-predict", "lengths", type=Numbers(), default="300,2000", show_default=True,
                  help="Tokens to produce of the texts copy and entropy; several with commas."),
     click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True, help="Questions of needles."),
     click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size, in tokens."),
+    click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32", show_default=True,
+                 help="Tokens that are paged together; with 64, the smallest pool is 768."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; their median counts."),
     click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-spec]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
@@ -76,7 +80,9 @@ _ENGINE = (
 
 @click.command(help=SPEC_HELP, short_help="Speculative decoding beside plain decoding.")
 @OPTIONS
-def spec(model_arg: str | None, model: str | None, drafter: str | None, output: str | None, **options: Any) -> None:
+def spec(
+    model_arg: str | None, model: str | None, drafter: str | None, output: str | None, chunk: str, **options: Any
+) -> None:
     """Run the spec bench."""
     reporter = Reporter()
     path = model_path(model_arg, model, reporter)
@@ -84,14 +90,16 @@ def spec(model_arg: str | None, model: str | None, drafter: str | None, output: 
     if drafter is None and path == BUNDLED_MODEL:
         drafter = str(BUNDLED_DRAFTER)
     common = {name: options[name] for name in _ENGINE}
-    bench = spec_bench.SpecBench(path, drafter, **{name: options[name] for name in _OWN}, common=common)
+    bench = spec_bench.SpecBench(
+        path, drafter, **{name: options[name] for name in _OWN}, chunk=int(chunk), common=common
+    )
     results = Results(Path(output or "kvflash-spec"))
     cells = list(bench.cells())
     missing = [cell for cell in cells if results.get(bench.key(cell)) is None]
     with native.interruptible(), reporter.counting("spec", len(cells)) as bar:
         bar.skip(len(cells) - len(missing))
         for cell in missing:
-            result = spec_bench.measure(bench, cell, bar.running)
+            result = spec_bench.measure(bench, cell, bar.prefill)
             results.add(bench.key(cell), result)
             for warning in result["warnings"]:
                 reporter.warn(f"{cell.label}: {warning}")
@@ -99,4 +107,4 @@ def spec(model_arg: str | None, model: str | None, drafter: str | None, output: 
             bar.done()
     click.echo(spec_bench.write(bench, results), nl=False)
     rows = spec_bench.summarise(bench, results)
-    picture(results, reporter, lambda: spec_bench.spec_figure(rows, f"{path.stem}, pool of {bench.pool:,} tokens"))
+    picture(results, reporter, lambda: spec_bench.spec_figure(rows, f"{path.stem}, pool of {bench.n_pool:,} tokens"))

@@ -4,17 +4,22 @@ A drafted step commits the tokens of its draft that were right and one more, and
 worth is (tokens committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages.
 """
 
-_SMOOTH = 0.2  # weight of the newest step in an average
+import math
+
+_TIMES, _TOKENS = 0.2, 0.1  # weights of the newest step in an average; how many tokens are right varies more
+_SPIKE = 3  # averages that a step counts as at most: a clock errs upwards
 _FIRST = 3  # plain steps before the first draft: nothing else tells what a plain step takes
 _REFRESH = 128  # drafted steps after which a plain one is taken, for the same reason
-_PROBE = 3  # drafted steps that a closed gate tries
-_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: twice as many after each in vain
+_TRY = 4  # drafted steps after which it opens or closes, at the start and when it was closed
+_MAKE_UP = 24  # plain steps before the next try for each that this one lost: a short answer affords one dear try
+_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: at least twice as many after each in vain
 
 
 class Gate:
     """Says before each step whether to draft. margin: what a draft must be worth, 0: the gate is always open.
 
-    sustain: drafted steps in a row that are worth less before it closes. The caller has the clock, and reports each step.
+    sustain: drafted steps in a row that are worth less before it closes, once a try has opened it. The caller has the clock,
+    and reports each step.
     """
 
     def __init__(self, margin: float = 1.0, sustain: int = 4) -> None:
@@ -25,20 +30,20 @@ class Gate:
         self.drafted_s: float | None = None
         self.committed: float | None = None
         self._n_plain = 0
-        self._n_drafted = 0
+        self._n_drafted = 0  # since the last try began
         self._since_plain = 0
         self._below = 0
         self._closed = False
-        self._wait = _WAIT
-        self._left = 0  # plain steps until the next try, or drafted ones of this one
-        self._trying = False
+        self._trying = True
+        self._wait = 0  # the last one, if no try was worth it since
+        self._left = 0  # plain steps until the next try
 
     @property
     def worth(self) -> float | None:
         """Of a drafted step, in plain ones; None: not known yet."""
         if self.plain_s is None or self.drafted_s is None or self.committed is None:
             return None
-        return self.committed * self.plain_s / self.drafted_s if self.drafted_s else None
+        return self.committed * self.plain_s / self.drafted_s if self.drafted_s else math.inf
 
     @property
     def open(self) -> bool:
@@ -58,50 +63,59 @@ class Gate:
         """A plain step took so long."""
         self._n_plain += 1
         self._since_plain = 0
-        self.plain_s = _average(self.plain_s, seconds)
+        self.plain_s = _time(self.plain_s, seconds, self._n_plain)
         if not self._closed or self._trying:
             return
         self.n_gated += 1
         self._left -= 1
         if self._left <= 0:
-            self._try()
+            self._trying, self._n_drafted = True, 0
 
     def drafted(self, seconds: float, committed: int) -> None:
         """A drafted step took so long, the draft included, and committed so many tokens, at least one."""
         self._n_drafted += 1
         self._since_plain += 1
-        if self._n_drafted == 1:
-            return  # it sets things up
-        self.drafted_s = _average(self.drafted_s, seconds)
-        self.committed = _average(self.committed, committed)
+        n = self._n_drafted - 1
+        if not n:
+            return  # it sets things up, or the drafter catches up
+        # from the first of a try afresh: what was measured before it closed is of another text
+        self.drafted_s = _time(self.drafted_s, seconds, n)
+        self.committed = _mean(self.committed, committed, n)
         worth = self.worth
         if not self.margin or worth is None:
             return
         self._below = 0 if worth >= self.margin else self._below + 1
         if self._trying:
-            self._left -= 1
-            if self._left <= 0:
+            if self._n_drafted >= _TRY:
                 self._decide()
         elif self._below >= self.sustain:
-            self._close()
-
-    def _close(self) -> None:
-        self._closed, self._trying, self._below = True, False, 0
-        self._left = self._wait
-
-    def _try(self) -> None:
-        """Afresh: what was measured before it closed is of another text."""
-        self._trying, self._left = True, _PROBE
-        self.drafted_s = self.committed = None
+            self._close(_WAIT)
 
     def _decide(self) -> None:
         if self._below:
-            self._wait = min(2 * self._wait, _LONGEST_WAIT)
-            self._close()
+            self._close(max(_WAIT, 2 * self._wait, _MAKE_UP * self._lost()))
         else:
             self._closed = self._trying = False
-            self._wait = _WAIT
+            self._wait = 0
+
+    def _lost(self) -> float:
+        """By the last try, in plain steps."""
+        if not self.plain_s or self.drafted_s is None or self.committed is None:
+            return 0
+        return _TRY * (self.drafted_s / self.plain_s - self.committed)
+
+    def _close(self, wait: float) -> None:
+        self._closed, self._trying = True, False
+        self._wait = self._left = round(min(wait, _LONGEST_WAIT))
 
 
-def _average(before: float | None, now: float) -> float:
-    return now if before is None else (1 - _SMOOTH) * before + _SMOOTH * now
+def _time(before: float | None, now: float, n: int) -> float:
+    """The average with the n-th: the least of the first few, since any of them may have taken long by chance."""
+    if n == 1 or not before:
+        return now
+    return min(before, now) if n <= _FIRST else before + _TIMES * (min(now, _SPIKE * before) - before)
+
+
+def _mean(before: float | None, now: float, n: int) -> float:
+    """The average with the n-th."""
+    return now if n == 1 or before is None else before + max(1 / n, _TOKENS) * (now - before)

@@ -1,0 +1,798 @@
+"""Speculative decoding: what is drafted changes how fast an answer comes, and nothing about it.
+
+A run with drafts is held against one without by the logits that each token was chosen by. They differ by rounding, for a
+batch is wider: what that comes to is measured, see `noise`, and what a chunk more or less does is ten times as much. From a
+token on that is a near tie the text would be another one, so the run with drafts is made to follow the one without.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from test_engine import PACKAGE, text_of
+from test_relevance import Given, plain, shuffled
+
+from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, drafting, engine
+from pyllama_kvflash.drafting import Drafts, Spec
+from pyllama_kvflash.errors import Interrupted, KVFlashError, ModelError, UnsupportedError, UsageError
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.native import ALL, Context, Model, Sampler, Speculator
+from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, make_prompt
+
+pytestmark = pytest.mark.native
+
+Logits = npt.NDArray[np.float32]
+Open = Callable[..., KVFlash]
+
+MODELS = ["qwen3", "qwen35", "gemma4"]
+N_MAX = 4
+CHUNK = 16
+# 32 blocks, 27 of them evictable; an answer begins a chunk every 16 tokens
+SMALL: dict[str, Any] = {
+    "n_ctx": 2048,
+    "pool": 512,
+    "chunk": CHUNK,
+    "n_batch": 128,
+    "n_threads": 1,
+    "share": 0,
+    "tau": 12,
+}
+GREEDY = Sampling(temperature=0)
+TOKENS = np.random.default_rng(5).integers(0, tiny.N_VOCAB - 2, 4000).astype(np.int32)
+PROMPT = TOKENS[:560]  # more than the pool, and than a sliding window
+
+
+#
+# models
+#
+
+
+def dense(w: tiny.Writer) -> None:
+    tiny.qwen3(w, n_embd=64, n_ff=64, n_layer=1, n_head=1, n_head_kv=1)
+
+
+FILES: dict[str, tuple[str, Callable[[tiny.Writer], None]]] = {
+    **{name: (name, tiny.MODELS[name]) for name in MODELS},
+    "draft": ("qwen3", dense),
+    "dflash": ("dflash", tiny.dflash),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The file of a model of FILES or of the bundled ones, written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("drafting")
+
+    @functools.cache
+    def path(name: str) -> str:
+        if name in {"needle", "needle-draft"}:
+            return str(BUNDLED_MODEL if name == "needle" else BUNDLED_DRAFTER)
+        res = folder / f"{name}.gguf"
+        tiny.write_worded(res, *FILES[name])
+        return str(res)
+
+    return path
+
+
+@pytest.fixture
+def opened(files: Callable[[str], str]) -> Iterator[Open]:
+    """Open a model by name, as SMALL says unless told otherwise. spec: of its `model`, the name."""
+    with ExitStack() as stack:
+
+        def open_(name: str, spec: dict[str, Any] | None = None, **options: Any) -> KVFlash:
+            more = {} if spec is None else {"spec": how(files, **spec)}
+            return stack.enter_context(KVFlash.from_file(files(name), **{**SMALL, "policy": "lru", **more, **options}))
+
+        yield open_
+
+
+def how(files: Callable[[str], str], *, kind: str = "ngram", model: str | None = None, **values: Any) -> Spec:
+    return Spec(kind=kind, model=files(model) if model else None, **{"n_max": N_MAX, "gate": 0, **values})
+
+
+#
+# runs
+#
+
+
+@dataclass
+class Step:
+    """A batch that checked a draft: where it began, its tokens, those that stood, and the guesses among these."""
+
+    start: int
+    width: int
+    n: int
+    n_right: int
+
+
+@dataclass
+class Run:
+    """An answer: its tokens, what moved, how it ended, and the logits that each token was chosen by."""
+
+    rows: list[Logits] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    steps: list["Step"] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        return [e.id for e in self.events if isinstance(e, Token)]
+
+    @property
+    def done(self) -> Done:
+        assert isinstance(self.events[-1], Done)
+        return self.events[-1]
+
+    @property
+    def moves(self) -> list[Event]:
+        return [plain(e) for e in self.events if isinstance(e, Paged | Reselect)]
+
+
+def run(
+    kv: KVFlash, patch: pytest.MonkeyPatch, prompt: Any = PROMPT, script: Sequence[int] | None = None, **kwargs: Any
+) -> Run:
+    """Generate, greedily or what a script says, and look on. After each draft ledger, store and pool must agree."""
+    res = Run()
+
+    class Recorder(Sampler):
+        def sample(self, ctx: Context, i: int = -1) -> int:
+            token = super().sample(ctx, i)
+            res.rows.append(ctx.logits(i))
+            return token if script is None else script[len(res.rows) - 1]
+
+    def checked(n_guessed: int, n_right: int, seconds: float, *, drafts: Drafts | None = kv._drafts) -> None:
+        assert drafts is not None
+        assert kv.pager.ledger.n_tokens == kv.n_tokens
+        kv.pager.check_integrity()
+        start, width = last[0]
+        res.steps.append(Step(start, width, kv.n_tokens - start, n_right))
+        Drafts.checked(drafts, n_guessed, n_right, seconds)
+
+    def before(pos: int, n: int, *, drafts: Drafts | None = kv._drafts) -> None:
+        assert drafts is not None
+        last[0] = pos, n
+        Drafts.before(drafts, pos, n)
+
+    last = [(0, 0)]
+    with patch.context() as within:
+        within.setattr(engine, "Sampler", Recorder)
+        if kv._drafts and kv.n_pool:
+            within.setattr(kv._drafts, "checked", checked)
+            within.setattr(kv._drafts, "before", before)
+        res.events = list(kv.generate(prompt, sampling=GREEDY, **kwargs))
+    if kv.n_pool:
+        assert kv.pager.ledger.n_tokens == kv.n_tokens
+        kv.check_integrity()
+    add_up(res.done)
+    return res
+
+
+def add_up(done: Done) -> None:
+    """Every token is of the prompt's last batch, a plain step, or a draft: the right ones and one more."""
+    s = done.stats
+    produced = s.n_generated + (done.reason == "eos")
+    if s.draft_steps + s.plain_steps == 0:
+        assert (s.drafted, s.accepted, s.gated_steps) == (0, 0, 0)
+    else:
+        assert produced == 1 + s.plain_steps + s.draft_steps + s.accepted
+    assert 0 <= s.accepted <= s.drafted
+    assert s.draft_steps <= s.drafted or s.drafted == 0
+    assert s.gated_steps <= s.plain_steps
+
+
+def same(drafted: Run, control: Run, floor: float) -> None:
+    """Each token was chosen by the same logits, and after each the same moved."""
+    assert drafted.ids == control.ids
+    assert len(drafted.rows) == len(control.rows)
+    for i, (a, b) in enumerate(zip(drafted.rows, control.rows, strict=True)):
+        assert np.abs(a - b).max() <= floor, f"token {i}"
+    assert drafted.moves == control.moves
+    assert (drafted.done.reason, text_of(drafted.events)) == (control.done.reason, text_of(control.events))
+
+
+@pytest.fixture(scope="module")
+def noise(files: Callable[[str], str]) -> Callable[[str, str], float]:
+    """What the width of a batch does to logits with nothing moved, for a model and a type of cache: four times the most that
+    was seen, for it has a tail.
+    """
+
+    @functools.cache
+    def floor(name: str, cache: str) -> float:
+        rows: list[list[Logits]] = []
+        for size in (1, N_MAX + 1):
+            options = {**SMALL, "policy": "lru", "type_k": cache, "type_v": cache, "spec": how(files)}
+            with KVFlash.from_file(files(name), **options) as kv:
+                for _ in kv.prefill(PROMPT[:400]):
+                    pass
+                rows.append([])
+                for at in range(400, 440, size):
+                    kv.decode(PROMPT[at : at + size], ALL)
+                    rows[-1] += [kv.logits(i) for i in range(size)]
+        return 4 * max(float(np.abs(a - b).max()) for a, b in zip(*rows, strict=True))
+
+    return floor
+
+
+#
+# the same answer
+#
+
+
+N_ANSWER = 80
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "lru": dict,  # a chunk leaves at each border
+    "scored": lambda: {"policy": shuffled(1), "type_k": "q8_0", "type_v": "q8_0"},  # others come every 12 tokens
+    "resident": lambda: {"pool": 1024},
+}
+# what was read before, but for some tokens
+QUOTED = np.where(
+    np.random.default_rng(2).random(N_ANSWER) < 0.1, TOKENS[1000 : 1000 + N_ANSWER], PROMPT[300 : 300 + N_ANSWER]
+)
+
+
+@pytest.fixture(scope="module")
+def control(files: Callable[[str], str]) -> Callable[..., Run]:
+    """A run without drafts, with a setting."""
+
+    @functools.cache
+    def control_(name: str, setting: str, *, quoting: bool = False) -> Run:
+        options = {**SMALL, "policy": "lru", **SETTINGS[setting]()}
+        script = QUOTED.tolist() if quoting else None
+        with KVFlash.from_file(files(name), **options) as kv, pytest.MonkeyPatch.context() as patch:
+            return run(kv, patch, script=script, max_tokens=N_ANSWER)
+
+    return control_
+
+
+class Knowing:
+    """Has all drafts be of what does follow in a text; a token is wrong with a probability. The drafter is asked as well."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, text: Sequence[int], wrong: float = 0.0, *, ask: bool = False
+    ) -> None:
+        self.text = text
+        self.n_calls = 0
+        self.asked: list[tuple[int, list[int]]] = []  # what it said, by the length of the text
+        rng, guess, ask_it = np.random.default_rng(3), Drafts.guess, ask
+
+        def know(drafts: Drafts, history: Any, token: int, at_most: int) -> npt.NDArray[np.int32]:
+            start = len(history) + 1
+            self.n_calls += 1
+            if ask_it:
+                self.asked.append((len(history), guess(drafts, history, token, at_most).tolist()))
+            assert self.text[start - 1] == token
+            res = np.array(self.text[start : start + min(at_most, drafts.n_max)], np.int32)
+            return np.where(rng.random(len(res)) < wrong, (res + 1) % (tiny.N_VOCAB - 2), res).astype(np.int32)
+
+        patch.setattr(Drafts, "guess", know)
+        if not ask:
+            patch.setattr(Speculator, "accept", lambda _self, _n: None)  # it knows of no draft
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "draft": {"kind": "draft", "model": "draft"},
+    "dflash": {"kind": "dflash", "model": "dflash"},
+    "ngram": {"kind": "ngram"},
+    "right": {"kind": "ngram"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "drafter"),
+    [
+        *((name, setting, drafter) for name in MODELS for setting in ("lru", "scored") for drafter in DRAFTERS),
+        *((name, "resident", "right") for name in MODELS),
+    ],
+)
+def test_the_same_as_without(
+    opened: Open,
+    control: Callable[..., Run],
+    noise: Callable[[str, str], float],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    setting: str,
+    drafter: str,
+) -> None:
+    """With chunks that leave and come back while it drafts, whatever is right: nothing, something, or any number."""
+    want = control(name, setting, quoting=drafter == "ngram")
+    kv = opened(name, DRAFTERS[drafter], **SETTINGS[setting]())
+    if drafter == "right":
+        Knowing(monkeypatch, [*PROMPT, *want.ids, *range(N_MAX)], wrong=0.25)
+    got = run(kv, monkeypatch, script=want.ids, max_tokens=N_ANSWER)
+    floor = noise(name, "q8_0" if setting == "scored" else "f16")
+    same(got, want, floor)
+    if drafter != "ngram":  # which says what a script does
+        assert all(row.max() - row[i] <= floor for row, i in zip(got.rows, got.ids, strict=True)), "no near tie"
+
+    stats, steps = got.done.stats, got.steps
+    assert stats.draft_steps > 10
+    assert (stats.pages_out == 0) if setting == "resident" else (stats.pages_out > 5)
+    if drafter == "ngram":
+        assert stats.accepted > 20
+    if setting == "scored":
+        assert stats.reselects >= 5
+        assert stats.pages_in > 10
+    if drafter == "right":
+        assert {step.n_right for step in steps} == set(range(N_MAX + 1))
+    if drafter == "right" and setting == "lru":
+        assert sum(step.n > 1 and (step.start + step.n) % CHUNK == 0 for step in steps) >= 2, "up to a border"
+    if drafter == "right" and setting == "resident":
+        border = [CHUNK - step.start % CHUNK for step in steps]
+        assert any(0 < b < step.n for b, step in zip(border, steps, strict=True)), "over a border"
+        assert any(step.n <= b < step.width for b, step in zip(border, steps, strict=True)), "not over it after all"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+def test_a_drafter_that_is_right_by_itself(
+    opened: Open,
+    control: Callable[..., Run],
+    noise: Callable[[str, str], float],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The model drafts for itself: it guesses what does follow unless the chunks that are out matter."""
+    want = control(name, "lru")
+    got = run(opened(name, {"kind": "draft", "model": name}), monkeypatch, script=want.ids, max_tokens=N_ANSWER)
+    same(got, want, noise(name, "f16"))
+    stats = got.done.stats
+    assert stats.accepted > 0.2 * stats.drafted
+
+
+@pytest.mark.parametrize("pool", [512, 1024])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_rejected_leaves_no_trace(
+    opened: Open, noise: Callable[[str, str], float], name: str, pool: int
+) -> None:
+    """Bit for bit: two runs differ in what was rejected only, for any number of tokens that stand. A third one never saw any."""
+    kvs = [opened(name, {}, pool=pool) for _ in range(2)]
+    never = opened(name, pool=1024)
+    for kv in (*kvs, never):
+        for _ in kv.prefill(PROMPT[:500]):
+            pass
+    rng = np.random.default_rng(0)
+    for n in [*range(1, N_MAX + 2), *rng.integers(1, N_MAX + 2, 20)]:
+        start = kvs[0].n_tokens
+        rows = []
+        for kv in kvs:
+            batch = rng.integers(0, 500, N_MAX + 1).astype(np.int32)
+            batch[:n] = TOKENS[start : start + n]
+            kv._advance_some(batch, iter([int(n)]))
+            assert kv.n_tokens == start + n
+            rows.append(kv.logits())
+        assert np.array_equal(*rows)
+        if pool < 1024:
+            continue  # a batch takes its blocks at once, and here nobody makes it end before
+        for at in range(start, start + n):
+            never.decode(TOKENS[at : at + 1])
+        assert np.abs(rows[0] - never.logits()).max() <= noise(name, "f16")
+    for size in (1, 1, 100, 1):
+        for kv in kvs:
+            kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + size])
+        assert np.array_equal(kvs[0].logits(), kvs[1].logits())
+    for kv in kvs:
+        assert np.array_equal(kv.tokens, TOKENS[: kv.n_tokens])
+        kv.check_integrity()
+    for chunk in range(500 // CHUNK, kvs[0].n_tokens // CHUNK):
+        assert np.array_equal(kvs[0].pager.store.get(chunk), kvs[1].pager.store.get(chunk))
+
+
+@pytest.mark.parametrize("drafter", ["draft", "dflash", "ngram"])
+def test_conversation(
+    opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Going on, going back into a chunk that is out, and beginning anew: each answer as without drafts."""
+    kv, control = opened("qwen3", DRAFTERS[drafter]), opened("qwen3")
+
+    def both(prompt: npt.NDArray[np.int32], **kwargs: Any) -> None:
+        want = run(control, monkeypatch, prompt, max_tokens=30, **kwargs)
+        same(run(kv, monkeypatch, prompt, want.ids, max_tokens=30, **kwargs), want, noise("qwen3", "f16"))
+        assert np.array_equal(kv.tokens, control.tokens)
+        assert kv._pending == control._pending
+
+    both(PROMPT)
+    both(TOKENS[700:720], append=True)
+    for each in (kv, control):
+        each.rollback(200)
+    both(TOKENS[100:500], append=True)
+    for each in (kv, control):
+        each.rollback(500)
+    both(PROMPT[500:], append=True)
+    for each in (kv, control):
+        each.clear()
+    both(PROMPT[:100], append=True)
+    both(PROMPT[100:200])
+
+
+#
+# ends
+#
+
+
+def told(kv: KVFlash, prompt: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """All there is to an answer: its tokens, its text, how it ended, and what is in the context then."""
+    events = list(kv.generate(prompt, **{"sampling": GREEDY, **kwargs}))
+    done = events[-1]
+    assert isinstance(done, Done)
+    add_up(done)
+    return [e.id for e in events if isinstance(e, Token)], text_of(events), done.reason, kv.tokens.tolist(), kv._pending
+
+
+@pytest.fixture(scope="module")
+def story() -> npt.NDArray[np.int32]:
+    """Some 200 tokens of what the needle model can go on with."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        text = make_prompt(200, lambda s: len(model.tokenize(s, add_special=False)), n_needles=1, seed=3).text
+        return model.tokenize(text)
+
+
+class Pair:
+    """The needle model with drafts that are right, and without. Its answer to the story without an end is `ids`."""
+
+    def __init__(self, opened: Open, patch: pytest.MonkeyPatch, story: npt.NDArray[np.int32], **options: Any) -> None:
+        self.control = opened("needle", **options)
+        self.kv = opened("needle", {"n_max": 8}, **options)
+        self.story = story
+        self.ids, self.text, *_ = told(self.control, story, max_tokens=min(40, options.get("n_ctx", 2048) - len(story)))
+        self.knowing = Knowing(patch, [])
+
+    def check(self, **kwargs: Any) -> str:
+        """The same answer and, after it, the same answer to something else. How it ended."""
+        want = told(self.control, self.story, **kwargs)
+        self.knowing.text = [*self.story, *self.ids]
+        assert told(self.kv, self.story, **kwargs) == want
+        reason: str = want[2]
+        if self.control.n_tokens + 30 < self.control.options.n_ctx:
+            want = told(self.control, " The map is", append=True, max_tokens=12)
+            self.knowing.text = want[3]
+            assert told(self.kv, " The map is", append=True, max_tokens=12) == want
+        return reason
+
+
+def test_length_in_the_middle_of_a_draft(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+) -> None:
+    pair = Pair(opened, monkeypatch, story)
+    for n in (*range(1, 12), 17, 18, 19):
+        assert pair.check(max_tokens=n) == "length"
+
+
+def test_stop_string_in_the_middle_of_a_draft(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+) -> None:
+    pair = Pair(opened, monkeypatch, story)
+    for at in (0, 4, 9, 17, 26, 40):
+        assert pair.check(max_tokens=40, stop=[pair.text[at : at + 5]]) == "stop"
+
+
+def test_end_of_text_in_the_middle_of_a_draft(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+) -> None:
+    pair = Pair(opened, monkeypatch, story)
+    places = [i for i, token in enumerate(pair.ids[:14]) if token not in pair.ids[:i]]
+    assert len(places) > 8
+    for at in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "is_eog", lambda _self, token, last=pair.ids[at]: token == last)
+            assert pair.check(max_tokens=20) == "eos"
+
+
+@pytest.mark.parametrize("pool", ["off", 256])
+def test_full_context(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32], pool: int | str
+) -> None:
+    pair = Pair(opened, monkeypatch, np.resize(story, 300), n_ctx=340, pool=pool)
+    whole = [*pair.story, *pair.ids]
+    for n in (301, 310, 318, 325, 328, 329, 330, 331, 332, 338, 339):
+        pair.story, pair.ids = np.array(whole[:n], np.int32), whole[n:]
+        assert pair.check(max_tokens=-1) == "context"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8},
+        {"temperature": 0.8, "repeat_penalty": 1.2, "repeat_last_n": 32},
+        {"temperature": 0, "repeat_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_a_seed_gives_the_same_text(opened: Open, story: npt.NDArray[np.int32], sampling: dict[str, Any]) -> None:
+    """The sampler is asked as often, in the same order, and told of the same tokens."""
+    control = opened("needle")
+    kv = opened("needle", {"kind": "draft", "model": "needle-draft"})
+    for seed in range(2):
+        kwargs: dict[str, Any] = {"max_tokens": 40, "sampling": Sampling(seed=seed, **sampling)}
+        assert told(kv, story, **kwargs) == told(control, story, **kwargs)
+
+
+#
+# cut off
+#
+
+
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_interrupted_in_a_check(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    """The sampler raises, after any number of tokens: the sequence is as it is without drafts, and goes on as that does."""
+    control, kv = opened(name), opened(name, {})
+    script = TOKENS[1000:1040].tolist()
+
+    def cut(kv: KVFlash, at: int, prompt: Any, **kwargs: Any) -> tuple[Any, ...]:
+        n = 0
+
+        class Cut(Sampler):
+            def sample(self, ctx: Context, i: int = -1) -> int:
+                nonlocal n
+                n += 1
+                if n == at:
+                    raise error
+                return int(script[n - 1])
+
+        events: list[Event] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "Sampler", Cut)
+            try:
+                events.extend(kv.generate(prompt, max_tokens=20, **kwargs))
+            except KeyboardInterrupt:
+                assert error is KeyboardInterrupt
+            else:
+                assert events[-1].reason == ("interrupted" if at <= 20 else "length")
+        ids = [e.id for e in events if isinstance(e, Token)]
+        return ids, kv.tokens.tolist(), kv._pending, kv.logits()
+
+    knowing = Knowing(monkeypatch, [*PROMPT[:100], *script], wrong=0.1)
+    for at in (1, 2, 3, 4, 5, 6, 7, 10, 15):
+        want = cut(control, at, PROMPT[:100])
+        got = cut(kv, at, PROMPT[:100])
+        knowing.text = [*PROMPT[:100], *script]
+        if error is Interrupted:
+            assert got[0] == want[0]
+        assert got[1:3] == want[1:3]
+        knowing.text = [*want[1], *PROMPT[100:120], *script]
+        want, got = (cut(each, 99, PROMPT[100:120], append=True) for each in (control, kv))
+        assert got[:3] == want[:3]
+        assert np.abs(got[3] - want[3]).max() < 0.02
+        kv.check_integrity()
+        knowing.text = [*PROMPT[:100], *script]
+
+
+class CutAtLine:
+    """A trace function that raises KeyboardInterrupt at the n-th line of the package that is run. left: lines left then."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]) -> None:
+    """At some lines of an answer: what is left is the beginning of what would have been, and goes on as that."""
+    pair = Pair(opened, monkeypatch, story, pool=256, n_batch=32)
+    kv, whole = pair.kv, [*story, *pair.ids]
+    pair.knowing.text = whole
+    start = len(story) - 1
+    n_lines, n_cut = 0, 0
+    list(kv.prefill(story[:start]))
+    for n in range(1, 4000, 41):
+        cut = CutAtLine(n)
+        sys.settrace(cut)
+        try:
+            list(kv.generate(story[start:], max_tokens=20, sampling=GREEDY, append=True))
+        except KeyboardInterrupt:
+            n_cut += 1
+        finally:
+            sys.settrace(None)
+        if cut.left > 0:
+            break
+        n_lines = n
+        kv.check_integrity()
+        left = [*kv.tokens, *([] if kv._pending is None else [kv._pending])]
+        assert left == whole[: len(left)], f"after line {n}"
+        assert len(left) >= start
+        events = list(kv.generate(whole[len(left) : len(left) + 1], max_tokens=6, sampling=GREEDY, append=True))
+        assert [e.id for e in events if isinstance(e, Token)] == whole[len(left) + 1 : len(left) + 7]
+        kv.rollback(start)
+    print(n_lines, n_cut)
+
+
+#
+# the drafter's window
+#
+
+
+def test_window_of_a_long_prompt(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter has cells for its window, a batch and a draft. It says what one says that has read nothing else, and the same
+    beside the full cache.
+    """
+    made: list[Context] = []
+    guess = Drafts.guess
+
+    class Kept(Context):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(drafting, "Context", Kept)
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        document = make_prompt(2500, lambda s: len(model.tokenize(s, add_special=False)), n_needles=2, seed=2)
+        tokens = model.tokenize(document.text)
+
+    def said(
+        start: int, window: int, pool: int | str, ids: Sequence[int] | None = None
+    ) -> tuple[Run, dict[int, list[int]]]:
+        res: dict[int, list[int]] = {}
+
+        def keep(drafts: Drafts, history: Any, token: int, at_most: int) -> Any:
+            found = guess(drafts, history, token, at_most)
+            res[start + len(history)] = found.tolist()
+            return found
+
+        spec = {"kind": "draft", "model": "needle-draft", "window": window}
+        kv = opened("needle", spec, n_ctx=4096, chunk=64, n_batch=256, pool=pool)
+        assert made[-1].n_ctx < window + 256 + N_MAX + 1 + 256  # the library rounds up
+        with monkeypatch.context() as patch:
+            patch.setattr(Drafts, "guess", keep)
+            return run(kv, monkeypatch, tokens[start:2300], script=ids, max_tokens=60), res
+
+    def agree(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
+        """The share of guesses that are the same, at the places where both were asked."""
+        pairs = [(a, b) for n in one.keys() & other.keys() for a, b in zip(one[n], other[n], strict=False)]
+        assert len(pairs) > 30
+        return sum(a == b for a, b in pairs) / len(pairs)
+
+    long, of_window = said(0, 256, 1024)
+    assert long.done.stats.pages_out > 10
+    assert long.done.stats.acceptance > 0.2
+    print(
+        agree(of_window, said(2300 - 256, 4096, "off", long.ids)[1]),
+        agree(said(1700, 512, "off", long.ids)[1], said(1700, 512, 512, long.ids)[1]),
+        long.done.stats.acceptance,
+    )
+    assert agree(of_window, said(2300 - 256, 4096, "off", long.ids)[1]) > 0.8
+    assert agree(said(1700, 512, "off", long.ids)[1], said(1700, 512, 512, long.ids)[1]) > 0.99
+
+
+class Pausing:
+    """A gate that is closed for some steps, after the fifth."""
+
+    margin = 1.0
+    n_pause = 0
+    n_gated = 0
+
+    def __init__(self, *_: Any) -> None:
+        self.n = 0
+
+    @property
+    def open(self) -> bool:
+        return not self.closed
+
+    @property
+    def closed(self) -> bool:
+        return 5 <= self.n < 5 + self.n_pause
+
+    def plain(self, _seconds: float) -> None:
+        self.n += 1
+
+    def drafted(self, _seconds: float, _committed: int) -> None:
+        self.n += 1
+
+
+@pytest.mark.parametrize("drafter", ["draft", "dflash"])
+def test_what_the_drafter_did_not_read(
+    opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """A question longer than its window, so that it goes on after a gap; drafting that stops for a while."""
+
+    def runs(n: int, spans: Sequence[tuple[int, int]], **options: Any) -> Iterator[Run]:
+        kv, control = opened("qwen3", {**DRAFTERS[drafter], "window": 256, **options}), opened("qwen3")
+        for start, end in spans:
+            want = run(control, monkeypatch, TOKENS[start:end], max_tokens=n, append=True)
+            got = run(kv, monkeypatch, TOKENS[start:end], want.ids, max_tokens=n, append=True)
+            same(got, want, noise("qwen3", "f16"))
+            yield got
+
+    for got in runs(12, [(0, 300), (300, 600), (600, 1050)]):
+        assert got.steps
+    monkeypatch.setattr(drafting, "Gate", Pausing)
+    for n_pause in (1, 40):
+        Pausing.n_pause = n_pause
+        (got,) = runs(60, [(0, 300)])
+        assert max(b.start - a.start for a, b in itertools.pairwise(got.steps)) > n_pause
+
+
+@pytest.mark.parametrize("drafter", ["draft", "dflash"])
+def test_the_drafter_knows_what_stands(
+    opened: Open, control: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """After drafts of which some was right it says what it says to one who reads the same text as a prompt."""
+    ids = control("qwen3", "lru").ids
+    text = [*PROMPT.tolist(), *ids]
+    knowing = Knowing(monkeypatch, text, wrong=0.3, ask=True)
+    kv = opened("qwen3", DRAFTERS[drafter], pool=1024)
+    run(kv, monkeypatch, script=ids, max_tokens=60)
+    said = knowing.asked[3::4]
+    assert len(said) >= 5
+    n_same = 0
+    for n, guesses in said:
+        fresh = opened("qwen3", DRAFTERS[drafter], pool=1024)
+        list(fresh.prefill(text[:n]))
+        fresh._drafts.begin(fresh._history)
+        fresh._drafts.guess(fresh._history, text[n], len(guesses))
+        n_same += knowing.asked[-1] == (n, guesses)
+    print(n_same, len(said))
+    assert n_same >= 0.8 * len(said)  # there are near ties
+
+
+#
+# relevance
+#
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_queries_are_of_the_last_token_that_stands(opened: Open, name: str) -> None:
+    kv, control, wrong = (opened(name, {}, policy="qk", pool=1024) for _ in range(3))
+    for each in (kv, control, wrong):
+        list(each.prefill(PROMPT[:300]))
+    for n in range(1, N_MAX + 2):
+        start = kv.n_tokens
+        batch = np.concatenate([TOKENS[start : start + n], TOKENS[3000 : 3000 + N_MAX + 1 - n]])
+        kv._advance_some(batch, iter([n]))
+        for at in range(start, start + n):
+            control.decode(TOKENS[at : at + 1])
+        for q, c in zip(kv.queries(), control.queries(), strict=True):
+            assert np.abs(q - c).max() < 0.05 * np.abs(c).max(), n
+    batch = np.concatenate([TOKENS[start : start + 2], TOKENS[3000 : 3000 + N_MAX - 1]])
+
+
+#
+# counts
+#
+
+
+def test_counts(opened: Open, story: npt.NDArray[np.int32]) -> None:
+    """Of drafts that pay, that do not, and none; in text of a period, drafts are shorter than they may be."""
+
+    def stats(spec: dict[str, Any] | None, prompt: Any = story, name: str = "needle") -> Any:
+        events = list(opened(name, spec).generate(prompt, max_tokens=100, sampling=GREEDY))
+        add_up(events[-1])
+        return events[-1].stats
+
+    none = stats(None)
+    assert (none.drafted, none.accepted, none.draft_steps, none.plain_steps, none.gated_steps) == (0, 0, 0, 0, 0)
+    always = stats({"kind": "draft", "model": "needle-draft"})
+    assert 0 < always.accepted < always.drafted
+    assert always.gated_steps == 0
+    seldom = stats({"kind": "draft", "model": "needle-draft", "gate": 100, "sustain": 1})
+    assert 0 < seldom.draft_steps < 10
+    assert seldom.gated_steps > 60
+    sure = stats({"kind": "draft", "model": "needle-draft", "p_min": 0.99})
+    assert sure.drafted < always.drafted
+    assert sure.acceptance > always.acceptance
+
+
+def test_what_fills_a_batch_up_is_no_guess(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In text of a period of six tokens, an n-gram finds five that follow, and then comes the first one again."""
+    text = np.resize(TOKENS[:6], 300)
+    kv = opened("qwen3", {"n_max": 16})
+    run(kv, monkeypatch, text[:200], script=text[200:].tolist(), max_tokens=60)
