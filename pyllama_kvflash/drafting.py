@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
+from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Context, Model, Speculator, Tokens
 from pyllama_kvflash.policy.gate import Gate
 
@@ -69,11 +69,22 @@ def _within(value: float, low: float, high: float, name: str, hint: str) -> None
         raise UsageError(msg)
 
 
-def _check_mask(model: Model) -> None:
+def _check_dflash(model: Model, target: Model) -> None:
+    """Raise UnsupportedError for what llama.cpp asserts, or finds out while it drafts."""
+    if model.meta("general.architecture") != "dflash":
+        return  # which the library says
+    width, wide = _width(model), _width(target)
+    if width != wide:
+        msg = f"it was made for a target {width} wide, and {target.path} is {wide}: give its own target"
+        raise UnsupportedError(msg)
     mask = model.meta("tokenizer.ggml.mask_token_id") or ""
     if not mask.isdecimal() or int(mask) >= model.n_vocab:
         msg = "its vocabulary has no mask token, which stands for those that are to be guessed: convert it with its target"
         raise UnsupportedError(msg)
+
+
+def _width(model: Model) -> str | None:
+    return model.meta(f"{model.meta('general.architecture')}.embedding_length")
 
 
 @dataclass(slots=True)
@@ -129,7 +140,7 @@ class Drafts:
             if spec.model is not None:
                 model = self._stack.enter_context(Model.load(Path(spec.model), **where, mtp=spec.kind == "mtp"))
                 if spec.kind == "dflash":
-                    _check_mask(model)
+                    _check_dflash(model, target.model)
                     if any(w.name.startswith(_MARKOV) for w in model.weights()):
                         name = "draft-dspark"
             cells = spec.window + self._n_batch + spec.n_max + 1
@@ -149,15 +160,16 @@ class Drafts:
                 msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
                 raise UnsupportedError(msg)
         self._drafter = drafter
-        self._spec = Speculator(
-            name,
-            target,
-            drafter,
-            n_max=spec.n_max,
-            n_gram=min(N_GRAM, spec.n_max),
-            window=spec.window,
-            p_min=spec.p_min,
-        )
+        n_gram = min(N_GRAM, spec.n_max)
+        try:
+            self._spec = Speculator(
+                name, target, drafter, n_max=spec.n_max, n_gram=n_gram, window=spec.window, p_min=spec.p_min
+            )
+        except NativeError as err:
+            if "vocab" not in str(err):
+                raise
+            msg = "its tokens are others than the target's: use a drafter with the same vocabulary"
+            raise UnsupportedError(msg) from None
         self._stack.callback(self._spec.close)
 
     def close(self) -> None:

@@ -228,7 +228,8 @@ class KVFlash(PooledSequence):
     def _room(self, answer: Answer) -> tuple[int, int]:
         """Tokens of a batch that checks a draft, and how many of them may stand; one: decode plainly."""
         width = self.n_draft + 1
-        if width == 1 or self.n_tokens + width > self.options.n_ctx or width > self.n_batch:
+        n_batch = min(self.n_batch, self.options.n_ubatch)  # one graph, or the queries of the last token may be lost
+        if width == 1 or self.n_tokens + width > self.options.n_ctx or width > n_batch:
             return 1, 1
         width, n_most = self._steady(width)
         return width, min(n_most, answer.left(self.n_tokens) + 1)

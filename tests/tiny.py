@@ -383,6 +383,11 @@ def write(name: str, path: Path) -> None:
 #
 
 
+def written(w: Writer, name: str) -> npt.NDArray[Any]:
+    """A tensor that a file will have: what is done to it is done to the file."""
+    return next(part[name].tensor for part in w._file.tensors if name in part)  # type: ignore[return-value]
+
+
 def worded(w: Writer) -> None:
     """A vocabulary of the 256 bytes and pairs of letters, for a model that is written but for it. The last token ends a
     text, and is never likely; the one before is the mask of a drafter.
@@ -399,9 +404,8 @@ def worded(w: Writer) -> None:
     file.add_token_merges([f"{t[0]} {t[1]}" for t in tokens[256:]])
     file.add_mask_token_id(N_VOCAB - 2)
     file.add_eos_token_id(N_VOCAB - 1)
-    for part in file.tensors:
-        if "output.weight" in part:
-            part["output.weight"].tensor[-1] = 0
+    if any("output.weight" in part for part in file.tensors):
+        written(w, "output.weight")[-1] = 0
 
 
 def write_worded(path: Path, arch: str, model: Callable[[Writer], None]) -> None:

@@ -35,7 +35,7 @@ class Gate:
         self._below = 0
         self._closed = False
         self._trying = True
-        self._wait = 0  # the last one, if no try was worth it since
+        self._wait = 0  # the last one
         self._left = 0  # plain steps until the next try
 
     @property
@@ -82,7 +82,7 @@ class Gate:
         self.drafted_s = _time(self.drafted_s, seconds, n)
         self.committed = _mean(self.committed, committed, n)
         worth = self.worth
-        if not self.margin or worth is None:
+        if worth is None:
             return
         self._below = 0 if worth >= self.margin else self._below + 1
         if self._trying:
@@ -96,7 +96,6 @@ class Gate:
             self._close(max(_WAIT, 2 * self._wait, _MAKE_UP * self._lost()))
         else:
             self._closed = self._trying = False
-            self._wait = 0
 
     def _lost(self) -> float:
         """By the last try, in plain steps."""
