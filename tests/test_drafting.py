@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_engine import PACKAGE, text_of
+from test_engine import CutAtLine, text_of
 from test_relevance import plain, shuffled
 
 from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, drafting, engine
@@ -100,7 +99,7 @@ def resized(arch: str, model: Make, n: int) -> Write:
             value = keys[f"tokenizer.ggml.{key}"]
             value.value = (value.value + more[tiny.N_VOCAB :])[:n]
         keys["tokenizer.ggml.mask_token_id"].value = 0
-        if n > tiny.N_VOCAB:
+        if n > tiny.N_VOCAB and arch != "dflash":
             tiny.written(w, "output.weight")[-4:] *= 30
         w.close()
 
@@ -149,7 +148,7 @@ FILES: dict[str, Write] = {
     "some bytes": cut(worded("qwen3", dense), 0.001),
     "dflash without an end": cut(dflash(), 0.99),
     "empty": Path.touch,
-    "text": lambda path: path.write_text("to be a model"),  # type: ignore[dict-item, return-value]
+    "text": lambda path: path.write_text("to be a model"),  # type: ignore[dict-item]
     "folder": Path.mkdir,
     "missing": lambda _: None,
 }
@@ -208,7 +207,7 @@ class Run:
 
     rows: list[Logits] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    steps: list["Step"] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -314,7 +313,7 @@ def noise(files: Callable[[str], str]) -> Callable[[str, str], float]:
 #
 
 
-N_ANSWER = 80
+N_ANSWER = 64
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "lru": dict,  # a chunk leaves at each border
     "scored": lambda: {"policy": shuffled(1), "type_k": "q8_0", "type_v": "q8_0"},  # others come every 12 tokens
@@ -341,7 +340,7 @@ def control(files: Callable[[str], str]) -> Callable[..., Run]:
 
 
 class Knowing:
-    """Has all drafts be of what does follow in a text; a token is wrong with a probability. The drafter is asked as well."""
+    """Has all drafts be of what does follow in a text, but for a share of their tokens. ask: what would it have said?"""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, text: Sequence[int], wrong: float = 0.0, *, ask: bool = False
@@ -349,12 +348,12 @@ class Knowing:
         self.text = text
         self.n_calls = 0
         self.asked: list[tuple[int, list[int]]] = []  # what it said, by the length of the text
-        rng, guess, ask_it = np.random.default_rng(3), Drafts.guess, ask
+        rng, guess = np.random.default_rng(3), Drafts.guess
 
         def know(drafts: Drafts, history: Any, token: int, at_most: int) -> npt.NDArray[np.int32]:
             start = len(history) + 1
             self.n_calls += 1
-            if ask_it:
+            if ask:
                 self.asked.append((len(history), guess(drafts, history, token, at_most).tolist()))
             assert self.text[start - 1] == token
             res = np.array(self.text[start : start + min(at_most, drafts.n_max)], np.int32)
@@ -376,7 +375,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "setting", "drafter"),
     [
-        *((name, setting, drafter) for name in MODELS for setting in ("lru", "scored") for drafter in DRAFTERS),
+        *(("qwen3", setting, drafter) for setting in ("lru", "scored") for drafter in DRAFTERS),
+        *((name, "lru", drafter) for name in MODELS[1:] for drafter in ("draft", "right")),
+        *((name, "scored", drafter) for name in MODELS[1:] for drafter in ("dflash", "ngram", "right")),
         *((name, "resident", "right") for name in MODELS),
     ],
 )
@@ -401,7 +402,7 @@ def test_the_same_as_without(
         assert all(row.max() - row[i] <= floor for row, i in zip(got.rows, got.ids, strict=True)), "no near tie"
 
     stats, steps = got.done.stats, got.steps
-    assert stats.draft_steps > 10
+    assert stats.draft_steps >= 8
     assert (stats.pages_out == 0) if setting == "resident" else (stats.pages_out > 5)
     if drafter == "ngram":
         assert stats.accepted > 20
@@ -446,7 +447,7 @@ def test_what_was_rejected_leaves_no_trace(
         for _ in kv.prefill(PROMPT[:500]):
             pass
     rng = np.random.default_rng(0)
-    for n in [*range(1, N_MAX + 2), *rng.integers(1, N_MAX + 2, 20)]:
+    for n in [*range(1, N_MAX + 2), *rng.integers(1, N_MAX + 2, 8)]:
         start = kvs[0].n_tokens
         rows = []
         for kv in kvs:
@@ -548,28 +549,31 @@ def test_length_in_the_middle_of_a_draft(
     opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
     pair = Pair(opened, monkeypatch, story)
-    for n in (*range(1, 12), 17, 18, 19):
+    for n in (1, 2, 3, 5, 8, 9, 10, 18):
         assert pair.check(max_tokens=n) == "length"
+    assert pair.knowing.n_calls > 20
 
 
 def test_stop_string_in_the_middle_of_a_draft(
     opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
     pair = Pair(opened, monkeypatch, story)
-    for at in (0, 4, 9, 17, 26, 40):
+    for at in (0, 9, 17, 26):
         assert pair.check(max_tokens=40, stop=[pair.text[at : at + 5]]) == "stop"
+    assert pair.knowing.n_calls > 10
 
 
 def test_end_of_text_in_the_middle_of_a_draft(
     opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
     pair = Pair(opened, monkeypatch, story)
-    places = [i for i, token in enumerate(pair.ids[:14]) if token not in pair.ids[:i]]
-    assert len(places) > 8
+    places = [i for i, token in enumerate(pair.ids[:9]) if token not in pair.ids[:i]]
+    assert len(places) > 5
     for at in places:
         with monkeypatch.context() as patch:
             patch.setattr(Model, "is_eog", lambda _self, token, last=pair.ids[at]: token == last)
             assert pair.check(max_tokens=20) == "eos"
+    assert pair.knowing.n_calls > 10
 
 
 @pytest.mark.parametrize("pool", ["off", 256])
@@ -578,9 +582,10 @@ def test_full_context(
 ) -> None:
     pair = Pair(opened, monkeypatch, np.resize(story, 300), n_ctx=340, pool=pool)
     whole = [*pair.story, *pair.ids]
-    for n in (301, 310, 318, 325, 328, 329, 330, 331, 332, 338, 339):
+    for n in (301, 322, 325, 330, 331, 332, 339):
         pair.story, pair.ids = np.array(whole[:n], np.int32), whole[n:]
         assert pair.check(max_tokens=-1) == "context"
+    assert pair.knowing.n_calls >= 8
 
 
 @pytest.mark.parametrize(
@@ -609,7 +614,11 @@ def test_a_seed_gives_the_same_text(opened: Open, story: npt.NDArray[np.int32], 
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_interrupted_in_a_check(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+    opened: Open,
+    noise: Callable[[str, str], float],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[BaseException],
 ) -> None:
     """The sampler raises, after any number of tokens: the sequence is as it is without drafts, and goes on as that does."""
     control, kv = opened(name), opened(name, {})
@@ -639,36 +648,19 @@ def test_interrupted_in_a_check(
         ids = [e.id for e in events if isinstance(e, Token)]
         return ids, kv.tokens.tolist(), kv._pending, kv.logits()
 
-    knowing = Knowing(monkeypatch, [*PROMPT[:100], *script], wrong=0.1)
-    for at in (1, 2, 3, 4, 5, 6, 7, 10, 15):
-        want = cut(control, at, PROMPT[:100])
-        got = cut(kv, at, PROMPT[:100])
+    knowing = Knowing(monkeypatch, [], wrong=0.1)
+    for at in (1, 2, 4, 5, 6, 11):
         knowing.text = [*PROMPT[:100], *script]
+        want, got = (cut(each, at, PROMPT[:100]) for each in (control, kv))
         if error is Interrupted:
             assert got[0] == want[0]
         assert got[1:3] == want[1:3]
         knowing.text = [*want[1], *PROMPT[100:120], *script]
         want, got = (cut(each, 99, PROMPT[100:120], append=True) for each in (control, kv))
         assert got[:3] == want[:3]
-        assert np.abs(got[3] - want[3]).max() < 0.02
+        assert np.abs(got[3] - want[3]).max() <= noise(name, "f16")
         kv.check_integrity()
-        knowing.text = [*PROMPT[:100], *script]
-
-
-class CutAtLine:
-    """A trace function that raises KeyboardInterrupt at the n-th line of the package that is run. left: lines left then."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
+    assert knowing.n_calls > 20
 
 
 def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]) -> None:
@@ -679,7 +671,7 @@ def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, sto
     start = len(story) - 1
     n_cut = 0
     list(kv.prefill(story[:start]))
-    for n in range(1, 4000, 41):
+    for n in range(1, 4000, 67):
         cut = CutAtLine(n)
         sys.settrace(cut)
         try:
@@ -688,15 +680,16 @@ def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, sto
             n_cut += 1
         finally:
             sys.settrace(None)
-        if cut.left > 0:
+        if cut.where is None:
             break
         kv.check_integrity()
         left = [*kv.tokens, *([] if kv._pending is None else [kv._pending])]
-        assert left == whole[: len(left)], f"after line {n}"
+        assert left == whole[: len(left)], cut.where
         assert len(left) >= start
         events = list(kv.generate(whole[len(left) : len(left) + 1], max_tokens=6, sampling=GREEDY, append=True))
         assert [e.id for e in events if isinstance(e, Token)] == whole[len(left) + 1 : len(left) + 7]
         kv.rollback(start)
+    assert n_cut > 20
 
 
 #
@@ -873,7 +866,7 @@ def test_counts(opened: Open, story: npt.NDArray[np.int32]) -> None:
     """Of drafts that pay, that do not, and none; in text of a period, drafts are shorter than they may be."""
 
     def stats(spec: dict[str, Any] | None, prompt: Any = story, name: str = "needle") -> Any:
-        events = list(opened(name, spec).generate(prompt, max_tokens=100, sampling=GREEDY))
+        events = list(opened(name, spec).generate(prompt, max_tokens=60, sampling=GREEDY))
         done = events[-1]
         assert isinstance(done, Done)
         add_up(done)
@@ -886,7 +879,7 @@ def test_counts(opened: Open, story: npt.NDArray[np.int32]) -> None:
     assert always.gated_steps == 0
     seldom = stats({"kind": "draft", "model": "needle-draft", "gate": 100, "sustain": 1})
     assert 0 < seldom.draft_steps < 10
-    assert seldom.gated_steps > 60
+    assert seldom.gated_steps > 40
     sure = stats({"kind": "draft", "model": "needle-draft", "p_min": 0.99})
     assert sure.drafted < always.drafted
     assert sure.acceptance > always.acceptance

@@ -226,7 +226,7 @@ def test_a_try_that_is_worth_it_makes_the_wait_short_again() -> None:
 
 def test_what_catching_up_takes_is_not_held_against_the_drafts() -> None:
     """After a long pause a drafter reads what it missed."""
-    log, gate, n_plain = Log(), Gate(), 0
+    gate, n_plain = Gate(), 0
     text = changing(2.5, [1000, 4000])
 
     def draft(at: int) -> tuple[float, int]:

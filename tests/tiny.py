@@ -385,7 +385,9 @@ def write(name: str, path: Path) -> None:
 
 def written(w: Writer, name: str) -> npt.NDArray[Any]:
     """A tensor that a file will have: what is done to it is done to the file."""
-    return next(part[name].tensor for part in w._file.tensors if name in part)  # type: ignore[return-value]
+    (res,) = [part[name].tensor for part in w._file.tensors if name in part]
+    assert res is not None
+    return res
 
 
 def worded(w: Writer) -> None:
