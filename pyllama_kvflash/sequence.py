@@ -130,9 +130,8 @@ class PooledSequence:
         return n, min(n, selector.n_steady) if selector else n
 
     def _advance_some(self, tokens: Tokens, judge: Iterable[int]) -> Paged | None:
-        """One batch, of whose tokens the first ones stand: judge says how many, by its logits, one more each time. The others
-        never were: the ledger does not hear of them, and no chunk is sealed for them. If judge is cut off, those stand that
-        it came to.
+        """One batch, of whose tokens the first ones stand: judge says how many, by its logits, one more each time, as far as
+        it comes. The others never were: the ledger does not hear of them, and no chunk is sealed for them.
         """
         pos, pager = len(self._history), self._pager
         self._recover()
