@@ -773,7 +773,16 @@ class Pausing:
 def test_what_the_drafter_did_not_read(
     opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    """A question longer than its window, so that it goes on after a gap; drafting that stops for a while."""
+    """A question longer than its window, so that it goes on after a gap; drafting that stops for a while. Of a prompt it reads
+    a window, and the rest of a batch, and drafts after all of these.
+    """
+    process, read = Speculator.process, list[int]()
+
+    def seen(self: Speculator, tokens: npt.NDArray[np.int32], pos: int) -> None:
+        read.append(pos)
+        process(self, tokens, pos)
+
+    monkeypatch.setattr(Speculator, "process", seen)
 
     def runs(n: int, spans: Sequence[tuple[int, int]], **options: Any) -> Iterator[Run]:
         kv, control = opened("qwen3", {**DRAFTERS[drafter], "window": 256, **options}), opened("qwen3")
@@ -783,8 +792,13 @@ def test_what_the_drafter_did_not_read(
             same(got, want, noise("qwen3", "f16"))
             yield got
 
+    start = 0
     for got in runs(12, [(0, 300), (300, 600), (600, 1050)]):
-        assert got.steps
+        assert len(got.steps) >= 8
+        end = got.steps[0].start
+        assert end - 256 - SMALL["n_batch"] < min(read) <= max(start, end - 256)
+        start = end
+        read.clear()
     monkeypatch.setattr(drafting, "Gate", Pausing)
     for n_pause in (1, 40):
         Pausing.n_pause = n_pause
@@ -793,26 +807,32 @@ def test_what_the_drafter_did_not_read(
 
 
 @pytest.mark.parametrize("drafter", ["draft", "dflash"])
-def test_the_drafter_knows_what_stands(
-    opened: Open, control: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, drafter: str
-) -> None:
-    """After drafts of which some was right it says what it says to one who reads the same text as a prompt."""
-    ids = control("qwen3", "lru").ids
-    text = [*PROMPT.tolist(), *ids]
+def test_the_drafter_knows_what_stands(opened: Open, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    """After drafts of which some was right, and after a rollback, it says what it says to one who reads the text as a prompt."""
+    text = TOKENS[:400].tolist()
+    other = [*text[:250], *TOKENS[1000:1150].tolist()]
     knowing = Knowing(monkeypatch, text, wrong=0.3, ask=True)
     kv = opened("qwen3", DRAFTERS[drafter], pool=1024)
-    run(kv, monkeypatch, script=ids, max_tokens=60)
-    said = knowing.asked[3::4]
-    assert len(said) >= 5
+    run(kv, monkeypatch, text[:300], text[300:], max_tokens=40)
+    said = [(text, *each) for each in knowing.asked[3::4]]
+    kv.rollback(250)
+    knowing.text = other
+    knowing.asked.clear()
+    run(kv, monkeypatch, other[250:300], other[300:], max_tokens=40, append=True)
+    said += [(other, *each) for each in knowing.asked[1::5]]
     n_same = 0
-    for n, guesses in said:
-        fresh = opened("qwen3", DRAFTERS[drafter], pool=1024)
-        list(fresh.prefill(text[:n]))
+    fresh = opened("qwen3", DRAFTERS[drafter], pool=1024)
+    for whole, n, guesses in said:
+        fresh.clear()
+        list(fresh.prefill(whole[:n]))
+        assert guesses
         assert fresh._drafts is not None
         fresh._drafts.begin(fresh._history)
-        fresh._drafts.guess(fresh._history, text[n], len(guesses))
+        knowing.text = whole
+        fresh._drafts.guess(fresh._history, whole[n], len(guesses))
         n_same += knowing.asked[-1] == (n, guesses)
-    assert n_same >= 0.8 * len(said)  # there are near ties
+    assert len(said) >= 6
+    assert n_same >= 0.8 * len(said), "there are near ties"
 
 
 #
