@@ -19,7 +19,6 @@ CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health
 N_MAX = 8
 N_LONG = 20_000
 COSTS = [1.5, 2, 3, 4, 5, 6, 7, 8]  # of a drafted step
-WAITS = [64, 128, 256, 512, 1024, 1024]
 PLAIN, DRAFTED = "plain", "drafted"
 
 Clock = Callable[[], float]
@@ -132,7 +131,7 @@ def test_nor_is_a_short_answer_much() -> None:
     """Of any length from 300 tokens, at any cost of a draft."""
     costs = [1.5 + i / 20 for i in range(131)]
     assert costs[-1] == 8
-    assert max(run(3000, guessed(cost, 0)).dearest for cost in costs) <= 1 / 0.91
+    assert max(run(3000, guessed(cost, 0)).dearest for cost in costs) <= 1 / 0.94
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -150,21 +149,31 @@ def test_whatever_a_draft_costs(cost: float, p: float, sd: float, seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("cost", "waits"),
+    ("cost", "n_try", "waits"),
     [
-        (1.5, WAITS),  # a try of four loses two steps
-        (2.5, [144, 288, 576, 1024, 1024]),
-        (5, [384, 768, 1024, 1024]),
-        (8, [672, 1024, 1024]),
-        (1000, [1024, 1024]),
+        (1.5, 4, [96, 128, 256, 512, 1024, 1024]),  # loses two steps
+        (2.5, 4, [288, 288, 288, 512, 1024, 1024]),
+        (5, 2, [384, 384, 384, 512, 1024, 1024]),  # is seen to be hopeless after two
+        (8, 2, [672, 672, 672, 672, 1024, 1024]),
+        (26, 2, [2400, 2400, 2400]),
+        (1000, 2, [8192, 8192]),
     ],
 )
-def test_each_try_in_vain_makes_the_next_wait_longer(cost: float, waits: list[int]) -> None:
-    """The first makes up for what the try lost, and each is twice the one before."""
+def test_waits_make_up_for_a_try_and_double(cost: float, n_try: int, waits: list[int]) -> None:
     gate = Gate()
-    runs = run(3 + sum(waits) + 4 * len(waits), guessed(cost, 0), gate=gate).runs()
-    assert runs == [(PLAIN, 3), *(pair for n in waits for pair in ((DRAFTED, 4), (PLAIN, n)))]
+    runs = run(3 + sum(waits) + n_try * len(waits), guessed(cost, 0), gate=gate).runs()
+    assert runs == [(PLAIN, 3), *(pair for n in waits for pair in ((DRAFTED, n_try), (PLAIN, n)))]
     assert gate.n_gated == sum(waits)
+
+
+def test_waits_make_up_for_catching_up() -> None:
+    """The first draft of a try takes 30 steps, which no verdict on what a draft is worth counts."""
+    first = [True]
+
+    def draft(_: int) -> tuple[float, int]:
+        return (30.0 if first.pop() else 2.0) if first else 2.0, 1
+
+    assert run(3 + 4 + 48 * 32, draft).runs() == [(PLAIN, 3), (DRAFTED, 4), (PLAIN, 48 * 32)]
 
 
 #
@@ -212,7 +221,7 @@ def test_closes_when_the_text_changes_and_opens_when_it_changes_back(cost: float
 def test_opens_the_sooner_the_shorter_it_was_closed(n: int) -> None:
     log = run(6000, changing(2.5, [2000, 2000 + n]))
     (at,) = log.openings()
-    assert at - (2000 + n) <= n + 144
+    assert at - (2000 + n) <= n + 48 * 4 * 1.5 + 4 * (N_MAX + 1)
 
 
 def test_a_try_that_is_worth_it_makes_the_wait_short_again() -> None:
@@ -220,7 +229,7 @@ def test_a_try_that_is_worth_it_makes_the_wait_short_again() -> None:
     at = [i for i, pair in enumerate(log.runs()) if pair == (PLAIN, 1024)]
     assert len(at) >= 4
     waits = [n for kind, n in log.runs() if kind == PLAIN and n > 3]
-    rising = [64, 128, 256, 512, 1024]
+    rising = [64, 192, 192, 256, 512]  # a try in vain loses four
     assert [waits[i : i + 5] for i, n in enumerate(waits) if n == 64] == [rising, rising]
 
 
@@ -435,12 +444,12 @@ def test_gated_steps_are_the_plain_ones_of_a_closed_gate(
 
 def test_a_drafter_without_a_guess_does_not_end_a_try() -> None:
     gate = Gate()
-    run(3 + 4 + 64, guessed(1.5, 0), gate=gate)
-    assert (gate.closed, gate.open, gate.n_gated) == (True, True, 64)
+    run(3 + 4 + 96, guessed(1.5, 0), gate=gate)
+    assert (gate.closed, gate.open, gate.n_gated) == (True, True, 96)
     for _ in range(1000):
         gate.plain(1)
         assert gate.open
-    assert gate.n_gated == 64
+    assert gate.n_gated == 96
     for i in range(4):
         assert gate.closed, i
         gate.drafted(1.5, 9)
@@ -483,7 +492,7 @@ def test_closes_when_plain_steps_become_fast(faster: float) -> None:
 @given(text=st.lists(steps, max_size=60), zeros=st.booleans())
 @settings(CHECK, max_examples=60)
 def test_a_clock_that_stands_does_no_harm(text: list[tuple[bool, float, int]], *, zeros: bool) -> None:
-    """Whatever came before, the gate then finds out what a text is."""
+    """Whatever came before, the gate then finds out what a text is: after its longest wait, if a plain step took no time."""
     gate = Gate()
     for is_plain, seconds, committed in text:
         if gate.open and not is_plain:
@@ -496,7 +505,7 @@ def test_a_clock_that_stands_does_no_harm(text: list[tuple[bool, float, int]], *
     assert bad.steps.count(DRAFTED) <= 2500
     good = run(N_LONG, guessed(2.5, 1), gate=gate)
     assert not gate.closed
-    assert good.steps.count(PLAIN) <= 2500
+    assert good.steps.count(PLAIN) <= 8192 + 200
 
 
 def test_drafts_that_take_no_time_are_worth_it() -> None:

@@ -11,8 +11,9 @@ _SPIKE = 3  # averages that a step counts as at most: a clock errs upwards
 _FIRST = 3  # plain steps before the first draft: nothing else tells what a plain step takes
 _REFRESH = 128  # drafted steps after which a plain one is taken, for the same reason
 _TRY = 4  # drafted steps after which it opens or closes, at the start and when it was closed
-_MAKE_UP = 24  # plain steps before the next try for each that this one lost: a short answer affords one dear try
-_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: at least twice as many after each in vain
+_HOPELESS = 3  # or sooner, if by the fastest it would be worth less than a third of what it must be
+_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: twice as many after each in vain
+_MAKE_UP, _LONGEST_MAKE_UP = 48, 8192  # and as many for each that the last one lost: so tries cost 2 % of the time at most
 
 
 class Gate:
@@ -31,6 +32,9 @@ class Gate:
         self.committed: float | None = None
         self._n_plain = 0
         self._n_drafted = 0  # since the last try began
+        self._spent_s = 0.0  # the seconds that they took
+        self._least_s = math.inf  # and the fastest
+        self._gained = 0  # and the tokens that they committed
         self._since_plain = 0
         self._below = 0
         self._closed = False
@@ -69,12 +73,16 @@ class Gate:
         self.n_gated += 1
         self._left -= 1
         if self._left <= 0:
-            self._trying, self._n_drafted = True, 0
+            self._trying = True
+            self._n_drafted, self._spent_s, self._least_s, self._gained = 0, 0.0, math.inf, 0
 
     def drafted(self, seconds: float, committed: int) -> None:
         """A drafted step took so long, the draft included, and committed so many tokens, at least one."""
         self._n_drafted += 1
         self._since_plain += 1
+        self._spent_s += seconds
+        self._least_s = min(self._least_s, seconds)
+        self._gained += committed
         n = self._n_drafted - 1
         if not n:
             return  # it sets things up, or the drafter catches up
@@ -86,26 +94,30 @@ class Gate:
             return
         self._below = 0 if worth >= self.margin else self._below + 1
         if self._trying:
-            if self._n_drafted >= _TRY:
+            if self._n_drafted >= _TRY or self._hopeless():
                 self._decide()
         elif self._below >= self.sustain:
+            self._wait = 0
             self._close(_WAIT)
 
     def _decide(self) -> None:
         if self._below:
-            self._close(max(_WAIT, 2 * self._wait, _MAKE_UP * self._lost()))
+            self._wait = min(max(_WAIT, 2 * self._wait), _LONGEST_WAIT)
+            self._close(max(self._wait, min(_MAKE_UP * self._lost(), _LONGEST_MAKE_UP)))
         else:
             self._closed = self._trying = False
 
+    def _hopeless(self) -> bool:
+        tokens = self._gained / self._n_drafted
+        return tokens * (self.plain_s or 0) * _HOPELESS < self.margin * self._least_s
+
     def _lost(self) -> float:
-        """By the last try, in plain steps."""
-        if not self.plain_s or self.drafted_s is None or self.committed is None:
-            return 0
-        return _TRY * (self.drafted_s / self.plain_s - self.committed)
+        """By the last try, in plain steps, catching up included."""
+        return self._spent_s / self.plain_s - self._gained if self.plain_s else 0
 
     def _close(self, wait: float) -> None:
         self._closed, self._trying = True, False
-        self._wait = self._left = round(min(wait, _LONGEST_WAIT))
+        self._left = round(wait)
 
 
 def _time(before: float | None, now: float, n: int) -> float:
