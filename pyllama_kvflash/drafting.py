@@ -5,8 +5,8 @@ remembers a window only, and that reads along only where it is needed.
 """
 
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,59 @@ def _within(value: float, low: float, high: float, name: str, hint: str) -> None
         raise UsageError(msg)
 
 
+@contextmanager
+def _named(spec: Spec, target: Context) -> Iterator[None]:
+    """Have errors say whose they are."""
+    try:
+        yield
+    except KVFlashError as err:
+        msg = f"{spec.model or target.model.path} cannot draft as {spec.kind}: {err}"
+        raise type(err)(msg) from None
+
+
+def drafter_bytes(
+    spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, where: dict[str, Any]
+) -> list[int]:
+    """What the drafter takes on each device, indices into native.devices(): weights, its window's KV, which counts on each
+    for where it is is not known, and buffers. Nothing of it is allocated.
+
+    target: of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what Drafts does.
+    """
+    if spec.kind == "ngram":
+        return [0 for _ in at]
+    with _named(spec, target), ExitStack() as stack:
+        model = _model(spec, target.model, stack, no_alloc=True, **where)
+        drafter = stack.enter_context(_context(spec, model, target, n_batch=n_batch, n_ubatch=n_ubatch))
+        kv = drafter.kv_bytes()
+        weights = model.weights() if spec.model is not None else []
+        held = [sum(w.size for w in weights if w.device == i) + drafter.compute_bytes(i) for i in at]
+        return [n + kv.attn + kv.swa + kv.recurrent for n in held]
+
+
+def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
+    """The drafter's, closed with the stack; the target's own, whose heads draft."""
+    if spec.model is None:
+        return target
+    return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
+
+
+def _context(
+    spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatch: int, n_threads: int = 1
+) -> Context:
+    """The drafter's, for batches of the target as large as that."""
+    n_draft = spec.n_max + 1
+    return Context(
+        model,
+        n_ctx=spec.window + n_batch + n_draft,
+        n_batch=max(n_batch, n_draft),
+        n_ubatch=max(n_ubatch, n_draft),
+        n_threads=n_threads,
+        other=target,
+        mtp=spec.kind == "mtp",
+        n_outputs=n_draft,
+    )
+
+
 def _check_dflash(model: Model, target: Model) -> None:
     """Raise UnsupportedError for what llama.cpp asserts, or finds out while it drafts."""
     if model.meta("general.architecture") != "dflash":
@@ -120,11 +173,11 @@ class Drafts:
         self._drafter: Context | None = None
         self._stack = ExitStack()
         try:
-            self._open(target, n_ubatch, where, n_threads)
-        except KVFlashError as err:
+            with _named(spec, target):
+                self._open(target, n_ubatch, where, n_threads)
+        except KVFlashError:
             self.close()
-            msg = f"{spec.model or target.model.path} cannot draft as {spec.kind}: {err}"
-            raise type(err)(msg) from None
+            raise
 
     def _open(self, target: Context, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
         spec, drafter = self.spec, None
@@ -136,25 +189,13 @@ class Drafts:
             raise UsageError(msg)
         name = _NATIVE.get(spec.kind, "draft-dflash")
         if spec.kind != "ngram":
-            model = target.model
-            if spec.model is not None:
-                model = self._stack.enter_context(Model.load(Path(spec.model), **where, mtp=spec.kind == "mtp"))
-                if spec.kind == "dflash":
-                    _check_dflash(model, target.model)
-                    if any(w.name.startswith(_MARKOV) for w in model.weights()):
-                        name = "draft-dspark"
-            cells = spec.window + self._n_batch + spec.n_max + 1
+            model = _model(spec, target.model, self._stack, **where)
+            if spec.kind == "dflash":
+                _check_dflash(model, target.model)
+                if any(w.name.startswith(_MARKOV) for w in model.weights()):
+                    name = "draft-dspark"
             drafter = self._stack.enter_context(
-                Context(
-                    model,
-                    n_ctx=cells,
-                    n_batch=max(self._n_batch, spec.n_max + 1),
-                    n_ubatch=max(n_ubatch, spec.n_max + 1),
-                    n_threads=n_threads,
-                    other=target,
-                    mtp=spec.kind == "mtp",
-                    n_outputs=spec.n_max + 1,
-                )
+                _context(spec, model, target, n_batch=self._n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
             )
             if drafter.kv_bytes().recurrent:
                 msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"

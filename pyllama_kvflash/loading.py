@@ -55,6 +55,8 @@ class Probe:
 def load(path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Loaded:
     """Load a model and make its context. Raises UsageError, ModelError, UnsupportedError and NativeError."""
     check_file(path)
+    if options.spec is not None and options.spec.model is not None:
+        check_file(Path(options.spec.model))
     for server in options.rpc:
         add_rpc(server)
     where: dict[str, Any] = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
@@ -106,7 +108,7 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
         _check_memory(rooms(seen, options), n_all)
     else:
         scorers = tuple(make_scorer(options, model) for _ in range(options.n_parallel))
-        q_tap = 0 if scorers[0].name == "lru" else 1 + _n_draft(options)
+        q_tap = 0 if scorers[0].name == "lru" else 1 + options.n_draft
         mark = fingerprint(model.path)
         pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)
     ctx = _context(model, options, n_batch, pool)
@@ -124,15 +126,9 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
     return Loaded(model, ctx, options, size.n_pool, n_batch, scorers, full_bytes, notes, warnings, drafts)
 
 
-def _n_draft(options: Options) -> int:
-    return options.spec.n_max if options.spec else 0
-
-
 def _drafts(ctx: Context, options: Options, n_batch: int) -> Drafts | None:
     if options.spec is None:
         return None
-    if options.spec.model is not None:
-        check_file(Path(options.spec.model))
     return Drafts(
         options.spec,
         ctx,
@@ -201,7 +197,7 @@ def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | No
             type_v=options.type_v,
             flash_attn=options.flash_attn,
             n_seq=options.n_parallel,
-            n_rollback=_n_draft(options),
+            n_rollback=options.n_draft,
             pool=pool,
         )
     except KVFlashError as err:

@@ -151,6 +151,11 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
 
+    @property
+    def n_draft(self) -> int:
+        """Tokens that are guessed at most, 0 without speculative decoding."""
+        return self.spec.n_max if self.spec else 0
+
     def resolved(self, n_ctx_train: int) -> Self:
         """With the model's context, this machine's threads, and no batch larger than the context (0 stays: the pool's)."""
         n_ctx = self.n_ctx or n_ctx_train

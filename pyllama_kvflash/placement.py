@@ -3,12 +3,13 @@
 import re
 from collections.abc import Sequence
 
+from pyllama_kvflash.drafting import drafter_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.policy.sizing import BATCH, CELLS
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -42,11 +43,11 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
-    state, computed = _measured(model, geometry, options, here)
+    state, computed, drafter = _measured(model, geometry, options, here)
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
     some = any(_IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights)  # are on the host as it is
     res = []
-    for i, (compute, token_compute) in zip(here, computed, strict=True):
+    for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
         others, experts = _sizes([w for w in weights if w.device == i], n_layer)
         res.append(
             Holding(
@@ -58,6 +59,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
                 copy=0 if some else copy,
                 compute=compute,
                 token_compute=token_compute,
+                drafter=draft,
                 gpu=found[i].gpu,
             )
         )
@@ -77,12 +79,12 @@ def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...
 
 def _measured(
     model: Model, geometry: Geometry, options: Options, here: Sequence[int]
-) -> tuple[int, list[tuple[int, int]]]:
+) -> tuple[int, list[tuple[int, int]], list[int]]:
     """Bytes of sliding windows and recurrent states, and of a cache that cannot be pooled, whose rows are not known: all of
     them count on each device, for where they are is not known. And for each device `here` the buffers of the computation,
-    and how much they grow with each token of KV.
+    and how much they grow with each token of KV; and what a drafter takes there.
 
-    Both are seen in contexts that take no memory: a small one, and one of the full cache.
+    All are seen in contexts that take no memory: a small one, and one of the full cache.
     """
     n_ubatch = min(options.n_ubatch, options.n_batch or options.n_ubatch)
     least = options.n_ctx
@@ -93,11 +95,22 @@ def _measured(
         base = [small.compute_bytes(i) for i in here]
     with _context(model, options, options.n_ctx, min(n_ubatch, least)) as large:
         more = [large.compute_bytes(i) - n for i, n in zip(here, base, strict=True)]
+        drafter = _drafter(options, large, here)
     n_seq = options.n_parallel
     slopes = [max(0, -(-n // max(1, (options.n_ctx - least) * n_seq))) for n in more]
     return held.swa + held.recurrent, [
         (n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)
-    ]
+    ], drafter
+
+
+def _drafter(options: Options, target: Context, here: Sequence[int]) -> list[int]:
+    if options.spec is None:
+        return [0 for _ in here]
+    n_batch = min(options.n_batch or BATCH, options.n_ctx)
+    where = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
+    return drafter_bytes(
+        options.spec, target, here, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch), where=where
+    )
 
 
 def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
@@ -110,4 +123,5 @@ def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Contex
         type_v=options.type_v,
         flash_attn=options.flash_attn,
         n_seq=options.n_parallel,
+        n_rollback=options.n_draft,
     )

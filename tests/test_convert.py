@@ -317,6 +317,10 @@ class RepositoryNotFoundError(Exception):
     pass
 
 
+class RevisionNotFoundError(Exception):
+    pass
+
+
 class LocalEntryNotFoundError(FileNotFoundError):
     pass
 
@@ -330,8 +334,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> None:
 def test_from_the_hub(tmp_path: Path, targets: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = written("dense", tmp_path).folder, list[Any]()
 
-    def download(repo: str, *, allow_patterns: list[str]) -> str:
-        asked.append((repo, allow_patterns))
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo, allow_patterns, revision))
         return str(folder)
 
     hub(monkeypatch, download)
@@ -339,6 +343,8 @@ def test_from_the_hub(tmp_path: Path, targets: dict[bool, Path], monkeypatch: py
     assert asked[0][0] == "owner/Draft-27B-DFlash"
     assert {"config.json", "*.safetensors", "*.safetensors.index.json"} <= set(asked[0][1])
     write(resolve(source, targets[True]), tmp_path / "d.gguf")
+    assert find_source("hf:owner/Draft-27B-DFlash@v2").name == source.name
+    assert [revision for *_, revision in asked] == [None, "v2"]
     assert "Draft 27B" in gguf.GGUFReader(tmp_path / "d.gguf").fields["general.name"].contents()
 
 
@@ -347,6 +353,7 @@ def test_from_the_hub(tmp_path: Path, targets: dict[bool, Path], monkeypatch: py
     [
         (GatedRepoError("403"), RUNTIME, ("gated", "accept its terms", "hf auth login")),
         (RepositoryNotFoundError("404"), USAGE, ("does not exist", "private")),
+        (RevisionNotFoundError("404"), USAGE, ("no such revision", "a branch, a tag or a commit")),
         (LocalEntryNotFoundError("offline"), RUNTIME, ("cannot be reached", "give a folder")),
         (ConnectionError("no route"), RUNTIME, ("cannot be reached",)),
         (OSError(errno.ENOSPC, "No space left on device"), RUNTIME, ("cannot be downloaded", "No space left")),
@@ -364,6 +371,7 @@ def test_hub_errors(error: Exception, code: int, words: tuple[str, ...], monkeyp
 def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("hf:", "hf:owner", "hf:/repo", "hf:a/b/c"):
         check_error(invoke(name, "--dry-run"), USAGE, "is no repository", "hf:owner/repo")
+    check_error(invoke("hf:owner/repo@", "--dry-run"), USAGE, "names no revision", "hf:owner/repo@BRANCH")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     check_error(invoke("hf:owner/repo", "--dry-run"), USAGE, "needs huggingface-hub", "pyllama-kvflash[convert]")
 

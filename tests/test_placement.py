@@ -6,17 +6,20 @@ Nothing here has a GPU: where one is needed, the memory of the CPU is taken for 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
+import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash import KVFlash, placement
-from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
 from pyllama_kvflash.loading import Loaded, load, probe
 from pyllama_kvflash.native import Context, Device, Model, PoolParams
 from pyllama_kvflash.native.model import Weight
@@ -279,6 +282,47 @@ def test_states_count(tiny_path: Callable[[str], Path], gpu: Callable[..., None]
     assert found.fixed == weights + held.swa + held.recurrent
     assert (found.fixed > weights) == (name != MOE)
     assert found.copy == 4 * 256 * 128 * 2, "of 4 experts, 256 x 128 numbers of 2 bytes"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", [MOE, "qwen35moe"])
+def test_speculative_decoding_counts(
+    tiny_path: Callable[[str], Path], gpu: Callable[..., None], tmp_path: Path, name: str, kind: str
+) -> None:
+    """The drafter's weights, window and buffers, and the recurrent states that go back over a draft."""
+    gpu(1 << 40)
+    tiny_drafters.eagle3(tmp_path / "eagle3.gguf", n_embd_target=256)
+    spec = Spec(kind=kind, model=str(tmp_path / "eagle3.gguf") if kind == "eagle3" else None, window=512)
+    with Model.load(tiny_path(name), no_alloc=True) as model:
+        options = Options(**SMALL, spec=spec).resolved(model.n_ctx_train)
+        (found,) = holdings(model, probe(model, options).geometry, options)
+        weights = sum(w.size for w in model.weights() if not EXPERTS.match(w.name))
+    with loaded(tiny_path(name), spec=spec) as its:
+        held = its.ctx.kv_bytes()
+        assert found.fixed == weights + held.recurrent
+        assert its.drafts
+        if drafter := its.drafts._drafter:
+            kv = drafter.kv_bytes()
+            size = sum(w.size for w in drafter.model.weights()) + kv.attn + drafter.compute_bytes(0)
+            assert found.drafter == pytest.approx(size, rel=0.02)
+        else:
+            assert found.drafter == 0
+        its.drafts.close()
+    assert found.need(0, 0) - found.drafter == replace(found, drafter=0).need(0, 0)
+
+
+def test_a_drafter_that_cannot_draft_says_so_before_the_model_is_read(
+    tiny_path: Callable[[str], Path], gpu: Callable[..., None], loads: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    gpu(1 << 40)
+    with pytest.raises(UsageError, match=r"none\.gguf does not exist"):
+        load(tiny_path(MOE), Options(**SMALL, spec=Spec(kind="draft", model=str(tmp_path / "none.gguf"))))
+    assert loads == []
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(KVFlashError, match=r"bad\.gguf"):
+        load(tiny_path(MOE), Options(**SMALL, n_cpu_moe="auto", spec=Spec(kind="draft", model=str(bad))))
+    assert all(options["no_alloc"] for options in loads)
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])

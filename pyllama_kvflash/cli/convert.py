@@ -14,8 +14,8 @@ from pyllama_kvflash.loading import check_file
 
 HELP = """Convert a DFlash drafter (DFlash, DFlash2, DSpark) from safetensors to a GGUF that llama.cpp drafts with.
 
-SRC is the drafter's folder, or hf:owner/repo. Every parameter is read from its config.json and compared with the shapes of
-the weights, and with the target. The tokenizer is the target's. docs/CONVERT.md has the table.
+SRC is the drafter's folder, or hf:owner/repo[@revision]. Every parameter is read from its config.json and compared with
+the shapes of the weights, and with the target. The tokenizer is the target's. docs/CONVERT.md has the table.
 
 \b
   kvflash convert-draft drafter/ --dry-run

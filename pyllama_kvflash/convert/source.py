@@ -18,10 +18,13 @@ class Source(NamedTuple):
 
 
 def find_source(text: str) -> Source:
-    """A folder, or hf:owner/repo, which is downloaded into the Hub's cache. Raises UsageError and ModelError."""
+    """A folder, or hf:owner/repo[@revision], which is downloaded into the Hub's cache. Raises UsageError and ModelError."""
     if text.startswith(_HUB):
-        repo = text.removeprefix(_HUB)
-        return Source(_download(repo), repo)
+        repo, at, revision = text.removeprefix(_HUB).partition("@")
+        if at and not revision:
+            msg = f"{text} names no revision: give hf:{repo}@BRANCH, a tag or a commit, or leave the @ out"
+            raise UsageError(msg)
+        return Source(_download(repo, revision or None), repo)
     folder = Path(text)
     try:
         if not folder.exists():
@@ -36,7 +39,7 @@ def find_source(text: str) -> Source:
         raise UsageError(msg) from None
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, revision: str | None) -> Path:
     if repo.count("/") != 1 or not all(repo.split("/")):
         msg = f"hf:{repo} is no repository: give hf:owner/repo"
         raise UsageError(msg)
@@ -46,7 +49,7 @@ def _download(repo: str) -> Path:
         msg = "hf: needs huggingface-hub: pip install 'pyllama-kvflash[convert]', or give a folder"
         raise UsageError(msg) from None
     try:
-        return Path(hub.snapshot_download(repo, allow_patterns=_FILES))
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=_FILES))
     except Exception as err:  # noqa: BLE001 (of the library, of what carries its requests, and of the system)
         raise _translated(repo, err) from None
 
@@ -57,7 +60,9 @@ def _translated(repo: str, err: Exception) -> KVFlashError:
     if "GatedRepoError" in kinds:
         why = f"it is gated: accept its terms on https://huggingface.co/{repo}, and log in with `hf auth login`"
         return ModelError(f"hf:{repo} cannot be downloaded, for {why}")
-    if kinds & {"RepositoryNotFoundError", "HFValidationError", "RevisionNotFoundError"}:
+    if "RevisionNotFoundError" in kinds:
+        return UsageError(f"hf:{repo} has no such revision: give a branch, a tag or a commit of it after the @")
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
         return UsageError(f"hf:{repo} does not exist, or is private and you are not logged in (`hf auth login`)")
     if kinds & {
         "LocalEntryNotFoundError",

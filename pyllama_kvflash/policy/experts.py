@@ -13,7 +13,8 @@ class Holding:
     free: before the model is loaded. fixed: other weights than experts, and states that do not grow with the context.
     token_bytes: KV of a token. experts: those of every layer of the model in order, 0 where they are not here. copy: of
     the largest tensor of experts, which a batch of a prompt takes here while it lies on the host. compute: buffers of the
-    computation; token_compute: what they are larger for each token of KV, for there is a mask of it. gpu: not the host.
+    computation; token_compute: what they are larger for each token of KV, for there is a mask of it. drafter: all that it
+    takes. gpu: not the host.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Holding:
     copy: int = 0
     compute: int = 0
     token_compute: int = 0
+    drafter: int = 0
     gpu: bool = True
 
     def need(self, n_host: int, tokens: int) -> int:
@@ -37,6 +39,7 @@ class Holding:
             "experts": sum(self.experts[n_host:]),
             f"KV of {tokens} tokens": tokens * self.token_bytes,
             "computation": self.compute + tokens * self.token_compute,
+            "drafter": self.drafter,
             "a copy for prompts": self.copy if n_host else 0,
             "reserve": RESERVE,
         }
