@@ -8,6 +8,7 @@
 #   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh families  there: families and cache types, sampled
 #   bench/device.sh moe [GIB] there: experts that stay on the host, with so much memory free, for the full cache and the pool
+#   bench/device.sh drafts    there: drafting: its tests, its bench, and what checking a draft costs
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
@@ -105,6 +106,13 @@ moe)
         --variants full,lru -ctk f16 -ctv f16 -o $at/moe "${@:3}"
     results
     ;;
+drafts)
+    mkdir -p $at
+    python3 -m pytest -q -p no:cacheprovider tests/test_drafting.py tests/test_draft_heads.py || true
+    kvflash bench spec -o $at/spec --rounds 3 "${@:2}"
+    python3 bench/verify_cost.py --shape 8b --shape-dir /dev/shm/kvflash-shapes
+    results
+    ;;
 demo)
     kvflash demo "${@:2}"
     ;;
@@ -161,7 +169,7 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
     results
     ;;
 *)
-    sed -n '2,17s/^# \{0,1\}//p' "$0"
+    sed -n '2,18s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

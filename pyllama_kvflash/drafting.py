@@ -105,9 +105,7 @@ def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model
     return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
 
 
-def _context(
-    spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatch: int, n_threads: int = 1
-) -> Context:
+def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatch: int, n_threads: int = 1) -> Context:
     """The drafter's, for batches of the target as large as that."""
     n_draft = spec.n_max + 1
     return Context(

@@ -98,9 +98,11 @@ def _measured(
         drafter = _drafter(options, large, here)
     n_seq = options.n_parallel
     slopes = [max(0, -(-n // max(1, (options.n_ctx - least) * n_seq))) for n in more]
-    return held.swa + held.recurrent, [
-        (n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)
-    ], drafter
+    return (
+        held.swa + held.recurrent,
+        [(n - slope * least * n_seq, slope) for n, slope in zip(base, slopes, strict=True)],
+        drafter,
+    )
 
 
 def _drafter(options: Options, target: Context, here: Sequence[int]) -> list[int]:
