@@ -21,6 +21,7 @@ KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
 MAX_DRAFT = 64
+_GLANCE = 256  # tokens that a drafter reads for a try of a closed gate: most tries are in vain
 N_GRAM = 4  # tokens that must have been there before; llama.cpp takes 12, and drafts no shorter than that
 
 
@@ -272,16 +273,16 @@ class Drafts:
     #
 
     def guess(self, history: "array[int]", token: int, at_most: int) -> Tokens:
-        """What may follow token, which comes after history and is not decoded yet: (m,) int32, at most at_most. Empty: decode
+        """What may follow token, which comes after history and is not decoded yet: (m,) int32, 1 to at_most. Empty: decode
         plainly.
         """
-        if at_most < 1 or not self.gate.open:
-            return np.zeros(0, np.int32)
         self._catch_up(history)
         kept = min(self._n_kept, len(history))
         known = self._known(np.array([*history[kept:], token], np.int32))
         res = self._spec.draft(known, kept, min(at_most, self.n_max))
         self._n_kept = len(history)
+        if not len(res):
+            return res
         there = (res >= 0) & (res < self._n_vocab)  # a drafter may have more tokens, or have gone wrong
         return res if there.all() else res[: int(there.argmin())]
 
@@ -289,7 +290,8 @@ class Drafts:
         """A drafter that reads tokens alone does so when it is asked."""
         if self.spec.kind != "draft":
             return
-        start = max(self._n_read, len(history) - self.spec.window)
+        reach = min(_GLANCE, self.spec.window) if self.gate.closed else self.spec.window
+        start = max(self._n_read, len(history) - reach)
         for at in range(start, len(history), self._n_batch):
             self._read(np.array(history[at : min(at + self._n_batch, len(history))], np.int32), at)
 

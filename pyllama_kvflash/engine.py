@@ -212,10 +212,11 @@ class KVFlash(PooledSequence):
             msg = "the answer has ended"
             raise AssertionError(msg)
         begin = time.perf_counter()
-        width, n_most = self._room(answer)
-        if drafts and n_most > 1 and len(guesses := drafts.guess(self._history, token, n_most - 1)):
-            yield from self._check(answer, sampler, [token, *guesses.tolist()], width, n_most, begin)
-            return
+        if drafts and drafts.gate.open:
+            width, n_most = self._room(answer)
+            if n_most > 1 and len(guesses := drafts.guess(self._history, token, n_most - 1)):
+                yield from self._check(answer, sampler, [token, *guesses.tolist()], width, n_most, begin)
+                return
         begin = time.perf_counter()
         if paged := self._heard(np.array([token], np.int32)):
             yield paged

@@ -151,11 +151,11 @@ def test_whatever_a_draft_costs(cost: float, p: float, sd: float, seed: int) -> 
 @pytest.mark.parametrize(
     ("cost", "n_try", "waits"),
     [
-        (1.5, 4, [96, 128, 256, 512, 1024, 1024]),  # loses two steps
-        (2.5, 4, [288, 288, 288, 512, 1024, 1024]),
-        (5, 2, [384, 384, 384, 512, 1024, 1024]),  # is seen to be hopeless after two
-        (8, 2, [672, 672, 672, 672, 1024, 1024]),
-        (26, 2, [2400, 2400, 2400]),
+        (1.5, 4, [128, 128, 256, 512, 1024, 1024]),  # loses two steps
+        (2.5, 4, [384, 384, 384, 512, 1024, 1024]),
+        (5, 2, [512, 512, 512, 512, 1024, 1024]),  # is seen to be hopeless after two
+        (8, 2, [896, 896, 896, 896, 1024, 1024]),
+        (26, 2, [3200, 3200, 3200]),
         (1000, 2, [8192, 8192]),
     ],
 )
@@ -173,7 +173,7 @@ def test_waits_make_up_for_catching_up() -> None:
     def draft(_: int) -> tuple[float, int]:
         return (30.0 if first.pop() else 2.0) if first else 2.0, 1
 
-    assert run(3 + 4 + 48 * 32, draft).runs() == [(PLAIN, 3), (DRAFTED, 4), (PLAIN, 48 * 32)]
+    assert run(3 + 4 + 64 * 32, draft).runs() == [(PLAIN, 3), (DRAFTED, 4), (PLAIN, 64 * 32)]
 
 
 #
@@ -221,7 +221,7 @@ def test_closes_when_the_text_changes_and_opens_when_it_changes_back(cost: float
 def test_opens_the_sooner_the_shorter_it_was_closed(n: int) -> None:
     log = run(6000, changing(2.5, [2000, 2000 + n]))
     (at,) = log.openings()
-    assert at - (2000 + n) <= n + 48 * 4 * 1.5 + 4 * (N_MAX + 1)
+    assert at - (2000 + n) <= n + 64 * 4 * 1.5 + 4 * (N_MAX + 1)
 
 
 def test_a_try_that_is_worth_it_makes_the_wait_short_again() -> None:
@@ -229,7 +229,7 @@ def test_a_try_that_is_worth_it_makes_the_wait_short_again() -> None:
     at = [i for i, pair in enumerate(log.runs()) if pair == (PLAIN, 1024)]
     assert len(at) >= 4
     waits = [n for kind, n in log.runs() if kind == PLAIN and n > 3]
-    rising = [64, 192, 192, 256, 512]  # a try in vain loses four
+    rising = [64, 256, 256, 256, 512]  # a try in vain loses four
     assert [waits[i : i + 5] for i, n in enumerate(waits) if n == 64] == [rising, rising]
 
 
@@ -246,7 +246,7 @@ def test_what_catching_up_takes_is_not_held_against_the_drafts() -> None:
 
     log = run(8000, draft, gate=gate)
     assert len(log.switches) == 2
-    assert log.openings()[0] <= 4000 + 1024 + 4 * (N_MAX + 1)
+    assert log.openings()[0] <= 4000 + 64 * (30 + 4 * 1.5) + 4 * (N_MAX + 1)
 
 
 def test_a_try_forgets_what_drafts_took() -> None:
@@ -444,12 +444,12 @@ def test_gated_steps_are_the_plain_ones_of_a_closed_gate(
 
 def test_a_drafter_without_a_guess_does_not_end_a_try() -> None:
     gate = Gate()
-    run(3 + 4 + 96, guessed(1.5, 0), gate=gate)
-    assert (gate.closed, gate.open, gate.n_gated) == (True, True, 96)
+    run(3 + 4 + 128, guessed(1.5, 0), gate=gate)
+    assert (gate.closed, gate.open, gate.n_gated) == (True, True, 128)
     for _ in range(1000):
         gate.plain(1)
         assert gate.open
-    assert gate.n_gated == 96
+    assert gate.n_gated == 128
     for i in range(4):
         assert gate.closed, i
         gate.drafted(1.5, 9)

@@ -13,10 +13,8 @@ _REFRESH = 128  # drafted steps after which a plain one is taken, for the same r
 _TRY = 4  # drafted steps after which it opens or closes, at the start and when it was closed
 _HOPELESS = 3  # or sooner, if by the fastest it would be worth less than a third of what it must be
 _WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: twice as many after each in vain
-_MAKE_UP, _LONGEST_MAKE_UP = (
-    48,
-    8192,
-)  # and as many for each that the last one lost: so tries cost 2 % of the time at most
+_MAKE_UP = 64  # and as many for each that the last one lost: tries in vain take 1.6 % of the time
+_LONGEST_MAKE_UP = 8192
 
 
 class Gate:
