@@ -4,6 +4,7 @@ Random weights guess wrong, so nearly every guess is taken back again; what they
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,23 @@ import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import KVFlash
+from test_drafting import Logits, width_noise
+
+from pyllama_kvflash import KVFlash, engine
 from pyllama_kvflash.drafting import Spec
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.events import Done, Stats, Token
-from pyllama_kvflash.native import Model, Sampling
+from pyllama_kvflash.native import Context, Model, Sampler, Sampling, devices
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
 
+N_GPU = sum(d.gpu for d in devices())
+OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "policy": "lru", "n_batch": 256}
 PROMPT = np.random.default_rng(3).integers(0, tiny.N_VOCAB, 1500).astype(np.int32)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models have no tokenizer: their tokens are numbers."""
     monkeypatch.setattr(Model, "is_eog", lambda *_: False)
@@ -33,7 +39,7 @@ def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Spec]]:
+def pair(request: pytest.FixtureRequest, tmp_path: Path, no_text: None) -> Iterator[tuple[Path, Spec]]:
     """A model, and how it drafts."""
     path = tmp_path / "target.gguf"
     if request.param == "mtp":
@@ -46,28 +52,79 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
         yield path, Spec(kind="eagle3", model=str(drafter), n_max=4, gate=0)
 
 
-def answer(path: Path, n: int = 90, **options: Any) -> tuple[list[int], Stats]:
-    """The greedy answer to PROMPT, and its figures."""
-    with KVFlash.from_file(path, n_ctx=4096, n_threads=1, policy="lru", n_batch=256, **options) as kv:
+@dataclass
+class Answer:
+    """To PROMPT, greedily. rows: the logits that each token was chosen by."""
+
+    ids: list[int]
+    rows: list[Logits]
+    stats: Stats
+
+
+def answer(path: Path, patch: pytest.MonkeyPatch, n: int = 90, **options: Any) -> Answer:
+    rows: list[Logits] = []
+
+    class Recorder(Sampler):
+        def sample(self, ctx: Context, i: int = -1) -> int:
+            rows.append(ctx.logits(i))
+            return super().sample(ctx, i)
+
+    patch.setattr(engine, "Sampler", Recorder)
+    with KVFlash.from_file(path, **OPTIONS, **options) as kv:
         events = list(kv.generate(PROMPT, max_tokens=n, sampling=Sampling(temperature=0)))
         if kv.n_pool:
             kv.check_integrity()
     done = events[-1]
     assert isinstance(done, Done)
-    return [e.id for e in events if isinstance(e, Token)], done.stats
+    return Answer([e.id for e in events if isinstance(e, Token)], rows, done.stats)
 
 
 @pytest.mark.parametrize("pool", ["off", 768])
 @pytest.mark.parametrize("pair", ["eagle3", "mtp"], indirect=True)
-def test_the_answer_is_the_one_without_drafts(pair: tuple[Path, Spec], pool: int | str) -> None:
-    """Of a dense and of a hybrid model, whose recurrent state goes back at nearly every step, with chunks evicted."""
+def test_the_answer_is_the_one_without_drafts(
+    pair: tuple[Path, Spec], pool: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dense and of a hybrid model, whose recurrent state goes back at nearly every step, with chunks evicted. On a GPU a
+    near tie may end that: up to there, and there, the logits are those without drafts.
+    """
     path, spec = pair
-    want, _ = answer(path, pool=pool)
-    got, stats = answer(path, pool=pool, spec=spec)
-    assert got == want
-    assert stats.draft_steps > 70
-    assert stats.drafted >= stats.draft_steps
-    assert (stats.pages_out > 0) == (pool != "off")
+    want, got = answer(path, monkeypatch, pool=pool), answer(path, monkeypatch, pool=pool, spec=spec)
+    n = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
+    assert n == len(want.ids) or N_GPU
+    floor = width_noise(path, spec.n_max + 1, {**OPTIONS, "pool": pool})
+    for i in range(min(n + 1, len(want.ids))):
+        assert np.abs(got.rows[i] - want.rows[i]).max() <= floor, f"token {i}"
+    assert got.stats.draft_steps > 70
+    assert got.stats.drafted >= got.stats.draft_steps
+    assert (got.stats.pages_out > 0) == (pool != "off")
+
+
+DFLASH = Path(__file__).parent / "data" / "needle-dflash-2m-q8_0.gguf"  # trained for needle-7m, see docs/RESULTS.md
+
+
+def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
+    """Of what it guesses of codes, and the codes are those of plain decoding: 4 questions about a text of 4 pools."""
+    found: dict[str, list[tuple[list[int], int, int]]] = {}
+    for name, pool, spec in (("plain", "off", False), ("full", "off", True), ("pool", 512, True)):
+        how = {"spec": Spec(kind="dflash", model=str(DFLASH), n_max=7, gate=0)} if spec else {}
+        options: dict[str, Any] = {"n_ctx": 2304, "pool": pool, "chunk": 32, "n_threads": 1, "flash_attn": "off", **how}
+        with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
+            text = make_prompt(2048, lambda part, kv=kv: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=2)
+            for _ in kv.prefill(kv.tokenize(text.text)):
+                pass
+            end, res = kv.n_tokens, []
+            for needle in text.needles:
+                kv.rollback(end)
+                asked = {"max_tokens": 16, "sampling": Sampling(temperature=0), "stop": ["\n"], "append": True}
+                events = list(kv.generate(needle.question, **asked))
+                stats = events[-1].stats  # type: ignore[union-attr]
+                res.append(([e.id for e in events if isinstance(e, Token)], stats.drafted, stats.accepted))
+            found[name] = res
+    assert [ids for ids, *_ in found["full"]] == [ids for ids, *_ in found["pool"]]
+    assert [ids for ids, *_ in found["full"]] == [ids for ids, *_ in found["plain"]]
+    full, pool = (sum(a for *_, a in found[n]) / sum(d for _, d, _ in found[n]) for n in ("full", "pool"))
+    assert full > 0.2
+    assert abs(full - pool) <= 0.01
 
 
 def test_a_model_without_heads_says_so(tiny_path: Any) -> None:

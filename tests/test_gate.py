@@ -331,11 +331,13 @@ def test_worth_is_not_known_until_both_kinds_were_measured() -> None:
 
 def test_averages_move() -> None:
     gate = opened(cost=2.0)
+    gate.plain(1.0)  # after a draft: does not count
     gate.plain(2.0)
     gate.drafted(3.0, 4)
     assert gate.plain_s == pytest.approx(0.8 * 1 + 0.2 * 2)
     assert gate.drafted_s == pytest.approx(0.8 * 2 + 0.2 * 3)
     assert gate.committed == pytest.approx(0.9 * 9 + 0.1 * 4)
+    gate.plain(1)
     gate.plain(1000)
     assert gate.plain_s == pytest.approx(1.2 * (0.8 + 0.2 * 3)), "by chance"
 
@@ -457,18 +459,37 @@ def test_a_drafter_without_a_guess_does_not_end_a_try() -> None:
 
 
 def test_plain_steps_are_measured_while_it_is_open() -> None:
-    assert run(9 * 1000, guessed(2.5, 1)).runs()[:5] == [(PLAIN, 3), *2 * [(DRAFTED, 128), (PLAIN, 1)]]
+    assert run(9 * 1000, guessed(2.5, 1)).runs()[:5] == [(PLAIN, 3), *2 * [(DRAFTED, 128), (PLAIN, 2)]]
     gate = opened()
-    gate.plain(1)
-    gate.drafted(1, 1)
-    gate.plain(1)
+    for _ in range(2):
+        gate.drafted(1, 1)
+        gate.plain(1)
+        gate.plain(1)
     for _ in range(128):
         assert gate.open
         gate.drafted(1, 2)
-    assert not gate.open
-    assert not gate.closed
-    gate.plain(1)
+    for _ in range(2):
+        assert not gate.open
+        assert not gate.closed
+        gate.plain(1)
     assert gate.open
+
+
+def test_what_a_switch_takes_is_put_down_to_the_drafts() -> None:
+    """A step in two has no draft, and takes twice as long as plain ones in a row: four tokens in 4.5 steps."""
+    gate = opened()
+    for _ in range(200):
+        if gate.closed:
+            break
+        gate.drafted(2.5, 3)
+        gate.plain(2)
+    assert gate.closed
+    assert gate.plain_s == 1
+    well = opened()
+    for _ in range(200):
+        assert not well.closed
+        well.drafted(2.5, 5)
+        well.plain(2)
 
 
 @pytest.mark.parametrize("faster", [2, 10])
@@ -513,7 +534,7 @@ def test_drafts_that_take_no_time_are_worth_it() -> None:
     log = run(1000, lambda _: (0.0, 1), gate=gate)
     assert gate.worth == math.inf
     assert log.switches == []
-    assert log.steps.count(PLAIN) == 3 + (1000 - 3) // 129
+    assert log.steps.count(PLAIN) == 3 + 2 * ((1000 - 3) // 130)
 
 
 def test_plain_steps_that_take_no_time_are_worth_more() -> None:

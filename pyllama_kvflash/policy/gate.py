@@ -1,7 +1,8 @@
 """Whether drafting pays: measured while it runs, so that it is never slower than plain decoding for long.
 
 A drafted step commits the tokens of its draft that were right and one more, and takes longer than a plain one. What it is
-worth is (tokens committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages.
+worth is (tokens committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages. The plain
+step right after a drafted one takes longer, for the graph is another one: that is put down to the drafted ones.
 """
 
 import math
@@ -9,7 +10,7 @@ import math
 _TIMES, _TOKENS = 0.2, 0.1  # weights of the newest step in an average; how many tokens are right varies more
 _SPIKE = 3  # averages that a step counts as at most: a clock errs upwards
 _FIRST = 3  # plain steps before the first draft: nothing else tells what a plain step takes
-_REFRESH = 128  # drafted steps after which a plain one is taken, for the same reason
+_REFRESH = 128  # drafted steps after which plain ones are taken until one was measured, for the same reason
 _TRY = 4  # drafted steps after which it opens or closes, at the start and when it was closed
 _HOPELESS = 3  # or sooner, if by the fastest it would be worth less than a third of what it must be
 _WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries: twice as many after each in vain
@@ -36,7 +37,9 @@ class Gate:
         self._spent_s = 0.0  # the seconds that they took
         self._least_s = math.inf  # and the fastest
         self._gained = 0  # and the tokens that they committed
-        self._since_plain = 0
+        self._since_plain = 0  # drafted steps since one was measured
+        self._switched = False  # the step before was a drafted one
+        self._extra_s = 0.0  # what plain steps took longer because of that
         self._below = 0
         self._closed = False
         self._trying = True
@@ -66,9 +69,13 @@ class Gate:
 
     def plain(self, seconds: float) -> None:
         """A plain step took so long."""
-        self._n_plain += 1
-        self._since_plain = 0
-        self.plain_s = _time(self.plain_s, seconds, self._n_plain)
+        if self._switched and self.plain_s is not None:
+            self._extra_s += max(0.0, min(seconds, _SPIKE * self.plain_s) - self.plain_s)
+        else:
+            self._n_plain += 1
+            self._since_plain = 0
+            self.plain_s = _time(self.plain_s, seconds, self._n_plain)
+        self._switched = False
         if not self._closed or self._trying:
             return
         self.n_gated += 1
@@ -79,6 +86,7 @@ class Gate:
 
     def drafted(self, seconds: float, committed: int) -> None:
         """A drafted step took so long, the draft included, and committed so many tokens, at least one."""
+        seconds, self._extra_s, self._switched = seconds + self._extra_s, 0.0, True
         self._n_drafted += 1
         self._since_plain += 1
         self._spent_s += seconds

@@ -26,7 +26,7 @@ struct kvf_spec {
         const uint32_t n     = llama_model_target_layer_ids_n(model);
         const int32_t  n_all = llama_model_n_layer(llama_get_model(params.draft.ctx_tgt));
         for (uint32_t i = 0; i < n; ++i) {
-            if (ids[i] < n_all) {
+            if (ids[i] < n_all || !eagle3) {
                 llama_set_embeddings_layer_inp(params.draft.ctx_tgt, ids[i], on);
             } else {
                 llama_set_embeddings_nextn(params.draft.ctx_tgt, on, false);
@@ -47,8 +47,18 @@ struct kvf_spec {
     common_batch              batch;
     llama_tokens              history;
     bool                      features = false; // it reads layers of the target
+    bool                      eagle3   = false; // which has another way to read what the last layer gives
     int32_t                   window   = 0;     // positions that the drafter remembers
 };
+
+// whether the graph of a model gives out what its last layer gives, to a drafter that reads layers' inputs
+static bool gives_last(const llama_model * model) {
+    char arch[64] = "";
+    llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch));
+
+    static const std::string known[] = {"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"};
+    return std::find(std::begin(known), std::end(known), arch) != std::end(known);
+}
 
 // throw unless the drafter and the target go together, which the library asserts or finds out while it drafts
 static void check_pair(const char * type, llama_context * ctx_tgt, llama_context * ctx_dft) {
@@ -72,6 +82,9 @@ static void check_pair(const char * type, llama_context * ctx_tgt, llama_context
         const int32_t id = llama_model_target_layer_ids(dft)[i];
         if (id < 0 || id > n_layer) {
             refuse("the drafter reads layer " + std::to_string(id) + " of its target, which has " + std::to_string(n_layer));
+        }
+        if (id == n_layer && kind != COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3 && !gives_last(tgt)) {
+            refuse("the drafter reads what the target's last layer gives, which llama.cpp does not give out of this model");
         }
     }
 
@@ -104,6 +117,7 @@ int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spe
         p.ngram_simple.size_n = params->n_gram;
         p.ngram_simple.size_m = params->n_max;
 
+        res->eagle3   = p.types[0] == COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3;
         res->features = ctx_dft && llama_model_target_layer_ids_n(llama_get_model(ctx_dft)) > 0;
         res->batch    = common_batch(ctx_tgt);
         res->impl.reset(common_speculative_init(p, 1));
