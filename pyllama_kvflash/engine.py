@@ -11,18 +11,18 @@ import numpy.typing as npt
 
 from pyllama_kvflash import native
 from pyllama_kvflash.answer import Answer
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Warn
 from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, n_queries
-from pyllama_kvflash.sequence import PooledSequence
+from pyllama_kvflash.saved import SavedSequence
 
 _AHEAD = 4096  # tokens of an answer of any length for which host memory is taken at once
 
 
-class KVFlash(PooledSequence):
+class KVFlash(SavedSequence):
     """A model with a sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
 
     With n_parallel > 1 it is the first of `sequences`, which share the pool; each is used as it would be alone, one call
@@ -88,8 +88,8 @@ class KVFlash(PooledSequence):
         """Run a prompt and produce up to max_tokens (-1: until the context is full), as typed events.
 
         prompt: text (BOS is added as the model's metadata says), or tokens as they are. append: go on after what is
-        already in the context, and the last token that was produced; otherwise it is cleared first. stop: strings that
-        end the text and are not shown.
+        already in the context, and the last token that was produced, after which the prompt may be empty; otherwise it is
+        cleared first. stop: strings that end the text and are not shown.
 
         Raises UsageError (empty or too long a prompt), PoolError, HostMemoryError and NativeError.
         """
@@ -104,7 +104,7 @@ class KVFlash(PooledSequence):
         n_prompt, prefill_s = 0, 0.0
         begin = time.perf_counter()
         try:
-            for event in self.prefill(tokens):
+            for event in self._mended(tokens, self.prefill(tokens)):
                 if isinstance(event, Prefill):
                     n_prompt, prefill_s = event.done, event.seconds
                 yield event
@@ -115,7 +115,10 @@ class KVFlash(PooledSequence):
                 self._take(answer, sampler.sample(self.ctx))
             yield from answer.shown()
             while answer.reason is None:
-                yield from self._further(answer, sampler)
+                n, n_taken = self.n_tokens, answer.n_tokens
+                yield from self._mended((), self._further(answer, sampler))
+                if self.n_tokens > n and answer.n_tokens == n_taken and answer.reason is None:
+                    self._take(answer, sampler.sample(self.ctx))  # the step was cut off before that
                 yield from answer.shown()
         except Interrupted:
             yield from answer.shown()
@@ -129,6 +132,18 @@ class KVFlash(PooledSequence):
             drafts=self._drafts.stats if self._drafts else None,
         )
         yield Done(answer.reason or "interrupted", answer.flush(), stats)
+
+    def _mended(self, tokens: Sequence[int] | Tokens, events: Iterator[Event]) -> Iterator[Event]:
+        """The events of a step that adds tokens. If a record of a snapshot turns out to be damaged, all is read anew."""
+        n, pending = len(self._history), self._pending
+        try:
+            yield from events
+        except SnapshotError as err:
+            yield Warn(f"{err}; what was restored is read again")
+            text = np.array([*self._history[:n], *tokens] if len(tokens) else self._history, np.int32)
+            self.clear()
+            yield from self.prefill(text)
+            self._pending = pending
 
     def _take(self, answer: Answer, token: int) -> bool:
         """The answer's next token, after all that is decoded."""
@@ -151,8 +166,12 @@ class KVFlash(PooledSequence):
         self.expect(n)
         if self._drafts:
             self._drafts.expect(self.n_tokens + n)
+        mark = self._mark(n - n_tail)
+        stops = sorted({mark, n - n_tail, n})
         while done < n:
-            size = min(self.n_batch, (n - n_tail if done < n - n_tail else n) - done)
+            if mark and done == mark:
+                self._checkpoint()
+            size = min(self.n_batch, next(at for at in stops if at > done) - done)
             last = done + size == n
             if last and self._chosen(size):
                 yield from self._tail(ids[done:])
@@ -315,7 +334,7 @@ class KVFlash(PooledSequence):
         return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
 
     def _prompt_tokens(self, prompt: str | bytes | Sequence[int] | Tokens, *, append: bool) -> Tokens:
-        if len(prompt) == 0:
+        if len(prompt) == 0 and not (append and self._pending is not None):
             msg = "the prompt is empty: give at least one character, or one token"
             raise UsageError(msg)
         if isinstance(prompt, str | bytes):

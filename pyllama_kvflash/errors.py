@@ -8,6 +8,7 @@
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
+    ├── SnapshotError       1   a snapshot is damaged, of something else, or cannot be written; what runs goes on without
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
     └── Interrupted           130   stopped by the user; what was produced is kept
@@ -52,6 +53,10 @@ class ScorerError(KVFlashError):
 
 class HostMemoryError(KVFlashError):
     """No host memory for another record. Nothing was lost: the batch it was for was not decoded."""
+
+
+class SnapshotError(KVFlashError):
+    """A snapshot is damaged, or of another model, cache or text, or cannot be written. What runs goes on without it."""
 
 
 class OutputError(KVFlashError):

@@ -163,6 +163,7 @@ def _pool_size(seen: Probe, options: Options) -> PoolSize:
         floor=_floor(options),
         rooms=rooms(seen, options),
         cap=options.auto_cap,
+        keep=options.snapshots,
     )
 
 

@@ -33,6 +33,7 @@ class Options:
     "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_parallel: sequences
     of up to n_ctx tokens each, which share the pool; policy is a name then. n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
     spec: speculative decoding, None: off, see drafting.Spec.
+    snapshots: keep a pool even where it covers the context, and checkpoints of what no chunk holds: for save().
     n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. n_cpu_moe: layers,
     from the first, whose experts stay in host memory, "auto": as few as leave room for the pool. rpc: servers
     (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
@@ -55,6 +56,7 @@ class Options:
     draft_model: str | None = None
     draft_pool: int = 2048
     spec: Spec | None = None
+    snapshots: bool = False
     n_parallel: int = 1
     n_batch: int = 0
     n_ubatch: int = 512

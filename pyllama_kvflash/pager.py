@@ -7,6 +7,7 @@ after the next.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -59,12 +60,14 @@ class Pager:
         """
         self.n_out = self.n_in = self.n_stored = 0
         self.store = HostStore(shared.memory)
-        self._ctx = ctx
+        self.ctx = ctx
         self._shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
-        self._n_computed = 0  # batches, of which the last one may be under way
-        self._landing: dict[int, int] = {}  # chunks on their way in, and how many batches there were before
-        self._todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
+        self.n_computed = 0  # batches, of which the last one may be under way
+        self.landing: dict[
+            int, tuple[int, int]
+        ] = {}  # chunks on their way in: how many batches there were before, the block
+        self.todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
         self._layers = ctx.layers()
         self._summariser = Summariser(self._layers, options.chunk, self.store.get, options.n_threads or 1)
         self._summariser.use(summary, ())
@@ -73,11 +76,6 @@ class Pager:
         self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
         shared.pagers.append(self)
-
-    @property
-    def n_layer(self) -> int:
-        """Pooled layers."""
-        return len(self._layers)
 
     @property
     def n_batch(self) -> int:
@@ -98,7 +96,7 @@ class Pager:
 
     def close(self) -> None:
         """End the copies and the threads, and free the records."""
-        self._ctx.wait()
+        self.ctx.wait()
         self._summariser.close()
         self.store.close()
 
@@ -138,14 +136,14 @@ class Pager:
     @property
     def in_motion(self) -> bool:
         """Whether the next steps change what is resident."""
-        return bool(self._landing or self._todo[1])
+        return bool(self.landing or self.todo[1])
 
     def computing(self, n_tokens: int) -> None:
         """A batch is being computed: go on with a plan that is spread over steps."""
-        self._n_computed += 1
-        if self._landing:
+        self.n_computed += 1
+        if self.landing:
             self._land()
-        if self._todo[1]:
+        if self.todo[1]:
             self._fly(self.ledger.new_chunks(n_tokens))
 
     def written(self, n_tokens: int) -> None:
@@ -182,7 +180,7 @@ class Pager:
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
-            self._reads.append((chunk, self._ctx.begin_read(chunk, self.store.put(chunk))))
+            self._reads.append((chunk, self.ctx.begin_read(chunk, self.store.put(chunk))))
             self.ledger.store(chunk)
             self.n_stored += 1
 
@@ -190,7 +188,7 @@ class Pager:
         """The first n records that are being written back are needed whole: wait for them, and have them summarised."""
         for _ in range(n):
             chunk, ticket = self._reads[0]
-            self._ctx.wait(ticket)
+            self.ctx.wait(ticket)
             self._summariser.begin(chunk + 1)
             self._reads.popleft()  # last: should this be cut off, it is done again
         self._summariser.collect()
@@ -223,28 +221,29 @@ class Pager:
 
     def _drop(self, chunk: int) -> None:
         self.ledger.drop(chunk)
-        self._ctx.drop(chunk)
+        self.ctx.drop(chunk)
         self.n_out += 1
 
     def _begin(self, chunk: int) -> None:
+        record = self.store.get(chunk)  # first: one that was damaged is said to be before anything moved
         self.ledger.begin_page_in(chunk)
-        self._landing[chunk] = self._n_computed  # before it is: reconcile() looks for it here
-        self._ctx.begin_page_in(chunk, self.store.get(chunk))
+        self.landing[chunk] = self.n_computed, -1  # before it is: reconcile() looks for it here
+        self.landing[chunk] = self.n_computed, self.ctx.begin_page_in(chunk, record)
 
     def _land(self) -> None:
         """What had a batch to come in beside is resident from the next one on."""
-        for chunk in [c for c, n in self._landing.items() if n < self._n_computed]:
+        for chunk in [c for c, (n, _) in self.landing.items() if n < self.n_computed]:
             self._commit(chunk)
 
     def _land_all(self) -> None:
         """What is on its way in is resident from the next batch on, which waits for its bytes."""
-        for chunk in list(self._landing):
+        for chunk in list(self.landing):
             self._commit(chunk)
 
     def _commit(self, chunk: int) -> None:
-        self._ctx.commit(chunk)
+        self.ctx.commit(chunk)
         self.ledger.commit_page_in(chunk)
-        del self._landing[chunk]
+        del self.landing[chunk]
         self.n_in += 1
 
     def _fly(self, n_taken: int = 0) -> None:
@@ -252,7 +251,7 @@ class Pager:
         the place of: a copy into a block that the batch under way does not use need not wait for it. n_taken: free blocks
         that it does use, for chunks that begin.
         """
-        drops, page_ins = self._todo
+        drops, page_ins = self.todo
         n = max(1, FLIGHT_BYTES // self.store.record_bytes)
         n_kept = 1 if drops else 0  # for the chunk that begins next
         for _ in range(min(n, len(page_ins), self.ledger.n_free - n_taken - n_kept)):
@@ -268,15 +267,15 @@ class Pager:
 
     def _bring_rest(self) -> None:
         """All that is left of a plan that is spread over steps."""
-        while self._landing or self._todo[1]:
+        while self.landing or self.todo[1]:
             self._land_all()
             self._fly()
-        self._todo[0].clear()
+        self.todo[0].clear()
 
     def cut_short(self) -> None:
         """No more of a plan that is spread over steps than what is on its way in already."""
         self._land_all()
-        for todo in self._todo:
+        for todo in self.todo:
             todo.clear()
 
     #
@@ -292,8 +291,8 @@ class Pager:
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free)
         if spread:
-            self._todo[0].extend(plan.drops)
-            self._todo[1].extend(plan.page_ins)
+            self.todo[0].extend(plan.drops)
+            self.todo[1].extend(plan.page_ins)
             self._fly()
         else:
             self._apply(plan)
@@ -317,7 +316,7 @@ class Pager:
             ledger.rollback((cut + 1) * ledger.chunk)
             whole = bring_in(ledger, [cut])
             self._apply(whole)
-            self._ctx.attn_seq_rm(n_tokens, -1)
+            self.ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
         self.store.forget(cut)
         self._summariser.truncate(cut)
@@ -342,38 +341,38 @@ class Pager:
         self._mend_flights()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
-        for chunk in held(self._ctx).keys() - resident(self.ledger):
-            self._ctx.drop(chunk)
+        for chunk in held(self.ctx).keys() - resident(self.ledger):
+            self.ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        for chunk in resident(self.ledger) - held(self._ctx).keys():
-            self._ctx.page_in(chunk, self.store.get(chunk))
+        for chunk in resident(self.ledger) - held(self.ctx).keys():
+            self.ctx.page_in(chunk, self.store.get(chunk))
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)
 
     def _mend_flights(self) -> None:
         """What is on its way in stays so; one chunk at most was cut off as it set out, or as it landed."""
-        there = held(self._ctx)
-        for chunk in [c for c in self._landing if c in there]:
+        there = held(self.ctx)
+        for chunk in [c for c in self.landing if c in there]:
             if self.ledger.state_of(chunk) == State.IN_FLIGHT:
                 self.ledger.commit_page_in(chunk)
-            del self._landing[chunk]
-        while len(self._landing) > n_landing(self._ctx):
-            self._landing.popitem()  # the last one
+            del self.landing[chunk]
+        while len(self.landing) > n_landing(self.ctx):
+            self.landing.popitem()  # the last one
         for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
-            if int(flying) not in self._landing:
+            if int(flying) not in self.landing:
                 self.ledger.abort_page_in(int(flying))
 
     def _cancel_flights(self) -> None:
-        for flying in self._landing:
+        for flying in self.landing:
             with suppress(PoolError):  # it is there already, or never began
-                self._ctx.cancel(flying)
+                self.ctx.cancel(flying)
         self._forget_flights()
 
     def _forget_flights(self) -> None:
-        self._landing.clear()
-        for todo in self._todo:
+        self.landing.clear()
+        for todo in self.todo:
             todo.clear()
         for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
             self.ledger.abort_page_in(int(flying))
@@ -381,6 +380,16 @@ class Pager:
     #
     # chunks
     #
+
+    def bring_back(self, chunks: Sequence[int]) -> None:
+        """Bring chunks of a sequence back that was saved, at the cost of the coldest ones of others. Raises PoolError."""
+        self._apply(bring_in(self.ledger, chunks))
+
+    def loaded(self) -> None:
+        """A sequence was put back: begin to summarise its chunks."""
+        n = self.ledger.n_sealed
+        self._summariser.reserve(n)
+        self._summariser.begin(n)
 
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one."""
@@ -433,8 +442,8 @@ class Pager:
 
     def residency(self) -> Residency:
         """Where every chunk is now."""
-        return look(self.ledger, self._ctx)
+        return look(self.ledger, self.ctx)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""
-        compare(self.ledger, self.store, self._ctx)
+        compare(self.ledger, self.store, self.ctx)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError
+from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, SnapshotError
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
@@ -231,7 +231,7 @@ def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
     begin = time.perf_counter()
     try:
         scores = np.asarray(scorer.score(view), np.float64)
-    except (Interrupted, ScorerError):
+    except (Interrupted, ScorerError, SnapshotError):
         raise
     except KVFlashError as err:
         raise ScorerError(str(err)) from err

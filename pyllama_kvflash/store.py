@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from pyllama_kvflash.errors import HostMemoryError
 
 Record = npt.NDArray[np.uint8]
+Check = Callable[[Record], None]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _SLAB = 256 << 20  # bytes of a slab that is taken ahead
@@ -135,10 +137,19 @@ class HostStore:
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
         self._records: dict[int, Record] = {}
+        self._lent: dict[
+            int, Check | None
+        ] = {}  # records of somebody else's, and what is to check them before they are used
+        self._digests: dict[int, bytes] = {}
+        self._checking = Lock()
+        self._n_holds = 0
+        self._limbo: list[Record] = []  # forgotten, but held
 
     def close(self) -> None:
         """Let go of the records, for HostMemory.close() to free them."""
         self._records.clear()
+        self._lent.clear()
+        self._digests.clear()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -162,14 +173,49 @@ class HostStore:
             self._records[chunk] = self.memory.take()
         return self._records[chunk]
 
+    def lend(self, chunk: int, record: Record, digest: bytes, check: Check) -> None:
+        """A chunk's record that is somebody else's, of a map of a file perhaps, and stays as it is until forget(). check: is
+        called with it before it is used for the first time, and raises if it is not what it should be.
+        """
+        self._records[chunk], self._lent[chunk], self._digests[chunk] = record, check, digest
+
     def get(self, chunk: int) -> Record:
-        """The record of a chunk that is in the store."""
-        return self._records[chunk]
+        """The record of a chunk that is in the store. Raises what the check of a lent one does. Any thread may ask."""
+        record = self._records[chunk]
+        if self._lent.get(chunk) is not None:
+            with self._checking:
+                if (check := self._lent[chunk]) is not None:
+                    check(record)
+                    self._lent[chunk] = None
+        return record
+
+    def digest(self, chunk: int, compute: Callable[[Record], bytes]) -> bytes:
+        """The digest of a whole record, computed once."""
+        if chunk not in self._digests:
+            self._digests[chunk] = compute(self._records[chunk])
+        return self._digests[chunk]
 
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
         for chunk in [c for c in self._records if c >= first]:
-            self.memory.give(self._records.pop(chunk))
+            record = self._records.pop(chunk)
+            self._digests.pop(chunk, None)
+            if chunk in self._lent:
+                del self._lent[chunk]
+            elif self._n_holds:
+                self._limbo.append(record)
+            else:
+                self.memory.give(record)
+
+    def hold(self) -> None:
+        """From now on, until release(), what was forgotten stays as it is: somebody reads it."""
+        self._n_holds += 1
+
+    def release(self) -> None:
+        """It has been read."""
+        self._n_holds -= 1
+        while self._limbo and not self._n_holds:
+            self.memory.give(self._limbo.pop())
 
 
 def _size(n: int) -> str:

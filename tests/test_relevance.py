@@ -1052,7 +1052,7 @@ def begun(opened: Open, monkeypatch: pytest.MonkeyPatch, phase: str) -> tuple[KV
     assert selector is not None
     assert (selector._ticket is not None, selector._job is not None) == (phase == "asked", phase == "scored")
     assert np.count_nonzero(kv.residency().state == State.IN_FLIGHT) == (phase == "in flight")
-    assert (len(kv.pager._todo[1]) >= 2) == (phase == "in flight")
+    assert (len(kv.pager.todo[1]) >= 2) == (phase == "in flight")
     return kv, scorer
 
 
@@ -1234,7 +1234,7 @@ def test_chunks_on_their_way_in_are_scored(opened: Open, monkeypatch: pytest.Mon
     read(kv, 1300)
     n = 0
     for _ in range(20):
-        n += bool(kv.pager._todo[1])
+        n += bool(kv.pager.todo[1])
         for event in reselects(feed(kv, kv.n_tokens + 1)):
             last = len(event.scores)
             assert {i for i, s in enumerate(event.scores) if s is None} == {0, *range(last - 4, last)}

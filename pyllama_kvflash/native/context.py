@@ -275,6 +275,10 @@ class Context:
         """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
+    def set_width(self, n_kv: int) -> None:
+        """Have the attention read n_kv cells at least from now on, as it did when the sequence was saved."""
+        check(lib.kvf_set_width(self.handle, n_kv))
+
     #
     # geometry
     #

@@ -281,6 +281,23 @@ class Ledger:
             chunks["stored"][-1] = False
         self._now = (n_tokens, chunks)
 
+    @property
+    def tick(self) -> int:
+        """The last step that touched a chunk."""
+        return self._tick
+
+    def load(
+        self, n_tokens: int, state: npt.NDArray[np.int8], touched: npt.NDArray[np.int64], score: Scores, tick: int
+    ) -> None:
+        """Become what a ledger was that was saved: arrays (n_chunks,). All sealed chunks have their records."""
+        chunks = np.zeros(-(-n_tokens // self.chunk), _CHUNK)
+        if not len(chunks) == len(state) == len(touched) == len(score):
+            raise LedgerError(f"{len(state)} chunks for {n_tokens} positions")
+        chunks["state"], chunks["touched"], chunks["score"] = state, touched, score
+        chunks["stored"][: n_tokens // self.chunk] = True
+        self._now = (n_tokens, chunks)
+        self._tick = max(tick, int(touched.max(initial=0)))
+
     def clear(self) -> None:
         """Forget every position; the pins stay."""
         if self.n_in_flight != 0:

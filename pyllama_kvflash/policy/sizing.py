@@ -90,8 +90,11 @@ def resolve_pool(
     floor: int,
     rooms: Sequence[Room],
     cap: int = AUTO_CAP,
+    keep: bool = False,
 ) -> PoolSize:
-    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much room."""
+    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much room. keep: have one even
+    if it covers the context, and no larger than that.
+    """
     if request == "off":
         return PoolSize(None)
     notes: list[str] = []
@@ -111,7 +114,9 @@ def resolve_pool(
     elif floor <= n_pool != wanted:
         notes.append(f"pool rounded up from {wanted} to {n_pool} tokens (steps of {CELLS})")
     n_pool = max(n_pool, floor)
-    if n_pool >= n_ctx:
+    if n_pool >= n_ctx and keep:
+        n_pool = min(n_pool, max(_round_up(n_ctx), floor))
+    elif n_pool >= n_ctx:
         notes.append(
             f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache"
         )

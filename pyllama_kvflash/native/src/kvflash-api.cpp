@@ -574,6 +574,10 @@ int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
     return kvf_guard([&] {
         kvf_check(ctx && size, "a context and a place for the result are needed");
         check_seq(ctx, seq);
+        if (const auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
+            *size = llama_kvflash::window_size(*kv, seq);
+            return;
+        }
         *size = has_partial(ctx) ? llama_state_seq_get_size_ext(ctx, seq, PARTIAL) : 0;
     });
 }
@@ -582,6 +586,10 @@ int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t si
     return kvf_guard([&] {
         kvf_check(ctx && dst, "a context and a place for the state are needed");
         check_seq(ctx, seq);
+        if (const auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
+            llama_kvflash::window_get(ctx, *kv, seq, dst, size);
+            return;
+        }
         take_log();
         if (has_partial(ctx) && llama_state_seq_get_data_ext(ctx, (uint8_t *) dst, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be saved: " + take_log());
@@ -596,11 +604,18 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
         kvf_check(pos >= 0, "positions are from 0 to 2^31 - 1");
         kvf_check(has_partial(ctx) == (size > 0), "this is no state of this model");
         take_log();
-        if (has_partial(ctx) && llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
+        if (auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
+            llama_kvflash::window_set(ctx, *kv, seq, src, size);
+        } else if (has_partial(ctx) &&
+                   llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
         }
         if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
     });
+}
+
+int kvf_set_width(llama_context * ctx, uint32_t n_kv) {
+    return kvf_guard([&] { llama_kvflash::set_n_kv(get_kv(ctx, true), n_kv); });
 }
 
 //

@@ -10,6 +10,7 @@
 #include <vector>
 
 struct llama_cparams;
+struct kvf_window;
 
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
@@ -182,6 +183,13 @@ struct llama_kvflash {
     // whether there is state beside the full-attention cache
     static bool has_partial(llama_memory_i * mem);
 
+    // the sliding-window cache, if that is all the state there is beside the full-attention cache; else nullptr
+    static llama_kv_cache * get_window(llama_memory_i * mem);
+
+    static size_t window_size(const llama_kv_cache & kv, llama_seq_id seq);
+    static void   window_get(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, void * dst, size_t size);
+    static void   window_set(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, const void * src, size_t size);
+
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }
 
     //
@@ -208,7 +216,11 @@ struct llama_kvflash {
     static void cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
     static void scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte);
 
+    // the width of the attention graph as it was, when chunks come back to their blocks; it never shrinks
+    static void set_n_kv(const llama_kv_cache & kv, uint32_t n_kv);
+
 private:
+    static kvf_window                    window_head(const llama_kv_cache & kv, llama_seq_id seq);
     static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
 

@@ -133,6 +133,10 @@ bool llama_kvflash::has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos
     return first < 0 || pos <= 0 || first <= std::max(0, pos - (llama_pos) swa->n_swa + 1);
 }
 
+llama_kv_cache * llama_kvflash::get_window(llama_memory_i * mem) {
+    return exactly<llama_kv_cache_iswa>(mem) ? get_swa(mem) : nullptr;
+}
+
 bool llama_kvflash::has_partial(llama_memory_i * mem) { return get_kv(mem) && !exactly<llama_kv_cache>(mem); }
 
 kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {

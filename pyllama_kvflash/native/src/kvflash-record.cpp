@@ -89,6 +89,11 @@ kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
     return res;
 }
 
+void llama_kvflash::set_n_kv(const llama_kv_cache & kv, uint32_t n_kv) {
+    kvf_check(n_kv <= kv.get_size() && n_kv % 256 == 0, "the width is a multiple of 256, at most the pool's size");
+    kv.pool_n_kv = std::max(kv.pool_n_kv, n_kv);
+}
+
 kvf_record llama_kvflash::head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask) {
     const auto last = layer(kv, n_layer(kv) - 1);
 

@@ -232,11 +232,16 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
 
 // the calls below need a context again
 
-// the state that no chunk holds (recurrent, sliding window), as upstream's "partial only" sequence state
+// the state that no chunk holds: a sliding window with the places of its cells (kvflash-window.cpp), or what is recurrent,
+// as upstream's "partial only" sequence state
 LLAMA_API int kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 // put it back, as of position pos, and forget the attention cache from there on
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
+
+// have the attention graph of a pool be so many cells wide at least, as it was when a sequence was saved: n_kv of its
+// kvf_pool_info. for chunks that come back to the blocks they were in
+LLAMA_API int kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 
 // begin to read the queries of a token of the last ubatch, in all pooled layers: for each [n_head, n_embd_head_k] floats, in
 // the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of those that the tap

@@ -1,0 +1,186 @@
+// the sliding-window cache of a sequence as bytes, with the places of its cells: upstream's sequence state packs them anew,
+// and what is computed then rounds otherwise
+//
+// little endian: kvf_window, n_cell cells of kvf_window_cell, and for each layer in order the K rows of the cells, then
+// their V rows
+
+#include "kvflash-impl.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <cstring>
+#include <vector>
+
+struct kvf_window {
+    uint32_t magic; // "KVFW"
+    uint32_t version;
+    uint32_t size; // cells of the cache
+    uint32_t head; // where the search for free ones begins
+    uint32_t n_cell;
+    uint32_t n_layer;
+    uint32_t v_trans;
+    uint32_t row_bytes; // of a cell, in all layers
+};
+
+struct kvf_window_cell {
+    uint32_t          idx;
+    llama_pos         pos;
+    llama_kv_cell_ext ext;
+};
+
+static_assert(sizeof(kvf_window) == 32 && sizeof(kvf_window_cell) == 20, "the window's layout is a file format");
+
+static constexpr uint32_t MAGIC   = 0x5746564bu;
+static constexpr uint32_t VERSION = 1;
+
+// bytes that a cell has in a tensor of rows, or in one of columns
+static size_t cell_bytes(const ggml_tensor * t) { return t ? ggml_row_size(t->type, t->ne[0]) : 0; }
+
+// copy the bytes of cells: get or set is called with offsets in the tensor, offsets in the blob, and sizes
+template <typename F>
+static void each_run(const ggml_tensor * t, bool columns, uint32_t size, const std::vector<uint32_t> & idxs, F && f) {
+    const size_t n_col = columns ? t->ne[0] : 1;
+    const size_t el    = columns ? ggml_type_size(t->type) : cell_bytes(t);
+
+    for (size_t c = 0; c < n_col; ++c) {
+        for (size_t i = 0; i < idxs.size();) {
+            size_t n = 1;
+            while (i + n < idxs.size() && idxs[i + n] == idxs[i] + n) {
+                n++;
+            }
+
+            f((c * size + idxs[i]) * el, (c * idxs.size() + i) * el, n * el);
+            i += n;
+        }
+    }
+}
+
+kvf_window llama_kvflash::window_head(const llama_kv_cache & kv, llama_seq_id seq) {
+    if (kv.v_cells.size() != 1) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "the sliding-window cache has a part for each sequence");
+    }
+
+    kvf_window res = {};
+    res.magic      = MAGIC;
+    res.version    = VERSION;
+    res.size       = kv.get_size();
+    res.head       = kv.v_heads[0];
+    res.n_layer    = kv.layers.size();
+    res.v_trans    = kv.v_trans;
+
+    for (const auto & layer : kv.layers) {
+        res.row_bytes += cell_bytes(layer.k) + cell_bytes(layer.v);
+    }
+    for (uint32_t i = 0; i < kv.get_size(); ++i) {
+        res.n_cell += !kv.v_cells[0].is_empty(i) && kv.v_cells[0].seq_has(i, seq);
+    }
+
+    return res;
+}
+
+size_t llama_kvflash::window_size(const llama_kv_cache & kv, llama_seq_id seq) {
+    const auto head = window_head(kv, seq);
+
+    return sizeof(head) + head.n_cell * (sizeof(kvf_window_cell) + (size_t) head.row_bytes);
+}
+
+void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, void * dst, size_t size) {
+    kvf_check(size == window_size(kv, seq), "the place for the state has another size");
+    ctx->synchronize();
+
+    const auto   head  = window_head(kv, seq);
+    const auto & cells = kv.v_cells[0];
+
+    auto * out = (uint8_t *) dst;
+    memcpy(out, &head, sizeof(head));
+    out += sizeof(head);
+
+    std::vector<uint32_t> idxs;
+    for (uint32_t i = 0; i < kv.get_size(); ++i) {
+        if (cells.is_empty(i) || !cells.seq_has(i, seq)) { continue; }
+
+        const kvf_window_cell cell = {i, cells.pos_get(i), cells.ext_get(i)};
+        memcpy(out, &cell, sizeof(cell));
+        out += sizeof(cell);
+        idxs.push_back(i);
+    }
+
+    const auto rows = [&](const ggml_tensor * t, bool columns) {
+        if (!t) { return; }
+        each_run(t, columns, kv.get_size(), idxs,
+                [&](size_t at, size_t to, size_t n) { ggml_backend_tensor_get(t, out + to, at, n); });
+        out += cell_bytes(t) * idxs.size();
+    };
+    for (const auto & layer : kv.layers) {
+        rows(layer.k, false);
+        rows(layer.v, kv.v_trans);
+    }
+}
+
+// where the cells go: to their own places if these are free, else to the first free ones
+static std::vector<uint32_t> places(
+        const llama_kv_cells & cells, uint32_t size, const kvf_window & head, const std::vector<kvf_window_cell> & saved) {
+    std::vector<uint32_t> res;
+
+    bool own = head.size == size;
+    for (const auto & cell : saved) {
+        own = own && cell.idx < size && cells.is_empty(cell.idx) && (res.empty() || cell.idx > res.back());
+        if (own) { res.push_back(cell.idx); }
+    }
+    if (own) { return res; }
+
+    res.clear();
+    for (uint32_t i = 0; i < size && res.size() < saved.size(); ++i) {
+        if (cells.is_empty(i)) { res.push_back(i); }
+    }
+    if (res.size() < saved.size()) { throw kvf_failure(KVF_E_STATE, "the sliding-window cache has no room for the state"); }
+
+    return res;
+}
+
+void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, const void * src, size_t size) {
+    const auto want = window_head(kv, seq);
+
+    kvf_window head;
+    if (size < sizeof(head)) { throw kvf_failure(KVF_E_RECORD, "this is no state of a sliding window"); }
+    memcpy(&head, src, sizeof(head));
+
+    const auto * in = (const uint8_t *) src + sizeof(head);
+    if (head.magic != MAGIC || head.version != VERSION || head.n_layer != want.n_layer || head.v_trans != want.v_trans ||
+            head.row_bytes != want.row_bytes ||
+            size != sizeof(head) + head.n_cell * (sizeof(kvf_window_cell) + (size_t) head.row_bytes)) {
+        throw kvf_failure(KVF_E_RECORD, "this is no state of this model's sliding window and cache types");
+    }
+
+    std::vector<kvf_window_cell> saved(head.n_cell);
+    if (head.n_cell) { memcpy(saved.data(), in, head.n_cell * sizeof(kvf_window_cell)); }
+    in += head.n_cell * sizeof(kvf_window_cell);
+    for (const auto & cell : saved) {
+        if (cell.pos < 0) { throw kvf_failure(KVF_E_RECORD, "the sliding window has a cell without a position"); }
+    }
+
+    ctx->synchronize();
+    kv.seq_rm(seq, -1, -1);
+
+    auto &     cells = kv.v_cells[0];
+    const auto idxs  = places(cells, kv.get_size(), head, saved);
+
+    const auto rows = [&](ggml_tensor * t, bool columns) {
+        if (!t) { return; }
+        each_run(t, columns, kv.get_size(), idxs,
+                [&](size_t at, size_t from, size_t n) { ggml_backend_tensor_set(t, in + from, at, n); });
+        in += cell_bytes(t) * idxs.size();
+    };
+    for (const auto & layer : kv.layers) {
+        rows(layer.k, false);
+        rows(layer.v, kv.v_trans);
+    }
+
+    for (size_t i = 0; i < idxs.size(); ++i) {
+        cells.pos_set(idxs[i], saved[i].pos);
+        cells.ext_set(idxs[i], saved[i].ext);
+        cells.seq_add(idxs[i], seq);
+    }
+    if (head.size == want.size && head.head <= want.size && cells.get_used() == idxs.size()) { kv.v_heads[0] = head.head; }
+}

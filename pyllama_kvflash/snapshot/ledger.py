@@ -1,0 +1,161 @@
+"""A sequence as a snapshot has it: taken while it goes on, put back where it was or elsewhere."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.native import Context, Record, Tokens
+from pyllama_kvflash.pager import Pager
+from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.snapshot.format import Contents, Identity, SnapshotFile
+from pyllama_kvflash.snapshot.pool import SavedPool
+from pyllama_kvflash.store import HostStore
+
+States = Sequence[tuple[int, bytes]]
+"""Of what no chunk holds, (position, bytes), in ascending order."""
+
+OnRecord = Callable[[int, int], None]
+"""Called with how many records are written, of how many."""
+
+
+def identity_of(ctx: Context, fingerprint: int) -> Identity:
+    """What a record of this context can be used with. fingerprint: of the model's file."""
+    info, layers = ctx.pool_info(), ctx.layers()
+    head = np.zeros((), layout.IDENTITY)
+    for name in ("record_bytes", "meta_bytes", "n_layer", "flags"):
+        head[name] = getattr(info, name)
+    head["fingerprint"], head["chunk"], head["memory"] = fingerprint, info.n_chunk, ctx.memory_class.encode()
+    rows = np.array(
+        [tuple(getattr(layer, name) for name in layout.LAYER.names or ()) for layer in layers], layout.LAYER
+    )
+    return Identity(head.tobytes() + rows.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A sequence as it was at one moment, which goes on meanwhile. To be written once, which lets go of its records."""
+
+    contents: Contents
+    records: tuple[Record, ...]
+    store: HostStore
+
+    def write(self, path: Path, on_record: OnRecord | None = None) -> int:
+        """The bytes of the file. Raises SnapshotError."""
+        n = len(self.records)
+        try:
+            chunks = self.contents.chunks
+            for i in range(n):
+                whole = i < self.contents.sequence["n_tokens"] // self.contents.identity.fields["chunk"]
+                found = (
+                    self.store.digest(i, layout.digest) if whole and i in self.store else layout.digest(self.records[i])
+                )
+                chunks["digest"][i] = np.void(found)
+            return layout.write(path, self.contents, self.records, (lambda i: on_record(i, n)) if on_record else None)
+        finally:
+            self.store.release()
+
+    def begin(self, path: Path) -> Future[int]:
+        """Write it in a thread."""
+        worker = ThreadPoolExecutor(1, "kvflash-save")
+        future = worker.submit(self.write, path)
+        worker.shutdown(wait=False)
+        return future
+
+
+def capture(
+    pager: Pager, identity: Identity, tokens: Tokens, states: States, *, n_ctx: int, pending: int | None
+) -> Capture:
+    """The first len(tokens) positions: all, or those up to a chunk's end. states: at some of them; pending: a token that comes
+    after them. Raises UsageError.
+    """
+    chunk, n = pager.ledger.chunk, len(tokens)
+    if n == 0:
+        msg = "there is nothing to save: the context is empty"
+        raise UsageError(msg)
+    pager.stored()
+    saved = SavedPool.of(pager).first(n, chunk)
+    records = [pager.store.get(c) for c in range(n // chunk)]
+    if n % chunk:
+        last = np.empty(pager.store.record_bytes, np.uint8)
+        pager.ctx.read(n // chunk, last)
+        records.append(last)
+    sequence = np.zeros((), layout.SEQUENCE)
+    sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"] = n, n_ctx, saved.n_pool
+    sequence["n_kv"], sequence["tick"], sequence["n_state"] = saved.n_kv, saved.tick, len(states)
+    sequence["pending"] = -1 if pending is None else pending
+    chunks = np.zeros(len(records), layout.CHUNK)
+    chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
+    chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
+    for name in ("state", "age", "block", "touched", "score"):
+        chunks[name] = getattr(saved, name)
+    pager.store.hold()
+    contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states))
+    return Capture(contents, tuple(records), pager.store)
+
+
+def usable(snapshot: SnapshotFile, identity: Identity, prompt: Tokens | None) -> int:
+    """How many positions of a snapshot can be put back here, for a prompt that begins with their tokens (None: all of them).
+
+    Fewer than the prompt has: its last token is to be decoded. Raises SnapshotError, with the reason, if there are none.
+    """
+    contents = snapshot.contents
+    if (why := contents.identity.difference(identity)) is not None:
+        msg = f"{snapshot.path} cannot be used: {why}"
+        raise SnapshotError(msg)
+    n_all = len(contents.tokens)
+    at = _stops(contents)
+    if prompt is None:
+        return n_all
+    n_same = n_all
+    if len(prompt) < n_all or not np.array_equal(prompt[:n_all], contents.tokens):
+        n = min(len(prompt), n_all)
+        differs = np.flatnonzero(prompt[:n] != contents.tokens[:n])
+        n_same = int(differs[0]) if len(differs) else n
+    fit = [n for n in at if n <= n_same and n < len(prompt)]
+    if not fit:
+        msg = f"{snapshot.path} cannot be used: of its {n_all} tokens the first {n_same} are those of this text"
+        raise SnapshotError(msg)
+    return fit[-1]
+
+
+def _stops(contents: Contents) -> list[int]:
+    """Numbers of positions that it can be cut to, ascending, all of them the last."""
+    n, chunk = len(contents.tokens), int(contents.identity.fields["chunk"])
+    if contents.states:
+        return [pos for pos, _ in contents.states]
+    return [*range(chunk, n, chunk), n]
+
+
+def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
+    """The first n positions, as usable() gave them, into an empty sequence. The state that no chunk holds, to be put back
+    next; empty: there is none. Raises SnapshotError (damage of what comes back at once) and PoolError.
+    """
+    contents = snapshot.contents
+    sequence, chunks = contents.sequence, contents.chunks
+    saved = SavedPool(
+        n_tokens=len(contents.tokens),
+        n_pool=int(sequence["n_pool"]),
+        n_kv=int(sequence["n_kv"]),
+        tick=int(sequence["tick"]),
+        state=chunks["state"].copy(),
+        block=chunks["block"].copy(),
+        age=chunks["age"].copy(),
+        touched=chunks["touched"].copy(),
+        score=chunks["score"].copy(),
+        pins=frozenset(np.flatnonzero(chunks["pinned"]).tolist()),
+        drops=contents.plan[0],
+        page_ins=contents.plan[1],
+    )
+
+    def lend(chunk: int) -> None:
+        digest = chunks["digest"][chunk].tobytes()
+        pager.store.lend(chunk, snapshot.record(chunk), digest, partial(snapshot.check, chunk))
+
+    saved.first(n, pager.ledger.chunk).put_back(pager, lend)
+    pager.loaded()
+    return next((blob for pos, blob in contents.states if pos == n), b"")

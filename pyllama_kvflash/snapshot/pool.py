@@ -1,0 +1,107 @@
+"""The pool as it is kept in a snapshot: taken from a pager, and put back into one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.pager import Pager
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.policy.ledger import Scores
+
+Lend = Callable[[int], None]
+"""Puts the record of a chunk into the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPool:
+    """Where every chunk was, arrays (n_chunks,). block: -1: in none; age: batches since it set out to come in. n_pool: cells;
+    n_kv: how many of them the attention read; drops, page_ins: what was still to come of a plan.
+    """
+
+    n_tokens: int
+    n_pool: int
+    n_kv: int
+    tick: int
+    state: npt.NDArray[np.int8]
+    block: npt.NDArray[np.int32]
+    age: npt.NDArray[np.int16]
+    touched: npt.NDArray[np.int64]
+    score: Scores
+    pins: frozenset[int] = frozenset()
+    drops: tuple[int, ...] = ()
+    page_ins: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, pager: Pager) -> Self:
+        """As it is now. Nothing is changed by that: what is on its way is noted as such."""
+        ledger, info = pager.ledger, pager.ctx.pool_info()
+        where = pager.residency()
+        block, age = where.block.copy(), np.zeros(ledger.n_chunks, np.int16)
+        for chunk, (n, at) in pager.landing.items():
+            block[chunk], age[chunk] = at, min(pager.n_computed - n, np.iinfo(np.int16).max)
+        return cls(
+            n_tokens=ledger.n_tokens,
+            n_pool=info.n_pool,
+            n_kv=info.n_kv,
+            tick=ledger.tick,
+            state=where.state,
+            block=block,
+            age=age,
+            touched=ledger.touched,
+            score=where.score,
+            pins=frozenset(ledger.pins),
+            drops=tuple(pager.todo[0]),
+            page_ins=tuple(pager.todo[1]),
+        )
+
+    def first(self, n_tokens: int, chunk: int) -> Self:
+        """Of the first positions alone, which end with a chunk, unless they are all."""
+        if n_tokens == self.n_tokens:
+            return self
+        n = n_tokens // chunk
+        cut = {name: getattr(self, name)[:n] for name in ("state", "block", "age", "touched", "score")}
+        pins = frozenset(c for c in self.pins if c < n)
+        return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), **cut)
+
+    def put_back(self, pager: Pager, lend: Lend) -> bool:
+        """Into an empty sequence's. Whether all is where it was: so it is in a pool of the same size without other sequences.
+        Else the hottest chunks come back that there is room for. Raises what `lend` and page-ins do.
+        """
+        ledger, n_chunks = pager.ledger, len(self.state)
+        for chunk in range(n_chunks):
+            lend(chunk)
+        ledger.pins |= self.pins
+        same = self.n_kv > 0 and pager.ctx.pool_info().n_pool == self.n_pool and len(ledger.blocks.ledgers) == 1
+        if same:
+            self._in_place(pager)
+        else:
+            self._anew(pager)
+        pager.ctx.wait()
+        pager.store.forget(self.n_tokens // ledger.chunk)  # the last one is not full
+        return same
+
+    def _in_place(self, pager: Pager) -> None:
+        for chunk in np.flatnonzero(self.state != State.OUT).tolist():
+            pager.ctx.begin_page_in(chunk, pager.store.get(chunk), int(self.block[chunk]))
+            if self.state[chunk] == State.RESIDENT:
+                pager.ctx.commit(chunk)
+            else:
+                pager.landing[chunk] = pager.n_computed - int(self.age[chunk]), int(self.block[chunk])
+        pager.ledger.load(self.n_tokens, self.state, self.touched, self.score, self.tick)
+        pager.ctx.set_width(self.n_kv)
+        for todo, chunks in zip(pager.todo, (self.drops, self.page_ins), strict=True):
+            todo.extend(chunks)
+
+    def _anew(self, pager: Pager) -> None:
+        ledger = pager.ledger
+        out = np.full_like(self.state, State.OUT)
+        ledger.load(self.n_tokens, out, self.touched, self.score, self.tick)
+        must = ledger.protected()
+        n_more = ledger.n_share - int(np.count_nonzero(must)) - 1
+        others = np.flatnonzero(~must)
+        hottest = others[np.argsort(ledger.heat()[others], kind="stable")][::-1]
+        pager.bring_back([*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()])
+        ledger.load(self.n_tokens, ledger.state, self.touched, self.score, self.tick)
