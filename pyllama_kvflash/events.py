@@ -18,6 +18,7 @@ class Stats:
     kv_full_bytes: int  # what the full cache of n_ctx positions (rounded up to 256) takes
     other_device_bytes: int  # sliding-window KV and recurrent state
     host_bytes: int  # records of sealed chunks in host memory
+    disk_bytes: int  # and on disk, beyond that
     chunks: int  # chunks of the sequence
     resident: int  # of them, in the pool
     stored: int  # chunks written to the host store

@@ -37,7 +37,7 @@ class Options:
     n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. n_cpu_moe: layers,
     from the first, whose experts stay in host memory, "auto": as few as leave room for the pool. rpc: servers
     (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
-    is. auto_cap: tokens that pool "auto" takes at most. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
+    is; disk: a folder for those beyond that, None: none. auto_cap: tokens that pool "auto" takes at most. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
     beginning and at the end that always stay. pins: position ranges [start, end) that always stay.
     """
 
@@ -66,6 +66,7 @@ class Options:
     n_cpu_moe: int | str = 0
     rpc: tuple[str, ...] = ()
     host_limit: int | None = None
+    disk: str | None = None
     auto_cap: int = AUTO_CAP
     type_k: str = "f16"
     type_v: str = "f16"

@@ -1,18 +1,17 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
 Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. While decoding, a plan is spread over steps: what goes leaves one step
-before its block is taken, what comes lands in that masked block beside a step that does not use it, and is seen by the one
-after the next.
+computed, and summarised after that, in a thread. While decoding, a plan is spread over steps: what goes leaves a step before
+its block is taken, what comes lands in that masked block beside a step, and is seen by the one after the next.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
 import numpy as np
 
+from pyllama_kvflash.disk import slabs_in
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
@@ -22,8 +21,7 @@ from pyllama_kvflash.residency import Residency, compare, held, look, n_landing,
 from pyllama_kvflash.store import HostMemory, HostStore
 from pyllama_kvflash.summariser import Summariser
 
-# That begin to come back in one step: some 1 ms of a PCIe 5 bus. It must be done when the next step begins, whose inputs
-# take the same way to the device, and would wait in line.
+# That begin to come back in one step: 1 ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
 FLIGHT_BYTES = 48 << 20
 _NOTHING = Plan()
 
@@ -34,7 +32,8 @@ class Shared:
     def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
         info = ctx.pool_info()
         self.blocks = Blocks(n_pool // options.chunk)
-        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes)
+        spill = slabs_in(options.disk) if options.disk else None
+        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes, spill)
         self.pagers: list[Pager] = []
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class Pager:
         if n_full > ledger.n_sealed:
             self._shared.memory.reserve(n_full - ledger.n_sealed + taken[1])
             self._summariser.reserve(n_full)
-        self._apply(plan)
+        self.apply(plan)
         return plan
 
     def fitting(self, n_tokens: int) -> int:
@@ -207,7 +206,7 @@ class Pager:
     # moves
     #
 
-    def _apply(self, plan: Plan) -> None:
+    def apply(self, plan: Plan) -> None:
         """A plan, whole: drops first, then page-ins. The next batch sees it."""
         for i, chunks in plan.taken:
             for chunk in chunks:
@@ -295,7 +294,7 @@ class Pager:
             self.todo[1].extend(plan.page_ins)
             self._fly()
         else:
-            self._apply(plan)
+            self.apply(plan)
         return plan
 
     #
@@ -315,18 +314,20 @@ class Pager:
         if rest and ledger.state_of(cut) == State.OUT:
             ledger.rollback((cut + 1) * ledger.chunk)
             whole = bring_in(ledger, [cut])
-            self._apply(whole)
+            self.apply(whole)
             self.ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
         self.store.forget(cut)
         self._summariser.truncate(cut)
         tail = bring_in(ledger, range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks))
-        self._apply(tail)
+        self.apply(tail)
         return Plan(whole.drops + tail.drops, whole.page_ins + tail.page_ins)
 
     def clear(self) -> None:
-        """Forget the sequence; pins stay. The context is cleared already, and nothing is copied any more."""
-        self.stored()
+        """Forget the sequence; pins stay. The context is cleared already."""
+        self.ctx.wait()
+        self._reads.clear()
+        self._summariser.give_up()
         self._forget_flights()
         self.ledger.clear()
         self.store.forget(0)
@@ -381,21 +382,18 @@ class Pager:
     # chunks
     #
 
-    def bring_back(self, chunks: Sequence[int]) -> None:
-        """Bring chunks of a sequence back that was saved, at the cost of the coldest ones of others. Raises PoolError."""
-        self._apply(bring_in(self.ledger, chunks))
-
     def loaded(self) -> None:
         """A sequence was put back: begin to summarise its chunks."""
-        n = self.ledger.n_sealed
-        self._summariser.reserve(n)
-        self._summariser.begin(n)
+        if self.summaries is not None:
+            self.store.check_ahead()
+            self._summariser.reserve(self.ledger.n_sealed)
+            self._summariser.begin(self.ledger.n_sealed)
 
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, at the cost of the coldest one."""
         self._check(chunk)
         self.settle()
-        self._apply(bring_in(self.ledger, [chunk]))
+        self.apply(bring_in(self.ledger, [chunk]))
         self.ledger.unrate(chunk)  # who asks for it wants it to stay
 
     def page_out(self, chunk: int) -> None:
@@ -407,7 +405,7 @@ class Pager:
         if not self.ledger.evictable()[chunk]:
             msg = f"chunk {chunk} cannot leave the pool: it is a sink, in the tail, pinned or still being written"
             raise PoolError(msg)
-        self._apply(Plan(drops=(chunk,)))
+        self.apply(Plan(drops=(chunk,)))
 
     def pin(self, start: int, end: int) -> None:
         """Keep the chunks of positions [start, end), bringing back those that are out."""
@@ -423,7 +421,7 @@ class Pager:
             )
             raise PoolError(msg)
         self.settle()
-        self._apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
+        self.apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
         ledger.pins |= chunks
 
     def unpin(self, start: int, end: int) -> None:

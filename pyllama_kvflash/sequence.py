@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -92,9 +91,7 @@ class PooledSequence:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     #
@@ -437,6 +434,7 @@ class PooledSequence:
             kv_full_bytes=self._full_bytes,
             other_device_bytes=kv.swa + kv.recurrent,
             host_bytes=self.host_bytes,
+            disk_bytes=self._shared.memory.spilled_bytes if self._shared else 0,
             chunks=pager.ledger.n_chunks if pager else 0,
             resident=pager.ledger.n_resident if pager else 0,
             stored=pager.n_stored if pager else 0,

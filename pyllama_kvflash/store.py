@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 
 import numpy as np
@@ -16,6 +17,7 @@ Check = Callable[[Record], None]
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _SLAB = 256 << 20  # bytes of a slab that is taken ahead
 _UNEXPECTED = 32 << 20  # and of one that somebody waits for: some 10 ms
+_CHECKERS = 8  # threads that check lent records; each hashes a GB a second
 _PAGE = 4096  # the rows of a record begin on one: a bus reads from there a tenth faster than from anywhere
 _LARGE = 1 << 20  # bytes of a record for which that is worth its room
 
@@ -29,9 +31,10 @@ class HostMemory:
         allocate: Callable[[int], Record] | None = None,
         limit: int | None = None,
         meta_bytes: int = 0,
+        spill: Callable[[int], Record] | None = None,
     ) -> None:
         """allocate: gives so many bytes, or raises MemoryError; None: plain memory. limit: bytes of records at most.
-        meta_bytes: of a record, before its rows.
+        meta_bytes: of a record, before its rows. spill: as allocate, for what is beyond the limit, or the memory there is.
         """
         self.record_bytes = record_bytes
         self.n_used = 0  # places taken
@@ -44,6 +47,8 @@ class HostMemory:
         self._free: list[Record] = []
         self._grower = ThreadPoolExecutor(1, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
+        self._spill = HostMemory(record_bytes, spill, meta_bytes=meta_bytes) if spill else None
+        self._spilled: set[int] = set()  # ids of places there
 
     def close(self) -> None:
         """Give the memory back. Nothing may be copied to or from it any more."""
@@ -52,6 +57,13 @@ class HostMemory:
         self._slabs.clear()
         self._free.clear()
         self.n_used = 0
+        if self._spill:
+            self._spill.close()
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What is taken beyond the limit, used or not."""
+        return self._spill.held_bytes if self._spill else 0
 
     @property
     def held_bytes(self) -> int:
@@ -61,13 +73,25 @@ class HostMemory:
     def take(self) -> Record:
         """A place (record_bytes,). Raises HostMemoryError unless reserve() was called for it."""
         self.reserve(1)
+        if self._spill and not self._within(1):
+            place = self._spill.take()
+            self._spilled.add(id(place))
+            return place
         self.n_used += 1
         return self._free.pop()
 
     def give(self, place: Record) -> None:
         """A place is used no more."""
+        if self._spill and id(place) in self._spilled:
+            self._spilled.remove(id(place))
+            self._spill.give(place)
+            return
         self.n_used -= 1
         self._free.append(place)
+
+    def _within(self, n: int) -> int:
+        """How many of n more places are within the limit."""
+        return n if self._limit is None else max(0, min(n, self._limit // self.record_bytes - self.n_used))
 
     def expect(self, n: int) -> None:
         """So many more places will be taken: get the memory for them beside the computation, in slabs.
@@ -75,6 +99,7 @@ class HostMemory:
         Raises HostMemoryError if the limit does not allow so many; where memory runs out, reserve() says so.
         """
         self._check_limit(n)
+        n = self._within(n)
         missing = n - len(self._free) - sum(count for count, _ in self._growing)
         most = max(1, _SLAB // self.record_bytes)
         while missing > 0:
@@ -89,12 +114,19 @@ class HostMemory:
     def reserve(self, n: int) -> None:
         """Make sure that n more places can be taken. Raises HostMemoryError, and holds what it held."""
         self._check_limit(n)
+        if self._spill and (beyond := n - self._within(n)):
+            self._spill.reserve(beyond)
+            n -= beyond
         while len(self._free) < n:
             count, coming = self._growing.popleft() if self._growing else (self._growth(), None)
             try:
                 slab = coming.result() if coming else self._allocate(count * self._pitch)
             except MemoryError:
                 count += self._expect_no_more()
+                if self._spill:  # from now on, what is held is all there is
+                    self._limit = self.record_bytes * (self.n_used + len(self._free))
+                    self.reserve(n)
+                    return
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
                     f" {self.n_used * self.record_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type"
@@ -119,12 +151,29 @@ class HostMemory:
 
     def _check_limit(self, n: int) -> None:
         need = (self.n_used + n) * self.record_bytes
-        if self._limit is not None and need > self._limit:
+        if self._limit is not None and need > self._limit and not self._spill:
             msg = (
                 f"{self.n_used + n} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
-                " allowed: raise host_limit (--kvflash-host), use a shorter context or a smaller cache type (-ctk, -ctv)"
+                " allowed: raise host_limit (--kvflash-host), have the rest in a file (--kvflash-disk), use a shorter context"
+                " or a smaller cache type (-ctk, -ctv)"
             )
             raise HostMemoryError(msg)
+
+
+class _Lent:
+    """A record that is to be checked once, before it is used."""
+
+    def __init__(self, check: Check) -> None:
+        self._check: Check | None = check
+        self._lock = Lock()
+
+    def see(self, record: Record) -> None:
+        if self._check is None:
+            return
+        with self._lock:
+            if self._check is not None:
+                self._check(record)
+                self._check = None
 
 
 class HostStore:
@@ -137,16 +186,15 @@ class HostStore:
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
         self._records: dict[int, Record] = {}
-        self._lent: dict[
-            int, Check | None
-        ] = {}  # records of somebody else's, and what is to check them before they are used
+        self._lent: dict[int, _Lent] = {}  # records of somebody else's
         self._digests: dict[int, bytes] = {}
-        self._checking = Lock()
+        self._ahead: ThreadPoolExecutor | None = None
         self._n_holds = 0
         self._limbo: list[Record] = []  # forgotten, but held
 
     def close(self) -> None:
         """Let go of the records, for HostMemory.close() to free them."""
+        self._stop_checking()
         self._records.clear()
         self._lent.clear()
         self._digests.clear()
@@ -177,17 +225,27 @@ class HostStore:
         """A chunk's record that is somebody else's, of a map of a file perhaps, and stays as it is until forget(). check: is
         called with it before it is used for the first time, and raises if it is not what it should be.
         """
-        self._records[chunk], self._lent[chunk], self._digests[chunk] = record, check, digest
+        self._records[chunk], self._lent[chunk], self._digests[chunk] = record, _Lent(check), digest
 
     def get(self, chunk: int) -> Record:
         """The record of a chunk that is in the store. Raises what the check of a lent one does. Any thread may ask."""
         record = self._records[chunk]
-        if self._lent.get(chunk) is not None:
-            with self._checking:
-                if (check := self._lent[chunk]) is not None:
-                    check(record)
-                    self._lent[chunk] = None
+        if (lent := self._lent.get(chunk)) is not None:
+            lent.see(record)
         return record
+
+    def check_ahead(self) -> None:
+        """All lent records will be used: check them in threads meanwhile. What is wrong get() says."""
+        self._stop_checking()
+        self._ahead = ThreadPoolExecutor(_CHECKERS, "kvflash-check")
+        with suppress(RuntimeError):  # no memory for a thread: get() checks
+            for chunk in self._lent:
+                self._ahead.submit(self.get, chunk)
+
+    def _stop_checking(self) -> None:
+        if self._ahead:
+            self._ahead.shutdown(cancel_futures=True)
+            self._ahead = None
 
     def digest(self, chunk: int, compute: Callable[[Record], bytes]) -> bytes:
         """The digest of a whole record, computed once."""
@@ -197,6 +255,8 @@ class HostStore:
 
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
+        if self._lent and first <= max(self._lent):
+            self._stop_checking()
         for chunk in [c for c in self._records if c >= first]:
             record = self._records.pop(chunk)
             self._digests.pop(chunk, None)

@@ -416,7 +416,12 @@ def test_empty_prompt(opened: Open, prompt: Any) -> None:
     kv = opened("needle")
     with pytest.raises(UsageError, match="the prompt is empty"):
         list(kv.generate(prompt, max_tokens=1))
-    list(kv.generate("a", max_tokens=1))
+    greedy = Sampling(temperature=0)
+    want = [e.id for e in kv.generate("a", max_tokens=2, sampling=greedy) if isinstance(e, Token)]
+    got = [e.id for e in kv.generate("a", max_tokens=1, sampling=greedy) if isinstance(e, Token)]
+    got += [e.id for e in kv.generate(prompt, max_tokens=1, sampling=greedy, append=True) if isinstance(e, Token)]
+    assert got == want, "it goes on after the token that was produced"
+    kv.rollback(kv.n_tokens - 1)
     with pytest.raises(UsageError, match="the prompt is empty"):
         list(kv.generate(prompt, max_tokens=1, append=True))
 

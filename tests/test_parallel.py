@@ -356,7 +356,7 @@ def test_batch_of_all_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPa
             feed(s, 16 * 13, 16)
     for victim in (0, 1):
         kv_s = kv.sequences[victim]
-        owner = {"ctx": kv.ctx if place == "ctx.decode_each" else kv_s.pager._ctx, "ledger": kv_s.pager.ledger}
+        owner = {"ctx": kv.ctx if place == "ctx.decode_each" else kv_s.pager.ctx, "ledger": kv_s.pager.ledger}
         target, name = owner[place.split(".", maxsplit=1)[0]], place.split(".")[1]
         call, cut = getattr(target, name), []
 

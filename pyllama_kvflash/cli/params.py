@@ -184,10 +184,23 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
 
 
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    ctx.meta[f"kvflash.{param.name}"] = value  # for cli/fetch.py: no command has to hand it on
+    return value
+
+
 MODEL = options(
     click.argument("model_arg", metavar="[MODEL.gguf]", required=False, default=None),
     click.option("-m", "--model", metavar="FILE", envvar=env("MODEL"), help="The same as MODEL.gguf."),
-)
+    click.option("-hf", "-hfr", "--hf-repo", "hf_repo", metavar="USER/MODEL[:QUANT]", envvar=env("HF_REPO"),
+                 expose_value=False, callback=_keep,
+                 help="A model of the Hugging Face Hub, downloaded into its cache: user/model:Q8_0, or"
+                 " user/model@revision:Q8_0. Without QUANT Q4_K_M, or the repository's first GGUF."),
+    click.option("-hff", "--hf-file", "hf_file", metavar="FILE", envvar=env("HF_FILE"),
+                 expose_value=False, callback=_keep, help="The file of that repository, instead of QUANT."),
+    click.option("--offline", is_flag=True, envvar=env("OFFLINE"),
+                 expose_value=False, callback=_keep, help="With -hf: only what was downloaded before."),
+)  # fmt: skip
 
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
@@ -235,6 +248,9 @@ POOL = options(
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Host memory that the records of chunks may take, such as 64GiB or 512M. A prompt that needs more is"
                  " refused before it is run.  [default: what there is]"),
+    click.option("--kvflash-disk", "disk", metavar="DIR", default=None, envvar="KVFLASH_DISK",
+                 help="A folder on a fast disk for the records beyond --kvflash-host, in files without a name that are gone"
+                 " when the process is."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
                  show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,

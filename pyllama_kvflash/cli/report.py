@@ -164,7 +164,7 @@ def closing_line(s: Stats, reason: str) -> str:
     else:
         share = 100 * s.kv_device_bytes / s.kv_full_bytes
         parts.append(f"device KV {mib(s.kv_device_bytes)}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
-        parts.append(f"host {mib(s.host_bytes)}")
+        parts.append(f"host {mib(s.host_bytes)}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
@@ -183,6 +183,7 @@ def stats_table(s: Stats) -> Table:
         ("full cache", f"{s.kv_full_bytes:,} bytes ({mib(s.kv_full_bytes)})"),
         ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
         ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
+        ("disk records", f"{s.disk_bytes:,} bytes ({mib(s.disk_bytes)})"),
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.trace import TraceWriter
+from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
@@ -34,6 +35,8 @@ secret codes hidden in long texts, good for a first try.
   cat book.txt | kvflash run model.gguf -f - --json > answer.json
   kvflash run model.gguf -f book.txt -ctk q8_0 -ctv q8_0 --stats
   kvflash run model.gguf -f book.txt --kvflash 4K --trace out.jsonl && kvflash plot out.jsonl
+  kvflash run model.gguf -f book.txt --save-snapshot book.kvsnap -n 1
+  kvflash run model.gguf --restore book.kvsnap --append -p "Who is the heir?"
 
 A pool smaller than what it must hold (first chunk, last four chunks, pins, one batch and two more) is raised, with a
 warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
@@ -76,6 +79,7 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
+@SNAPSHOT
 @click.option("-o", "--output", metavar="FILE", help="Write to a file instead of stdout.")
 @click.option("--trace", metavar="FILE", help="Write what is resident, scored and moved, for `kvflash plot FILE`.")
 @click.option("--stats", is_flag=True, help="Show all figures at the end, on stderr.")
@@ -110,8 +114,9 @@ def run(
     sampling = _sampling(options)
     options["spec"] = params.drafting(options)
     options = params.resolve(options)
-    text = _read_prompt(prompt, prompt_file)
     reporter = Reporter(quiet=quiet)
+    warm = Warm(options, reporter)
+    text = _read_prompt(prompt, prompt_file)
     path = model_path(model_arg, model, reporter)
     if verbose:
         native.show_log()
@@ -123,11 +128,13 @@ def run(
                 reporter.warn(warning)
             for line in banner(kv):
                 reporter.note(line)
-            events = kv.generate(text, max_tokens=n_predict, sampling=sampling, stop=stop)
+            tokens, append = warm.begin(kv, text)
+            events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stop, append=append)
             with _traced(trace, kv, events, [path, Path(prompt_file or "-"), Path(output or "-")]) as seen:
                 answer, done = _write(seen, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
+            warm.end(kv)
     reporter.note(closing_line(done.stats, done.reason))
     if stats:
         reporter.console.print(stats_table(done.stats))
@@ -135,16 +142,13 @@ def run(
 
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """The model given as an argument or option, or the bundled one, and then say so."""
-    typed = click.get_current_context().get_parameter_source("model") == ParameterSource.COMMANDLINE
-    if argument and option and argument != option and typed:
-        msg = f"two models are given, {argument} and -m {option}: give one"
-        raise UsageError(msg)
-    name = argument or option
-    if name:
-        return Path(name)
+    """The model given as an argument, with -m or -hf, or the bundled one, and then say so."""
+    model = named_model(argument, option)
+    if model:
+        return located(model, reporter)
     reporter.note(
-        f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts"
+        f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts;"
+        " give a file, or -hf user/model"
     )
     return BUNDLED_MODEL
 

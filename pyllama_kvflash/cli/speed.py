@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import paging as paging_bench
@@ -17,6 +16,7 @@ from pyllama_kvflash.bench.curves import paging_figure, speed_figure
 from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.bench import Numbers, picture
+from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.errors import NativeError, UsageError
 from pyllama_kvflash.loading import check_file
@@ -168,11 +168,7 @@ def paging(pool: int, repeat: int, n_swap: int, tau: int, steps: int, **options:
 def _source(options: dict[str, Any]) -> Source:
     """The model or the shape; one of them must be given, and not both."""
     argument, option, shape, folder = (options[n] for n in ("model_arg", "model", "shape", "shape_dir"))
-    typed = click.get_current_context().get_parameter_source("model") == ParameterSource.COMMANDLINE
-    given = argument or (option if typed or not shape else None)  # a shape is meant instead of the environment's model
-    if argument and typed and argument != option:
-        msg = f"two models are given, {argument} and -m {option}: give one"
-        raise UsageError(msg)
+    given = named_model(argument, option, environment=not shape)  # a shape is meant instead of the environment's model
     if given and shape:
         msg = f"both {given} and --shape {shape} are given: give one"
         raise UsageError(msg)
@@ -180,6 +176,7 @@ def _source(options: dict[str, Any]) -> Source:
         msg = f"there is nothing to measure: give a model, or --shape with one of {', '.join(shapes.SHAPES)}"
         raise UsageError(msg)
     if given:
-        check_file(Path(given))
-        return Source(Path(given), "", None)
+        path = located(given, Reporter())
+        check_file(path)
+        return Source(path, "", None)
     return Source(None, shape, Path(folder) if folder else None)

@@ -151,8 +151,8 @@ class PrefixCache:
         return self._open[key]
 
     def _discard(self, path: Path) -> None:
-        self.stats.damaged += 1
-        self.remove(path)
+        if self.remove(path):
+            self.stats.damaged += 1
 
     def remove(self, path: Path) -> bool:
         """Remove a file. Whether there was one."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.pager import Pager
-from pyllama_kvflash.policy import State
+from pyllama_kvflash.policy import State, bring_in
 from pyllama_kvflash.policy.ledger import Scores
 
 Lend = Callable[[int], None]
@@ -103,5 +103,6 @@ class SavedPool:
         n_more = ledger.n_share - int(np.count_nonzero(must)) - 1
         others = np.flatnonzero(~must)
         hottest = others[np.argsort(ledger.heat()[others], kind="stable")][::-1]
-        pager.bring_back([*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()])
+        back = [*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()]
+        pager.apply(bring_in(ledger, back))
         ledger.load(self.n_tokens, ledger.state, self.touched, self.score, self.tick)

@@ -1,0 +1,122 @@
+"""`kvflash cache`: what the prefix cache has."""
+
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.warm import default_folder
+from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
+from pyllama_kvflash.snapshot.format import SnapshotFile
+
+_ALL = 1 << 62
+
+HELP = """Look after the prefix cache: snapshots of texts that `run --prefix-cache` and `serve` begin with.
+
+\b
+  kvflash cache ls
+  kvflash cache verify --remove
+  kvflash cache rm --to 5GiB
+  kvflash cache rm --all
+"""
+
+FOLDER = click.option(
+    "--prefix-cache",
+    "folder",
+    metavar="DIR",
+    default=None,
+    envvar="KVFLASH_PREFIX_CACHE",
+    help="The folder.  [default: ~/.cache/kvflash/prefix]",
+)
+
+
+@click.group("cache", help=HELP, short_help="List, check or empty the prefix cache.")
+def cache() -> None:
+    """`kvflash cache`."""
+
+
+def _cache(folder: str | None) -> PrefixCache:
+    path = Path(folder) if folder is not None else default_folder()
+    if not path.is_dir():
+        msg = f"{path} is no folder: there is no prefix cache; give it with --prefix-cache"
+        raise UsageError(msg)
+    return PrefixCache(path, _ALL)
+
+
+@cache.command("ls", short_help="What there is, the last used first.")
+@FOLDER
+def ls(folder: str | None) -> None:
+    """List the snapshots of the cache, the one that was used last first."""
+    found = _cache(folder)
+    table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
+    for entry in found.entries():
+        table.add_row(*_row(entry))
+    total = sum(entry.size for entry in found.entries())
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{len(found.entries())} files, {mib(total)} in {found.folder}", markup=False)
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+    try:
+        contents = SnapshotFile(entry.path).contents
+    except SnapshotError:
+        return entry.path.stem[:16], "damaged", mib(entry.size), used, ""
+    mark = f"{contents.identity.fields['fingerprint']:016x}"
+    return entry.path.stem[:16], f"{len(contents.tokens):,}", mib(entry.size), used, mark
+
+
+@cache.command("verify", short_help="Read every byte, and say what is damaged.")
+@FOLDER
+@click.option("--remove", is_flag=True, help="Remove what is damaged.")
+def verify(folder: str | None, *, remove: bool) -> int:
+    """Check every snapshot against its digests. Exit code 1 if one is damaged."""
+    found, damaged = _cache(folder), 0
+    reporter = Reporter()
+    for entry in found.entries():
+        try:
+            for _ in SnapshotFile(entry.path).verify():
+                pass
+        except SnapshotError as err:
+            damaged += 1
+            reporter.warn(str(err))
+            if remove:
+                found.remove(entry.path)
+    n = len(found.entries())
+    gone = " and removed" if remove and damaged else ""
+    reporter.note(f"{n} file{'' if n == 1 else 's'} in {found.folder}, {damaged or 'none'} damaged{gone}")
+    return 1 if damaged else 0
+
+
+@cache.command("rm", short_help="Remove snapshots.")
+@FOLDER
+@click.argument("names", nargs=-1)
+@click.option(
+    "--to", "limit", metavar="SIZE", type=params.ByteSize(), help="Remove the least recently used down to this."
+)
+@click.option("--all", "everything", is_flag=True, help="Remove all.")
+def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> None:
+    """Remove snapshots by name, as `kvflash cache ls` shows it, or the least recently used ones, or all."""
+    if bool(names) + (limit is not None) + everything != 1:
+        msg = "say what to remove: names, --to SIZE, or --all"
+        raise UsageError(msg)
+    found = _cache(folder)
+    if names:
+        removed = [path for name in names for path in [_named(found, name)] if found.remove(path)]
+    else:
+        removed = found.evict(0 if everything else limit)
+    Reporter().note(f"{len(removed)} file{'' if len(removed) == 1 else 's'} removed from {found.folder}")
+
+
+def _named(found: PrefixCache, name: str) -> Path:
+    paths = [entry.path for entry in found.entries() if name and entry.path.stem.startswith(name)]
+    if len(paths) != 1:
+        msg = f"{len(paths) or 'no'} snapshots are named {name}: give a name of `kvflash cache ls`"
+        raise UsageError(msg)
+    return paths[0]

@@ -1,0 +1,77 @@
+"""Which model a command line names, and its file: on this machine, or of the Hugging Face Hub."""
+
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.hub import Wanted, fetch
+
+
+def named_model(argument: str | None, option: str | None, *, environment: bool = True) -> str | Wanted | None:
+    """What MODEL.gguf, -m or -hf name; None: there is none. What is typed goes before the environment. Raises UsageError.
+
+    environment: whether a model that only the environment names counts.
+    """
+    typed = option if _typed("model") else None
+    if argument and typed and argument != typed:
+        msg = f"two models are given, {argument} and -m {typed}: give one"
+        raise UsageError(msg)
+    file, wanted = argument or typed, _wanted()
+    if file and wanted and _typed("hf_repo"):
+        msg = f"two models are given, {file} and -hf {wanted}: give one"
+        raise UsageError(msg)
+    if file or (wanted and _typed("hf_repo")):
+        return file or wanted
+    if not environment:
+        return None
+    if option and wanted:
+        msg = f"the environment names two models, {option} and -hf {wanted}: unset one, or give one"
+        raise UsageError(msg)
+    return option or wanted
+
+
+def located(model: str | Wanted, reporter: Reporter) -> Path:
+    """The file of what named_model found; of the Hub, it is downloaded. Raises UsageError and ModelError."""
+    if isinstance(model, str):
+        return Path(model)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=reporter.console, transient=True, disable=not reporter.bars
+    ) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(f"download {name}", total=total)
+            bars.update(tasks[name], completed=done, total=total)
+            of = f" of {mib(total)}" if total else ""
+            reporter.plain(f"download {name}: {mib(done)}{of}")
+
+        return fetch(model, None if reporter.quiet else show, reporter.note)
+
+
+def _wanted() -> Wanted | None:
+    meta = click.get_current_context().meta
+    repo, file = meta.get("kvflash.hf_repo"), meta.get("kvflash.hf_file")
+    if repo:
+        return Wanted.parse(repo, file, offline=meta.get("kvflash.offline", False))
+    if file and _typed("hf_file"):
+        msg = f"-hff {file} is a file of no repository: add -hf user/model"
+        raise UsageError(msg)
+    return None
+
+
+def _typed(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) == ParameterSource.COMMANDLINE

@@ -1,0 +1,39 @@
+"""The tier below host memory: records in a file that is mapped, and gone when the process is."""
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pyllama_kvflash.errors import HostMemoryError, UsageError
+from pyllama_kvflash.native import Record
+
+
+def slabs_in(folder: str | Path) -> Callable[[int], Record]:
+    """Gives so many bytes of files in a folder, which have no names: nothing is left of them. Raises UsageError.
+
+    What it gives raises HostMemoryError where the disk has no room.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        msg = f"{folder} is no folder: give one on a disk with room for records (disk, --kvflash-disk)"
+        raise UsageError(msg)
+    return lambda size: _slab(path, size)
+
+
+def _slab(folder: Path, size: int) -> Record:
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".kvflash-") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so now, not when a page is written
+            else:
+                file.truncate(size)
+            return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+    except OSError as err:
+        why = "the disk is full" if err.errno == errno.ENOSPC else err.strerror or str(err)
+        msg = f"no room for another {size / 2**20:.1f} MiB of chunk records in {folder}: {why}; free some, or use a larger disk"
+        raise HostMemoryError(msg) from None

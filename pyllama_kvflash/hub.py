@@ -1,0 +1,323 @@
+"""Models of the Hugging Face Hub: what a name means, which of a repository's files is the model, the Hub's errors as ours.
+
+Files lie in the Hub's own cache. huggingface_hub is imported when it is needed, and may be missing.
+"""
+
+import errno
+import io
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyllama_kvflash.errors import KVFlashError, ModelError, UsageError
+
+DEFAULT_QUANT = "Q4_K_M"
+
+Progress = Callable[[str, int, int | None], None]  # a file's name, bytes done, bytes in all
+Note = Callable[[str], None]
+
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^@:]+))?(?::([\w.-]+))?", re.ASCII)
+_NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # as llama.cpp
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_TAG = re.compile(
+    r"(?<![^\W_])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?(?:16|32)|(?:MX|NV)FP4\w*))(?=[-./]|$)", re.IGNORECASE
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+_UNREACHABLE = {
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "ConnectionError",  # of requests, and of the system
+    "Timeout",
+    "TimeoutError",
+    "ConnectError",  # of httpx
+    "NetworkError",
+    "ProxyError",
+    "RemoteProtocolError",
+    "TimeoutException",
+}
+
+
+class Wanted(NamedTuple):
+    """A model of the Hub: a repository, at a revision (None: main), and its file, or the quantisation that it has."""
+
+    repo: str
+    revision: str | None = None
+    quant: str | None = None
+    file: str | None = None
+    offline: bool = False
+
+    @classmethod
+    def parse(cls, text: str, file: str | None = None, *, offline: bool = False) -> "Wanted":
+        """user/model, user/model:quant or user/model@revision:quant; a file goes before a quant. Raises UsageError."""
+        match = _NAME.fullmatch(text)
+        if not match:
+            msg = f"-hf {text} is no model of the Hub: give user/model, user/model:quant or user/model@revision:quant"
+            raise UsageError(msg)
+        return cls(match[1], match[2], match[3], file, offline)
+
+    def __str__(self) -> str:
+        at, colon = (f"@{self.revision}" if self.revision else ""), (f":{self.quant}" if self.quant else "")
+        return f"{self.repo}{at}{colon}"
+
+    @property
+    def name(self) -> str:
+        """For messages: the repository at its revision."""
+        return "hf:" + str(self._replace(quant=None))
+
+
+#
+# which file
+#
+
+
+def models(names: Iterable[str]) -> list[str]:
+    """The files that can be the model, sorted: of a split one the first part, and no projector, imatrix or draft head."""
+    res = []
+    for name in sorted(names):
+        split = _SPLIT.fullmatch(name)
+        if name.endswith(".gguf") and not _NO_MODEL.search(_base(name)) and (not split or int(split[2]) == 1):
+            res.append(name)
+    return res
+
+
+def tag(name: str) -> str:
+    """The quantisation that a file's name tells, in capitals: the last one in it, or else in its folder; or ""."""
+    stem = _stem(name)
+    found = _TAG.findall(_base(stem)) or _TAG.findall(stem)
+    return str(found[-1]).upper() if found else ""
+
+
+def choose(names: Iterable[str], quant: str | None = None) -> str | None:
+    """The model among a repository's files; None: there is none of this quantisation.
+
+    Without a quantisation Q4_K_M, and where there is none the first file. Where several have it: the one with just this
+    tag, then one in a single file, then the shortest name.
+    """
+    files = models(names)
+    wanted = (quant or DEFAULT_QUANT).upper()
+    word = re.compile(rf"(?:^|[-./]){re.escape(wanted)}(?=[-./]|$)")
+    fitting = [n for n in files if wanted == tag(n) or word.search(_stem(n).upper())]
+    if fitting:
+        return min(fitting, key=lambda n: (tag(n) != wanted, bool(_SPLIT.fullmatch(n)), len(n), n))
+    return files[0] if files and not quant else None
+
+
+def parts(name: str) -> list[str]:
+    """All files of a model, in their order: one, or those of a split one, whichever part is named."""
+    split = _SPLIT.fullmatch(name)
+    if not split:
+        return [name]
+    return [f"{split[1]}-{i:05}-of-{split[3]}.gguf" for i in range(1, int(split[3]) + 1)] or [name]
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _stem(name: str) -> str:
+    split = _SPLIT.fullmatch(name)
+    return split[1] if split else name.removesuffix(".gguf")
+
+
+#
+# getting it
+#
+
+
+def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda _: None) -> Path:
+    """The file of a model, downloaded into the Hub's cache unless it is there; of a split one the first part.
+
+    If the Hub does not give it, what the cache has is taken, with a note. Raises UsageError and ModelError.
+    """
+    hub = library("-hf", "hub", "a file")
+    if wanted.offline or _constants().HF_HUB_OFFLINE:
+        return _offline(wanted, note)
+    try:
+        with _tamed(note):
+            return _download(hub, wanted, progress, note)
+    except KVFlashError:
+        raise
+    except Exception as err:  # noqa: BLE001 (of the library, of what carries its requests, and of the system)
+        return _instead(wanted, err, note)
+
+
+def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of a repository's files that fit the patterns, downloaded. Raises UsageError and ModelError."""
+    hub = library("hf:", "convert", "a folder")
+    try:
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as err:  # noqa: BLE001 (as in fetch)
+        raise translated(f"hf:{repo}", err, "a folder") from None
+
+
+def library(what: str, extra: str, instead: str) -> Any:
+    """huggingface_hub. Raises UsageError: what needs it, the extra that installs it, and what to give instead."""
+    try:
+        return import_module("huggingface_hub")
+    except ImportError:
+        msg = f"{what} needs huggingface-hub: pip install 'pyllama-kvflash[{extra}]', or give {instead}"
+        raise UsageError(msg) from None
+
+
+def _constants() -> Any:
+    return import_module("huggingface_hub.constants")
+
+
+def _download(hub: Any, wanted: Wanted, progress: Progress | None, note: Note) -> Path:
+    first, *others = _chosen(hub, wanted, note)
+    path = Path(_get(hub, wanted.repo, first, wanted.revision, progress))
+    # the branch may move while a large model is downloaded: all parts are of the first one's commit
+    commit = path.parents[first.count("/")].name
+    for name in others:
+        _get(hub, wanted.repo, name, commit, progress)
+    return path
+
+
+def _get(hub: Any, repo: str, name: str, revision: str | None, progress: Progress | None) -> str:
+    if progress is None:
+        hub.utils.disable_progress_bars()
+    takes_bar = "tqdm_class" in signature(hub.hf_hub_download).parameters  # an old one shows its own
+    bar = {"tqdm_class": _bar(partial(progress, _base(name)))} if progress and takes_bar else {}
+    return str(hub.hf_hub_download(repo, name, revision=revision, **bar))
+
+
+def _offline(wanted: Wanted, note: Note) -> Path:
+    path = _cached(wanted)
+    if path is None:
+        why = "--offline" if wanted.offline else "HF_HUB_OFFLINE"
+        what = wanted.file or wanted.quant or "a model"
+        msg = f"{wanted.name}: {what} is not in the cache, and nothing is downloaded: run it once without {why}"
+        raise ModelError(msg)
+    note(f"{wanted.name}: offline; using {path.name} of the cache")
+    return path
+
+
+def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
+    """What the cache has when the Hub does not give it. Raises what the error means if that is nothing, or no help."""
+    kinds = _kinds(err)
+    problem = translated(wanted.name, err, "a file")
+    path = None if kinds & {"RevisionNotFoundError", "HFValidationError"} else _cached(wanted)
+    if path is None:
+        raise problem from None
+    why = f"{wanted.name}: the Hub cannot be reached" if kinds & _UNREACHABLE else problem
+    note(f"{why}; using {path.name} of the cache")
+    return path
+
+
+def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
+    """The parts of the model in the repository. Raises UsageError, and what the library raises."""
+    info = hub.HfApi().model_info(wanted.repo, revision=wanted.revision)
+    names = [file.rfilename for file in info.siblings or ()]
+    name = wanted.file or choose(names, wanted.quant)
+    if name is None or not models(names):
+        raise _none_of(wanted, names)
+    missing = [part for part in parts(name) if part not in names]
+    if missing:
+        msg = f"{wanted.name} has no file {missing[0]}: give one of {', '.join(models(names))}"
+        raise UsageError(msg)
+    if not wanted.file and not wanted.quant and tag(name).removeprefix("UD-") != DEFAULT_QUANT:
+        note(f"{wanted.name} has no {DEFAULT_QUANT}: taking its first model, {name}")
+    return parts(name)
+
+
+def _cached(wanted: Wanted) -> Path | None:
+    """The model among what was downloaded before; None: not all of it is there."""
+    root = Path(_constants().HF_HUB_CACHE) / f"models--{wanted.repo.replace('/', '--')}"
+    revision = wanted.revision or "main"
+    try:
+        commit = revision if _COMMIT.fullmatch(revision) else (root / "refs" / revision).read_text().strip()
+        folder = root / "snapshots" / commit
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    except (OSError, ValueError):  # there is none, or it cannot be read
+        return None
+    whole = [name for name in names if names.issuperset(parts(name))]
+    name = parts(wanted.file)[0] if wanted.file else choose(whole, wanted.quant)
+    return folder / name if name in whole else None
+
+
+@contextmanager
+def _tamed(note: Note) -> Iterator[None]:
+    """The library's log off, and of its warnings only that of a disk that is too small, as a note."""
+    import_module("huggingface_hub.utils.logging").set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", message="Not enough free disk space")
+        warnings.showwarning = lambda message, *_, **__: note(str(message))
+        yield
+
+
+def _bar(progress: Callable[[int, int | None], None]) -> Any:
+    """A tqdm class that shows nothing itself, and tells where it is."""
+    base: Any = import_module("tqdm").tqdm
+
+    class Bar(base):  # type: ignore[misc]
+        monitor_interval = 0  # no thread
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            progress(int(self.n), self.total and int(self.total))
+            return True
+
+        def update_transfer(self, n: float = 1) -> None:
+            """Bytes on the wire, which Xet counts beside those of the file."""
+
+    Bar.set_lock(threading.RLock())  # the default one starts a process
+    return Bar
+
+
+#
+# what goes wrong
+#
+
+
+def _none_of(wanted: Wanted, names: list[str]) -> UsageError:
+    files = models(names)
+    if not files:
+        return UsageError(
+            f"{wanted.name} has no GGUF model: take a repository that has (its name often ends in -GGUF), or convert it"
+            " with llama.cpp's convert_hf_to_gguf.py"
+        )
+    tags = sorted({tag(name) for name in files} - {""})
+    if not tags:
+        return UsageError(f"{wanted.name} has no {wanted.quant}: give a file with -hff, one of {', '.join(files)}")
+    return UsageError(f"{wanted.name} has no {wanted.quant}: give one of {', '.join(tags)}")
+
+
+def _kinds(err: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(err).__mro__}
+
+
+def translated(name: str, err: Exception, instead: str) -> KVFlashError:
+    """An error of huggingface_hub as one sentence. Its classes have moved between modules, and kept their names."""
+    kinds = _kinds(err)
+    if "RevisionNotFoundError" in kinds:
+        return UsageError(f"{name} has no such revision: give a branch, a tag or a commit of it after the @")
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"} and "GatedRepoError" not in kinds:
+        return UsageError(f"{name} does not exist, or is private and you are not logged in (`hf auth login`)")
+    if kinds & _UNREACHABLE:
+        return ModelError(f"{name} is not in the cache, and the Hub cannot be reached: go online, or give {instead}")
+    return ModelError(f"{name} cannot be downloaded{_reason(name, err)}")
+
+
+def _reason(name: str, err: Exception) -> str:
+    """Why the Hub does not give something that it has, or why it cannot be stored."""
+    if "GatedRepoError" in _kinds(err):
+        page = f"https://huggingface.co/{name.removeprefix('hf:').partition('@')[0]}"
+        return f", for it is gated: accept its terms on {page}, and log in with `hf auth login`"
+    if getattr(getattr(err, "response", None), "status_code", None) == HTTPStatus.UNAUTHORIZED:
+        return ": the Hub does not know your token: log in again with `hf auth login`, or correct or unset HF_TOKEN"
+    if getattr(err, "errno", None) == errno.ENOSPC or "No space left" in str(err):
+        return ": No space left for the Hub's cache: free some, or set HF_HOME to a folder on another disk"
+    return ": " + next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)

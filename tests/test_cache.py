@@ -1,0 +1,451 @@
+"""The prefix cache, the disk tier, and the options of `kvflash run` that begin warm."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from pyllama_kvflash import KVFlash, Sampling, Token, Warn, disk
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.disk import slabs_in
+from pyllama_kvflash.errors import HostMemoryError, SnapshotError, UsageError
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.snapshot.cache import PrefixCache
+from pyllama_kvflash.snapshot.format import SnapshotFile
+from pyllama_kvflash.store import HostMemory, HostStore
+
+pytestmark = pytest.mark.native
+
+SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_threads": 1, "n_batch": 256, "share": 0, "snapshots": True}
+GREEDY = Sampling(temperature=0)
+RNG = np.random.default_rng(7)
+TEXT = RNG.integers(0, 4000, 2000).astype(np.int32)
+OTHER = RNG.integers(0, 4000, 2000).astype(np.int32)
+LARGE = 1 << 40
+
+Open = Callable[..., KVFlash]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, **options}))
+
+
+def read(kv: KVFlash, tokens: Any) -> KVFlash:
+    """In place of what is there."""
+    kv.clear()
+    for _ in kv.prefill(tokens):
+        pass
+    return kv
+
+
+def say(kv: KVFlash, tokens: Any, n: int = 12, *, append: bool = True) -> list[int]:
+    events = list(kv.generate(tokens, max_tokens=n, sampling=GREEDY, append=append))
+    return [e.id for e in events if isinstance(e, Token)]
+
+
+#
+# the cache
+#
+
+
+def test_the_longest_prefix_wins(opened: Open, tmp_path: Path) -> None:
+    """Of three files, at a chunk's end, and as much as is the same."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    branch = np.concatenate([TEXT[:900], OTHER[:500]])
+    for text in (OTHER, branch, TEXT[:1300]):
+        assert cache.save(read(kv, text))
+    assert len(cache.entries()) == 3
+    for text, n in [
+        (TEXT, 1300),  # all of the last one
+        (np.concatenate([branch, TEXT[:9]]), 1400),
+        (np.concatenate([TEXT[:1000], OTHER]), 960),
+        (TEXT[:1300], 1280),  # the last token is to be decoded
+        (OTHER[:70], 64),
+        (TEXT[:64], 0),
+        (TEXT[100:], 0),
+    ]:
+        assert cache.match(kv, text) == n
+        assert cache.restore(kv, text) == kv.n_tokens == n
+        assert kv.tokens.tolist() == text[:n].tolist()
+        kv.check_integrity()
+    assert (cache.stats.hits, cache.stats.misses) == (5, 2)
+    assert cache.stats.n_tokens == 1300 + 1400 + 960 + 1280 + 64
+
+
+def test_a_warm_turn_says_what_a_cold_one_says(opened: Open, tmp_path: Path) -> None:
+    """Through a pool that is smaller than the text, saved before the question and put back by another process's model."""
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off") as kv:
+        prompt = make_prompt(2500, lambda s: len(kv.tokenize(s, add_special=False)), n_needles=2, seed=3)
+        texts = [kv.tokenize(prompt.text + needle.question) for needle in prompt.needles]
+    first = opened()
+    cold = [first.detokenize(say(first, text, append=False)) for text in texts]
+    assert all(needle.answer in said for needle, said in zip(prompt.needles, cold, strict=True))
+    say(first, texts[0], append=False)
+    PrefixCache(tmp_path, LARGE).save(first)
+    second, cache = opened(), PrefixCache(tmp_path, LARGE)
+    n = cache.restore(second, texts[1])
+    assert n > 2400
+    assert second.detokenize(say(second, texts[1][n:])) == cold[1]
+
+
+def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    paths = [cache.save(read(kv, TEXT[:n])) for n in (500, 900, 1500)]
+    assert [entry.path for entry in cache.entries()] == paths[-1:]
+    assert cache.save(kv) == paths[-1]
+    assert cache.stats.saves == 3, "what is there is not written again"
+
+
+def test_what_was_used_longest_ago_goes_first(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    texts = [np.roll(TEXT, i)[:700] for i in range(4)]
+    paths = [cache.save(read(kv, text)) for text in texts]
+    size = cache.entries()[0].size
+    for i, path in enumerate(paths):
+        assert path
+        os.utime(path, (i, i))
+    assert cache.restore(kv, np.append(texts[0], 5)) == 700
+    small = PrefixCache(tmp_path, int(2.5 * size))
+    assert set(small.evict()) == {paths[1], paths[2]}
+    assert {entry.path for entry in small.entries()} == {paths[0], paths[3]}
+    assert small.save(read(kv, OTHER[:700]))
+    assert len(small.entries()) == 2
+    tiny = PrefixCache(tmp_path, size // 2)
+    assert tiny.save(read(kv, OTHER[300:900])) is None, "larger than the cache"
+
+
+def damage(path: Path, state: State) -> None:
+    """A bit of the record of the first chunk that is in this state."""
+    file = SnapshotFile(path)
+    chunk = int(np.flatnonzero(file.contents.chunks["state"] == state)[0])
+    pitch, lead = layout.record_place(file.contents.identity)
+    with path.open("r+b") as out:
+        out.seek(int(file.header["sections"][-1]["offset"]) + chunk * pitch + lead + 1000)
+        byte = out.read(1)
+        out.seek(-1, os.SEEK_CUR)
+        out.write(bytes([byte[0] ^ 1]))
+
+
+def test_damage_of_what_comes_back_at_once_is_a_miss(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    path = cache.save(read(kv, TEXT[:1500]))
+    assert path
+    damage(path, State.RESIDENT)
+    assert cache.restore(kv, TEXT) == kv.n_tokens == 0
+    assert (cache.stats.damaged, cache.entries()) == (1, [])
+    kv.check_integrity()
+
+
+def test_damage_that_is_found_later_has_the_text_read_anew(opened: Open, tmp_path: Path) -> None:
+    """Records are checked when they are used."""
+    cold = say(opened(), np.concatenate([TEXT[:1500], OTHER[:70]]), append=False)
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    path = cache.save(read(kv, TEXT[:1500]))
+    assert path
+    damage(path, State.OUT)
+    assert cache.restore(kv, np.append(TEXT[:1500], OTHER[:70])) == 1500
+    events = list(kv.generate(OTHER[:70], max_tokens=12, sampling=GREEDY, append=True))
+    warnings = [e.text for e in events if isinstance(e, Warn)]
+    assert len(warnings) == 1
+    assert re.search(r"the record of chunk \d+ was changed; what was restored is read again", warnings[0])
+    assert [e.id for e in events if isinstance(e, Token)] == cold
+    kv.check_integrity()
+    assert (cache.stats.damaged, cache.entries()) == (1, [])
+
+
+def test_other_models_and_caches_are_apart(opened: Open, tmp_path: Path) -> None:
+    cache = PrefixCache(tmp_path, LARGE)
+    for options in ({}, {"type_k": "q8_0", "type_v": "q8_0"}, {"chunk": 32}):
+        kv = opened(**options)
+        assert cache.restore(kv, TEXT) == 0
+        cache.save(read(kv, TEXT[:700]))
+        assert cache.restore(kv, TEXT) == 700
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 3
+
+
+def test_nothing_else_in_the_folder_is_touched(opened: Open, tmp_path: Path) -> None:
+    """No link is followed, and nobody else may read what is written."""
+    kv, cache = opened(), PrefixCache(tmp_path / "cache", LARGE)
+    path = cache.save(read(kv, TEXT[:700]))
+    assert path
+    secret = tmp_path / "secret.kvsnap"
+    secret.write_bytes(path.read_bytes())
+    (path.parent / f"{'a' * 32}.kvsnap").symlink_to(secret)
+    (tmp_path / "cache" / ("b" * 32)).symlink_to(tmp_path)
+    (path.parent / "notes.txt").write_text("mine")
+    path.unlink()
+    assert cache.restore(kv, TEXT) == 0
+    assert cache.evict(0) == []
+    assert secret.exists()
+    assert (path.parent / "notes.txt").read_text() == "mine"
+    path = cache.save(read(kv, TEXT[:700]))
+    assert path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_what_a_killed_process_left_is_swept_away(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    path = cache.save(read(kv, TEXT[:700]))
+    assert path
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    dead = path.parent / f".x.kvsnap.{int(done.stdout)}.part"
+    mine = path.parent / f".x.kvsnap.{os.getpid()}.part"
+    for part in (dead, mine):
+        part.write_bytes(b"half")
+    cache.evict()
+    assert not dead.exists()
+    assert mine.exists(), "somebody may be writing it"
+
+
+def test_two_may_save_and_evict_at_once(opened: Open, tmp_path: Path) -> None:
+    """Each file that is there is whole, and the folder is no larger than it may be."""
+    texts = [np.roll(TEXT, i)[:300] for i in range(8)]
+    kvs = [opened(), opened()]
+    size = kvs[0].pager.store.record_bytes * 6
+    errors: list[Exception] = []
+
+    def work(kv: KVFlash, order: list[int]) -> None:
+        cache = PrefixCache(tmp_path, 3 * size)
+        try:
+            for i in order * 3:
+                cache.restore(kv, texts[i])
+                cache.save(read(kv, texts[i]))
+        except Exception as err:  # noqa: BLE001 (told below)
+            errors.append(err)
+
+    threads = [threading.Thread(target=work, args=(kv, [*range(8)][:: 1 - 2 * i])) for i, kv in enumerate(kvs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    found = PrefixCache(tmp_path, 3 * size).entries()
+    assert 1 <= len(found) <= 3
+    for entry in found:
+        assert list(SnapshotFile(entry.path).verify())
+
+
+@pytest.mark.parametrize("limit", [0, -5])
+def test_a_limit_of_nothing_is_refused(tmp_path: Path, limit: int) -> None:
+    with pytest.raises(UsageError, match=rf"limited to {limit} bytes"):
+        PrefixCache(tmp_path, limit)
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be the prefix cache"):
+        PrefixCache(tmp_path / "file" / "cache", 1)
+
+
+#
+# the disk tier
+#
+
+
+def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
+    """Bit for bit: the answers, and the records; a few in memory, the rest in files without names."""
+    kv = opened()
+    want = say(kv, TEXT, 40, append=False)
+    limit = 5 * kv.pager.store.record_bytes
+    spilled = opened(host_limit=limit, disk=str(tmp_path))
+    assert say(spilled, TEXT, 40, append=False) == want
+    for chunk in range(kv.pager.ledger.n_sealed):
+        assert np.array_equal(kv.pager.store.get(chunk), spilled.pager.store.get(chunk))
+    s = spilled.stats()
+    assert s.host_bytes <= limit
+    assert s.disk_bytes >= (kv.pager.ledger.n_sealed - 5) * kv.pager.store.record_bytes
+    assert kv.stats().disk_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+    assert say(spilled, OTHER, 20, append=False) == say(kv, OTHER, 20, append=False), "places are used again"
+
+
+def test_places_come_from_the_disk_beyond_the_limit_and_go_back_there() -> None:
+    memory = HostMemory(64, limit=4 * 64, spill=lambda size: np.zeros(size, np.uint8))
+    store = HostStore(memory)
+    for chunk in range(10):
+        store.put(chunk)[:] = chunk
+    assert (memory.n_used, memory.held_bytes) == (4, 4 * 64)
+    held = memory.spilled_bytes
+    assert held >= 6 * 64
+    store.forget(3)
+    assert memory.n_used == 3
+    for chunk in range(3, 10):
+        store.put(chunk)[:] = chunk
+    assert all((store.get(chunk) == chunk).all() for chunk in range(10))
+    assert memory.spilled_bytes == held
+    memory.close()
+
+
+def test_memory_that_runs_out_goes_on_on_disk() -> None:
+    left = [3]
+
+    def allocate(size: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return np.zeros(size, np.uint8)
+
+    memory = HostMemory(64, allocate, spill=lambda size: np.zeros(size, np.uint8))
+    store = HostStore(memory)
+    for chunk in range(50):
+        store.put(chunk)[:] = chunk
+    assert all((store.get(chunk) == chunk).all() for chunk in range(50))
+    assert memory.spilled_bytes >= 40 * 64
+    memory.close()
+
+
+def test_a_full_disk_is_said(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    kv = opened(host_limit=1 << 20, disk=str(tmp_path))
+    monkeypatch.setattr(disk.os, "posix_fallocate", full)
+    with pytest.raises(HostMemoryError, match=r"chunk records in .*: the disk is full; free some"):
+        read(kv, TEXT)
+    monkeypatch.undo()
+    read(kv, TEXT)
+    kv.check_integrity()
+
+
+def test_a_folder_that_is_none_is_said(opened: Open, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none is no folder: .*--kvflash-disk"):
+        opened(disk=str(tmp_path / "none"))
+    assert slabs_in(tmp_path)(5000).nbytes == 5000
+
+
+#
+# the command line
+#
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Path, Path, list[str]]:
+    """A text, the same with a question, another question, and the two answers."""
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off") as kv:
+        prompt = make_prompt(2500, lambda s: len(kv.tokenize(s, add_special=False)), n_needles=2, seed=3)
+    res = tmp_path / "text.txt", tmp_path / "asked.txt", tmp_path / "question.txt"
+    parts = prompt.text, prompt.text + prompt.needles[0].question, prompt.needles[1].question
+    for path, part in zip(res, parts, strict=True):
+        path.write_text(part)
+    return (*res, [needle.answer for needle in prompt.needles])
+
+
+def run(*args: Any) -> Result:
+    common = ("-c", "4K", "--kvflash", "768", "-b", "256", "-t", "1", "--temp", "0", "-n", "8")
+    return CliRunner().invoke(main, ["run", *map(str, common), *map(str, args)])
+
+
+def test_a_snapshot_is_written_and_gone_on_with(texts: tuple[Path, Path, Path, list[str]], tmp_path: Path) -> None:
+    text, asked, question, (first, second) = texts
+    file = tmp_path / "text.kvsnap"
+    done = run("-f", text, "-n", "0", "--save-snapshot", file)
+    assert (done.exit_code, "saved 2,5" in done.stderr) == (0, True), done.output
+    done = run("-f", question, "--restore", file, "--append")
+    assert second in done.stdout
+    assert "restored 2,5" in done.stderr
+    done = run("-f", asked, "--restore", file, "--json")
+    assert first in done.stdout
+    assert json.loads(done.stdout)["stats"]["n_prompt"] < 100
+
+
+def test_a_snapshot_of_something_else_is_a_miss_with_a_reason(
+    texts: tuple[Path, Path, Path, list[str]], tmp_path: Path
+) -> None:
+    text, asked, question, (first, _) = texts
+    file = tmp_path / "text.kvsnap"
+    assert run("-f", text, "-n", "0", "--save-snapshot", file).exit_code == 0
+    for args, why in [
+        (("-f", asked, "-ctk", "q8_0"), "cannot be used: "),
+        (("-f", asked, "--kvflash-chunk", "32"), "cannot be used: "),
+    ]:
+        done = run("--restore", file, *args)
+        assert done.exit_code == 0
+        assert why in done.stderr
+        assert "the whole prompt is read" in done.stderr
+        assert first in done.stdout
+    done = run("-f", question, "--restore", file)
+    assert "the first 1 are those of this text" in done.stderr or "the first 0 are" in done.stderr
+    file.write_bytes(file.read_bytes()[:-1])
+    done = run("-f", asked, "--restore", file)
+    assert "is no whole snapshot" in done.stderr
+    assert first in done.stdout
+    done = run("-f", question, "--restore", file, "--append")
+    assert done.exit_code == 1
+    assert "is no whole snapshot" in done.stderr
+
+
+def test_the_prefix_cache_makes_the_second_run_warm(texts: tuple[Path, Path, Path, list[str]], tmp_path: Path) -> None:
+    _, asked, _, (first, _) = texts
+    folder = tmp_path / "cache"
+    for hit in (False, True):
+        done = run("-f", asked, "--prefix-cache", folder)
+        assert done.exit_code == 0, done.output
+        assert first in done.stdout
+        assert ("from the prefix cache" in done.stderr) == hit
+    listed = CliRunner().invoke(main, ["cache", "ls", "--prefix-cache", str(folder)])
+    assert "1 files" in listed.stdout
+    assert "2,5" in listed.stdout
+    name = listed.stdout.splitlines()[1].split()[0]
+    (path,) = folder.glob("*/*.kvsnap")
+    assert CliRunner().invoke(main, ["cache", "verify", "--prefix-cache", str(folder)]).exit_code == 0
+    with path.open("r+b") as file:
+        file.seek(-5000, 2)
+        file.write(b"damage")
+    checked = CliRunner().invoke(main, ["cache", "verify", "--prefix-cache", str(folder)])
+    assert checked.exit_code == 1
+    assert "was changed" in checked.stderr
+    for bad in ([], ["zzz"], [name, "--all"]):
+        wrong = CliRunner().invoke(main, ["cache", "rm", "--prefix-cache", str(folder), *bad])
+        assert wrong.exit_code == 2
+        assert path.exists()
+    assert CliRunner().invoke(main, ["cache", "rm", "--prefix-cache", str(folder), name]).exit_code == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--append",), "--append says where the prompt goes"),
+        (("--save-snapshot", "/no/such/x.kvsnap"), "there is no folder /no/such"),
+        (("--restore", "/no/such/x.kvsnap", "--append"), "/no/such/x.kvsnap cannot be read"),
+        (("--restore", "/", "--append"), "is a directory"),
+        (("--kvflash", "off", "--save-snapshot", "/tmp/x.kvsnap"), "the full cache is in use"),
+        (("--prefix-cache-size", "0", "--prefix-cache", "/tmp/none"), "limited to 0 bytes"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(args: tuple[str, ...], words: str) -> None:
+    done = run("-p", "a", *args)
+    assert done.exit_code in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_no_cache_to_look_after(tmp_path: Path) -> None:
+    for command in ("ls", "verify", "rm"):
+        done = CliRunner().invoke(
+            main, ["cache", command, "--prefix-cache", str(tmp_path / "none"), *["--all"][: command == "rm"]]
+        )
+        assert done.exit_code == 2
+        assert "there is no prefix cache" in done.stderr
+
+
+def test_a_snapshot_error_is_of_this_package() -> None:
+    assert SnapshotError.exit_code == 1

@@ -1,0 +1,691 @@
+"""`-hf`: which file of a repository is the model, and what comes from the Hub, the cache, or as one sentence.
+
+The Hub is a server of this machine that speaks as much of its API as the library asks; the library is the real one.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from click.testing import CliRunner
+
+from pyllama_kvflash import hub
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.hub import Wanted, choose, models, parts, tag
+from pyllama_kvflash.needle import BUNDLED_MODEL
+
+pytestmark = pytest.mark.native
+
+RUNTIME, USAGE, INTERRUPTED = 1, 2, 130
+SCRIPT = Path(sys.executable).with_name("kvflash")
+TIMEOUT = 60
+MIB = 1 << 20
+
+
+#
+# which file
+#
+
+BARTOWSKI = [
+    ".gitattributes",
+    "README.md",
+    *(
+        f"Qwen_Qwen3-0.6B-{q}.gguf"
+        for q in (
+            *("bf16", "IQ2_M", "IQ3_M", "IQ3_XS", "IQ3_XXS", "IQ4_NL", "IQ4_XS", "Q2_K", "Q2_K_L", "Q3_K_L", "Q3_K_M"),
+            *("Q3_K_S", "Q3_K_XL", "Q4_0", "Q4_1", "Q4_K_L", "Q4_K_M", "Q4_K_S", "Q5_K_L", "Q5_K_M", "Q6_K", "Q8_0"),
+        )
+    ),
+    "Qwen_Qwen3-0.6B-imatrix.gguf",
+    "Qwen_Qwen3-0.6B.imatrix",
+]
+BARTOWSKI_LARGE = [
+    *(f"Llama-3.3-70B-Instruct-Q8_0/Llama-3.3-70B-Instruct-Q8_0-0000{i}-of-00002.gguf" for i in (2, 1)),
+    *(f"Llama-3.3-70B-Instruct-Q6_K/Llama-3.3-70B-Instruct-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)),
+    "Llama-3.3-70B-Instruct-Q4_K_M.gguf",
+    "Llama-3.3-70B-Instruct-Q4_0_4_4.gguf",
+    "Llama-3.3-70B-Instruct.imatrix",
+]
+UNSLOTH = [
+    *(f"BF16/GLM-4.5-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)),
+    *(f"Q4_K_M/GLM-4.5-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)),
+    *(f"UD-Q4_K_XL/GLM-4.5-UD-Q4_K_XL-0000{i}-of-00002.gguf" for i in (1, 2)),
+    *(f"UD-Q2_K_XL/GLM-4.5-UD-Q2_K_XL-0000{i}-of-00002.gguf" for i in (1, 2)),
+    "GLM-4.5-UD-IQ1_M.gguf",
+    "GLM-4.5-UD-IQ1_S.gguf",
+    "GLM-4.5-UD-TQ1_0.gguf",
+    "config.json",
+    "imatrix_unsloth.gguf_file",
+    "imatrix_unsloth.gguf",
+]
+UNSLOTH_VISION = [
+    "gemma-3-4b-it-BF16.gguf",
+    "gemma-3-4b-it-F16.gguf",
+    "gemma-3-4b-it-Q4_K_M.gguf",
+    "gemma-3-4b-it-UD-Q4_K_M.gguf",
+    "gemma-3-4b-it-UD-Q8_K_XL.gguf",
+    "mmproj-BF16.gguf",
+    "mmproj-F16.gguf",
+    "mmproj-F32.gguf",
+]
+GGML_ORG = ["Qwen3-0.6B-Q4_0.gguf", "Qwen3-0.6B-Q8_0.gguf", "Qwen3-0.6B-f16.gguf", "mmproj-Qwen3-0.6B-Q8_0.gguf"]
+GGML_MXFP4 = [f"gpt-oss-120b-mxfp4-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+LMSTUDIO = [
+    "README.md",
+    "gemma-3-4B-it-QAT-Q4_0.gguf",
+    "gemma-3-4B-it-Q3_K_L.gguf",
+    "gemma-3-4B-it-Q4_K_M.gguf",
+    "gemma-3-4B-it-Q8_0.gguf",
+    "mmproj-model-f16.gguf",
+]
+MRADERMACHER = ["Tiny.i1-IQ1_S.gguf", "Tiny.i1-Q4_K_S.gguf", "Tiny.i1-Q6_K.gguf", "Tiny.imatrix.gguf"]
+UNDERSCORES = ["tiny_1b_q4_k_m.gguf", "tiny_1b_q8_0.gguf", "tiny_1b_fp16.gguf"]
+FOLDERS = ["Q8_0/ggml-model-00001-of-00002.gguf", "Q8_0/ggml-model-00002-of-00002.gguf", "F16/ggml-model.gguf"]
+BOTH = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "sub/m-longer-Q8_0.gguf", "m-F16-Q8_0.gguf"]
+DRAFTS = ["mtp-Qwen3.5-Q4_K_M.gguf", "eagle3-Q4_K_M.gguf", "Qwen3.5-dflash-Q4_K_M.gguf", "Qwen3.5-MTP-Q4_K_M.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "wanted"),
+    [
+        (BARTOWSKI, None, "Qwen_Qwen3-0.6B-Q4_K_M.gguf"),
+        (BARTOWSKI, "q8_0", "Qwen_Qwen3-0.6B-Q8_0.gguf"),
+        (BARTOWSKI, "BF16", "Qwen_Qwen3-0.6B-bf16.gguf"),
+        (BARTOWSKI, "F16", None),
+        (BARTOWSKI, "Q4_K", None),
+        (BARTOWSKI, "Q3_K_L", "Qwen_Qwen3-0.6B-Q3_K_L.gguf"),
+        (BARTOWSKI, "iq4_xs", "Qwen_Qwen3-0.6B-IQ4_XS.gguf"),
+        (BARTOWSKI, "Q4_XS", None),
+        (BARTOWSKI, "imatrix", None),
+        (BARTOWSKI, "K_M", None),
+        (BARTOWSKI_LARGE, None, "Llama-3.3-70B-Instruct-Q4_K_M.gguf"),
+        (BARTOWSKI_LARGE, "Q4_0", None),
+        (BARTOWSKI_LARGE, "Q8_0", "Llama-3.3-70B-Instruct-Q8_0/Llama-3.3-70B-Instruct-Q8_0-00001-of-00002.gguf"),
+        (UNSLOTH, None, "Q4_K_M/GLM-4.5-Q4_K_M-00001-of-00002.gguf"),
+        (UNSLOTH, "Q4_K_XL", "UD-Q4_K_XL/GLM-4.5-UD-Q4_K_XL-00001-of-00002.gguf"),
+        (UNSLOTH, "ud-q4_k_xl", "UD-Q4_K_XL/GLM-4.5-UD-Q4_K_XL-00001-of-00002.gguf"),
+        (UNSLOTH, "IQ1_M", "GLM-4.5-UD-IQ1_M.gguf"),
+        (UNSLOTH, "TQ1_0", "GLM-4.5-UD-TQ1_0.gguf"),
+        (UNSLOTH_VISION, None, "gemma-3-4b-it-Q4_K_M.gguf"),
+        (UNSLOTH_VISION, "UD-Q4_K_M", "gemma-3-4b-it-UD-Q4_K_M.gguf"),
+        (UNSLOTH_VISION, "f16", "gemma-3-4b-it-F16.gguf"),
+        (UNSLOTH_VISION, "F32", None),
+        (GGML_ORG, None, "Qwen3-0.6B-Q4_0.gguf"),
+        (GGML_ORG, "Q8_0", "Qwen3-0.6B-Q8_0.gguf"),
+        (GGML_ORG, "F16", "Qwen3-0.6B-f16.gguf"),
+        (GGML_MXFP4, None, "gpt-oss-120b-mxfp4-00001-of-00003.gguf"),
+        (GGML_MXFP4, "MXFP4", "gpt-oss-120b-mxfp4-00001-of-00003.gguf"),
+        (LMSTUDIO, None, "gemma-3-4B-it-Q4_K_M.gguf"),
+        (LMSTUDIO, "Q4_0", "gemma-3-4B-it-QAT-Q4_0.gguf"),
+        (LMSTUDIO, "F16", None),
+        (MRADERMACHER, None, "Tiny.i1-IQ1_S.gguf"),
+        (MRADERMACHER, "Q6_K", "Tiny.i1-Q6_K.gguf"),
+        (MRADERMACHER, "i1-Q6_K", "Tiny.i1-Q6_K.gguf"),
+        (UNDERSCORES, None, "tiny_1b_q4_k_m.gguf"),
+        (UNDERSCORES, "Q8_0", "tiny_1b_q8_0.gguf"),
+        (FOLDERS, "Q8_0", "Q8_0/ggml-model-00001-of-00002.gguf"),
+        (FOLDERS, None, "F16/ggml-model.gguf"),
+        (BOTH, "Q8_0", "m-F16-Q8_0.gguf"),
+        (BOTH, "F16", "m-F16-Q8_0.gguf"),
+        (DRAFTS, None, "Qwen3.5-MTP-Q4_K_M.gguf"),
+        (["model.gguf"], None, "model.gguf"),
+        (["model.gguf"], "Q4_K_M", None),
+        (["model.safetensors", "config.json"], None, None),
+        ([], None, None),
+    ],
+)
+def test_choose(names: list[str], quant: str | None, wanted: str | None) -> None:
+    """The same, whatever the order of the listing."""
+    assert choose(names, quant) == wanted
+    assert choose(names[::-1], quant) == wanted
+    assert wanted is None or wanted in models(names)
+
+
+@pytest.mark.parametrize("names", [BARTOWSKI, UNSLOTH, UNSLOTH_VISION, GGML_ORG, LMSTUDIO, MRADERMACHER, UNDERSCORES])
+def test_every_tag_that_is_offered_can_be_chosen(names: list[str]) -> None:
+    for name in models(names):
+        assert tag(name)
+        assert tag(choose(names, tag(name)) or "") == tag(name)
+
+
+def test_parts() -> None:
+    assert parts("a/m-Q8_0.gguf") == ["a/m-Q8_0.gguf"]
+    assert parts("a/m-00002-of-00003.gguf") == [f"a/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert parts("m-00001-of-00000.gguf") == ["m-00001-of-00000.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ggml-org/Qwen3-0.6B-GGUF", Wanted("ggml-org/Qwen3-0.6B-GGUF")),
+        ("ggml-org/Qwen3-0.6B-GGUF:Q8_0", Wanted("ggml-org/Qwen3-0.6B-GGUF", None, "Q8_0")),
+        ("a/b@v1.0:UD-Q4_K_XL", Wanted("a/b", "v1.0", "UD-Q4_K_XL")),
+        ("a/b@refs/pr/1", Wanted("a/b", "refs/pr/1")),
+    ],
+)
+def test_names(text: str, wanted: Wanted) -> None:
+    assert Wanted.parse(text) == wanted
+    assert str(wanted) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "a/", "/b", "a/b/c", "a/b:", "a/b@", "a/b@:Q8_0", "a b/c", "hf:a/b", "https://hf.co/a/b", "a/b:Q8_0@v1"],
+)
+def test_bad_names(text: str) -> None:
+    with pytest.raises(UsageError, match="is no model of the Hub: give user/model"):
+        Wanted.parse(text)
+
+
+#
+# a Hub
+#
+
+
+@dataclass
+class Repo:
+    """A repository of the fake Hub."""
+
+    files: dict[str, bytes]
+    branches: tuple[str, ...] = ("main",)
+    error: tuple[int, str] | None = None  # status, X-Error-Code
+
+    @property
+    def commit(self) -> str:
+        return hashlib.sha1(b"".join(self.files.values()) + str(sorted(self.files)).encode()).hexdigest()
+
+
+@dataclass
+class Hub:
+    """The fake Hub: its repositories, what was asked of it, and what is to go wrong."""
+
+    url: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    asked: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
+    truncate: dict[str, int] = field(default_factory=dict)  # file: how much of it the next answer has
+    stall: threading.Event | None = None
+    bad_token: bool = False
+    down: bool = False
+
+    def paths(self, method: str) -> list[str]:
+        return [path for m, path, _ in self.asked if m == method]
+
+    def downloads(self) -> list[str]:
+        return [path.rpartition("/resolve/")[2].partition("/")[2] for path in self.paths("GET") if "/resolve/" in path]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as huggingface.co does."""
+
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append((self.command, path, self.headers.get("Range")))
+        api = re.fullmatch(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<revision>.+))?", path)
+        match = api or re.fullmatch(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)", path)
+        repo = self.hub.repos.get(match["repo"]) if match else None
+        if error := self._problem(repo, (match and match["revision"]) or "main", listing=api is not None):
+            self._error(*error)
+        elif match and repo and not api:
+            self._file(repo, match["file"])
+        elif match and repo:
+            self._json(self._tree(repo) if match["what"] == "tree" else self._info(match["repo"], repo))
+
+    def _problem(self, repo: Repo | None, revision: str, *, listing: bool) -> tuple[int, str] | None:
+        if self.hub.down:
+            return 503, ""
+        if self.hub.bad_token and self.headers.get("Authorization"):
+            return 401, "Invalid"
+        if repo is None:
+            return 404, "RepoNotFound"
+        if repo.error and not (listing and repo.error[1] == "GatedRepo"):  # of a gated one the API tells, too
+            return repo.error
+        return None if revision in (*repo.branches, repo.commit) else (404, "RevisionNotFound")
+
+    def _info(self, name: str, repo: Repo) -> dict[str, Any]:
+        siblings = [{"rfilename": file} for file in repo.files]
+        return {"id": name, "modelId": name, "sha": repo.commit, "private": False, "tags": [], "siblings": siblings}
+
+    def _tree(self, repo: Repo) -> list[dict[str, Any]]:
+        return [{"type": "file", "path": p, "size": len(d), "oid": _etag(d)} for p, d in repo.files.items()]
+
+    def _file(self, repo: Repo, name: str) -> None:
+        data = repo.files.get(name)
+        if data is None:
+            self._error(404, "EntryNotFound", repo.commit)
+            return
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("ETag", f'"{_etag(data)}"')
+        self.send_header("X-Repo-Commit", repo.commit)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        if self.command == "GET":
+            self._body(data[start:], self.hub.truncate.pop(name, None))
+
+    def _body(self, data: bytes, end: int | None) -> None:
+        self.wfile.write(data[: MIB if self.hub.stall else end])
+        if self.hub.stall:
+            self.hub.stall.wait(TIMEOUT)
+        self.close_connection = end is not None
+
+    def _json(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _error(self, status: int, code: str, commit: str = "") -> None:
+        message = "Invalid credentials in Authorization header" if code == "Invalid" else ""
+        self.send_response(status)
+        for name, value in (("X-Error-Code", code), ("X-Error-Message", message), ("X-Repo-Commit", commit)):
+            if value:
+                self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def fake() -> Iterator[Hub]:
+    """A Hub with the bundled model, as one file and in a folder, and repositories that are of no use."""
+    model = BUNDLED_MODEL.read_bytes()
+    needle = {
+        "README.md": b"# Needle",
+        "needle-F16.gguf": b"GGUF",
+        "needle-Q8_0.gguf": model,
+        "mmproj-F16.gguf": b"GGUF",
+    }
+    split = {f"Q4_K_M/big-Q4_K_M-0000{i}-of-00003.gguf": b"part %d" % i for i in (1, 2, 3)}
+    res = Hub(
+        repos={
+            "test/needle": Repo(needle, ("main", "v1")),
+            "test/split": Repo(split),
+            "test/torn": Repo({n: d for n, d in split.items() if "00003-of" not in n}),
+            "test/weights": Repo({"config.json": b"{}", "model.safetensors": b"0"}),
+            "test/gated": Repo(needle, error=(403, "GatedRepo")),
+            "test/private": Repo(needle, error=(401, "RepoNotFound")),
+        }
+    )
+    handler = type("_Handler", (Handler,), {"hub": res})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        res.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield res
+        if res.stall:
+            res.stall.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def environ(fake: Hub, tmp_path: Path) -> dict[str, str]:
+    """An environment whose Hub is the fake one, with an empty cache."""
+    drop = ("HF_", "HUGGING", "KVFLASH_", "LLAMA_ARG_", "TRANSFORMERS_")
+    res = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    res |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": fake.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return res | {"LLAMA_ARG_THREADS": "1", "COLUMNS": "300", "NO_PROXY": "127.0.0.1"}
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def process(environ: dict[str, str], *args: str, **more: str) -> Done:
+    return subprocess.run(
+        [SCRIPT, *args], env=environ | more, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+
+
+def good(environ: dict[str, str], *args: str, **more: str) -> Done:
+    res = process(environ, *args, **more)
+    assert res.returncode == 0, res.stderr
+    return res
+
+
+def model_of(res: Done) -> Path:
+    return Path(json.loads(res.stdout)["model"])
+
+
+def check_error(res: Done, code: int, *words: str) -> None:
+    """One sentence with these words, and nothing of the library's beside it."""
+    assert res.returncode == code, res.stderr
+    lines = res.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("kvflash: error: ")]) == 1, res.stderr
+    assert all(line.startswith("kvflash: ") for line in lines), res.stderr
+    for word in words:
+        assert word in lines[-1], lines[-1]
+
+
+#
+# what is downloaded
+#
+
+
+def test_inspect(fake: Hub, environ: dict[str, str]) -> None:
+    """From the Hub, then from the cache after one question, then without any; the file is the bundled one."""
+    args = ("inspect", "-hf", "test/needle:q8_0", "--json")
+    first = good(environ, *args)
+    path = model_of(first)
+    assert (json.loads(first.stdout)["architecture"], path.name) == ("qwen3", "needle-Q8_0.gguf")
+    assert path.is_relative_to(Path(environ["HF_HOME"]) / "hub" / "models--test--needle" / "snapshots")
+    assert path.read_bytes() == BUNDLED_MODEL.read_bytes()
+    assert re.search(r"^kvflash: download needle-Q8_0.gguf: [\d.]+ MiB of [\d.]+ MiB$", first.stderr, re.MULTILINE)
+    assert fake.downloads() == ["needle-Q8_0.gguf"]
+
+    fake.asked.clear()
+    again = good(environ, *args)
+    assert (model_of(again), again.stderr) == (path, "")
+    assert [method for method, *_ in fake.asked] == ["GET", "HEAD"]  # the listing, and the library's look at the file
+    assert not fake.downloads()
+
+    fake.asked.clear()
+    for more, variables in ((("--offline",), {}), ((), {"HF_HUB_OFFLINE": "1"}), ((), {"LLAMA_ARG_OFFLINE": "1"})):
+        offline = good(environ, *args, *more, **variables)
+        assert model_of(offline) == path
+        assert offline.stderr == "kvflash: hf:test/needle: offline; using needle-Q8_0.gguf of the cache\n"
+    assert not fake.asked
+
+
+def test_run(fake: Hub, environ: dict[str, str]) -> None:
+    args = ("-p", "The secret code for the", "-n", "2", "--temp", "0", "-c", "1K", "-q")
+    res = good(environ, "run", "-hf", "test/needle:Q8_0", *args)
+    assert res.stderr == ""
+    assert res.stdout == good(environ, "run", str(BUNDLED_MODEL), *args).stdout
+
+
+def test_a_file_goes_before_the_quant(fake: Hub, environ: dict[str, str]) -> None:
+    found = json.loads(good(environ, "inspect", "-hf", "test/needle:F16", "-hff", "needle-Q8_0.gguf", "--json").stdout)
+    assert found["model"].endswith("needle-Q8_0.gguf")
+    assert fake.downloads() == ["needle-Q8_0.gguf"]
+
+
+def test_revision(fake: Hub, environ: dict[str, str]) -> None:
+    repo = fake.repos["test/needle"]
+    for revision in ("v1", repo.commit):
+        found = json.loads(good(environ, "inspect", "-hf", f"test/needle@{revision}:Q8_0", "--json").stdout)
+        assert repo.commit in found["model"]
+        good(environ, "inspect", "-hf", f"test/needle@{revision}:Q8_0", "--offline")
+    check_error(process(environ, "inspect", "-hf", "test/needle:Q8_0", "--offline"), RUNTIME, "not in the cache")
+
+
+def test_without_the_usual_quant_the_first(fake: Hub, environ: dict[str, str]) -> None:
+    fake.repos["test/needle"].files.pop("needle-F16.gguf")
+    res = good(environ, "inspect", "-hf", "test/needle")
+    assert "kvflash: hf:test/needle has no Q4_K_M: taking its first model, needle-Q8_0.gguf\n" in res.stderr
+
+
+def test_all_parts_of_a_split_model(fake: Hub, environ: dict[str, str]) -> None:
+    """The first is the model, whichever is named; offline, a model of which a part is missing is none."""
+    res = process(environ, "inspect", "-hf", "test/split")
+    check_error(res, RUNTIME, "big-Q4_K_M-00001-of-00003.gguf is no GGUF model")
+    assert fake.downloads() == list(fake.repos["test/split"].files)
+    res = process(environ, "inspect", "-hf", "test/split", "-hff", "Q4_K_M/big-Q4_K_M-00002-of-00003.gguf")
+    check_error(res, RUNTIME, "00001-of-00003.gguf is no GGUF model")
+    assert len(fake.downloads()) == 3
+
+    offline = ("inspect", "-hf", "test/split:Q4_K_M", "--offline")
+    check_error(process(environ, *offline), RUNTIME, "is no GGUF model")
+    next(Path(environ["HF_HOME"]).rglob("*00003-of-00003.gguf")).unlink()
+    check_error(process(environ, *offline), RUNTIME, "hf:test/split: Q4_K_M is not in the cache", "without --offline")
+
+
+def test_a_download_that_breaks_off_goes_on(fake: Hub, environ: dict[str, str]) -> None:
+    """Where it broke off: the library takes pieces of 10 MB."""
+    data = BUNDLED_MODEL.read_bytes() + bytes(24 * MIB)
+    fake.repos["test/large"] = Repo({"large-Q4_K_M.gguf": data})
+    fake.truncate["large-Q4_K_M.gguf"] = 14 * MIB
+    good(environ, "inspect", "-hf", "test/large")
+    ranges = [r for method, path, r in fake.asked if method == "GET" and path.endswith("large-Q4_K_M.gguf")]
+    assert len(ranges) == 2
+    assert re.fullmatch(r"bytes=[1-9]\d+-", ranges[1] or "")
+    (blob,) = Path(environ["HF_HOME"]).rglob("blobs/*")
+    assert blob.read_bytes() == data
+
+
+def test_quiet(fake: Hub, environ: dict[str, str]) -> None:
+    res = process(environ, "run", "-hf", "test/needle", "-q", "-p", "x")
+    assert res.stderr.count("\n") == 1, res.stderr  # needle-F16.gguf is no model
+
+
+def test_interrupted(fake: Hub, environ: dict[str, str]) -> None:
+    fake.stall = threading.Event()
+    command = [str(SCRIPT), "inspect", "-hf", "test/needle:Q8_0"]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr
+        deadline = time.monotonic() + TIMEOUT
+        while not fake.downloads():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        run.send_signal(signal.SIGINT)
+        err = run.stderr.read()
+    assert run.returncode == INTERRUPTED, err
+    assert err.endswith("kvflash: error: interrupted\n")
+    assert "Traceback" not in err
+
+
+#
+# what goes wrong
+#
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("test/needle:Q5_K_M",), USAGE, ("hf:test/needle has no Q5_K_M: give one of F16, Q8_0",)),
+        (("test/needle", "-hff", "no.gguf"), USAGE, ("has no file no.gguf: give one of needle-F16.gguf, needle-Q8_0",)),
+        (("test/needle@v2",), USAGE, ("hf:test/needle@v2 has no such revision", "after the @")),
+        (("test/needle@v2", "-hff", "needle-Q8_0.gguf"), USAGE, ("no such revision",)),
+        (("test/torn",), USAGE, ("has no file Q4_K_M/big-Q4_K_M-00003-of-00003.gguf",)),
+        (("test/weights",), USAGE, ("has no GGUF model", "convert it", "convert_hf_to_gguf.py")),
+        (("test/weights", "-hff", "model.gguf"), USAGE, ("has no GGUF model",)),
+        (("test/none",), USAGE, ("hf:test/none does not exist, or is private", "hf auth login")),
+        (("test/none", "-hff", "a.gguf"), USAGE, ("hf:test/none does not exist",)),
+        (("test/private",), USAGE, ("does not exist, or is private",)),
+        (("test/a..b",), USAGE, ("does not exist",)),
+        (
+            ("test/gated",),
+            RUNTIME,
+            ("gated", "accept its terms on https://huggingface.co/test/gated,", "hf auth login"),
+        ),
+        (("needle",), USAGE, ("-hf needle is no model of the Hub: give user/model",)),
+        (("test/needle", "--offline"), RUNTIME, ("hf:test/needle: a model is not in the cache", "without --offline")),
+        (("test/needle", "-m", "a.gguf"), USAGE, ("two models are given, a.gguf and -hf test/needle: give one",)),
+        (("test/needle:Q8_0", "b.gguf"), USAGE, ("two models are given, b.gguf and -hf test/needle:Q8_0",)),
+    ],
+)
+def test_errors(fake: Hub, environ: dict[str, str], args: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+    check_error(process(environ, "inspect", "-hf", *args), code, *words)
+    assert code == USAGE or "gated" in args[0] or not fake.asked
+
+
+def test_bad_token(fake: Hub, environ: dict[str, str]) -> None:
+    fake.bad_token = True
+    for more in ((), ("-hff", "needle-Q8_0.gguf")):
+        res = process(environ, "inspect", "-hf", "test/needle:Q8_0", *more, HF_TOKEN="hf_wrong")
+        check_error(res, RUNTIME, "hf:test/needle cannot be downloaded: the Hub does not know your token", "HF_TOKEN")
+
+
+def test_without_a_network(fake: Hub, environ: dict[str, str]) -> None:
+    """What is in the cache is used, and said; what is not, is an error."""
+    nowhere, args = {"HF_ENDPOINT": "http://127.0.0.1:9"}, ("inspect", "--json", "-hf", "test/needle:Q8_0")
+    words = ("hf:test/needle is not in the cache, and the Hub cannot be reached", "go online")
+    for more in ((), ("-hff", "needle-Q8_0.gguf")):
+        check_error(process(environ, *args, *more, **nowhere), RUNTIME, *words)
+    path = model_of(good(environ, *args))
+    for more in ((), ("-hff", path.name)):
+        res = good(environ, *args, *more, **nowhere)
+        assert model_of(res) == path
+        assert res.stderr == f"kvflash: hf:test/needle: the Hub cannot be reached; using {path.name} of the cache\n"
+
+
+def test_a_hub_that_is_down(fake: Hub, environ: dict[str, str]) -> None:
+    args = ("inspect", "-hf", "test/needle:Q8_0")
+    fake.down = True
+    check_error(process(environ, *args), RUNTIME, "hf:test/needle cannot be downloaded: ", "503")
+    fake.down = False
+    good(environ, *args)
+    fake.down = True
+    res = good(environ, *args)
+    assert "503" in res.stderr
+    assert res.stderr.endswith("; using needle-Q8_0.gguf of the cache\n")
+
+
+def test_what_was_downloaded_runs_when_access_is_lost(fake: Hub, environ: dict[str, str]) -> None:
+    """Of a gated repository the Hub still lists the files, and the library then takes the cache without a word."""
+    args = ("inspect", "-hf", "test/needle:Q8_0", "--json")
+    path = model_of(good(environ, *args))
+    for error, word in (((403, "GatedRepo"), ""), ((401, "RepoNotFound"), "private")):
+        fake.repos["test/needle"].error = error
+        res = good(environ, *args)
+        assert model_of(res) == path
+        assert word in res.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ("No space left for the Hub's cache", "set HF_HOME")),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), ("No space left for the Hub's cache",)),
+        (PermissionError(errno.EACCES, "Permission denied", "/cache"), ("cannot be downloaded: ", "/cache")),
+        (RuntimeError("\n  strange \n more"), ("cannot be downloaded: strange",)),
+        (TimeoutError("slow"), ("the Hub cannot be reached", "give a file")),
+    ],
+)
+def test_translated(error: Exception, words: tuple[str, ...]) -> None:
+    res = hub.translated("hf:a/b", error, "a file")
+    assert res.exit_code == RUNTIME
+    assert "\n" not in str(res)
+    for word in words:
+        assert word in str(res)
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match=r"-hf needs huggingface-hub: pip install 'pyllama-kvflash\[hub\]'"):
+        hub.fetch(Wanted("a/b"))
+
+
+#
+# which model
+#
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
+    """What was asked of the Hub, which gives the bundled model, whatever it is."""
+    for name in list(os.environ):
+        if name.startswith(("KVFLASH_", "LLAMA_ARG_")):
+            monkeypatch.delenv(name)
+    res: list[Wanted] = []
+
+    def fetch(model: Wanted, *_: Any) -> Path:
+        res.append(model)
+        return BUNDLED_MODEL
+
+    monkeypatch.setattr("pyllama_kvflash.cli.fetch.fetch", fetch)
+    return res
+
+
+def inspected(*args: str) -> str:
+    res = CliRunner().invoke(main, ["inspect", *args, "--json"])
+    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
+    return str(json.loads(res.stdout)["model"]) if res.exit_code == 0 else res.stderr
+
+
+def test_spellings(wanted: list[Wanted]) -> None:
+    for option in ("-hf", "-hfr", "--hf-repo"):
+        inspected(option, "a/b:F16")
+    inspected("-hf", "a/b", "--hf-file", "c.gguf", "--offline")
+    assert wanted == [*[Wanted("a/b", None, "F16")] * 3, Wanted("a/b", None, None, "c.gguf", offline=True)]
+
+
+def test_what_is_typed_goes_before_the_environment(
+    wanted: list[Wanted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "typed.gguf"
+    file.write_bytes(BUNDLED_MODEL.read_bytes())
+    monkeypatch.setenv("LLAMA_ARG_HF_REPO", "a/b")
+    monkeypatch.setenv("LLAMA_ARG_HF_FILE", "c.gguf")
+    assert inspected() == str(BUNDLED_MODEL)
+    assert wanted == [Wanted("a/b", None, None, "c.gguf")]
+    assert inspected(str(file)) == inspected("-m", str(file)) == str(file)
+    assert len(wanted) == 1
+    monkeypatch.setenv("KVFLASH_MODEL", "env.gguf")
+    assert "the environment names two models, env.gguf and -hf a/b" in inspected()
+    inspected("-hf", "d/e")
+    assert wanted[1].repo == "d/e"
+
+
+def test_a_file_of_no_repository(wanted: list[Wanted]) -> None:
+    assert "-hff c.gguf is a file of no repository: add -hf user/model" in inspected("-hff", "c.gguf")
+    assert not wanted
+
+
+def test_no_model_at_all() -> None:
+    res = CliRunner().invoke(main, ["inspect"])
+    assert "using the bundled" in res.stderr
+    assert "-hf user/model" in res.stderr
+
+
+def test_benches_take_it(wanted: list[Wanted], tmp_path: Path) -> None:
+    args = ("bench", "speed", "-hf", "a/b", "--shape", "tiny", "-o", str(tmp_path / "out"))
+    res = CliRunner().invoke(main, list(args))
+    assert res.exit_code == USAGE
+    assert "both a/b and --shape tiny are given" in res.stderr
+    assert not wanted
+
+
+#
+# the converter's downloads
+#
+
+
+def test_snapshot(fake: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    """By the same code: the files that fit, and the same sentences."""
+    res = process(environ, "convert-draft", "hf:test/weights", "--dry-run")
+    assert res.returncode == RUNTIME
+    assert "model.safetensors is no safetensors file" in res.stderr
+    assert sorted(fake.downloads()) == ["config.json", "model.safetensors"]
+    res = process(environ, "convert-draft", "hf:test/none", "--dry-run")
+    assert res.returncode == USAGE
+    assert "hf:test/none does not exist" in res.stderr
