@@ -143,7 +143,7 @@ class KVFlash(SavedSequence):
             text = np.array([*self._history[:n], *tokens] if len(tokens) else self._history, np.int32)
             self.clear()
             yield from self.prefill(text)
-            self._pending = pending
+            self._pending = None if len(tokens) else pending
 
     def _take(self, answer: Answer, token: int) -> bool:
         """The answer's next token, after all that is decoded."""

@@ -1,6 +1,7 @@
 """A sequence that can be saved while it goes on, and put back: in this process or another one."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -65,7 +66,7 @@ class SavedSequence(PooledSequence):
             msg = f"{n} positions cannot be saved of {self.n_tokens}: give one of {at}, or leave it out for all"
             raise UsageError(msg)
         states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
-        if self._stateful and n == self.n_tokens and n not in self._checkpoints:
+        if self._stateful and n not in self._checkpoints:
             states.append((n, self.ctx.save_partial()))
         pending = self._pending if n == self.n_tokens else None
         return capture(self.pager, identity, self.tokens[:n], states, n_ctx=self.options.n_ctx, pending=pending)
@@ -125,7 +126,8 @@ class SavedSequence(PooledSequence):
         except (KVFlashError, KeyboardInterrupt):
             self.clear()
             raise
-        self._checkpoints = {pos: blob for pos, blob in file.contents.states if pos <= n}
+        chunk = self.options.chunk  # elsewhere the record of the chunk goes on, or is another one's by now
+        self._checkpoints = {pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0}
         pending = int(file.contents.sequence["pending"])
         self._pending = pending if pending >= 0 and prompt is None else None
         return n
@@ -148,7 +150,11 @@ class SavedSequence(PooledSequence):
 def _checked(path: str | Path) -> Path:
     """Raise UsageError for a path that cannot be a file."""
     res = Path(path)
-    if res.is_dir():
-        msg = f"{path} is a directory: give the name of a snapshot in it, such as {res / 'text.kvsnap'}"
+    if "\0" in str(path):
+        msg = f"{str(path)!r} is no file name: it has a zero byte"
         raise UsageError(msg)
+    with suppress(OSError):  # which opening it says
+        if res.is_dir():
+            msg = f"{path} is a directory: give the name of a snapshot in it, such as {res / 'text.kvsnap'}"
+            raise UsageError(msg)
     return res

@@ -247,10 +247,12 @@ class HostStore:
             self._ahead.shutdown(cancel_futures=True)
             self._ahead = None
 
-    def digest(self, chunk: int, compute: Callable[[Record], bytes]) -> bytes:
-        """The digest of a whole record, computed once."""
+    def digest(self, chunk: int, record: Record, compute: Callable[[Record], bytes]) -> bytes:
+        """The digest of a whole record, computed once as long as it is the chunk's. Any thread may ask."""
+        if self._records.get(chunk) is not record:
+            return compute(record)
         if chunk not in self._digests:
-            self._digests[chunk] = compute(self._records[chunk])
+            self._digests[chunk] = compute(record)
         return self._digests[chunk]
 
     def forget(self, first: int) -> None:

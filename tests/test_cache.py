@@ -21,7 +21,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from pyllama_kvflash import KVFlash, Sampling, Token, Warn, disk
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.disk import slabs_in
-from pyllama_kvflash.errors import HostMemoryError, SnapshotError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.snapshot import format as layout
@@ -206,8 +206,8 @@ def test_what_a_killed_process_left_is_swept_away(opened: Open, tmp_path: Path) 
     path = cache.save(read(kv, TEXT[:700]))
     assert path
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    dead = path.parent / f".x.kvsnap.{int(done.stdout)}.part"
-    mine = path.parent / f".x.kvsnap.{os.getpid()}.part"
+    dead = path.parent / f".x.kvsnap.{int(done.stdout)}.0123abcd.part"
+    mine = path.parent / f".x.kvsnap.{os.getpid()}.0123abcd.part"
     for part in (dead, mine):
         part.write_bytes(b"half")
     cache.evict()
@@ -447,5 +447,12 @@ def test_no_cache_to_look_after(tmp_path: Path) -> None:
         assert "there is no prefix cache" in done.stderr
 
 
-def test_a_snapshot_error_is_of_this_package() -> None:
-    assert SnapshotError.exit_code == 1
+def test_the_sizes_in_the_docs_are_those_of_the_format() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "SNAPSHOT_FORMAT.md").read_text("utf-8")
+    assert f"## Header, {layout.HEADER.itemsize} bytes" in text
+    assert f"bytes of the header: {layout.HEADER.itemsize} |" in text
+    assert f"| {layout.HEADER.fields['digest'][1]} | v32 | digest of all bytes of the header" in text
+    assert f"## sequence, {layout.SEQUENCE.itemsize} bytes" in text
+    assert f"For each chunk that has a position, {layout.CHUNK.itemsize} bytes:" in text
+    assert f"For each state {layout.STATE.itemsize} bytes" in text
+    assert layout.MAGIC.hex(" ") in text

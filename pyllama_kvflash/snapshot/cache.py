@@ -243,7 +243,7 @@ def _sweep(home: Path) -> None:
     """Remove unfinished files whose process is gone."""
     for path in home.glob(f".*{SUFFIX}.*.part"):
         with suppress(OSError):
-            pid = path.name.removesuffix(".part").rpartition(".")[2]
+            pid = path.name.split(".")[-3]
             if time.time() - path.lstat().st_mtime > _ABANDONED or (pid.isdecimal() and not _alive(int(pid))):
                 path.unlink()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,20 @@ class Identity:
         if self.raw == other.raw:
             return None
         mine, its = self.fields, other.fields
-        name = next(name for name in mine if mine[name] != its[name])
-        if name in ("layers", "fingerprint"):
-            return {"layers": "the layers or cache types differ", "fingerprint": "it is of another model"}[name]
-        return f"{name} is {its[name]}, and {mine[name]} here"
+        if mine["fingerprint"] != its["fingerprint"]:
+            return "it is of another model"
+        for name, words in _DIFFERENCES.items():
+            if mine[name] != its[name]:
+                return words.format(mine[name], its[name])
+        return "its layers or cache types are others (-ctk, -ctv)"
+
+
+_DIFFERENCES = {
+    "memory": "it is of a memory of class {}, and this one is {}",
+    "chunk": "its chunks have {} positions, and {} here (--kvflash-chunk)",
+    "layers": "its layers or cache types are others (-ctk, -ctv)",
+    "flags": "its cache is laid out or rotated otherwise: flags {}, and {} here (-fa, -ctk, -ctv)",
+}
 
 
 def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
@@ -156,7 +167,7 @@ def write(
     records: of all chunks, in order, whose digests the chunks have. on_record: called with how many are written. Raises
     SnapshotError; nothing is left behind then, nor if the process is killed, but for a file named `.*.part`.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}.part")
     try:
         with open(part, "xb", opener=_private) as file:
             size = _write(file, contents, records, on_record)
@@ -248,11 +259,9 @@ class SnapshotFile:
                 if n < HEADER.itemsize:
                     raise self._damaged(f"it has {n} bytes, fewer than a header")
                 self._map = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except OSError as err:
-            msg = f"{path} cannot be read: {err.strerror or err}"
+        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte, or a special file
+            msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
             raise SnapshotError(msg) from None
-        except ValueError:  # a special file
-            raise self._damaged("it cannot be mapped") from None
         self.header = self._header(n)
         raw = {name: self._section(i) for i, name in enumerate(SECTIONS[:-1])}
         self.contents = self._contents(raw)

@@ -19,6 +19,8 @@ from pyllama_kvflash.store import HostStore
 States = Sequence[tuple[int, bytes]]
 """Of what no chunk holds, (position, bytes), in ascending order."""
 
+_HASHERS = 8  # threads, each of which hashes a GB a second
+
 OnRecord = Callable[[int, int], None]
 """Called with how many records are written, of how many."""
 
@@ -48,16 +50,16 @@ class Capture:
         """The bytes of the file. Raises SnapshotError."""
         n = len(self.records)
         try:
-            chunks = self.contents.chunks
-            for i in range(n):
-                whole = i < self.contents.sequence["n_tokens"] // self.contents.identity.fields["chunk"]
-                found = (
-                    self.store.digest(i, layout.digest) if whole and i in self.store else layout.digest(self.records[i])
-                )
-                chunks["digest"][i] = np.void(found)
+            with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
+                for i, found in enumerate(workers.map(self._digest, range(n))):
+                    self.contents.chunks["digest"][i] = np.void(found)
             return layout.write(path, self.contents, self.records, (lambda i: on_record(i, n)) if on_record else None)
         finally:
             self.store.release()
+
+    def _digest(self, i: int) -> bytes:
+        full = i < int(self.contents.sequence["n_tokens"]) // int(self.contents.identity.fields["chunk"])
+        return self.store.digest(i, self.records[i], layout.digest) if full else layout.digest(self.records[i])
 
     def begin(self, path: Path) -> Future[int]:
         """Write it in a thread."""

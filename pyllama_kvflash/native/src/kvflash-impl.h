@@ -11,6 +11,8 @@
 
 struct llama_cparams;
 struct kvf_window;
+struct kvf_window_cell;
+struct kvf_window_place;
 
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
@@ -221,6 +223,8 @@ struct llama_kvflash {
 
 private:
     static kvf_window                    window_head(const llama_kv_cache & kv, llama_seq_id seq);
+    static std::vector<kvf_window_place> window_places(
+            const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved);
     static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
 

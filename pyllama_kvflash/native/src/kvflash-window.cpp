@@ -9,6 +9,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -37,20 +38,30 @@ static constexpr uint32_t VERSION = 1;
 // bytes that a cell has in a tensor of rows, or in one of columns
 static size_t cell_bytes(const ggml_tensor * t) { return t ? ggml_row_size(t->type, t->ne[0]) : 0; }
 
-// copy the bytes of cells: get or set is called with offsets in the tensor, offsets in the blob, and sizes
+// a cell of the cache, and its place in the blob
+struct kvf_window_place {
+    uint32_t idx;
+    uint32_t at;
+};
+
+// copy the bytes of cells, of which the blob has n_cell: f is called with offsets in the tensor, offsets in the blob, and
+// sizes
 template <typename F>
-static void each_run(const ggml_tensor * t, bool columns, uint32_t size, const std::vector<uint32_t> & idxs, F && f) {
+static void each_run(const ggml_tensor * t, bool columns, uint32_t size, uint32_t n_cell,
+        const std::vector<kvf_window_place> & places, F && f) {
     const size_t n_col = columns ? t->ne[0] : 1;
     const size_t el    = columns ? ggml_type_size(t->type) : cell_bytes(t);
 
     for (size_t c = 0; c < n_col; ++c) {
-        for (size_t i = 0; i < idxs.size();) {
+        for (size_t i = 0; i < places.size();) {
+            const auto & p = places[i];
+
             size_t n = 1;
-            while (i + n < idxs.size() && idxs[i + n] == idxs[i] + n) {
+            while (i + n < places.size() && places[i + n].idx == p.idx + n && places[i + n].at == p.at + n) {
                 n++;
             }
 
-            f((c * size + idxs[i]) * el, (c * idxs.size() + i) * el, n * el);
+            f((c * size + p.idx) * el, (c * n_cell + p.at) * el, n * el);
             i += n;
         }
     }
@@ -96,21 +107,21 @@ void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, l
     memcpy(out, &head, sizeof(head));
     out += sizeof(head);
 
-    std::vector<uint32_t> idxs;
+    std::vector<kvf_window_place> places;
     for (uint32_t i = 0; i < kv.get_size(); ++i) {
         if (cells.is_empty(i) || !cells.seq_has(i, seq)) { continue; }
 
         const kvf_window_cell cell = {i, cells.pos_get(i), cells.ext_get(i)};
         memcpy(out, &cell, sizeof(cell));
         out += sizeof(cell);
-        idxs.push_back(i);
+        places.push_back({i, (uint32_t) places.size()});
     }
 
     const auto rows = [&](const ggml_tensor * t, bool columns) {
         if (!t) { return; }
-        each_run(t, columns, kv.get_size(), idxs,
+        each_run(t, columns, kv.get_size(), head.n_cell, places,
                 [&](size_t at, size_t to, size_t n) { ggml_backend_tensor_get(t, out + to, at, n); });
-        out += cell_bytes(t) * idxs.size();
+        out += cell_bytes(t) * head.n_cell;
     };
     for (const auto & layer : kv.layers) {
         rows(layer.k, false);
@@ -118,23 +129,38 @@ void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, l
     }
 }
 
-// where the cells go: to their own places if these are free, else to the first free ones
-static std::vector<uint32_t> places(
-        const llama_kv_cells & cells, uint32_t size, const kvf_window & head, const std::vector<kvf_window_cell> & saved) {
-    std::vector<uint32_t> res;
+// where the cells go: to their own places if these are free; else those that the next position sees to the first free ones
+std::vector<kvf_window_place> llama_kvflash::window_places(
+        const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved) {
+    const auto & cells = kv.v_cells[0];
 
-    bool own = head.size == size;
-    for (const auto & cell : saved) {
-        own = own && cell.idx < size && cells.is_empty(cell.idx) && (res.empty() || cell.idx > res.back());
-        if (own) { res.push_back(cell.idx); }
+    std::vector<kvf_window_place> res;
+
+    bool own = head.size == kv.get_size();
+    for (uint32_t i = 0; i < saved.size(); ++i) {
+        const uint32_t idx = saved[i].idx;
+
+        own = own && idx < kv.get_size() && cells.is_empty(idx) && (res.empty() || idx > res.back().idx);
+        if (own) { res.push_back({idx, i}); }
     }
     if (own) { return res; }
 
-    res.clear();
-    for (uint32_t i = 0; i < size && res.size() < saved.size(); ++i) {
-        if (cells.is_empty(i)) { res.push_back(i); }
+    llama_pos last = -1;
+    for (const auto & cell : saved) {
+        last = std::max(last, cell.pos);
     }
-    if (res.size() < saved.size()) { throw kvf_failure(KVF_E_STATE, "the sliding-window cache has no room for the state"); }
+
+    res.clear();
+
+    uint32_t idx = 0;
+    for (uint32_t i = 0; i < saved.size(); ++i) {
+        if (llama_hparams::is_masked_swa(kv.n_swa, kv.swa_type, saved[i].pos, last + 1)) { continue; }
+        while (idx < kv.get_size() && !cells.is_empty(idx)) {
+            idx++;
+        }
+        if (idx == kv.get_size()) { throw kvf_failure(KVF_E_STATE, "the sliding-window cache has no room for the state"); }
+        res.push_back({idx++, i});
+    }
 
     return res;
 }
@@ -163,24 +189,24 @@ void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_s
     ctx->synchronize();
     kv.seq_rm(seq, -1, -1);
 
-    auto &     cells = kv.v_cells[0];
-    const auto idxs  = places(cells, kv.get_size(), head, saved);
+    auto &     cells  = kv.v_cells[0];
+    const auto places = window_places(kv, head, saved);
 
     const auto rows = [&](ggml_tensor * t, bool columns) {
         if (!t) { return; }
-        each_run(t, columns, kv.get_size(), idxs,
+        each_run(t, columns, kv.get_size(), head.n_cell, places,
                 [&](size_t at, size_t from, size_t n) { ggml_backend_tensor_set(t, in + from, at, n); });
-        in += cell_bytes(t) * idxs.size();
+        in += cell_bytes(t) * head.n_cell;
     };
     for (const auto & layer : kv.layers) {
         rows(layer.k, false);
         rows(layer.v, kv.v_trans);
     }
 
-    for (size_t i = 0; i < idxs.size(); ++i) {
-        cells.pos_set(idxs[i], saved[i].pos);
-        cells.ext_set(idxs[i], saved[i].ext);
-        cells.seq_add(idxs[i], seq);
+    for (const auto & p : places) {
+        cells.pos_set(p.idx, saved[p.at].pos);
+        cells.ext_set(p.idx, saved[p.at].ext);
+        cells.seq_add(p.idx, seq);
     }
-    if (head.size == want.size && head.head <= want.size && cells.get_used() == idxs.size()) { kv.v_heads[0] = head.head; }
+    if (head.size == want.size && head.head <= want.size && cells.get_used() == places.size()) { kv.v_heads[0] = head.head; }
 }
