@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, UsageError
 
-DEFAULT_QUANT = "Q4_K_M"
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's
 
 Progress = Callable[[str, int, int | None], None]  # a file's name, bytes done, bytes in all
 Note = Callable[[str], None]
@@ -99,15 +99,15 @@ def tag(name: str) -> str:
 def choose(names: Iterable[str], quant: str | None = None) -> str | None:
     """The model among a repository's files; None: there is none of this quantisation.
 
-    Without a quantisation Q4_K_M, and where there is none the first file. Where several have it: the one with just this
-    tag, then one in a single file, then the shortest name.
+    Without a quantisation Q4_K_M, else Q8_0, else the first file. Where several have it: the one with just this tag, then one
+    in a single file, then the shortest name.
     """
     files = models(names)
-    wanted = (quant or DEFAULT_QUANT).upper()
-    word = re.compile(rf"(?:^|[-./]){re.escape(wanted)}(?=[-./]|$)")
-    fitting = [n for n in files if wanted == tag(n) or word.search(_stem(n).upper())]
-    if fitting:
-        return min(fitting, key=lambda n: (tag(n) != wanted, bool(_SPLIT.fullmatch(n)), len(n), n))
+    for wanted in [quant.upper()] if quant else DEFAULT_QUANTS:
+        word = re.compile(rf"(?:^|[-./]){re.escape(wanted)}(?=[-./]|$)")
+        fitting = [n for n in files if wanted == tag(n) or word.search(_stem(n).upper())]
+        if fitting:
+            return min(fitting, key=lambda n: (tag(n) != wanted, bool(_SPLIT.fullmatch(n)), len(n), n))
     return files[0] if files and not quant else None
 
 
@@ -224,8 +224,8 @@ def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
     if missing:
         msg = f"{wanted.name} has no file {missing[0]}: give one of {', '.join(models(names))}"
         raise UsageError(msg)
-    if not wanted.file and not wanted.quant and tag(name).removeprefix("UD-") != DEFAULT_QUANT:
-        note(f"{wanted.name} has no {DEFAULT_QUANT}: taking its first model, {name}")
+    if not wanted.file and not wanted.quant and tag(name).removeprefix("UD-") not in DEFAULT_QUANTS:
+        note(f"{wanted.name} has no {' or '.join(DEFAULT_QUANTS)}: taking its first model, {name}")
     return parts(name)
 
 

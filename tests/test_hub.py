@@ -128,7 +128,7 @@ DRAFTS = ["mtp-Qwen3.5-Q4_K_M.gguf", "eagle3-Q4_K_M.gguf", "Qwen3.5-dflash-Q4_K_
         (UNSLOTH_VISION, "UD-Q4_K_M", "gemma-3-4b-it-UD-Q4_K_M.gguf"),
         (UNSLOTH_VISION, "f16", "gemma-3-4b-it-F16.gguf"),
         (UNSLOTH_VISION, "F32", None),
-        (GGML_ORG, None, "Qwen3-0.6B-Q4_0.gguf"),
+        (GGML_ORG, None, "Qwen3-0.6B-Q8_0.gguf"),
         (GGML_ORG, "Q8_0", "Qwen3-0.6B-Q8_0.gguf"),
         (GGML_ORG, "F16", "Qwen3-0.6B-f16.gguf"),
         (GGML_MXFP4, None, "gpt-oss-120b-mxfp4-00001-of-00003.gguf"),
@@ -142,7 +142,7 @@ DRAFTS = ["mtp-Qwen3.5-Q4_K_M.gguf", "eagle3-Q4_K_M.gguf", "Qwen3.5-dflash-Q4_K_
         (UNDERSCORES, None, "tiny_1b_q4_k_m.gguf"),
         (UNDERSCORES, "Q8_0", "tiny_1b_q8_0.gguf"),
         (FOLDERS, "Q8_0", "Q8_0/ggml-model-00001-of-00002.gguf"),
-        (FOLDERS, None, "F16/ggml-model.gguf"),
+        (FOLDERS, None, "Q8_0/ggml-model-00001-of-00002.gguf"),
         (BOTH, "Q8_0", "m-F16-Q8_0.gguf"),
         (BOTH, "F16", "m-F16-Q8_0.gguf"),
         (DRAFTS, None, "Qwen3.5-MTP-Q4_K_M.gguf"),
@@ -448,9 +448,11 @@ def test_revision(fake: Hub, environ: dict[str, str]) -> None:
 
 
 def test_without_the_usual_quant_the_first(fake: Hub, environ: dict[str, str]) -> None:
-    fake.repos["test/needle"].files.pop("needle-F16.gguf")
+    files = fake.repos["test/needle"].files
+    files.pop("needle-F16.gguf")
+    files["needle-Q6_K.gguf"] = files.pop("needle-Q8_0.gguf")
     res = good(environ, "inspect", "-hf", "test/needle")
-    assert "kvflash: hf:test/needle has no Q4_K_M: taking its first model, needle-Q8_0.gguf\n" in res.stderr
+    assert "kvflash: hf:test/needle has no Q4_K_M or Q8_0: taking its first model, needle-Q6_K.gguf\n" in res.stderr
 
 
 def test_all_parts_of_a_split_model(fake: Hub, environ: dict[str, str]) -> None:
@@ -482,7 +484,7 @@ def test_a_download_that_breaks_off_goes_on(fake: Hub, environ: dict[str, str]) 
 
 
 def test_quiet(fake: Hub, environ: dict[str, str]) -> None:
-    res = process(environ, "run", "-hf", "test/needle", "-q", "-p", "x")
+    res = process(environ, "run", "-hf", "test/needle:F16", "-q", "-p", "x")
     assert res.stderr.count("\n") == 1, res.stderr  # needle-F16.gguf is no model
 
 

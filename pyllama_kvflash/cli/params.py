@@ -195,7 +195,7 @@ MODEL = options(
     click.option("-hf", "-hfr", "--hf-repo", "hf_repo", metavar="USER/MODEL[:QUANT]", envvar=env("HF_REPO"),
                  expose_value=False, callback=_keep,
                  help="A model of the Hugging Face Hub, downloaded into its cache: user/model:Q8_0, or"
-                 " user/model@revision:Q8_0. Without QUANT Q4_K_M, or the repository's first GGUF."),
+                 " user/model@revision:Q8_0. Without QUANT Q4_K_M, else Q8_0, else the repository's first GGUF."),
     click.option("-hff", "--hf-file", "hf_file", metavar="FILE", envvar=env("HF_FILE"),
                  expose_value=False, callback=_keep, help="The file of that repository, instead of QUANT."),
     click.option("--offline", is_flag=True, envvar=env("OFFLINE"),
