@@ -135,11 +135,12 @@ class KVFlash(SavedSequence):
 
     def _mended(self, tokens: Sequence[int] | Tokens, events: Iterator[Event]) -> Iterator[Event]:
         """The events of a step that adds tokens. If a record of a snapshot turns out to be damaged, all is read anew."""
-        n, pending = len(self._history), self._pending
+        n = len(self._history)
         try:
             yield from events
         except SnapshotError as err:
             yield Warn(f"{err}; what was restored is read again")
+            pending = self._pending  # of a step: none, if its token was decoded
             text = np.array([*self._history[:n], *tokens] if len(tokens) else self._history, np.int32)
             self.clear()
             yield from self.prefill(text)

@@ -100,7 +100,8 @@ class SavedSequence(PooledSequence):
         without a prompt goes on after the last token that was produced.
 
         Nothing of it is computed, and records are read from the file when they are needed. In a pool of the same size, all
-        chunks are where they were, and what follows is what would have followed. Else the hottest are brought back.
+        chunks are where they were, and what generate() says is what it would have said (decode() by hand begins a new interval
+        of scoring). Else the hottest are brought back.
 
         Raises SnapshotError, with the reason, if it is damaged, or of another model, cache or text; the sequence is empty
         then. Records are checked when they are used for the first time: generate() reads the text anew if one was damaged,

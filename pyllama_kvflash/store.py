@@ -188,6 +188,7 @@ class HostStore:
         self._records: dict[int, Record] = {}
         self._lent: dict[int, _Lent] = {}  # records of somebody else's
         self._digests: dict[int, bytes] = {}
+        self._noting = Lock()  # a digest, of a record that is there
         self._ahead: ThreadPoolExecutor | None = None
         self._n_holds = 0
         self._limbo: list[Record] = []  # forgotten, but held
@@ -249,19 +250,23 @@ class HostStore:
 
     def digest(self, chunk: int, record: Record, compute: Callable[[Record], bytes]) -> bytes:
         """The digest of a whole record, computed once as long as it is the chunk's. Any thread may ask."""
-        if self._records.get(chunk) is not record:
-            return compute(record)
-        if chunk not in self._digests:
-            self._digests[chunk] = compute(record)
-        return self._digests[chunk]
+        with self._noting:
+            if self._records.get(chunk) is record and chunk in self._digests:
+                return self._digests[chunk]
+        found = compute(record)
+        with self._noting:
+            if self._records.get(chunk) is record:  # it may have been forgotten meanwhile
+                self._digests[chunk] = found
+        return found
 
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
         if self._lent and first <= max(self._lent):
             self._stop_checking()
         for chunk in [c for c in self._records if c >= first]:
-            record = self._records.pop(chunk)
-            self._digests.pop(chunk, None)
+            with self._noting:
+                record = self._records.pop(chunk)
+                self._digests.pop(chunk, None)
             if chunk in self._lent:
                 del self._lent[chunk]
             elif self._n_holds:

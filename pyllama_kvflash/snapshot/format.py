@@ -194,6 +194,7 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
         at += -(-len(raw) // 8) * 8
     start = -(-at // PAGE) * PAGE
     end = start + len(contents.chunks) * pitch
+    file.truncate(end)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, end)  # a full disk says so now
     for i, record in enumerate(records):
@@ -254,6 +255,8 @@ class SnapshotFile:
         self.path = path
         self.on_damage: Callable[[], None] | None = None  # called when a record is not what was written
         try:
+            if path.exists() and not path.is_file():  # to open a pipe would be to wait for ever
+                raise self._damaged("it is no regular file")
             with path.open("rb") as file:
                 n = os.fstat(file.fileno()).st_size
                 if n < HEADER.itemsize:

@@ -73,7 +73,17 @@ class SavedPool:
         ledger, n_chunks = pager.ledger, len(self.state)
         for chunk in range(n_chunks):
             lend(chunk)
+        pins = set(ledger.pins)
         ledger.pins |= self.pins
+        try:
+            return self._put_back(pager)
+        except BaseException:
+            ledger.pins.clear()
+            ledger.pins |= pins
+            raise
+
+    def _put_back(self, pager: Pager) -> bool:
+        ledger = pager.ledger
         same = self.n_kv > 0 and pager.ctx.pool_info().n_pool == self.n_pool and len(ledger.blocks.ledgers) == 1
         if same:
             self._in_place(pager)

@@ -1,0 +1,159 @@
+"""What test_snapshot.py does to a sequence, in its own process and in another one, which is asked through a pipe."""
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, pager
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.native import Model
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+N_VOCAB = 512  # of the tiny models; the needle model has more
+TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, 40_000).astype(np.int32)
+MORE = np.random.default_rng(6).integers(0, N_VOCAB, 4000).astype(np.int32)
+GREEDY = Sampling(temperature=0)
+SMALL: dict[str, Any] = {"n_ctx": 16384, "pool": 1024, "n_threads": 1, "share": 0, "tau": 16}  # 16 blocks
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that reads a prompt of n tokens."""
+
+    name: str
+    cache: str
+    policy: str
+    n: int
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.name, self.cache, self.policy, self.n)))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For KVFlash.from_file."""
+        return {
+            **SMALL,
+            "n_ctx": max(SMALL["n_ctx"], self.n + 4096),
+            "policy": self.policy,
+            "type_k": self.cache,
+            "type_v": self.cache,
+        }
+
+
+def answer(kv: KVFlash, prompt: Any, n: int = 40, *, append: bool = True) -> list[int]:
+    """A prompt, and n tokens of an answer."""
+    return ids(kv.generate(prompt, max_tokens=n, sampling=GREEDY, append=append))
+
+
+def ids(events: Iterable[Event]) -> list[int]:
+    """The tokens of an answer."""
+    return [event.id for event in events if isinstance(event, Token)]
+
+
+def flat(event: Reselect) -> npt.NDArray[np.float64]:
+    """A reselect as numbers, without its times."""
+    scores = [np.nan if score is None else score for score in event.scores]
+    return np.array([event.pos, *event.drops, -1, *event.page_ins, -1, *scores], np.float64)
+
+
+def seen(kv: KVFlash) -> Arrays:
+    """Where everything is now: nothing moves for it."""
+    kv.pager.stored()
+    where, ledger, info = kv.residency(), kv.pager.ledger, kv.ctx.pool_info()
+    landing = [(chunk, kv.pager.n_computed - n, block) for chunk, (n, block) in kv.pager.landing.items()]
+    summaries = kv.pager.summaries
+    entries = [row.ravel() for chunk in range(len(summaries or ())) for row in summaries.entry(chunk)]
+    return {
+        **{name: getattr(where, name) for name in ("state", "block", "sealed", "stored", "protected", "score")},
+        "touched": ledger.touched,
+        "numbers": np.array([kv.n_tokens, ledger.tick, info.n_kv, -1 if kv._pending is None else kv._pending]),
+        "tokens": kv.tokens,
+        "landing": np.array(landing).reshape(-1, 3),
+        "drops": np.array(kv.pager.todo[0], int),
+        "page-ins": np.array(kv.pager.todo[1], int),
+        "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),
+    }
+
+
+def go_on(kv: KVFlash) -> Arrays:
+    """Where everything is, what follows two more prompts, and the scores that were given on the way."""
+    res = seen(kv)
+    for i, (prompt, n) in enumerate(((MORE[:70], 24), (MORE[70:80], 12))):
+        events = list(kv.generate(prompt, max_tokens=n, sampling=GREEDY, append=True))
+        scores = [flat(event) for event in events if isinstance(event, Reselect)]
+        res[f"answer {i}"] = np.array(ids(events))
+        res[f"logits {i}"] = kv.logits()
+        res[f"scores {i}"] = np.concatenate(scores) if scores else np.empty(0)
+    last = kv.reselect()
+    res["reselect"] = flat(last) if last else np.empty(0)
+    return res
+
+
+def assert_same(got: Arrays, want: Arrays) -> None:
+    """All of it, to the bit."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name, strict=True)
+
+
+class Other:
+    """Another process, which opens models and restores snapshots there."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.communicate()
+
+    def goes_on(self, model: Path, case: Case, snapshots: list[Path], out: Path) -> list[Arrays]:
+        """What go_on() gives there after each snapshot."""
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        asked = {"model": str(model), "case": asdict(case), "snapshots": list(map(str, snapshots)), "out": str(out)}
+        print(json.dumps(asked), file=child.stdin, flush=True)
+        assert json.loads(child.stdout.readline()) == "done"
+        with np.load(out) as arrays:
+            return [
+                {name[2:]: arrays[name] for name in arrays.files if name.startswith(f"{i} ")}
+                for i in range(len(snapshots))
+            ]
+
+
+def serve() -> None:
+    """The other process."""
+    pager.FLIGHT_BYTES = 1
+    Model.is_eog = lambda *_: False  # type: ignore[method-assign]
+    Model.piece = lambda *_: b""  # type: ignore[method-assign]
+    for line in sys.stdin:
+        try:
+            asked = json.loads(line)
+            found: Arrays = {}
+            with KVFlash.from_file(asked["model"], **Case(**asked["case"]).options) as kv:
+                for i, path in enumerate(asked["snapshots"]):
+                    kv.restore(path)
+                    found |= {f"{i} {name}": value for name, value in go_on(kv).items()}
+                    kv.check_integrity()
+            np.savez(asked["out"], **found)
+            res = "done"
+        except Exception:  # noqa: BLE001 (told to who asked)
+            res = traceback.format_exc()
+        print(json.dumps(res), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
