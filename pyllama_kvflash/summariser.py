@@ -9,6 +9,7 @@ from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Layer, Record, Summaries
 
 _THREADS = 8
+_MANY = 16  # chunks that threads share among them, instead of their layers
 
 
 class Summariser:
@@ -67,6 +68,14 @@ class Summariser:
             self._put(self.summaries, n)
 
     def _put(self, summaries: Summaries, n: int, threads: ThreadPoolExecutor | None = None) -> None:
+        if threads and n - len(summaries) >= _MANY:
+            try:
+                summaries.put_all(n, self._record, threads)
+            except MemoryError:
+                raise _no_memory(summaries, n) from None
+            except RuntimeError:  # no memory for a thread
+                self._put(summaries, n)
+            return
         for chunk in range(len(summaries), n):
             record = self._record(chunk)
             try:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.native
 SCRIPT = Path(sys.executable).with_name("kvflash")
 TIMEOUT = 60  # seconds; the slowest command here takes about ten
 NEEDLE_TOKEN_BYTES = 6 * 2 * 128 * 2  # layers, K and V, elements of a row, bytes of an f16
-COMMANDS = ("run", "demo", "inspect", "plot")
+COMMANDS = ("run", "chat", "serve", "demo", "inspect", "plot", "cache")
 
 # A pool of 768 tokens is what batches of 64 need: the prompt of 1,500 tokens is twice as long.
 SHORT = ("-p", "The secret code for the", "-c", "1K")

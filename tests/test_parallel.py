@@ -396,3 +396,13 @@ def test_all_tokens_of_a_batch_can_be_asked_for(opened: Open) -> None:
     second.decode(TOKENS[1, :8], ALL)
     np.testing.assert_array_equal(second.logits(), second.logits(7))
     assert second.pager.ledger.state_of(0) == State.RESIDENT
+
+
+def test_a_pool_may_be_larger_than_the_context_of_one(opened: Open) -> None:
+    """It is theirs together: no fewer cells than were asked for, and room for all of them."""
+    kv = opened("qwen3", n_ctx=1024, n_parallel=3, pool=2048, n_batch=64)
+    assert kv.ctx.pool_info().n_pool == kv.n_pool == 2048
+    for sequence in kv.sequences:
+        feed(sequence, 900)
+    check(kv)
+    assert sum(sequence.pager.ledger.n_resident for sequence in kv.sequences) * kv.options.chunk > 1024

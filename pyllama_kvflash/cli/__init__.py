@@ -11,11 +11,14 @@ import click
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli.bench import bench
+from pyllama_kvflash.cli.cache import cache
+from pyllama_kvflash.cli.chat import chat
 from pyllama_kvflash.cli.convert import convert_draft
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
+from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.spec import spec
 from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.errors import KVFlashError
@@ -34,6 +37,8 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
   kvflash run model.gguf -f long.txt --trace t.jsonl  and what stayed and came back, for the next line
   kvflash plot t.jsonl                                a picture of it
+  kvflash chat model.gguf                             a conversation, kept in the context
+  kvflash serve model.gguf -np 4                      for clients of the OpenAI protocol, on one pool
   kvflash bench niah                                  what a pool finds, and what the full cache does
   kvflash inspect model.gguf                          what can be pooled, and what it costs
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
@@ -85,11 +90,14 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(chat)
+main.add_command(serve)
 main.add_command(demo)
 main.add_command(inspect)
 main.add_command(plot)
 main.add_command(bench)
 main.add_command(convert_draft)
+main.add_command(cache)
 bench.add_command(speed)
 bench.add_command(paging)
 bench.add_command(spec)

@@ -93,15 +93,28 @@ class Summaries:
             msg = f"chunk {chunk} is summarised, where {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
-        slab, i = divmod(chunk, SLAB)
-        src = ffi.from_buffer(record)
-
-        def one(layer: Any, rows: npt.NDArray[np.uint16]) -> None:
-            dst = ffi.from_buffer("uint16_t[]", rows)
-            check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, i, SLAB))
-
-        deque((threads.map if threads else map)(one, self._layers, self._slabs[slab]), maxlen=0)
+        layers = range(len(self._layers))
+        deque((threads.map if threads else map)(lambda i: self._write(chunk, record, i), layers), maxlen=0)
         self._n = max(self._n, chunk + 1)
+
+    def put_all(self, n: int, record: Callable[[int], Record], threads: Executor) -> None:
+        """Summarise what is missing of the first n chunks, which threads share among them. record: gives a chunk's."""
+        self.reserve(n)
+
+        def one(chunk: int) -> None:
+            its = record(chunk)
+            for i in range(len(self._layers)):
+                self._write(chunk, its, i)
+
+        deque(threads.map(one, range(self._n, n)), maxlen=0)
+        self._n = max(self._n, n)
+
+    def _write(self, chunk: int, record: Record, i: int) -> None:
+        """In one layer."""
+        slab, at = divmod(chunk, SLAB)
+        src, dst = ffi.from_buffer(record), ffi.from_buffer("uint16_t[]", self._slabs[slab][i])
+        layer = self._layers[i]
+        check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, at, SLAB))
 
     def truncate(self, n: int) -> None:
         """Forget all but the first n."""

@@ -51,7 +51,8 @@ void llama_kvflash::scope::rethrow() const {
     if (g_refusal) { throw *g_refusal; }
 }
 
-uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? std::min(g_setup->n_pool, kv_size) : kv_size; }
+// not clipped to kv_size, which is one sequence's: several may share a pool
+uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? g_setup->n_pool : kv_size; }
 
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     if (!g_setup) { return; }

@@ -1,0 +1,202 @@
+"""`kvflash serve`: the OpenAI protocol over one pool."""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyllama_kvflash import native
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.report import Reporter, banner
+from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading import check_file
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.snapshot.cache import PrefixCache
+
+HELP = """Serve a model to clients of the OpenAI protocol.
+
+Several requests are answered at once, each in a sequence of its own, and all sequences share one pool. What a prompt has
+in common with an earlier one is not read again: not if that is still in a sequence, nor if it is in the prefix cache on
+disk. docs/SERVER.md has the endpoints and what is not supported.
+
+\b
+  kvflash serve model.gguf                                 http://127.0.0.1:8080/v1, two requests at once
+  kvflash serve model.gguf -np 4 -c 128K --kvflash 16K     four, of up to 128K tokens each
+  KVFLASH_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
+
+Without MODEL.gguf the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C, or SIGTERM, lets
+answers be finished within --grace seconds; a second one ends at once.
+"""
+
+NEEDED = ("starlette", "uvicorn", "jinja2")
+
+
+def check_extra(what: str, modules: tuple[str, ...] = NEEDED) -> None:
+    """Raise UsageError unless what a command needs is installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        msg = f"{what} needs {' and '.join(missing)}: pip install 'pyllama-kvflash[serve]'"
+        raise UsageError(msg)
+
+
+TEMPLATE = click.option(
+    "--chat-template-file",
+    "template_file",
+    metavar="FILE",
+    default=None,
+    envvar=params.env("CHAT_TEMPLATE_FILE"),
+    help="A Jinja chat template instead of the model's own.",
+)
+
+SERVER = params.options(
+    click.option("--host", default="127.0.0.1", show_default=True, envvar=params.env("HOST"),
+                 help="Address to listen on; 0.0.0.0 for all."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, envvar=params.env("PORT"),
+                 help="Port to listen on, 0: any that is free."),
+    click.option("-np", "--parallel", "n_parallel", type=click.IntRange(1), default=2, show_default=True,
+                 envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests that are answered at once."),
+    click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
+                 help="Requests that may wait for a sequence; more are refused (429)."),
+    click.option("--api-key", metavar="KEY", default=None, envvar=params.env("API_KEY"),
+                 help="What clients must send as bearer token. Others see it in the list of processes: better set"
+                 " KVFLASH_API_KEY."),
+    click.option("--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
+                 help="Name of the model for clients.  [default: the file's, without .gguf]"),
+    click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True,
+                 envvar=params.env("N_PREDICT"),
+                 help="Tokens of an answer at most, whatever a request asks for, -1: until the context is full."),
+    click.option("--max-body", metavar="SIZE", type=params.ByteSize(), default="32M", show_default=True,
+                 envvar="KVFLASH_MAX_BODY", help="Bytes of a request at most."),
+    click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
+                 help="Seconds that answers may take to be finished once the server is to stop."),
+    TEMPLATE,
+    click.option("--prefix-cache", metavar="FOLDER|off", default=None, envvar="KVFLASH_PREFIX_CACHE",
+                 help="Where prompts that were read are kept.  [default: ~/.cache/kvflash/prefix]"),
+    click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
+                 envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Bytes that it may take; the oldest give way."),
+    click.option("--cache-min", type=params.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
+                 help="New tokens of a sequence that are worth keeping there."),
+)  # fmt: skip
+
+
+@click.command(help=HELP, short_help="Serve a model to clients of the OpenAI protocol.")
+@params.MODEL
+@SERVER
+@params.POOL
+@params.SCORERS
+@params.CONTEXT
+@params.COMPUTE
+@params.SAMPLING
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but warnings and errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+def serve(
+    model_arg: str | None,
+    model: str | None,
+    host: str,
+    port: int,
+    n_queue: int,
+    api_key: str | None,
+    alias: str | None,
+    n_predict: int,
+    max_body: int,
+    grace: float,
+    template_file: str | None,
+    prefix_cache: str | None,
+    prefix_cache_size: int,
+    cache_min: int,
+    *,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Serve."""
+    check_extra("kvflash serve")
+    from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (an extra)
+    from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
+    from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
+
+    logging.basicConfig(format="kvflash: %(levelname)s: %(message)s", level=logging.WARNING)
+    sampling = defaults(options)
+    if n_predict == 0 or n_predict < -1:
+        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
+        raise UsageError(msg)
+    options = params.resolve(options)
+    cache = _prefix_cache(prefix_cache, prefix_cache_size)
+    options["snapshots"] = cache is not None
+    reporter = Reporter(quiet=quiet)
+    path = model_path(model_arg, model, reporter)
+    check_file(path)
+    template = read_template(template_file)
+    if verbose:
+        native.show_log()
+    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template)
+    scheduler = Scheduler(
+        _opener(path, options, reporter, template),
+        n_queue=n_queue,
+        cache=cache,
+        cache_min=cache_min,
+    )
+    listening = bound(host, port)
+    if not api_key and host not in {"127.0.0.1", "localhost", "::1"}:
+        reporter.warn(f"there is no --api-key, and {host} can be reached by others: whoever does may use the model")
+    shown = f"[{host}]" if ":" in host else host
+    reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}/v1, model {settings.name}")
+    app = Server(scheduler, settings, reporter.note).app()
+    run(app, scheduler, listening, grace=grace, note=reporter.note)
+
+
+def _opener(
+    path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
+) -> Callable[[Callable[[float], None]], KVFlash]:
+    """Loads the model in the scheduler's thread, and tells of it as run does."""
+    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
+
+    def open_(progress: Callable[[float], None]) -> KVFlash:
+        kv = KVFlash.from_file(path, progress=progress, **options)
+        try:
+            for warning in dict.fromkeys(w for s in kv.sequences for w in s.warnings):
+                reporter.warn(warning)
+            for line in banner(kv):
+                reporter.note(line)
+            try:
+                warning = ChatTemplate.of(kv.model, template).warning
+            except UsageError as err:
+                warning = f"{err}; /v1/completions needs none"
+            if warning:
+                reporter.warn(warning)
+        except BaseException:
+            kv.close()
+            raise
+        return kv
+
+    return open_
+
+
+def defaults(options: dict[str, Any]) -> Sampling:
+    """The options of SAMPLING, taken out of the values: of requests that leave it open."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    values = {name: options.pop(name) for name in names}
+    if values["seed"] < 0:
+        values["seed"] = None
+    return Sampling(**values)
+
+
+def read_template(name: str | None) -> str | None:
+    """A chat template from a file. Raises UsageError."""
+    if name is None:
+        return None
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        msg = f"the chat template {name} cannot be read: {getattr(err, 'strerror', None) or 'it is not UTF-8 text'}"
+        raise UsageError(msg) from None
+
+
+def _prefix_cache(folder: str | None, limit: int) -> PrefixCache | None:
+    return None if folder == "off" else PrefixCache(folder or default_folder(), limit)

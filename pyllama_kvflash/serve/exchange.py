@@ -1,0 +1,123 @@
+"""One request between its handler and the scheduler: updates come in, and it is cancelled if the client leaves."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Self
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
+from pyllama_kvflash.serve.replies import DONE, Reply, comment, event
+from pyllama_kvflash.serve.scheduler import Scheduler
+
+_ALIVE_SECONDS = 10.0  # between two signs of life on a stream
+
+
+class Exchange:
+    """Made in the event loop that the request is handled in."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._loop = asyncio.get_running_loop()
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: the client is gone
+        self._job: Job | None = None
+
+    def notify(self, update: Update) -> None:
+        """Called by the scheduler's thread."""
+        with suppress(RuntimeError):  # the loop is closed: so is the server
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+
+    def submit(self, job: Job) -> None:
+        """Have it served."""
+        self._job = job
+        self._scheduler.submit(job)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """However it ends: nobody wants more of it."""
+        if self._job is not None:
+            self._scheduler.cancel(self._job)
+
+    async def updates(self, receive: Receive) -> AsyncGenerator[Update | None, None]:
+        """Until the last one, or the client leaves. None: nothing came for some seconds."""
+        watch = asyncio.create_task(self._watch(receive))
+        update: Update | None = None
+        try:
+            while not isinstance(update, Finished | Failed):
+                try:
+                    update = await asyncio.wait_for(self._updates.get(), _ALIVE_SECONDS)
+                except TimeoutError:
+                    yield None
+                    continue
+                if update is None:
+                    return
+                yield update
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._updates.put_nowait(None)
+
+    async def whole(self, receive: Receive) -> tuple[str, Finished | None]:
+        """The text, and its end; None: the client is gone. Raises Fault."""
+        parts: list[str] = []
+        async with aclosing(self.updates(receive)) as updates:
+            async for update in updates:
+                if isinstance(update, Text):
+                    parts.append(update.text)
+                elif isinstance(update, Failed):
+                    raise _fault(update)
+                elif isinstance(update, Finished):
+                    return "".join(parts), update
+        return "", None
+
+
+def _fault(failed: Failed) -> Fault:
+    return Fault(failed.status, failed.message)
+
+
+class Stream(Response):
+    """Server-sent events. Starlette's own notices that a client has left when it next has something to send."""
+
+    def __init__(
+        self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], *, include_usage: bool
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._exchange, self._reply, self._finished = exchange, reply, finished
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Send all of it."""
+        with self._exchange, suppress(OSError):  # the client is gone
+            async with aclosing(self._exchange.updates(receive)) as updates:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self._reply.first(), "more_body": True})
+                async for update in updates:
+                    await send({"type": "http.response.body", "body": self._event(update), "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+
+    def _event(self, update: Update | None) -> bytes:
+        match update:
+            case Text(text):
+                return self._reply.text(text)
+            case Reading(done, total):
+                return comment(f"prefill {done}/{total}")
+            case Finished():
+                self._finished(update)
+                return self._reply.last(update, include_usage=self._include_usage)
+            case Failed():
+                return event(_fault(update).body()) + DONE
+        return comment("waiting")

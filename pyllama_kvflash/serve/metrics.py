@@ -1,0 +1,138 @@
+"""Counters of a server, and their Prometheus text."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.events import Stats
+
+OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
+"""Of a request: answered; its client left; it failed; the queue was full, or the server not ready; it was at fault."""
+
+SOURCES = ("memory", "disk")
+
+_TOTALS = {
+    "prefill_tokens": "Prompt tokens that were read.",
+    "prefill_seconds": "Seconds that reading prompts took.",
+    "decode_tokens": "Tokens of answers that were decoded.",
+    "decode_seconds": "Seconds that decoding answers took.",
+    "pages_out": "Chunks that left the pool.",
+    "pages_in": "Chunks that came back.",
+    "prefix_cache_misses": "Prompts of which no beginning was known.",
+    "prefix_cache_saves": "Sequences written to the prefix cache on disk.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How things stand."""
+
+    pool_cells: int = 0
+    context: int = 0
+    chunks: int = 0
+    chunks_resident: int = 0
+    host_bytes: int = 0
+    kv_device_bytes: int = 0
+    sequences: int = 0
+    sequences_busy: int = 0
+    queue: int = 0
+
+
+_GAUGES = {
+    "pool_cells": "Cells of the pool, 0: there is none, the full cache is in use.",
+    "context": "Positions of a sequence.",
+    "chunks": "Chunks of all sequences.",
+    "chunks_resident": "Of these, in the pool.",
+    "host_bytes": "Host memory taken for the records of chunks.",
+    "kv_device_bytes": "Device memory of the KV cache: the pool, or the full cache.",
+    "sequences": "Sequences on the pool.",
+    "sequences_busy": "Of these, with a request.",
+    "queue": "Requests that wait for a sequence.",
+}
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counted by the scheduler's thread and by handlers, read by handlers."""
+
+    figures: Figures = field(default_factory=Figures)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _totals: Counter[str] = field(default_factory=Counter)
+    _outcomes: Counter[str] = field(default_factory=Counter)
+    _hits: Counter[str] = field(default_factory=Counter)
+    _reused: Counter[str] = field(default_factory=Counter)
+    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, **amounts: float) -> None:
+        """Count more of totals, by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[name] += amount  # type: ignore[assignment]  # seconds are no integers
+
+    def request(self, outcome: str) -> None:
+        """A request came to its end: one of OUTCOMES."""
+        with self._lock:
+            self._outcomes[outcome] += 1
+
+    def reused(self, source: str, n_tokens: int) -> None:
+        """The beginning of a prompt was known, in one of SOURCES; n_tokens 0: in none."""
+        with self._lock:
+            if n_tokens:
+                self._hits[source] += 1
+                self._reused[source] += n_tokens
+            else:
+                self._totals["prefix_cache_misses"] += 1
+
+    def pages(self, seq: KVFlash) -> Stats:
+        """Count what moved since the last call; its own counts begin anew when it is cleared, so call this before."""
+        stats = seq.stats()
+        now, before = (stats.pages_out, stats.pages_in), self._seen.get(seq.seq, (0, 0))
+        if now[0] < before[0] or now[1] < before[1]:
+            before = 0, 0
+        self._seen[seq.seq] = now
+        self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1])
+        return stats
+
+    def look(self, sequences: Iterable[KVFlash], busy: int, queue: int) -> None:
+        """Take down how the sequences stand."""
+        stats = [self.pages(seq) for seq in sequences]
+        self.figures = Figures(
+            pool_cells=stats[0].n_pool or 0,
+            context=stats[0].n_ctx,
+            chunks=sum(s.chunks for s in stats),
+            chunks_resident=sum(s.resident for s in stats),
+            host_bytes=stats[0].host_bytes,
+            kv_device_bytes=stats[0].kv_device_bytes,
+            sequences=len(stats),
+            sequences_busy=busy,
+            queue=queue,
+        )
+
+    def text(self) -> str:
+        """All of it, as Prometheus reads it."""
+        with self._lock:
+            totals, outcomes, hits, reused = map(Counter, (self._totals, self._outcomes, self._hits, self._reused))
+        lines = []
+        for name, meaning in _GAUGES.items():
+            lines += _metric(name, "gauge", meaning, {"": getattr(self.figures, name)})
+        for name, meaning in _TOTALS.items():
+            lines += _metric(f"{name}_total", "counter", meaning, {"": totals[name]})
+        by_outcome = {f'{{outcome="{o}"}}': outcomes[o] for o in OUTCOMES}
+        lines += _metric("requests_total", "counter", "Requests, by how they ended.", by_outcome)
+        for name, found, meaning in (
+            ("prefix_cache_hits_total", hits, "Prompts of which a beginning was known, by where."),
+            (
+                "prefix_cache_tokens_total",
+                reused,
+                "Prompt tokens that did not have to be read, by where they were known.",
+            ),
+        ):
+            lines += _metric(name, "counter", meaning, {f'{{source="{s}"}}': found[s] for s in SOURCES})
+        return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> list[str]:
+    full = f"kvflash_{name}"
+    return [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", *(f"{full}{k} {v:.15g}" for k, v in values.items())]

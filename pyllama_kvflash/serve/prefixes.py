@@ -1,0 +1,96 @@
+"""Beginnings of prompts that were read before: in the sequences that are idle, and in a cache on disk."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.serve.job import Cache
+from pyllama_kvflash.serve.metrics import Metrics
+from pyllama_kvflash.serve.slot import Slot
+
+_COMMON = 64  # tokens for which a sequence is preferred to another whose loss costs less: BOS alone is no reason
+
+log = logging.getLogger("kvflash.serve")
+
+
+class Prefixes:
+    """Chooses sequences for prompts, and leaves in them what the prompt begins with. For the scheduler's thread."""
+
+    def __init__(self, metrics: Metrics, cache: Cache | None, cache_min: int) -> None:
+        """cache_min: new tokens of a sequence that are worth writing to the cache."""
+        self._metrics = metrics
+        self._cache = cache
+        self._cache_min = cache_min
+
+    def choose(self, free: Sequence[Slot], tokens: Tokens) -> Slot:
+        """Of these the one with the longest beginning in common; else an empty one, or that which was not used for longest."""
+
+        def worth(slot: Slot) -> tuple[int, bool, float]:
+            common = slot.common(tokens)
+            return common if common >= _COMMON else 0, slot.seq.n_tokens == 0, -slot.used
+
+        return max(free, key=worth)
+
+    def prepare(self, slot: Slot, tokens: Tokens) -> None:
+        """Leave in a sequence what a prompt (n,) begins with, from memory or from disk, and nothing else; one token of it at
+        least is left to read. Raises what clear() of a sequence does.
+        """
+        common = slot.common(tokens)
+        if common < slot.seq.n_tokens:
+            self.save(slot)
+        if n := self._restore(slot, tokens, common):
+            self._metrics.reused("disk", n)
+            return
+        common = min(common, slot.seq.n_tokens)  # a cache that failed has cleared it
+        if common < slot.seq.n_tokens:
+            self._roll_back(slot, common)
+        self._metrics.reused("memory", slot.seq.n_tokens if slot.seq.n_tokens > 1 else 0)  # BOS alone is nothing
+
+    def _roll_back(self, slot: Slot, n_tokens: int) -> None:
+        try:
+            if n_tokens:
+                slot.seq.rollback(n_tokens)
+        except KVFlashError:  # a recurrent state, say, cannot go back
+            n_tokens = 0
+        if not n_tokens:
+            self.clear(slot)
+        slot.kept = min(slot.kept, n_tokens)
+
+    def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
+        """What the cache has, if that is more than what is in common. Positions; 0: nothing was changed, or it is clear."""
+        if self._cache is None:
+            return 0
+        try:
+            if self._cache.match(slot.seq, tokens[:-1]) <= common:
+                return 0
+            self._metrics.pages(slot.seq)
+            slot.kept = self._cache.restore(slot.seq, tokens[:-1])
+        except (KVFlashError, OSError) as err:
+            log.warning("the prefix cache could not be read: %s", err)
+            self.clear(slot)
+        return slot.kept
+
+    def save_all(self, slots: Iterable[Slot]) -> None:
+        """As save(), of all that are idle."""
+        for slot in slots:
+            if slot.job is None:
+                self.save(slot)
+
+    def save(self, slot: Slot) -> None:
+        """Have the cache keep a sequence, if much of it is new. A cache that cannot be written is no reason to stop."""
+        if self._cache is None or slot.seq.n_tokens - slot.kept < self._cache_min:
+            return
+        try:
+            self._cache.save(slot.seq)
+        except (KVFlashError, OSError) as err:
+            log.warning("the prefix cache could not be written: %s", err)
+        else:
+            self._metrics.add(prefix_cache_saves=1)
+        slot.kept = slot.seq.n_tokens  # not again, for the same error
+
+    def clear(self, slot: Slot) -> None:
+        """Forget a sequence."""
+        self._metrics.pages(slot.seq)
+        slot.seq.clear()
+        slot.kept = 0

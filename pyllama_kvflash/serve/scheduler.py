@@ -1,0 +1,390 @@
+"""The one thread that owns the model: requests take turns on the sequences of its pool.
+
+A turn is one batch of one prompt, and one token of each answer. So a long prompt holds nobody up for longer than a batch
+takes, and a request that is no longer wanted ends before the next turn.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, PoolError, SnapshotError, UsageError
+from pyllama_kvflash.serve.job import Cache, Failed, Job
+from pyllama_kvflash.serve.metrics import Metrics
+from pyllama_kvflash.serve.prefixes import Prefixes
+from pyllama_kvflash.serve.slot import Slot
+
+Open = Callable[[Callable[[float], None]], KVFlash]
+"""Loads the model; takes what to call with 0.0 to 1.0 meanwhile."""
+
+_LOOK_SECONDS = 0.5  # between two looks at how things stand while there is work
+_LEAVE_SECONDS = 5.0  # that requests have to leave which were admitted as the end came
+
+log = logging.getLogger("kvflash.serve")
+
+
+class State(Enum):
+    """Of the scheduler. FAILED: `error` says why."""
+
+    LOADING = "loading"
+    READY = "ok"
+    STOPPING = "stopping"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class NotReady(Exception):  # noqa: N818 (its state is at fault, not what was asked)
+    """No request can be taken: the state says why."""
+
+
+class QueueFull(Exception):  # noqa: N818 (as above)
+    """As many wait as may. seconds: after which it is worth another try."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+class Scheduler:
+    """Loads a model and serves requests with it, in a thread of its own.
+
+    admit(), leave(), submit(), cancel(), stop() and end() can be called from any thread. A request is admitted before it is
+    looked at, since its tokens are made with the model, which stays until the last one has left.
+    """
+
+    def __init__(
+        self,
+        open_: Open,
+        *,
+        n_queue: int,
+        cache: Cache | None = None,
+        cache_min: int = 1024,
+    ) -> None:
+        """n_queue: requests that may wait. cache: prefixes on disk; cache_min: new tokens that are worth writing there."""
+        self.metrics = Metrics()
+        self.state = State.LOADING
+        self.error: BaseException | None = None
+        self.kv: KVFlash | None = None
+        self._open, self._n_queue = open_, n_queue
+        self._prefixes = Prefixes(self.metrics, cache, cache_min)
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._n_admitted = 0  # from admit() to the last update
+        self._ending = False
+        self._slots: list[Slot] = []
+        self._last_read = -1
+        self._looked = 0.0
+        self._mean_seconds = 1.0  # of a request
+        self._thread = threading.Thread(target=self._run, name="kvflash-serve", daemon=True)
+
+    #
+    # for other threads
+    #
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def admit(self) -> None:
+        """Take a place for a request. Raises NotReady and QueueFull."""
+        with self._changed:
+            if self.state != State.READY:
+                raise NotReady
+            n_waiting = self._n_admitted - len(self._slots)
+            if n_waiting >= self._n_queue:
+                estimate = self._mean_seconds * (n_waiting + 1) / len(self._slots)
+                raise QueueFull(min(max(round(estimate), 1), 60))
+            self._n_admitted += 1
+
+    def leave(self) -> None:
+        """Give a place up that was taken, and for which there is no job."""
+        with self._changed:
+            self._n_admitted -= 1
+            self._changed.notify_all()
+
+    def submit(self, job: Job) -> None:
+        """Have an admitted request served. Its place is given up at its end."""
+        with self._changed:
+            if self.state not in {State.CLOSED, State.FAILED}:
+                self._waiting.append(job)
+                self._changed.notify_all()
+                return
+        job.notify(_BROKEN)
+        self.leave()
+
+    def cancel(self, job: Job) -> None:
+        """Its client is gone: it ends before the next turn, without a last update. Harmless after its end."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Admit no more; what was admitted goes on."""
+        with self._changed:
+            if self.state in {State.LOADING, State.READY}:
+                self.state = State.STOPPING
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """End all answers as they are, and the thread: what waits fails."""
+        self.stop()
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread. Whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def n_admitted(self) -> int:
+        """Requests that wait or are served."""
+        return self._n_admitted
+
+    @property
+    def n_busy(self) -> int:
+        """Sequences with a request."""
+        return sum(slot.job is not None for slot in self._slots)
+
+    #
+    # the thread
+    #
+
+    def _run(self) -> None:
+        try:
+            self.kv = kv = self._open(self._loading)
+            self._slots = [Slot(seq) for seq in kv.sequences]
+            self._look()
+            with self._changed:
+                if self.state == State.LOADING:
+                    self.state = State.READY
+            while self._wait():
+                self._turn()
+            if self._end_all():
+                kv.close()
+            with self._changed:
+                self.state = State.CLOSED
+            self._refuse_all(_STOPPING)
+        except BaseException as err:  # noqa: BLE001 (whoever waits must hear of it)
+            self._die(err)
+
+    def _loading(self, _done: float) -> None:
+        if self._ending:
+            msg = "stopped while the model was loading"
+            raise Interrupted(msg)
+
+    def _wait(self) -> bool:
+        """Wait for something to do. Whether to go on."""
+        while True:
+            with self._changed:
+                if self._ending:
+                    return False
+                if self._waiting or self.n_busy:
+                    return True
+            self._prefixes.save_all(self._slots)
+            self._look()
+            with self._changed:
+                if not (self._waiting or self._ending):
+                    self._changed.wait()
+
+    def _turn(self) -> None:
+        self._sweep()
+        self._seat()
+        self._read()
+        if answering := [slot for slot in self._slots if slot.answering]:
+            self._decode(answering)
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._look()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self.metrics.look([slot.seq for slot in self._slots], self.n_busy, len(self._waiting))
+
+    def _sweep(self) -> None:
+        """Forget those whose clients are gone."""
+        with self._changed:
+            gone = [job for job in self._waiting if job.cancelled]
+            for job in gone:
+                self._waiting.remove(job)
+        for slot in self._slots:
+            if slot.job is not None and slot.job.cancelled:
+                gone.append(slot.job)
+                slot.leave()
+        for _ in gone:
+            self._left("cancelled")
+
+    def _left(self, outcome: str) -> None:
+        self.metrics.request(outcome)
+        self.leave()
+
+    #
+    # a turn
+    #
+
+    def _seat(self) -> None:
+        """Give free sequences to those who wait, the first one first."""
+        while free := [slot for slot in self._slots if slot.job is None]:
+            with self._changed:
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            slot = self._prefixes.choose(free, job.tokens)
+            try:
+                self._prefixes.prepare(slot, job.tokens)
+                slot.begin(job)
+            except Exception as err:  # noqa: BLE001 (of one request, and no matter to the others)
+                slot.job = job
+                self._fail(slot, err)
+
+    def _read(self) -> None:
+        """One batch of a prompt, in turns."""
+        n = len(self._slots)
+        order = [self._slots[(self._last_read + 1 + i) % n] for i in range(n)]
+        slot = next((s for s in order if s.reading), None)
+        if slot is None:
+            return
+        self._last_read = slot.seq.seq
+        begin = time.perf_counter()
+        try:
+            n_read = slot.read()
+        except SnapshotError as err:
+            log.warning("%s; the prompt is read again", err)
+            self._prefixes.clear(slot)
+            slot.again()
+            return
+        except (HostMemoryError, PoolError) as err:
+            if not self._free_idle():
+                self._fail(slot, err)
+            else:
+                slot.read_on()
+            return
+        except Exception as err:  # noqa: BLE001 (as in _seat)
+            self._fail(slot, err)
+            return
+        self.metrics.add(prefill_tokens=n_read, prefill_seconds=time.perf_counter() - begin)
+        self._finish(slot)
+
+    def _decode(self, slots: list[Slot]) -> None:
+        """One token of each answer, in one batch; if that fails, one by one, so that only those end that cannot go on."""
+        places = [slot.seq.n_tokens for slot in slots]
+        begin = time.perf_counter()
+        try:
+            slots[0].seq.decode_each({slot.seq.seq: slot.token for slot in slots})
+        except Exception as err:  # noqa: BLE001 (as in _seat)
+            if isinstance(err, HostMemoryError | PoolError):
+                self._free_idle()
+            for slot, place in zip(slots, places, strict=True):
+                self._decode_again(slot, place)
+            return
+        for slot in slots:
+            self._take(slot)
+        self.metrics.add(decode_tokens=len(slots), decode_seconds=time.perf_counter() - begin)
+
+    def _decode_again(self, slot: Slot, place: int) -> None:
+        """The token that was to be decoded at a place, by itself."""
+        try:
+            if slot.seq.n_tokens > place:  # it was, before another one failed; its logits are gone
+                slot.seq.rollback(place)
+            slot.seq.decode_each({slot.seq.seq: slot.token})
+        except Exception as err:  # noqa: BLE001 (as in _seat)
+            self._fail(slot, err)
+        else:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
+        try:
+            slot.take()
+        except Exception as err:  # noqa: BLE001 (as in _seat)
+            self._fail(slot, err)
+        else:
+            self._finish(slot)
+
+    def _finish(self, slot: Slot) -> None:
+        """If its answer has ended."""
+        if slot.reason is not None and slot.job is not None:
+            seconds = time.perf_counter() - slot.job.began
+            self._mean_seconds += (seconds - self._mean_seconds) / 8
+            self._ended(slot, slot.reason)
+
+    def _ended(self, slot: Slot, reason: str) -> None:
+        job, done = slot.job, slot.finish(reason)
+        self._left("ok")  # first: who hears of the end may ask again at once
+        if job is not None:
+            job.notify(done)
+
+    def _fail(self, slot: Slot, err: Exception) -> None:
+        """One request cannot go on. Its sequence begins anew, so that nothing is left of it."""
+        self._prefixes.clear(slot)
+        job = slot.job
+        slot.leave()
+        if job is not None:
+            self._left("error")
+            job.notify(_failure(err))
+
+    def _free_idle(self) -> bool:
+        """Give the memory of idle sequences up. Whether there was any."""
+        idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
+        for slot in idle:
+            self._prefixes.save(slot)
+            self._prefixes.clear(slot)
+        return bool(idle)
+
+    #
+    # the end
+    #
+
+    def _end_all(self) -> bool:
+        """Whether all requests have left, so that the model can be closed."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for slot in self._slots:
+            if slot.job is not None:
+                self._ended(slot, "interrupted")
+        self._prefixes.save_all(self._slots)
+        while True:
+            self._refuse_all(_STOPPING)
+            with self._changed:
+                if not self._n_admitted or time.monotonic() > deadline:
+                    return not self._n_admitted
+                if not self._waiting:
+                    self._changed.wait(0.1)
+
+    def _refuse_all(self, answer: Failed) -> None:
+        """All that wait fail."""
+        with self._changed:
+            jobs = list(self._waiting)
+            self._waiting.clear()
+        for job in jobs:
+            self._left("error")
+            job.notify(answer)
+
+    def _die(self, err: BaseException) -> None:
+        """Nothing works any more: everyone hears of it, and whoever comes from now on."""
+        with self._changed:
+            self.error = None if isinstance(err, Interrupted) else err
+            self.state = State.CLOSED if self.error is None else State.FAILED
+        for slot in self._slots:
+            if job := slot.job:
+                slot.leave()
+                self._left("error")
+                job.notify(_BROKEN)
+        self._refuse_all(_BROKEN)
+
+
+_STOPPING = Failed(503, "the server is stopping: try again when it is back")
+_BROKEN = Failed(500, "the server cannot go on after an error: its log says why")
+
+
+def _failure(err: Exception) -> Failed:
+    if isinstance(err, UsageError):
+        return Failed(400, str(err))
+    if isinstance(err, HostMemoryError | PoolError):
+        return Failed(503, f"{err}; other requests take room, too: try again, or a shorter prompt")
+    if isinstance(err, KVFlashError):
+        return Failed(500, str(err))
+    log.error("a request failed", exc_info=err)
+    return Failed(500, "an error in the server ended this request: its log has the details")

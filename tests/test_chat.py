@@ -1,0 +1,330 @@
+"""Chat templates, and `kvflash chat`: what is read, what is said, and what a template cannot do."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("jinja2")
+
+import gguf
+from click.testing import CliRunner, Result
+
+from pyllama_kvflash import chat
+from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+pytestmark = pytest.mark.native
+
+SCRIPT = Path(sys.executable).with_name("kvflash")
+SMALL = ("-c", "2K", "--kvflash", "1K", "-b", "128", "-t", "1", "--temp", "0")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
+HELLO = [{"role": "user", "content": "hello"}]
+CHATML = """{{ bos_token }}{% for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] | trim }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the caller's settings."""
+    for name in list(os.environ):
+        if name.startswith(("KVFLASH_", "LLAMA_ARG_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        yield model
+
+
+def render(source: str | None, *messages: dict[str, str], **options: Any) -> str:
+    return ChatTemplate(source, bos="<s>", eos="</s>").render(messages or HELLO, **options)
+
+
+#
+# templates
+#
+
+
+def test_a_usual_template() -> None:
+    said = [{"role": "system", "content": " terse "}, {"role": "user", "content": "1 < 2"}]
+    want = "<s><|im_start|>system\nterse<|im_end|>\n<|im_start|>user\n1 < 2<|im_end|>\n"
+    assert render(CHATML, *said, answer=False) == want, "blocks are trimmed, and nothing is escaped"
+    assert render(CHATML, *said) == want + "<|im_start|>assistant\n"
+    with pytest.raises(UsageError, match="cannot render this conversation: no such role"):
+        render(CHATML, {"role": "tool", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "hello"}]'),
+        ("{{ {'b': '<', 'a': 'é'} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":"é","b":"<"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
+        ("{% for i in range(4) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "013"),
+        ("a{% generation %}b{{ messages[0].content }}{% endgeneration %}c", "abhelloc"),
+        ("{{ strftime_now('%Y') | length }}{{ bos_token }}{{ eos_token }}", "4<s></s>"),
+        ("{% if tools %}x{% endif %}{{ tools is none }}", "True"),
+        ("{%- set ns = namespace(n=0) -%}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{{ messages[0]['content'][::-1].upper() }} {{ 2 * 3 }} {{ '-' * 3 }} {{ 2 ** 10 }}", "OLLEH 6 --- 1024"),
+        ("{% macro say(x) %}<{{ x }}>{% endmacro %}{{ say(messages[-1].role) }}", "<user>"),
+        ("{{ undefined_name }}{{ messages[0].nothing }}", ""),
+    ],
+)
+def test_what_templates_use(source: str, want: str) -> None:
+    assert render(source) == want
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__['__builtins__']['open']('/etc/passwd') }}",
+        "{{ strftime_now.__code__.co_code }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ messages.append(1) }}",
+        "{% set x = messages[0].update({'role': 'x'}) %}",
+        "{{ range(100001) | list }}",
+        "{{ 'a' * 100000000 }}",
+        "{{ 100000000 * [1] }}",
+        "{{ 10 ** 100000 }}",
+        "{% for i in range(100000) %}{{ 'a' * 10000 }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content() }}",
+        "{{ undefined_name.x }}",
+        "{% include 'x' %}",
+        "{% for %}",
+        "{{",
+        "{% import os %}",
+    ],
+)
+def test_what_templates_cannot_do(source: str) -> None:
+    """One sentence each, and nothing of Python is reached."""
+    messages = [dict(m) for m in HELLO]
+    with pytest.raises(UsageError, match=r"^the chat template cannot render this conversation: [^\n]+$") as err:
+        pytest.fail(ChatTemplate(source).render(messages)[:100])
+    assert len(str(err.value)) < 400
+    assert messages == HELLO
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ strftime_now.__code__ }}", "{{ ''|attr('__class__') }}"])
+def test_what_templates_do_not_see(source: str) -> None:
+    assert render(source) == ""
+
+
+def test_a_model_without_one(model: Model) -> None:
+    template = ChatTemplate.of(model)
+    assert "no chat template" in template.warning
+    assert (
+        template.render([*HELLO, {"role": "assistant", "content": " hi\n"}]) == "user: hello\nassistant: hi\nassistant:"
+    )
+    assert "\nuser:" in template.stop
+    assert ChatTemplate(CHATML).stop == ()
+    assert ChatTemplate(CHATML).warning == ""
+
+
+def test_bos_once(model: Model) -> None:
+    bos = int(model.tokenize("")[0])
+    text = model.piece(bos, special=True).decode()
+    for source in (CHATML, CHATML.removeprefix("{{ bos_token }}")):
+        ids = ChatTemplate.of(model, source).tokens(model, HELLO)
+        assert ids.dtype == np.int32
+        assert ids.tolist().count(bos) == 1
+        assert ids[0] == bos
+    ids = chat.tokenize_chat(model, f"a{text}b")
+    assert ids.tolist() == [bos, *model.tokenize("a", add_special=False), bos, *model.tokenize("b", add_special=False)]
+    with pytest.raises(UsageError, match="half of a surrogate pair at character 1"):
+        chat.tokenize_chat(model, "a\udc80")
+
+
+def test_the_template_of_a_model(tmp_path: Path) -> None:
+    """It is read from the file, whatever its length."""
+    path = with_template(tmp_path / "chat.gguf", CHATML + "{# " + "x" * 5000 + " #}")
+    with Model.load(path, no_alloc=True) as model:
+        template = ChatTemplate.of(model)
+        assert template.warning == ""
+        bos = model.piece(int(model.tokenize("")[0]), special=True).decode()
+        assert template.render(HELLO, answer=False) == f"{bos}<|im_start|>user\nhello<|im_end|>\n"
+
+
+def with_template(path: Path, template: str) -> Path:
+    """The bundled model with a chat template."""
+    reader = gguf.GGUFReader(BUNDLED_MODEL)
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub)
+    writer.add_chat_template(template)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+#
+# the command
+#
+
+
+def talk(text: str, *args: str) -> Result:
+    res = CliRunner().invoke(main, ["chat", *SMALL, "-n", "12", *args], input=text)
+    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
+    return res
+
+
+@pytest.fixture(scope="module")
+def document(model: Model) -> Any:
+    return make_prompt(900, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=3)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    return str(tmp_path / "t.jinja")
+
+
+def test_a_conversation_in_a_pipe(document: Any, template: str) -> None:
+    """Each question is answered, what was read is not read again, and stdout has the answers alone."""
+    a, b = document.needles[1], document.needles[3]
+    text = f'"""{document.text}{a.question}"""\n\n{b.question}\n/stats\n'
+    res = talk(text, "--chat-template-file", template, "-n", "5")
+    assert res.exit_code == 0, res.output
+    assert res.stdout == f"{a.answer}.\n{b.answer}.\n"
+    read = [int(n.replace(",", "")) for n in re.findall(r"prefill ([\d,]+) tok at", res.stderr)]
+    assert read[0] > 900
+    assert read[1] < 50
+    assert "reselects" in res.stderr
+
+
+def test_commands(document: Any, template: str) -> None:
+    res = talk("hello\n/clear\n/nothing\n/exit\nnever\n", "-q", "-sys", "Be brief.")
+    assert res.exit_code == 0, res.output
+    lines = res.stderr.splitlines()
+    assert lines[0].startswith("kvflash: warning: the model has no chat template")
+    assert lines[1:] == ["kvflash: warning: there is no /nothing: there are /clear, /stats, /exit"]
+    again = talk("hello\n/clear\nhello\n", "-sys", "Be brief.")
+    assert again.stdout == res.stdout * 2
+    assert again.stderr.count("a new conversation") == 1
+    assert talk("/usr/bin is a path\n").stdout
+    assert talk("").stdout == ""
+
+
+def test_what_does_not_fit_was_not_said() -> None:
+    res = talk("word " * 3000 + "\nhello\n", "-q")
+    assert res.exit_code == 0
+    assert "do not fit the context of 2048" in res.stderr
+    assert "/clear begins a new conversation" in res.stderr
+    assert res.stdout == talk("hello\n", "-q").stdout
+
+
+def test_the_context_is_full_at_last() -> None:
+    """An answer ends, the next question is refused, and a new conversation goes on."""
+    res = talk("hello\nagain\n/clear\nhello\n", "-q", "-c", "256", "--kvflash", "off", "-n", "-1")
+    assert res.exit_code == 0
+    assert "fit the context of 256" in res.stderr
+    assert len(res.stdout) > 200
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "-n/--predict is 0" in talk("", "-n", "0").stderr
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    res = talk("hello\n", "--chat-template-file", str(tmp_path / "bad.jinja"))
+    assert res.exit_code == 2
+    assert "the chat template cannot render" in res.stderr
+    res = talk("a\0b\n")
+    assert (res.exit_code, "zero byte" in res.stderr) == (2, True)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "kvflash chat needs jinja2: pip install 'pyllama-kvflash[serve]'" in talk("").stderr
+
+
+class Terminal:
+    """`kvflash chat` on a terminal."""
+
+    def __init__(self, *args: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [SCRIPT, "chat", *SMALL, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (Ctrl-C is for who owns the terminal)
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, pattern: str, seconds: float = 30) -> None:
+        """Read until this comes, and forget what was before."""
+        os.set_blocking(self._master, False)
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, self.seen
+            try:
+                self.seen += os.read(self._master, 4096).decode("utf-8", "replace")
+            except BlockingIOError:
+                time.sleep(0.01)
+        self.seen = self.seen[found.end() :]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def test_a_terminal() -> None:
+    """A prompt, Ctrl-C in an answer and at the prompt, several lines, Ctrl-D."""
+    terminal = Terminal("-n", "1500")
+    try:
+        terminal.until(r"pool of[^\n]*\n(.|\n)*> ")
+        terminal.type("hello\r")
+        terminal.until("hello[^>]*The secret")
+        terminal.type("\x03")
+        terminal.until("interrupted: prefill(.|\n)*> ")
+        terminal.type("\x03")
+        terminal.until("/exit or Ctrl-D leaves(.|\n)*> ")
+        terminal.type('"""one\r')
+        terminal.until(r"\.\.\. ")
+        terminal.type('two"""\r')
+        terminal.until("The ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("interrupted: prefill(.|\n)*> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
