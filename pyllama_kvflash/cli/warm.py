@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
@@ -66,7 +67,7 @@ class Warm:
 
     def begin(self, kv: KVFlash, text: str) -> tuple[Tokens, bool]:
         """The tokens that are to be read, and whether after what is in the context now. Raises SnapshotError and UsageError."""
-        tokens = kv.tokenize(text, add_special=not self._append)
+        tokens = kv.tokenize(text, add_special=not self._append) if text else np.zeros(0, np.int32)
         start = time.perf_counter()
         if self._source:
             self._restore(kv, self._source, tokens)
