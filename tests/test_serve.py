@@ -52,7 +52,7 @@ GREEDY = Sampling(temperature=0)
 # As the model was trained: a question, its answer, a line's end.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
 SCRIPT = Path(sys.executable).with_name("kvflash")
-SOAK_SECONDS = float(os.environ.get("KVFLASH_SOAK_SECONDS", "15"))
+SOAK_SECONDS = float(os.environ.get("KVFLASH_SOAK_SECONDS", "6"))
 
 
 @pytest.fixture(autouse=True)
