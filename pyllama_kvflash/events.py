@@ -18,7 +18,6 @@ class Stats:
     kv_full_bytes: int  # what the full cache of n_ctx positions (rounded up to 256) takes
     other_device_bytes: int  # sliding-window KV and recurrent state
     host_bytes: int  # records of sealed chunks in host memory
-    disk_bytes: int  # and on disk, beyond that
     chunks: int  # chunks of the sequence
     resident: int  # of them, in the pool
     stored: int  # chunks written to the host store
@@ -28,6 +27,7 @@ class Stats:
     reselect_s: float  # spent on that, beside decode or not
     summary_bytes: int  # host memory of the summaries of keys that the scorer works on
     seed: int | None  # of the sampler, None: greedy
+    disk_bytes: int = 0  # records on disk, beyond those in host memory
     drafted: int = 0  # tokens guessed
     accepted: int = 0  # of them, right
     draft_steps: int = 0  # batches that checked a draft
