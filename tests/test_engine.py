@@ -82,7 +82,10 @@ def text_of(events: list[Any]) -> str:
 #
 
 
-def test_readme_example(document: NeedlePrompt, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example(
+    document: NeedlePrompt, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # it saves a snapshot
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     prompt = document.text + document.needles[-1].question
