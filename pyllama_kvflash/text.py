@@ -3,6 +3,16 @@
 import codecs
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+
+def n_common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """How many tokens two texts (n,) and (m,) begin with in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
 
 class TextStream:
     """Joins token bytes into text: holds back what may be the beginning of a UTF-8 sequence or of a stop string."""

@@ -29,7 +29,6 @@ from pyllama_kvflash.snapshot.format import (
     Identity,
     SnapshotFile,
     chain,
-    common,
     digest,
     record_place,
     write,
@@ -516,6 +515,11 @@ def test_fuzz(snap: Path, mutate: Callable[[random.Random, bytearray, list[int]]
 #
 # what is the same
 #
+
+
+def common(a: list[bytes], b: list[bytes]) -> int:
+    """How many links two chains begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_a_chain_tells_where_two_texts_part() -> None:

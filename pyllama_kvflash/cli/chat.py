@@ -7,17 +7,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, defaults, read_template
+from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
+from pyllama_kvflash.text import n_common
 
 if TYPE_CHECKING:
     from pyllama_kvflash.chat import ChatTemplate
@@ -92,7 +92,7 @@ def chat(
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
-    sampling = defaults(options)
+    sampling = params.sampling(options, None)
     options["spec"] = params.drafting(options)
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
@@ -192,12 +192,8 @@ class Talk:
 
     def _keep(self, tokens: Tokens) -> int:
         """Leave in the context what it has in common with tokens, but for the last one, and nothing else. How many."""
-        mine = self._kv.tokens
-        n = min(len(mine), len(tokens) - 1)
-        differ = np.flatnonzero(mine[:n] != tokens[:n])
-        n = int(differ[0]) if len(differ) else n
         try:
-            self._kv.rollback(n)
+            self._kv.rollback(n_common(self._kv.tokens, tokens[:-1]))
         except KVFlashError:  # a recurrent state, say, cannot go back
             self._kv.clear()
         return self._kv.n_tokens

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from pyllama_kvflash.drafting import KINDS, Spec
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import CACHE_TYPES
+from pyllama_kvflash.native import CACHE_TYPES, Sampling
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 from pyllama_kvflash.policy import AGGREGATES
 from pyllama_kvflash.policy.sizing import AUTO_CAP
@@ -166,6 +166,13 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     if res["draft_model"] and typed == ParameterSource.DEFAULT:
         res["policy"] = "drafter"
     return res
+
+
+def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
+    """The options of SAMPLING, taken out of the values. seed: instead of a negative one."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    given = {name: values.pop(name) for name in names}
+    return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))
 
 
 def drafting(values: dict[str, Any]) -> Spec | None:

@@ -20,7 +20,6 @@ from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
-from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 HELP = """Complete a prompt.
@@ -111,7 +110,7 @@ def run(
     if n_predict < -1:
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
-    sampling = _sampling(options)
+    sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can tell it
     options["spec"] = params.drafting(options)
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
@@ -151,14 +150,6 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
         " give a file, or -hf user/model"
     )
     return BUNDLED_MODEL
-
-
-def _sampling(options: dict[str, Any]) -> Sampling:
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
-    values = {name: options.pop(name) for name in names}
-    if values["seed"] < 0:
-        values["seed"] = random.getrandbits(31)  # drawn here, so that --stats can tell it
-    return Sampling(**values)
 
 
 def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -16,7 +16,6 @@ from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.loading import check_file
-from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 HELP = """Serve a model to clients of the OpenAI protocol.
@@ -122,7 +121,7 @@ def serve(
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
     logging.basicConfig(format="kvflash: %(levelname)s: %(message)s", level=logging.WARNING)
-    sampling = defaults(options)
+    sampling = params.sampling(options, None)
     if n_predict == 0 or n_predict < -1:
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
@@ -176,15 +175,6 @@ def _opener(
         return kv
 
     return open_
-
-
-def defaults(options: dict[str, Any]) -> Sampling:
-    """The options of SAMPLING, taken out of the values: of requests that leave it open."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
-    values = {name: options.pop(name) for name in names}
-    if values["seed"] < 0:
-        values["seed"] = None
-    return Sampling(**values)
 
 
 def read_template(name: str | None) -> str | None:

@@ -4,14 +4,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-import numpy as np
-
 from pyllama_kvflash.answer import Answer
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.events import Event, Prefill
 from pyllama_kvflash.native import Sampler, Tokens
 from pyllama_kvflash.serve.job import Finished, Job, Reading, Text
+from pyllama_kvflash.text import n_common
 
 _AHEAD = 4096  # tokens of an answer for which host memory is taken before there is any
 
@@ -52,10 +51,7 @@ class Slot:
 
     def common(self, tokens: Tokens) -> int:
         """Tokens at the beginning of a prompt that its sequence has, too; never all of the prompt: one gets logits."""
-        mine, its = self.seq.tokens, tokens[:-1]
-        n = min(len(mine), len(its))
-        differ = np.flatnonzero(mine[:n] != its[:n])
-        return int(differ[0]) if len(differ) else n
+        return n_common(self.seq.tokens, tokens[:-1])
 
     def begin(self, job: Job) -> None:
         """Serve a request, whose first tokens the sequence has, and no others."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.saved import SavedSequence
 from pyllama_kvflash.snapshot import format as layout
 from pyllama_kvflash.snapshot.format import SUFFIX, Identity, SnapshotFile
-from pyllama_kvflash.snapshot.ledger import Capture, usable
+from pyllama_kvflash.snapshot.ledger import usable
+from pyllama_kvflash.text import n_common
 
 try:
     import fcntl
@@ -97,31 +96,32 @@ class PrefixCache:
 
     def save(self, sequence: SavedSequence) -> Path | None:
         """Keep a sequence as it is now. Its file; None: it is larger than the cache. Raises SnapshotError and UsageError."""
-        taken = sequence.capture()
-        path = self._path(taken)
-        size = sum(record.nbytes for record in taken.records)
-        if path.exists() or size > self.limit:
-            taken.store.release()
-            if size > self.limit:
-                return None
+        path, pager = self._path(sequence), sequence.pager
+        if pager.ledger.n_chunks * pager.store.record_bytes > self.limit:
+            return None
+        if path.exists():
             with suppress(OSError):
                 os.utime(path)
             return path
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as err:
-            taken.store.release()
             msg = f"{path.parent} cannot be made: {err.strerror or err}"
             raise SnapshotError(msg) from None
-        taken.write(path)
+        sequence.save(path)
         self.stats.saves += 1
         self._supersede(path, sequence.identity)
         self.evict()
         return path
 
-    def _path(self, taken: Capture) -> Path:
-        identity, chain = taken.contents.identity, taken.contents.chunks["chain"]
-        return self._home(identity) / f"{chain[-1].tobytes().hex()[:_NAME]}{SUFFIX}"
+    def _path(self, sequence: SavedSequence) -> Path:
+        """Of the file of a sequence. Raises UsageError if there is nothing in it."""
+        identity = sequence.identity
+        if not sequence.n_tokens:
+            msg = "there is nothing to save: the context is empty"
+            raise UsageError(msg)
+        chain = layout.chain(identity, sequence.tokens, sequence.options.chunk)
+        return self._home(identity) / f"{chain[-1].hex()[:_NAME]}{SUFFIX}"
 
     def _home(self, identity: Identity) -> Path:
         return self.folder / layout.digest(identity.raw).hex()[:_NAME]
@@ -177,8 +177,7 @@ class PrefixCache:
                 old = self._opened(entry.path)
             except SnapshotError:
                 continue
-            n = len(old.contents.tokens)
-            same = n <= len(new.contents.tokens) and np.array_equal(new.contents.tokens[:n], old.contents.tokens)
+            same = n_common(new.contents.tokens, old.contents.tokens) == len(old.contents.tokens)
             if same and not old.contents.identity.difference(identity) and {p for p, _ in old.contents.states} <= stops:
                 self.remove(entry.path)
 

@@ -3,7 +3,7 @@
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,6 +269,8 @@ class SnapshotFile:
         raw = {name: self._section(i) for i, name in enumerate(SECTIONS[:-1])}
         self.contents = self._contents(raw)
         self._start = int(self.header["sections"][-1]["offset"])
+        self._pitch, self._lead = record_place(self.contents.identity)
+        self._record_bytes = self.contents.identity.fields["record_bytes"]
         self._check_records()
 
     def _damaged(self, what: str) -> SnapshotError:
@@ -332,9 +334,8 @@ class SnapshotFile:
 
     def record(self, i: int) -> Record:
         """The record of chunk i, (record_bytes,) uint8, read only; not checked."""
-        pitch, lead = record_place(self.contents.identity)
-        start = self._start + i * pitch + lead
-        return self._map[start : start + self.contents.identity.fields["record_bytes"]]
+        start = self._start + i * self._pitch + self._lead
+        return self._map[start : start + self._record_bytes]
 
     def check(self, i: int, record: Record) -> None:
         """Raise SnapshotError unless these are the bytes that were written as the record of chunk i."""
@@ -348,13 +349,3 @@ class SnapshotFile:
         for i in range(len(self.contents.chunks)):
             self.check(i, self.record(i))
             yield i + 1
-
-
-def common(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """How many chunks two chains have in common."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n

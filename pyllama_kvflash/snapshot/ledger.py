@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pyllama_kvflash.snapshot import format as layout
 from pyllama_kvflash.snapshot.format import Contents, Identity, SnapshotFile
 from pyllama_kvflash.snapshot.pool import SavedPool
 from pyllama_kvflash.store import HostStore
+from pyllama_kvflash.text import n_common
 
 States = Sequence[tuple[int, bytes]]
 """Of what no chunk holds, (position, bytes), in ascending order."""
@@ -49,17 +51,17 @@ class Capture:
     def write(self, path: Path, on_record: OnRecord | None = None) -> int:
         """The bytes of the file. Raises SnapshotError."""
         n = len(self.records)
+        n_full = len(self.contents.tokens) // int(self.contents.identity.fields["chunk"])
         try:
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
-                for i, found in enumerate(workers.map(self._digest, range(n))):
+                for i, found in enumerate(workers.map(self._digest, range(n), repeat(n_full))):
                     self.contents.chunks["digest"][i] = np.void(found)
             return layout.write(path, self.contents, self.records, (lambda i: on_record(i, n)) if on_record else None)
         finally:
             self.store.release()
 
-    def _digest(self, i: int) -> bytes:
-        full = i < int(self.contents.sequence["n_tokens"]) // int(self.contents.identity.fields["chunk"])
-        return self.store.digest(i, self.records[i], layout.digest) if full else layout.digest(self.records[i])
+    def _digest(self, i: int, n_full: int) -> bytes:
+        return self.store.digest(i, self.records[i], layout.digest) if i < n_full else layout.digest(self.records[i])
 
     def begin(self, path: Path) -> Future[int]:
         """Write it in a thread."""
@@ -113,11 +115,7 @@ def usable(snapshot: SnapshotFile, identity: Identity, prompt: Tokens | None) ->
     at = _stops(contents)
     if prompt is None:
         return n_all
-    n_same = n_all
-    if len(prompt) < n_all or not np.array_equal(prompt[:n_all], contents.tokens):
-        n = min(len(prompt), n_all)
-        differs = np.flatnonzero(prompt[:n] != contents.tokens[:n])
-        n_same = int(differs[0]) if len(differs) else n
+    n_same = n_common(prompt, contents.tokens)
     fit = [n for n in at if n <= n_same and n < len(prompt)]
     if not fit:
         msg = f"{snapshot.path} cannot be used: of its {n_all} tokens the first {n_same} are those of this text"
