@@ -88,8 +88,8 @@ class KVFlash(SavedSequence):
         """Run a prompt and produce up to max_tokens (-1: until the context is full), as typed events.
 
         prompt: text (BOS is added as the model's metadata says), or tokens as they are. append: go on after what is
-        already in the context, and the last token that was produced, after which the prompt may be empty; otherwise it is
-        cleared first. stop: strings that end the text and are not shown.
+        already in the context, and the last token that was produced; otherwise it is cleared first. With append and an empty
+        prompt an answer goes on as if it had not been broken off. stop: strings that end the text and are not shown.
 
         Raises UsageError (empty or too long a prompt), PoolError, HostMemoryError and NativeError.
         """
@@ -104,14 +104,17 @@ class KVFlash(SavedSequence):
         n_prompt, prefill_s = 0, 0.0
         begin = time.perf_counter()
         try:
-            for event in self._mended(tokens, self.prefill(tokens)):
-                if isinstance(event, Prefill):
-                    n_prompt, prefill_s = event.done, event.seconds
-                yield event
+            if len(prompt) == 0:
+                self._go_on(answer)
+            else:
+                for event in self._mended(tokens, self.prefill(tokens)):
+                    if isinstance(event, Prefill):
+                        n_prompt, prefill_s = event.done, event.seconds
+                    yield event
             begin = time.perf_counter()
             if self._drafts:
                 self._drafts.begin(self._history)
-            if answer.reason is None:
+            if answer.reason is None and answer.token is None:
                 self._take(answer, sampler.sample(self.ctx))
             yield from answer.shown()
             while answer.reason is None:
@@ -145,6 +148,12 @@ class KVFlash(SavedSequence):
             self.clear()
             yield from self.prefill(text)
             self._pending = None if len(tokens) else pending
+
+    def _go_on(self, answer: Answer) -> None:
+        """An answer begins with the token that the one before ended with, and with no scoring of its own."""
+        answer.token = self._pending
+        if self._selector is not None:
+            self._selector.rest()
 
     def _take(self, answer: Answer, token: int) -> bool:
         """The answer's next token, after all that is decoded."""
@@ -267,13 +276,12 @@ class KVFlash(SavedSequence):
         batch = np.array([*tokens, *[tokens[0]] * (width - len(tokens))], np.int32)
         n_most = min(n_most, len(tokens))
 
-        def judge() -> Iterator[int]:
+        def judge() -> Iterator[tuple[int, int | None]]:
             for i in range(n_most):
-                self._pending = None  # this one stands, and wherever it is cut off, none is in both
-                yield i + 1
+                yield i + 1, None
                 found = sampler.sample(self.ctx, i)
                 goes_on = answer.take(found, start + i + 1)
-                self._pending = answer.token
+                yield i + 1, answer.token
                 if not goes_on or i + 1 == n_most or found != batch[i + 1]:
                     return
 

@@ -8,12 +8,14 @@ from typing import Self
 
 import numpy as np
 
-from pyllama_kvflash.errors import KVFlashError, PoolError, SnapshotError, UsageError
+from pyllama_kvflash.errors import KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.sequence import PooledSequence
-from pyllama_kvflash.snapshot.format import Identity, SnapshotFile
+from pyllama_kvflash.snapshot.file import SnapshotFile
+from pyllama_kvflash.snapshot.format import Identity
 from pyllama_kvflash.snapshot.ledger import Capture, OnRecord, capture, identity_of, put_back, usable
 
 _CHECKPOINTS = 4  # that are kept: of a model of 27 B one takes some 150 MiB
@@ -68,8 +70,16 @@ class SavedSequence(PooledSequence):
         states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
         if self._stateful and n not in self._checkpoints:
             states.append((n, self.ctx.save_partial()))
-        pending = self._pending if n == self.n_tokens else None
-        return capture(self.pager, identity, self.tokens[:n], states, n_ctx=self.options.n_ctx, pending=pending)
+        whole, selector = n == self.n_tokens, self._selector
+        return capture(
+            self.pager,
+            identity,
+            self.tokens[:n],
+            states,
+            n_ctx=self.options.n_ctx,
+            pending=self._pending if whole else None,
+            scoring=selector.saved() if whole and selector else Scoring(),
+        )
 
     @property
     def checkpoints(self) -> list[int]:
@@ -100,8 +110,7 @@ class SavedSequence(PooledSequence):
         without a prompt goes on after the last token that was produced.
 
         Nothing of it is computed, and records are read from the file when they are needed. In a pool of the same size, all
-        chunks are where they were, and what generate() says is what it would have said (decode() by hand begins a new interval
-        of scoring). Else the hottest are brought back.
+        chunks are where they were, and what comes then is what would have come. Else the hottest are brought back.
 
         Raises SnapshotError, with the reason, if it is damaged, or of another model, cache or text; the sequence is empty
         then. Records are checked when they are used for the first time: generate() reads the text anew if one was damaged,
@@ -110,7 +119,7 @@ class SavedSequence(PooledSequence):
         file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(_checked(snapshot))
         identity = self.identity
         self.clear()
-        n = usable(file, identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
+        n = usable(file.outline, identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
         if n > self.options.n_ctx:
             msg = f"{file.path} cannot be used: it has {n} positions, and the context {self.options.n_ctx}: use a larger -c"
             raise SnapshotError(msg)
@@ -120,7 +129,7 @@ class SavedSequence(PooledSequence):
                 if state:
                     self.ctx.restore_partial(state, n)
                 self._history.frombytes(file.contents.tokens[:n].tobytes())
-        except PoolError as err:
+        except (PoolError, RecordError) as err:
             self.clear()
             msg = f"{file.path} cannot be used: {err}"
             raise SnapshotError(msg) from None
@@ -130,7 +139,10 @@ class SavedSequence(PooledSequence):
         chunk = self.options.chunk  # elsewhere the record of the chunk goes on, or is another one's by now
         self._checkpoints = {pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0}
         pending = int(file.contents.sequence["pending"])
-        self._pending = pending if pending >= 0 and prompt is None else None
+        if prompt is None:
+            self._pending = pending if pending >= 0 else None
+            if self._selector is not None:
+                self._selector.resume(file.contents.scoring)
         return n
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
-from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, State, View, room_for_candidates
+from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
 
 _LAYER_THREADS = 8  # more would only wait for memory
 
@@ -106,6 +106,33 @@ class Selector:
         self._adrift = False
         return event
 
+    def rest(self) -> None:
+        """What passes until the next token is no time that a token takes."""
+        self._ticked = None
+
+    def saved(self) -> Scoring:
+        """How far it is now. Waits for scores that are under way; if there are none, they are begun anew some time."""
+        if self._adrift:  # the next token cancels it
+            return Scoring()
+        measured = self.schedule.cost_s, self.schedule.step_s or 0.0
+        if self._job is not None and self._job.exception() is None:
+            return Scoring(self.schedule.n_since, None, self._job.result()[0], *measured)
+        if self._ticket is not None:
+            self._ctx.wait(self._ticket)
+            return Scoring(self.schedule.n_since, self._into.copy(), None, *measured)
+        return Scoring(self.schedule.n_since, None, None, *measured)
+
+    def resume(self, saved: Scoring) -> None:
+        """Go on from there. The sequence is what it was then."""
+        self.cancel()
+        self.schedule.resume(saved)
+        if saved.scores is not None:
+            self._job = Future()
+            self._job.set_result((saved.scores, 0.0))
+        elif saved.queries is not None:
+            self._into[:] = saved.queries
+            self._ticket = 0  # all copies
+
     @property
     def n_steady(self) -> int:
         """Tokens until something is to be done after one of them: so many may be decoded in one batch."""
@@ -158,16 +185,17 @@ class Selector:
     def finish(self, reason: str, pos: int, n_free: int, *, spread: bool = False) -> Reselect:
         """Wait for the scores, and change the pool to the best chunks. spread: over steps, none of which waits."""
         job, view = self._job, self._view
-        if job is None or view is None:
+        if job is None:
             msg = "no scoring was begun"
             raise AssertionError(msg)
         begin = time.perf_counter()
         try:
             scores, score_s = job.result()
         except ScorerError as err:
+            if view is None:
+                raise
             scores, score_s = self._fall_back(err, view)
         self._job = self._view = None
-        scores = np.where(view.candidates, scores, np.nan)
         if reason == "prefill":
             scores = self._with_later(scores)
         waited = time.perf_counter()
@@ -225,7 +253,7 @@ class Selector:
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
-    """Scores, and the seconds they took once the summaries that are `after` were made."""
+    """Scores, NaN for what is no candidate, and the seconds they took once the summaries that are `after` were made."""
     for summary in after:
         summary.result()
     begin = time.perf_counter()
@@ -242,4 +270,4 @@ def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
     if scores.shape != (n,) or np.any(np.isnan(scores[view.candidates])):
         msg = f"it gave scores of shape {scores.shape}, or not a number, for {n} chunks"
         raise ScorerError(msg)
-    return scores, time.perf_counter() - begin
+    return np.where(view.candidates, scores, np.nan), time.perf_counter() - begin

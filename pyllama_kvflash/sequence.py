@@ -126,9 +126,10 @@ class PooledSequence:
             return n, 1
         return n, min(n, selector.n_steady) if selector else n
 
-    def _advance_some(self, tokens: Tokens, judge: Iterable[int]) -> Paged | None:
-        """One batch, of whose tokens the first ones stand: judge says how many, by its logits, one more each time, as far as
-        it comes. The others never were: the ledger does not hear of them, and no chunk is sealed for them.
+    def _advance_some(self, tokens: Tokens, judge: Iterable[tuple[int, int | None]]) -> Paged | None:
+        """One batch, of whose tokens the first ones stand: judge says how many, by its logits, and which token follows them if
+        that is known, as far as it comes. The others never were: the ledger does not hear of them, and no chunk is sealed
+        for them.
         """
         pos, pager = len(self._history), self._pager
         self._recover()
@@ -137,14 +138,15 @@ class PooledSequence:
         self.ctx.decode(tokens, pos, native.ALL)
         if pager:
             pager.computing(len(tokens))
-        self._pending = None
-        n = 1
+        n, following = 1, None
         try:
-            for n in judge:  # noqa: B007 (the last one is what is wanted)
+            for n, following in judge:  # noqa: B007 (the last ones are what is wanted)
                 pass
         finally:
             self.ctx.keep(n)
+            self._pending = None  # the first of them: now it stands, and wherever this is cut off, no token is in both
             self._history.frombytes(tokens[:n].tobytes())
+            self._pending = following
             if pager:
                 pager.written(n)
             self._consistent = True

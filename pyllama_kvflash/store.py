@@ -1,10 +1,10 @@
 """The host store: one record for every sealed chunk, and the memory that all of them are in."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Lock
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class HostMemory:
         self._pitch = -(-(self._lead + record_bytes) // page) * page
         self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now, not when written
         self._limit = limit
+        self._held: list[tuple[Record, Sequence[object]]] = []
         self._slabs: list[Record] = []
         self._free: list[Record] = []
         self._grower = ThreadPoolExecutor(1, "kvflash-host")
@@ -80,8 +81,11 @@ class HostMemory:
         self.n_used += 1
         return self._free.pop()
 
-    def give(self, place: Record) -> None:
-        """A place is used no more."""
+    def give(self, place: Record, holders: Sequence[object] = ()) -> None:
+        """A place is used no more, once there are no holders: others may remove themselves from that list, in any thread."""
+        if holders:
+            self._held.append((place, holders))
+            return
         if self._spill and id(place) in self._spilled:
             self._spilled.remove(id(place))
             self._spill.give(place)
@@ -113,6 +117,8 @@ class HostMemory:
 
     def reserve(self, n: int) -> None:
         """Make sure that n more places can be taken. Raises HostMemoryError, and holds what it held."""
+        for _ in range(len(self._held)):
+            self.give(*self._held.pop(0))
         self._check_limit(n)
         if self._spill and (beyond := n - self._within(n)):
             self._spill.reserve(beyond)
@@ -160,20 +166,20 @@ class HostMemory:
             raise HostMemoryError(msg)
 
 
-class _Lent:
-    """A record that is to be checked once, before it is used."""
+@dataclass(slots=True)
+class _Entry:
+    """A record. check: it is somebody else's, and to be checked before it is used; ahead: that is being done."""
 
-    def __init__(self, check: Check) -> None:
-        self._check: Check | None = check
-        self._lock = Lock()
+    record: Record
+    check: Check | None = None
+    digest: bytes | None = None
+    ahead: Future[None] | None = None
+    lent: bool = False
 
-    def see(self, record: Record) -> None:
-        if self._check is None:
-            return
-        with self._lock:
-            if self._check is not None:
-                self._check(record)
-                self._check = None
+    def see(self) -> None:
+        if self.check is not None:
+            self.check(self.record)
+            self.check = None
 
 
 class HostStore:
@@ -185,26 +191,22 @@ class HostStore:
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._records: dict[int, Record] = {}
-        self._lent: dict[int, _Lent] = {}  # records of somebody else's
-        self._digests: dict[int, bytes] = {}
-        self._noting = Lock()  # a digest, of a record that is there
+        self._entries: dict[int, _Entry] = {}
         self._ahead: ThreadPoolExecutor | None = None
-        self._n_holds = 0
-        self._limbo: list[Record] = []  # forgotten, but held
+        self._holders: list[object] = []
+
+    # Without locks: Ctrl-C may come between any two lines, and one that it leaves locked would stop all that follows.
 
     def close(self) -> None:
         """Let go of the records, for HostMemory.close() to free them."""
         self._stop_checking()
-        self._records.clear()
-        self._lent.clear()
-        self._digests.clear()
+        self._entries.clear()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._entries)
 
     def __contains__(self, chunk: int) -> bool:
-        return chunk in self._records
+        return chunk in self._entries
 
     @property
     def record_bytes(self) -> int:
@@ -214,34 +216,43 @@ class HostStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the records held."""
-        return len(self._records) * self.record_bytes
+        return len(self._entries) * self.record_bytes
 
     def put(self, chunk: int) -> Record:
         """A place (record_bytes,) for a chunk's record, which the caller fills now; the same one if it has one."""
-        if chunk not in self._records:
-            self._records[chunk] = self.memory.take()
-        return self._records[chunk]
+        if chunk not in self._entries:
+            self._entries[chunk] = _Entry(self.memory.take())
+        return self._entries[chunk].record
 
     def lend(self, chunk: int, record: Record, digest: bytes, check: Check) -> None:
         """A chunk's record that is somebody else's, of a map of a file perhaps, and stays as it is until forget(). check: is
         called with it before it is used for the first time, and raises if it is not what it should be.
         """
-        self._records[chunk], self._lent[chunk], self._digests[chunk] = record, _Lent(check), digest
+        self._entries[chunk] = _Entry(record, check, digest, lent=True)
 
     def get(self, chunk: int) -> Record:
         """The record of a chunk that is in the store. Raises what the check of a lent one does. Any thread may ask."""
-        record = self._records[chunk]
-        if (lent := self._lent.get(chunk)) is not None:
-            lent.see(record)
-        return record
+        entry = self._entries[chunk]
+        if entry.check is not None:
+            if entry.ahead is None or entry.ahead.cancel():
+                entry.see()
+            else:
+                entry.ahead.result()
+        return entry.record
+
+    def unchecked(self, chunk: int) -> tuple[Record, Callable[[], None]]:
+        """The record of a chunk, and what is to be called before it is used, in any thread: as the check of a lent one."""
+        entry = self._entries[chunk]
+        return entry.record, entry.see
 
     def check_ahead(self) -> None:
         """All lent records will be used: check them in threads meanwhile. What is wrong get() says."""
         self._stop_checking()
         self._ahead = ThreadPoolExecutor(_CHECKERS, "kvflash-check")
         with suppress(RuntimeError):  # no memory for a thread: get() checks
-            for chunk in self._lent:
-                self._ahead.submit(self.get, chunk)
+            for entry in self._entries.values():
+                if entry.check is not None:
+                    entry.ahead = self._ahead.submit(entry.see)
 
     def _stop_checking(self) -> None:
         if self._ahead:
@@ -249,40 +260,30 @@ class HostStore:
             self._ahead = None
 
     def digest(self, chunk: int, record: Record, compute: Callable[[Record], bytes]) -> bytes:
-        """The digest of a whole record, computed once as long as it is the chunk's. Any thread may ask."""
-        with self._noting:
-            if self._records.get(chunk) is record and chunk in self._digests:
-                return self._digests[chunk]
-        found = compute(record)
-        with self._noting:
-            if self._records.get(chunk) is record:  # it may have been forgotten meanwhile
-                self._digests[chunk] = found
-        return found
+        """The digest of a whole record that is held, computed once as long as it is the chunk's. Any thread may ask."""
+        entry = self._entries.get(chunk)
+        if entry is None or entry.record is not record:  # it was forgotten meanwhile
+            return compute(record)
+        if entry.digest is None:
+            entry.digest = compute(record)
+        return entry.digest
 
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones; their places are used again."""
-        if self._lent and first <= max(self._lent):
+        if any(c >= first and entry.lent for c, entry in self._entries.items()):
             self._stop_checking()
-        for chunk in [c for c in self._records if c >= first]:
-            with self._noting:
-                record = self._records.pop(chunk)
-                self._digests.pop(chunk, None)
-            if chunk in self._lent:
-                del self._lent[chunk]
-            elif self._n_holds:
-                self._limbo.append(record)
-            else:
-                self.memory.give(record)
+        for chunk in [c for c in self._entries if c >= first]:
+            entry = self._entries.pop(chunk)
+            if not entry.lent:
+                self.memory.give(entry.record, self._holders)
 
     def hold(self) -> None:
         """From now on, until release(), what was forgotten stays as it is: somebody reads it."""
-        self._n_holds += 1
+        self._holders.append(self)
 
     def release(self) -> None:
-        """It has been read."""
-        self._n_holds -= 1
-        while self._limbo and not self._n_holds:
-            self.memory.give(self._limbo.pop())
+        """It has been read. Any thread may say so."""
+        self._holders.pop()
 
 
 def _size(n: int) -> str:

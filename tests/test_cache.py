@@ -26,7 +26,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.snapshot import format as layout
 from pyllama_kvflash.snapshot.cache import PrefixCache
-from pyllama_kvflash.snapshot.format import SnapshotFile
+from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.store import HostMemory, HostStore
 
 pytestmark = pytest.mark.native
@@ -111,6 +111,110 @@ def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: P
     assert [entry.path for entry in cache.entries()] == paths[-1:]
     assert cache.save(kv) == paths[-1]
     assert cache.stats.saves == 3, "what is there is not written again"
+
+
+def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
+    """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left."""
+    size = opened().pager.store.record_bytes
+    cache, text, n_written = PrefixCache(tmp_path, LARGE), RNG.integers(0, 4000, 2560).astype(np.int32), []
+    before: set[tuple[int, int]] = set()
+    for n in range(1280, 2560, 64):
+        kv = opened(n_ctx=8192)
+        assert cache.restore(kv, text[:n]) == (n - 64 if n > 1280 else 0)
+        for _ in kv.prefill(text[kv.n_tokens : n]):
+            pass
+        path = cache.save(kv)
+        assert path
+        now = {entry.mark for entry in cache.entries()}
+        n_written.append(sum(mark[1] for mark in now - before) // size)
+        before = now
+        file, new = SnapshotFile(path), opened(n_ctx=8192)
+        assert len(file.contents.sources) <= 5
+        assert new.restore(path) == n
+        for chunk in range(n // 64):
+            np.testing.assert_array_equal(new.pager.store.get(chunk), kv.pager.store.get(chunk))
+        if n % 320 == 0:
+            assert say(new, OTHER[:70]) == say(kv, OTHER[:70])
+        kv.close()
+        new.close()
+    assert n_written[0] >= 20
+    assert max(n_written[1:]) <= 16
+    assert sum(n_written[1:]) <= 19 * 5, "each record again when twice as many come after it"
+    held = sum(entry.size for entry in cache.entries())
+    assert held < 1.3 * size * 39, "what is written again takes the place of what it was in"
+
+
+def test_two_conversations_share_what_they_begin_with(opened: Open, tmp_path: Path) -> None:
+    """Nothing is removed that one of them needs, until neither was used for long."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    root = cache.save(read(kv, TEXT[:1280]))
+    assert root
+    leaves = []
+    for i in range(2):
+        text = np.concatenate([TEXT[:1280], np.roll(OTHER, i)[:256]])
+        assert cache.restore(kv, text) == 1280
+        for _ in kv.prefill(text[1280:]):
+            pass
+        leaves.append(cache.save(kv))
+    assert None not in leaves
+    assert {entry.path for entry in cache.entries()} == {root, *leaves}
+    assert sum(entry.size for entry in cache.entries()) < 1.5 * root.stat().st_size
+    for path, used in ((root, 1), (leaves[0], 2), (leaves[1], 3)):
+        os.utime(path, (used, used))
+    total = sum(entry.size for entry in cache.entries())
+    assert cache.evict(total - 1) == [leaves[0]], "its root was used when the other one was"
+    assert cache.restore(kv, np.concatenate([TEXT[:1280], np.roll(OTHER, 1)[:256], [5]])) == 1536
+    kv.check_integrity()
+    assert set(cache.evict(root.stat().st_size - 1)) == {root, leaves[1]}
+
+
+def test_what_lies_in_a_removed_file_goes_with_it(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    root = cache.save(read(kv, TEXT[:1280]))
+    leaf = cache.save(read(kv, TEXT[:1500]))
+    apart = cache.save(read(kv, OTHER[:700]))
+    assert root
+    assert leaf
+    assert set(cache.remove(root)) == {root, leaf}
+    assert [entry.path for entry in cache.entries()] == [apart]
+    assert cache.restore(kv, TEXT) == 0
+
+
+def test_a_file_whose_records_are_gone_is_a_miss_and_is_swept_away(opened: Open, tmp_path: Path) -> None:
+    """As another process may leave it, which saved while this one removed."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    root = cache.save(read(kv, TEXT[:1280]))
+    leaf = cache.save(read(kv, TEXT[:1500]))
+    assert root
+    root.unlink()
+    assert cache.restore(kv, TEXT) == 0
+    assert cache.evict() == [leaf]
+    assert cache.save(read(kv, TEXT[:1500])) == leaf, "whole now"
+    assert cache.restore(kv, TEXT) == 1500
+
+
+def test_damage_of_a_shared_record_is_a_miss_for_all(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    root = cache.save(read(kv, TEXT[:1280]))
+    assert cache.save(read(kv, TEXT[:1500]))
+    assert root
+    damage(root, State.RESIDENT)  # the first chunk, which is a sink
+    assert cache.restore(kv, TEXT) == 0
+    assert (cache.stats.damaged, cache.entries()) == (1, [])
+
+
+def test_a_file_is_written_while_the_sequence_goes_on(opened: Open, tmp_path: Path) -> None:
+    """It is of the moment when that was begun, whatever becomes of the sequence."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    waiting = [cache.begin(read(kv, text[:900])) for text in (TEXT, OTHER, TEXT[1000:])]
+    read(kv, RNG.integers(0, 4000, 1500).astype(np.int32))
+    for future, text in zip(waiting, (TEXT, OTHER, TEXT[1000:]), strict=True):
+        assert future
+        assert SnapshotFile(future.result()).contents.tokens.tolist() == text[:900].tolist()
+        assert len(list(SnapshotFile(future.result()).verify())) == 15
+        assert cache.restore(kv, text) == 900
+    assert cache.begin(kv) is None, "it is there already"
+    cache.close()
 
 
 def test_what_was_used_longest_ago_goes_first(opened: Open, tmp_path: Path) -> None:
@@ -454,5 +558,7 @@ def test_the_sizes_in_the_docs_are_those_of_the_format() -> None:
     assert f"| {layout.HEADER.fields['digest'][1]} | v32 | digest of all bytes of the header" in text
     assert f"## sequence, {layout.SEQUENCE.itemsize} bytes" in text
     assert f"For each chunk that has a position, {layout.CHUNK.itemsize} bytes:" in text
-    assert f"For each state {layout.STATE.itemsize} bytes" in text
+    assert f"For each state {layout.STOP.itemsize} bytes" in text
+    assert f"{layout.SCORING.itemsize} bytes, then" in text
+    assert f"For each source {layout.SOURCE.itemsize} bytes" in text
     assert layout.MAGIC.hex(" ") in text

@@ -7,6 +7,7 @@ token on that is a near tie the text would be another one, so the run with draft
 
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -462,7 +463,7 @@ def test_what_was_rejected_leaves_no_trace(
         for kv in kvs:
             batch = rng.integers(0, 500, N_MAX + 1).astype(np.int32)
             batch[:n] = TOKENS[start : start + n]
-            kv._advance_some(batch, iter([int(n)]))
+            kv._advance_some(batch, iter([(int(n), None)]))
             assert kv.n_tokens == start + n
             rows.append(kv.logits())
         assert np.array_equal(rows[0], rows[1])
@@ -682,7 +683,7 @@ def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, sto
     start = len(story) - 1
     n_cut = 0
     list(kv.prefill(story[:start]))
-    for n in range(1, 4000, 67):
+    for n in range(1, 4000, int(os.environ.get("KVFLASH_CUT_STEP", "11"))):
         cut = CutAtLine(n)
         sys.settrace(cut)
         try:
@@ -865,12 +866,12 @@ def test_queries_are_of_the_last_token_that_stands(opened: Open, monkeypatch: py
     for n in range(1, N_MAX + 1):
         start = kv.n_tokens
         batch = np.concatenate([TOKENS[start : start + n], TOKENS[3000 : 3000 + N_MAX + 1 - n]])
-        kv._advance_some(batch, iter([n]))
+        kv._advance_some(batch, iter([(n, None)]))
         for at in range(start, start + n):
             control.decode(TOKENS[at : at + 1])
         assert apart(kv.queries(), control.queries()) < 0.02
         if n == 1:
-            rejected._advance_some(batch, iter([N_MAX + 1]))
+            rejected._advance_some(batch, iter([(N_MAX + 1, None)]))
             assert apart(rejected.queries(), control.queries()) > 0.2
 
     prompt, script = TOKENS[:300], TOKENS[300:370].tolist()

@@ -670,7 +670,7 @@ def test_check_integrity_sees_positions_removed_behind_the_engine(opened: Open) 
 def test_check_integrity_sees_a_lost_record(opened: Open) -> None:
     kv = opened()
     feed(kv, 700)
-    del kv.pager.store._records[4]
+    del kv.pager.store._entries[4]
     with pytest.raises(LedgerError, match=r"no record in the store for chunks \[4\]"):
         kv.check_integrity()
 

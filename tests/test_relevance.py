@@ -25,7 +25,7 @@ from test_engine import GREEDY, CutAtLine, NoMemory, check_residency, cut_off, o
 
 from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View, Warn, pager, registry
 from pyllama_kvflash.demo import answer_all, positions
-from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError, RecordError, UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model, PoolParams, Summaries, summary
 from pyllama_kvflash.native.lib import lib
@@ -479,13 +479,10 @@ def test_partial_state_goes_back(tiny_model: Callable[[str], Model], name: str) 
             for pos in range(640, 700):
                 ctx.decode(TOKENS[pos : pos + 1], pos)
                 got.append(ctx.logits())
-            if name == "gemma4":  # the window may lie in other cells
-                assert np.abs(np.array(got) - np.array(wanted)).max() < 0.02
-            else:
-                assert np.array_equal(got, wanted)
+            assert np.array_equal(got, wanted)
         assert ctx.blocks()[1].sum() == 700
         for bad in (state[:-1], state[:10], bytes(len(state)), state + b"!"):
-            with pytest.raises(NativeError, match="the state cannot be restored"):
+            with pytest.raises((NativeError, RecordError), match=r"the state cannot be restored|this is no state of"):
                 ctx.restore_partial(bad, 640)
             ctx.restore_partial(state, 640)
 

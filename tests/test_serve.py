@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -891,11 +892,17 @@ class FakeCache:
             raise self.error
         return len(best)
 
-    def save(self, sequence: KVFlash) -> None:
+    def begin(self, sequence: KVFlash) -> Future[None]:
         self.calls["save"] += 1
-        if self.error:
+        res: Future[None] = Future()
+        if self.error and self.calls["save"] % 2:
+            res.set_exception(self.error)
+        elif self.error:
             raise self.error
-        self.known.append(sequence.tokens.tolist())
+        else:
+            self.known.append(sequence.tokens.tolist())
+            res.set_result(None)
+        return res
 
 
 def test_prefixes_on_disk() -> None:

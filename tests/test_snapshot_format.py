@@ -6,7 +6,7 @@ import random
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
 from pyllama_kvflash.snapshot.format import (
     CHUNK,
     DIGEST,
@@ -27,7 +29,7 @@ from pyllama_kvflash.snapshot.format import (
     SEQUENCE,
     Contents,
     Identity,
-    SnapshotFile,
+    Source,
     chain,
     digest,
     record_place,
@@ -40,6 +42,7 @@ pytestmark = pytest.mark.native
 Record = npt.NDArray[np.uint8]
 
 N_CHUNK = 16
+FULL = [name for name in SECTIONS if name != "sources"]  # of the files here
 N_FUZZ = int(os.environ.get("KVFLASH_FUZZ_ROUNDS", "2000"))
 
 
@@ -76,10 +79,13 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     chunks["touched"], chunks["score"] = rng.integers(0, 9, n), rng.choice([np.nan, -np.inf, 0.5, 3.0], n)
     sequence = np.zeros((), SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"], sequence["n_kv"] = n_tokens, 4096, 1024, 256
-    sequence["tick"], sequence["n_state"], sequence["pending"] = 99, n_state, 7
+    sequence["tick"], sequence["pending"] = 99, 7
     ends = [*list(range(N_CHUNK, n_tokens, N_CHUNK))[: n_state - 1], n_tokens]
     states = tuple((pos, rng.bytes(10 + 3 * i)) for i, pos in enumerate(ends[:n_state]))
-    return Contents(identity, sequence, tokens, chunks, ((1, 3), (2,)), states), records
+    scoring = Scoring(
+        5, rng.random(12, np.float32) if seed % 2 else None, None if seed % 2 else rng.random(n), 0.25, 0.5
+    )
+    return Contents(identity, sequence, tokens, chunks, ((1, 3), (2,)), states, scoring), records
 
 
 def assert_holds(file: SnapshotFile, contents: Contents, records: list[Record]) -> None:
@@ -91,6 +97,8 @@ def assert_holds(file: SnapshotFile, contents: Contents, records: list[Record]) 
     assert got.chunks.tobytes() == contents.chunks.tobytes()
     assert got.plan == contents.plan
     assert got.states == contents.states
+    np.testing.assert_equal(asdict(got.scoring), asdict(contents.scoring))
+    assert got.sources == contents.sources
     for i, record in enumerate(records):
         np.testing.assert_array_equal(file.record(i), record, strict=True)
 
@@ -161,26 +169,29 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
     data = small.read_bytes()
-    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 1, 392, len(data))
-    assert data[360:392] == blake2b(data[:360])
+    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 1, 536, len(data))
+    assert data[504:536] == blake2b(data[:504])
     raw = []
-    for i in range(7):
+    for i in range(10):
         offset, size, check = struct.unpack_from("<QQ32s", data, 24 + 48 * i)
         assert offset % 8 == 0
         raw.append(data[offset : offset + size])
-        assert i == 6 or check == blake2b(raw[i])
-    identity, sequence, tokens, chunks, plan, states, rows = raw
+        assert i == 9 or check == blake2b(raw[i])
+    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, rows = raw
 
     assert struct.unpack_from("<QQIIII32s", identity) == (
         *(0x1234_5678_9ABC_DEF0, 300, 128, 16, 2, 0),
         b"llama_kv_cache".ljust(32, b"\0"),
     )
     assert struct.unpack_from("<16i", identity, 64) == (0, 1, 1, 64, 64, 4, 2, 32, 1, 1, 1, 64, 64, 4, 2, 32)
-    assert struct.unpack("<IIIIQIi", sequence) == (70, 4096, 1024, 256, 99, 2, 7)
+    assert struct.unpack("<IIIIQi", sequence) == (70, 4096, 1024, 256, 99, 7)
     assert struct.unpack("<70i", tokens) == tuple(contents.tokens)
     assert struct.unpack("<5i", plan) == (2, 1, 3, 1, 2)
-    assert struct.unpack_from("<IIQIIQ", states) == (16, 0, 10, 70, 0, 13)
-    assert states[32:] == b"".join(blob for _, blob in contents.states)
+    assert struct.unpack_from("<IIdd", scoring) == (5, 2, 0.25, 0.5)
+    assert scoring[24:] == contents.scoring.scores.tobytes()
+    assert sources == b""
+    assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
+    assert states == b"".join(blob for _, blob in contents.states)
 
     link = blake2b(identity)
     for i, record in enumerate(records):
@@ -303,12 +314,99 @@ def test_a_system_without_fallocate(snap: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 #
+# records in other files
+#
+
+
+def in_parts(folder: Path, *ends: int) -> tuple[Path, Contents, list[Record]]:
+    """A file of 70 chunks whose records are in as many files, each with those from where the one before ends."""
+    contents, records = made(70 * N_CHUNK, 0)
+    sources: tuple[Source, ...] = ()
+    for i, end in enumerate(ends):
+        path, first = folder / f"{i}.kvsnap", sources[-1].end if sources else 0
+        n = end * N_CHUNK
+        part = replace(contents, tokens=contents.tokens[:n], chunks=contents.chunks[:end], sources=sources)
+        write(path, part, records[first:end])
+        sources = (*sources, SnapshotFile(path).outline.as_source)
+        assert sources[-1] == Source(path.name, SnapshotFile(path).outline.header, first, end)
+    return path, part, records[:end]
+
+
+def test_records_of_other_files(tmp_path: Path) -> None:
+    path, contents, records = in_parts(tmp_path, 40, 41, 60, 70)
+    assert_holds(SnapshotFile(path), contents, records)
+    sizes = [end - start for each in sorted(tmp_path.iterdir()) for start, end in [sections(each)["records"]]]
+    assert sizes == [n * 8192 for n in (40, 1, 19, 10)], "each record once"
+    assert len(list(SnapshotFile(path).verify())) == 10, "those that it has itself"
+
+
+def test_a_part_of_another_file_s_records(snap: Path) -> None:
+    """Which has others after them, that are not of this text."""
+    _, whole, records = in_parts(snap.parent, 40, 70)
+    source = SnapshotFile(snap.with_name("1.kvsnap")).outline.as_source
+    zero = SnapshotFile(snap.with_name("0.kvsnap")).outline.as_source
+    mine = replace(whole, sources=(zero, replace(source, end=50)))
+    write(snap, mine, records[50:])
+    assert_holds(SnapshotFile(snap), mine, records)
+
+
+@pytest.mark.parametrize("change", ["gone", "another", "damaged", "linked", "cut"])
+def test_a_file_that_has_records_is_not_what_it_was(tmp_path: Path, change: str) -> None:
+    path, _, _ = in_parts(tmp_path, 40, 41, 70)
+    source = tmp_path / "1.kvsnap"
+    if change == "gone":
+        source.unlink()
+    elif change == "another":
+        write(source, *made(41 * N_CHUNK, 0, seed=1))
+    elif change == "linked":
+        source.rename(tmp_path / "elsewhere")
+        source.symlink_to(tmp_path / "elsewhere")
+    elif change == "cut":
+        source.write_bytes(source.read_bytes()[:-1])
+    else:
+        source.write_bytes(b"x" + source.read_bytes()[1:])
+    with pytest.raises(
+        OrphanError, match=r"2.kvsnap has some of its records in 1.kvsnap, which is gone from that folder, or"
+    ):
+        SnapshotFile(path)
+    assert not Outline.of(path).whole
+
+
+@pytest.mark.parametrize("name", ["../0.kvsnap", "/dev/zero", "", ".", ".."])
+def test_a_source_is_a_file_of_the_same_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _, contents, records = in_parts(tmp_path, 40, 70)
+    header = SnapshotFile(tmp_path / "0.kvsnap").outline.header
+    write(folder / "x.kvsnap", replace(contents, sources=(Source(name, header, 0, 40),)), records[40:])
+    with pytest.raises(OrphanError):
+        SnapshotFile(folder / "x.kvsnap")
+    assert not Outline.of(folder / "x.kvsnap").whole
+
+
+def test_damage_of_another_file_s_record_is_said_of_that_file(tmp_path: Path) -> None:
+    path, _, _ = in_parts(tmp_path, 40, 70)
+    source, told = tmp_path / "0.kvsnap", []
+    pitch, lead = record_place(SnapshotFile(source).contents.identity)
+    data = bytearray(source.read_bytes())
+    data[sections(source)["records"][0] + 7 * pitch + lead + 5] ^= 1
+    source.write_bytes(data)
+    file = SnapshotFile(path)
+    file.on_damage = told.append
+    for i in (6, 8, 41):
+        file.check(i, file.record(i))
+    with pytest.raises(SnapshotError, match=f"{source} is no whole snapshot: the record of chunk 7 was changed"):
+        file.check(7, file.record(7))
+    assert told == [source]
+
+
+#
 # damage
 #
 
 
 @pytest.mark.parametrize("at", [0, 0.5, 1], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("name", SECTIONS[:-1])
+@pytest.mark.parametrize("name", FULL[:-1])
 def test_a_byte_of_a_section(small: Path, name: str, at: float) -> None:
     start, end = sections(small)[name]
     data = bytearray(small.read_bytes())
@@ -389,9 +487,9 @@ def test_another_version_says_so(small: Path, version: int) -> None:
             SnapshotFile(small)
 
 
-@pytest.mark.parametrize("i", range(len(SECTIONS) - 2))
+@pytest.mark.parametrize("i", range(len(FULL) - 2))
 def test_sections_that_changed_places(small: Path, i: int) -> None:
-    one, two = (sections(small)[name] for name in SECTIONS[i : i + 2])
+    one, two = (sections(small)[name] for name in FULL[i : i + 2])
     data = bytearray(small.read_bytes())
     swapped = data[:]
     swapped[one[0] : one[0] + two[1] - two[0]] = data[slice(*two)]
@@ -617,8 +715,9 @@ def test_a_lent_record_that_is_wrong_is_never_given(store: HostStore) -> None:
     assert store.get(0)[0] == 0
 
 
-def test_many_threads_check_a_lent_record_once(store: HostStore) -> None:
-    """And none has it before."""
+@pytest.mark.parametrize("ahead", [True, False])
+def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> None:
+    """None has it before it is checked; once, if that was begun ahead."""
     done, n, begun = [], 8, threading.Barrier(8)
 
     def check(record: Record) -> None:
@@ -628,18 +727,24 @@ def test_many_threads_check_a_lent_record_once(store: HostStore) -> None:
     def ask() -> None:
         begun.wait()
         store.get(0)
-        assert done == [1]
+        assert done
         done_by.append(1)
 
     done_by: list[int] = []
     store.lend(0, lent(1), b"digest", check)
+    if ahead:
+        store.check_ahead()
+        threading.Event().wait(0.02)
     threads = [threading.Thread(target=ask) for _ in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(done_by) == n
-    assert done == [1]
+    assert len(done) == 1 or not ahead
+    n_checked = len(done)
+    store.get(0)
+    assert len(done) == n_checked
 
 
 def test_a_lent_place_is_not_used_again(store: HostStore) -> None:
@@ -729,6 +834,7 @@ def test_what_is_held_stays_until_it_is_released(store: HostStore) -> None:
     store.release()
     assert store.memory.n_used == n_used, "somebody else still reads it"
     store.release()
+    store.memory.reserve(0)
     assert store.memory.n_used == len(store) == 40
     store.forget(0)
     assert store.memory.n_used == 0
@@ -750,7 +856,6 @@ def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
     store.release()
     store.forget(0)
     assert store.memory.n_used == 0
-    assert store._limbo == []
 
 
 def test_a_lent_record_is_left_where_it_is_when_held(store: HostStore) -> None:

@@ -107,7 +107,7 @@ def test_forgotten_places_are_used_again() -> None:
 def free_places(store: HostStore) -> set[int]:
     """Places that were never given."""
     return {place(row) for slab in store.memory._slabs for row in slab.reshape(-1, N)} - {
-        place(r) for r in store._records.values()
+        place(entry.record) for entry in store._entries.values()
     }
 
 

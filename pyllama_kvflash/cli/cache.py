@@ -12,7 +12,7 @@ from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
-from pyllama_kvflash.snapshot.format import SnapshotFile
+from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 
 _ALL = 1 << 62
 
@@ -51,7 +51,7 @@ def _cache(folder: str | None) -> PrefixCache:
 @cache.command("ls", short_help="What there is, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> None:
-    """List the snapshots of the cache, the one that was used last first."""
+    """List the snapshots of the cache, the one that was used last first. Size: without records that other files have."""
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
     for entry in found.entries():
@@ -65,11 +65,11 @@ def ls(folder: str | None) -> None:
 def _row(entry: Entry) -> tuple[str, ...]:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
     try:
-        contents = SnapshotFile(entry.path).contents
+        file = Outline.of(entry.path)
     except SnapshotError:
         return entry.path.stem[:16], "damaged", mib(entry.size), used, ""
-    mark = f"{contents.identity.fields['fingerprint']:016x}"
-    return entry.path.stem[:16], f"{len(contents.tokens):,}", mib(entry.size), used, mark
+    mark = f"{file.identity.fields['fingerprint']:016x}"
+    return entry.path.stem[:16], f"{len(file.tokens):,}", mib(entry.size), used, mark
 
 
 @cache.command("verify", short_help="Read every byte, and say what is damaged.")
@@ -102,13 +102,15 @@ def verify(folder: str | None, *, remove: bool) -> int:
 )
 @click.option("--all", "everything", is_flag=True, help="Remove all.")
 def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> None:
-    """Remove snapshots by name, as `kvflash cache ls` shows it, or the least recently used ones, or all."""
+    """Remove snapshots by name, as `kvflash cache ls` shows it, or the least recently used ones, or all. Those that go on
+    from one that is removed, and have records in it, go as well.
+    """
     if bool(names) + (limit is not None) + everything != 1:
         msg = "say what to remove: names, --to SIZE, or --all"
         raise UsageError(msg)
     found = _cache(folder)
     if names:
-        removed = [path for name in names for path in [_named(found, name)] if found.remove(path)]
+        removed = [path for named in [_named(found, name) for name in names] for path in found.remove(named)]
     else:
         removed = found.evict(0 if everything else limit)
     Reporter().note(f"{len(removed)} file{'' if len(removed) == 1 else 's'} removed from {found.folder}")

@@ -4,7 +4,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ class Summaries:
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
         self._sizes = [self._size(layer) for layer in self._layers]
         self._slabs: list[list[npt.NDArray[np.uint16]]] = []
-        self._growing = Lock()
         self._n = 0
 
     def _size(self, layer: Any) -> int:
@@ -78,11 +76,9 @@ class Summaries:
         return 2 * sum(self._sizes) / SLAB
 
     def reserve(self, n: int) -> None:
-        """Take the memory for the first n. May be called by several threads. Raises MemoryError."""
+        """Take the memory for the first n. May be called by several threads, which may take a slab more. Raises MemoryError."""
         while len(self._slabs) * SLAB < n:
-            with self._growing:
-                if len(self._slabs) * SLAB < n:
-                    self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # full: committed now
+            self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # full: committed now
 
     def put(self, chunk: int, record: Record, threads: Executor | None = None) -> None:
         """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there.

@@ -2,7 +2,7 @@
 
 from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, State
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
-from pyllama_kvflash.policy.schedule import Schedule
+from pyllama_kvflash.policy.schedule import Schedule, Scoring
 from pyllama_kvflash.policy.scorers import AGGREGATES, Lru, Qk, QkCos, Queries, Scorer, View, n_queries
 from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_floor, resolve_pool
 
@@ -21,6 +21,7 @@ __all__ = [
     "Schedule",
     "Scorer",
     "Scores",
+    "Scoring",
     "State",
     "View",
     "auto_pool",

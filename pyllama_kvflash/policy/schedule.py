@@ -1,6 +1,24 @@
 """When to score: often enough to follow the text, seldom enough to cost nothing that is felt."""
 
 import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How far a selector is: n_since tokens after it last began, with what it has of the scoring that is under way: queries
+    (of all pooled layers, one after the other), or the scores (n_chunks,) that are to be applied. Seconds that a scoring and
+    a token take, 0: not measured.
+    """
+
+    n_since: int = 0
+    queries: npt.NDArray[np.float32] | None = None
+    scores: npt.NDArray[np.float64] | None = None
+    cost_s: float = 0.0
+    step_s: float = 0.0
 
 
 class Schedule:
@@ -24,6 +42,11 @@ class Schedule:
         return min(self._costs, default=0.0)
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds that a token takes, None: not measured yet."""
+        return self._step_s
+
+    @property
     def interval(self) -> int:
         """Tokens from one scoring to the next."""
         if not self._step_s or not self.share:
@@ -43,6 +66,19 @@ class Schedule:
         """The pool was just chosen anew."""
         self._n = 0
         self._begun = False
+
+    @property
+    def n_since(self) -> int:
+        """Tokens since the last scoring was begun, or the pool chosen."""
+        return self._n
+
+    def resume(self, saved: Scoring) -> None:
+        """Go on where another schedule was, with what it had measured unless this one has itself."""
+        self._n = saved.n_since
+        self._begun = saved.scores is not None or saved.queries is not None
+        if saved.cost_s and not self._costs:
+            self._costs = [saved.cost_s]
+        self._step_s = self._step_s or saved.step_s or None
 
     def step(self, n_tokens: int, seconds: float | None) -> None:
         """n_tokens were decoded in so many seconds, None: nobody knows."""

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.native import Sampling, Tokens
@@ -71,5 +72,5 @@ class Cache(Protocol):
     def restore(self, sequence: KVFlash, tokens: Tokens, /) -> int:
         """Fill a sequence with the longest known prefix of tokens (n,). Positions that it has then; 0: none, it is clear."""
 
-    def save(self, sequence: KVFlash, /) -> object:
-        """Keep what a sequence has."""
+    def begin(self, sequence: KVFlash, /) -> Future[Any] | None:
+        """Keep what a sequence has now: write it while it goes on. None: there is nothing to write."""

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Cache
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.slot import Slot
+from pyllama_kvflash.text import n_common
 
 _COMMON = 64  # tokens for which a sequence is preferred to another whose loss costs less: BOS alone is no reason
 
@@ -22,6 +25,7 @@ class Prefixes:
         self._metrics = metrics
         self._cache = cache
         self._cache_min = cache_min
+        self._writing: list[tuple[Tokens, Future[Any]]] = []
 
     def choose(self, free: Sequence[Slot], tokens: Tokens) -> Slot:
         """Of these the one with the longest beginning in common; else an empty one, or that which was not used for longest."""
@@ -61,6 +65,7 @@ class Prefixes:
         """What the cache has, if that is more than what is in common. Positions; 0: nothing was changed, or it is clear."""
         if self._cache is None:
             return 0
+        self._finish([future for text, future in self._writing if n_common(text, tokens) > common])
         try:
             if self._cache.match(slot.seq, tokens[:-1]) <= common:
                 return 0
@@ -78,16 +83,35 @@ class Prefixes:
                 self.save(slot)
 
     def save(self, slot: Slot) -> None:
-        """Have the cache keep a sequence, if much of it is new. A cache that cannot be written is no reason to stop."""
+        """Have the cache keep a sequence, if much of it is new, while others go on. A cache that cannot be written is no reason
+        to stop.
+        """
         if self._cache is None or slot.seq.n_tokens - slot.kept < self._cache_min:
             return
         try:
-            self._cache.save(slot.seq)
+            future = self._cache.begin(slot.seq)
         except (KVFlashError, OSError) as err:
             log.warning("the prefix cache could not be written: %s", err)
         else:
-            self._metrics.add(prefix_cache_saves=1)
+            if future is not None:
+                self._writing.append((slot.seq.tokens, future))
+                future.add_done_callback(self._written)
         slot.kept = slot.seq.n_tokens  # not again, for the same error
+
+    def _written(self, future: Future[Any]) -> None:
+        """Called by the thread that wrote."""
+        if (err := future.exception()) is not None:
+            log.warning("the prefix cache could not be written: %s", err)
+        else:
+            self._metrics.add(prefix_cache_saves=1)
+
+    def finish(self) -> None:
+        """Wait for all that is being written: what it is of holds memory until then."""
+        self._finish([future for _, future in self._writing])
+
+    def _finish(self, futures: list[Future[Any]]) -> None:
+        wait(futures)
+        self._writing = [(text, future) for text, future in self._writing if not future.done()]
 
     def clear(self, slot: Slot) -> None:
         """Forget a sequence."""

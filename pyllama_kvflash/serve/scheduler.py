@@ -332,6 +332,7 @@ class Scheduler:
         for slot in idle:
             self._prefixes.save(slot)
             self._prefixes.clear(slot)
+        self._prefixes.finish()
         return bool(idle)
 
     #
@@ -345,6 +346,7 @@ class Scheduler:
             if slot.job is not None:
                 self._ended(slot, "interrupted")
         self._prefixes.save_all(self._slots)
+        self._prefixes.finish()
         while True:
             self._refuse_all(_STOPPING)
             with self._changed:

@@ -1,19 +1,28 @@
-"""The prefix cache: a folder of snapshots, of which the one with the longest prefix of a text is put back."""
+"""The prefix cache: a folder of snapshots, of which the one with the longest prefix of a text is put back.
+
+A text that goes on from one that is there takes its first records from that file, so that a turn of a conversation writes
+what is new in it.
+"""
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
+
+import numpy as np
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.saved import SavedSequence
 from pyllama_kvflash.snapshot import format as layout
-from pyllama_kvflash.snapshot.format import SUFFIX, Identity, SnapshotFile
-from pyllama_kvflash.snapshot.ledger import usable
+from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
+from pyllama_kvflash.snapshot.format import SUFFIX, Chunks, Identity, Source
+from pyllama_kvflash.snapshot.ledger import Capture, usable
 from pyllama_kvflash.text import n_common
 
 try:
@@ -27,11 +36,12 @@ _ABANDONED = 24 * 3600  # seconds after which an unfinished file is nobody's, if
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. used: when, seconds since 1970."""
+    """A file of the cache. used: when, seconds since 1970. mark: inode and bytes."""
 
     path: Path
     size: int
     used: float
+    mark: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -49,7 +59,8 @@ class PrefixCache:
     """Snapshots in a folder, one sub-folder for each model and kind of cache, named by the digest of the chain of their tokens.
 
     Any number of processes may use a folder: files appear whole, and vanish whole; one that is removed while it is in use
-    stays for who uses it. Nothing outside the folder is touched, and no link in it is followed.
+    stays for who uses it. Nothing outside the folder is touched, and no link in it is followed. A sequence is used by the
+    thread that calls; begin() writes in another.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
@@ -57,7 +68,9 @@ class PrefixCache:
         self.folder = Path(folder).expanduser()
         self.limit = limit
         self.stats = CacheStats()
-        self._open: dict[tuple[Path, int, int], SnapshotFile] = {}  # by path, inode and time of change
+        self._outlines: dict[Path, dict[Path, Outline]] = {}  # by sub-folder
+        self._mutex = Lock()
+        self._writer = ThreadPoolExecutor(1, "kvflash-cache")
         if limit <= 0:
             msg = f"the prefix cache is limited to {limit} bytes: give 20GiB, say (--prefix-cache-size)"
             raise UsageError(msg)
@@ -80,13 +93,15 @@ class PrefixCache:
         the sequence is empty. A file that turns out to be damaged is removed, and the next best one taken.
         """
         found = sorted(self._matches(sequence.identity, tokens), key=lambda match: match[0], reverse=True)
-        for _, file in found:
+        for _, path in found:
             try:
+                file = SnapshotFile(path)
+                file.on_damage = self._discard
                 n = sequence.restore(file, tokens)
             except SnapshotError:
                 continue
             with suppress(OSError):
-                os.utime(file.path)
+                os.utime(path)
             self.stats.hits += 1
             self.stats.n_tokens += n
             return n
@@ -96,23 +111,67 @@ class PrefixCache:
 
     def save(self, sequence: SavedSequence) -> Path | None:
         """Keep a sequence as it is now. Its file; None: it is larger than the cache. Raises SnapshotError and UsageError."""
-        path, pager = self._path(sequence), sequence.pager
-        if pager.ledger.n_chunks * pager.store.record_bytes > self.limit:
+        path = self._path(sequence)
+        if not self._wanted(path, sequence):
+            return path if path.exists() else None
+        return self._write(sequence.capture(), path)
+
+    def begin(self, sequence: SavedSequence) -> Future[Path] | None:
+        """As save(), in a thread, while the sequence goes on. None: there is nothing to write."""
+        path = self._path(sequence)
+        if not self._wanted(path, sequence):
             return None
+        return self._writer.submit(self._write, sequence.capture(), path)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._writer.shutdown()
+
+    def _wanted(self, path: Path, sequence: SavedSequence) -> bool:
+        """Whether its file is to be written: it is not there, and not too large."""
+        pager = sequence.pager
+        if pager.ledger.n_chunks * pager.store.record_bytes > self.limit:
+            return False
         if path.exists():
             with suppress(OSError):
                 os.utime(path)
-            return path
+            return False
+        return True
+
+    def _write(self, capture: Capture, path: Path) -> Path:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as err:
+            capture.store.release()
             msg = f"{path.parent} cannot be made: {err.strerror or err}"
             raise SnapshotError(msg) from None
-        sequence.save(path)
+        capture.write(path, choose=partial(self._sources, path.parent))
         self.stats.saves += 1
-        self._supersede(path, sequence.identity)
+        self._supersede(path)
         self.evict()
         return path
+
+    def _sources(self, home: Path, chunks: Chunks) -> list[Source]:
+        """Files that have the records of the first chunks.
+
+        Of the last ones no more than are larger than what is new: so a file has few sources, however many turns it comes
+        after, and a record is written again each time that twice as many come after it, at most.
+        """
+        n, best = 0, None
+        for file in self._known(home):
+            n_same = _n_same(file.digests, chunks["digest"])
+            if n_same > n and file.whole:
+                n, best = n_same, file
+        if best is None:
+            return []
+        res, start = [], 0
+        for source in (*best.sources, best.as_source):
+            if start < n:
+                res.append(replace(source, end=min(source.end, n)))
+            start = source.end
+        while res and _n_lent(res) - _n_lent(res[:-1]) <= len(chunks) - _n_lent(res):
+            res.pop()
+        return res
 
     def _path(self, sequence: SavedSequence) -> Path:
         """Of the file of a sequence. Raises UsageError if there is nothing in it."""
@@ -126,60 +185,52 @@ class PrefixCache:
     def _home(self, identity: Identity) -> Path:
         return self.folder / layout.digest(identity.raw).hex()[:_NAME]
 
-    def _matches(self, identity: Identity, tokens: Tokens) -> list[tuple[int, SnapshotFile]]:
+    def _matches(self, identity: Identity, tokens: Tokens) -> list[tuple[int, Path]]:
         """Files that have a prefix of a text, and how much of it."""
         res = []
-        for entry in _files(self._home(identity)):
-            try:
-                file = self._opened(entry.path)
-                res.append((usable(file, identity, tokens), file))
-            except SnapshotError:
-                continue  # of another text, or damaged: verify() says so
+        for file in self._known(self._home(identity)):
+            with suppress(SnapshotError):  # of another text
+                res.append((usable(file, identity, tokens), file.path))
         return res
 
-    def _opened(self, path: Path) -> SnapshotFile:
-        try:
-            status = path.stat()
-        except OSError as err:  # another process has removed it
-            msg = f"{path} cannot be read: {err.strerror or err}"
-            raise SnapshotError(msg) from None
-        key = path, status.st_ino, status.st_size
-        if key not in self._open:
-            self._open = {k: file for k, file in self._open.items() if k[0] != path}
-            self._open[key] = file = SnapshotFile(path)
-            file.on_damage = partial(self._discard, path)
-        return self._open[key]
+    def _known(self, home: Path) -> list[Outline]:
+        """Of the files of a sub-folder, without those that are damaged: verify() says so."""
+        res = []
+        with self._mutex:
+            known, self._outlines[home] = self._outlines.get(home, {}), {}
+            for entry in _files(home):
+                file = known.get(entry.path)
+                with suppress(SnapshotError, OSError):
+                    if file is None or file.mark != entry.mark:
+                        file = Outline.of(entry.path)
+                    self._outlines[home][entry.path] = file
+                    res.append(file)
+        return res
+
+    def _supersede(self, path: Path) -> None:
+        """Remove the files whose text this one begins with, if it can be cut wherever they end, and no other needs them."""
+        files = {file.path: file for file in self._known(path.parent)}
+        needed = {path.with_name(source.name) for file in files.values() for source in file.sources}
+        new = files.pop(path, None)
+        for old in files.values():
+            if (
+                new is not None
+                and old.path not in needed
+                and n_common(new.tokens, old.tokens) == len(old.tokens)
+                and set(old.states) <= set(new.states)
+                and not old.identity.difference(new.identity)
+            ):
+                self.remove(old.path)
+
+    def remove(self, path: Path) -> list[Path]:
+        """Remove a file, and those that have records in it. What was removed."""
+        gone = [path, *(f.path for f in self._known(path.parent) if path.name in {s.name for s in f.sources})]
+        return [p for p in gone if _unlinked(p)]
 
     def _discard(self, path: Path) -> None:
+        """It turned out to be damaged."""
         if self.remove(path):
             self.stats.damaged += 1
-
-    def remove(self, path: Path) -> bool:
-        """Remove a file. Whether there was one."""
-        self._open = {key: file for key, file in self._open.items() if key[0] != path}
-        try:
-            path.unlink()
-        except OSError:
-            return False
-        return True
-
-    def _supersede(self, path: Path, identity: Identity) -> None:
-        """Remove the files whose text this one begins with, if it can be cut wherever they end."""
-        try:
-            new = self._opened(path)
-        except SnapshotError:
-            return
-        stops = {pos for pos, _ in new.contents.states}
-        for entry in _files(path.parent):
-            if entry.path == path:
-                continue
-            try:
-                old = self._opened(entry.path)
-            except SnapshotError:
-                continue
-            same = n_common(new.contents.tokens, old.contents.tokens) == len(old.contents.tokens)
-            if same and not old.contents.identity.difference(identity) and {p for p, _ in old.contents.states} <= stops:
-                self.remove(entry.path)
 
     #
     # the folder
@@ -192,19 +243,34 @@ class PrefixCache:
 
     def evict(self, limit: int | None = None) -> list[Path]:
         """Remove what was used longest ago until the rest has no more bytes than the limit, and what killed processes left
-        behind. What was removed.
+        behind. What was removed. A file was used when those were that have records in it.
         """
-        removed = []
+        removed: list[Path] = []
         with self._lock():
             for home in _folders(self.folder):
                 _sweep(home)
             total = 0
-            for entry in self.entries():
+            for entry in self._by_use():
+                if entry.path in removed:
+                    continue
                 total += entry.size
-                if total > (self.limit if limit is None else limit) and self.remove(entry.path):
-                    removed.append(entry.path)
+                if total > (self.limit if limit is None else limit) or _is_orphan(entry.path):
+                    removed += self.remove(entry.path)
                     total -= entry.size
         return removed
+
+    def _by_use(self) -> list[Entry]:
+        """All files, the one that was used last first, and before those that need it."""
+        entries = {entry.path: entry for entry in self.entries()}
+        used = {path: entry.used for path, entry in entries.items()}
+        n_sources = dict.fromkeys(entries, 0)
+        for home in _folders(self.folder):
+            for file in self._known(home):
+                if file.path in entries:
+                    n_sources[file.path] = len(file.sources)
+                    for source in map(file.path.with_name, (s.name for s in file.sources)):
+                        used[source] = max(used.get(source, 0.0), entries[file.path].used)
+        return sorted(entries.values(), key=lambda entry: (-used[entry.path], n_sources[entry.path]))
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -234,8 +300,41 @@ def _files(home: Path) -> list[Entry]:
                     and entry.is_file(follow_symlinks=False)
                 ):
                     status = entry.stat(follow_symlinks=False)
-                    res.append(Entry(Path(entry.path), status.st_size, status.st_mtime))
+                    res.append(
+                        Entry(Path(entry.path), status.st_size, status.st_mtime, (status.st_ino, status.st_size))
+                    )
     return res
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _is_orphan(path: Path) -> bool:
+    """Whether it has records in a file that is gone: it will never be of use."""
+    try:
+        SnapshotFile(path)
+    except OrphanError:
+        return True
+    except SnapshotError:
+        pass
+    return False
+
+
+def _n_same(one: Chunks, other: Chunks) -> int:
+    """How many digests two arrays (n,) begin with in common."""
+    n = min(len(one), len(other))
+    differs = np.flatnonzero(one[:n] != other[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+def _n_lent(sources: Sequence[Source]) -> int:
+    """Up to which chunk they have the records."""
+    return sources[-1].end if sources else 0
 
 
 def _sweep(home: Path) -> None:

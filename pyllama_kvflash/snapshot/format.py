@@ -1,11 +1,10 @@
-"""The layout of a .kvsnap file, see docs/SNAPSHOT_FORMAT.md: written whole or not at all, and read by pages."""
+"""The layout of a .kvsnap file, see docs/SNAPSHOT_FORMAT.md, and how one is written: whole or not at all."""
 
 import hashlib
-import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.policy import Scoring
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
@@ -22,7 +22,7 @@ VERSION = 1
 DIGEST = 32  # bytes of a blake2b digest
 PAGE = 4096  # a record's rows begin on one, as in host memory
 
-SECTIONS = ("identity", "sequence", "tokens", "chunks", "plan", "states", "records")
+SECTIONS = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "records")
 
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
 HEADER = np.dtype(
@@ -59,7 +59,6 @@ SEQUENCE = np.dtype(
         ("n_pool", "<u4"),
         ("n_kv", "<u4"),  # width of the attention graph
         ("tick", "<u8"),
-        ("n_state", "<u4"),
         ("pending", "<i4"),  # a token that was produced, and is not decoded yet, -1: none
     ]
 )
@@ -75,7 +74,23 @@ CHUNK = np.dtype(
         ("score", "<f8"),
     ]
 )
-STATE = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
+SCORING = np.dtype(
+    [
+        ("n_since", "<u4"),  # tokens since it was begun
+        ("what", "<u4"),  # comes after it: 0 nothing, 1 queries (f4), 2 scores (f8)
+        ("cost_s", "<f8"),  # that a scoring takes, 0: not measured
+        ("step_s", "<f8"),  # that a token takes
+    ]
+)
+SOURCE = np.dtype(
+    [
+        ("name", "S64"),
+        ("header", "V32"),  # digest of its header
+        ("first", "<u4"),  # chunk of the first record in it
+        ("end", "<u4"),  # it has the records up to this chunk, from where the source before ends
+    ]
+)
+STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
 
 Chunks = npt.NDArray[Any]
 """Of dtype CHUNK."""
@@ -134,9 +149,22 @@ def digest(data: Any) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Another file of the same folder, which has records of this one: those up to chunk `end`, from where the source before
+    it ends. first: the chunk of the first record in it; header: the digest that its header ends with.
+    """
+
+    name: str
+    header: bytes
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """What a file holds, but for the records. chunks: CHUNK, one for each chunk with a position; plan: chunks to drop and to
-    bring in that are still to come; states: (position, bytes) of what no chunk holds, the last one at n_tokens.
+    bring in that are still to come; states: (position, bytes) of what no chunk holds, the last one at n_tokens; sources:
+    files that have the records of the first chunks.
     """
 
     identity: Identity
@@ -145,6 +173,13 @@ class Contents:
     chunks: Chunks
     plan: tuple[tuple[int, ...], tuple[int, ...]]
     states: tuple[tuple[int, bytes], ...]
+    scoring: Scoring = field(default_factory=Scoring)
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def n_lent(self) -> int:
+        """Chunks, from the first, whose records are in other files."""
+        return self.sources[-1].end if self.sources else 0
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
@@ -164,7 +199,7 @@ def write(
 ) -> int:
     """Write a file under another name, and rename it once it is whole and on the disk; the bytes it has.
 
-    records: of all chunks, in order, whose digests the chunks have. on_record: called with how many are written. Raises
+    records: of the chunks from contents.n_lent on, in order, whose digests the chunks have. on_record: called with how many are written. Raises
     SnapshotError; nothing is left behind then, nor if the process is killed, but for a file named `.*.part`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}.part")
@@ -193,7 +228,7 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
         file.write(raw)
         at += -(-len(raw) // 8) * 8
     start = -(-at // PAGE) * PAGE
-    end = start + len(contents.chunks) * pitch
+    end = start + (len(contents.chunks) - contents.n_lent) * pitch
     file.truncate(end)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, end)  # a full disk says so now
@@ -214,15 +249,39 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
 def _small(contents: Contents) -> list[bytes]:
     """All sections but the records."""
     plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
-    heads = np.array([(pos, 0, len(blob)) for pos, blob in contents.states], STATE)
     return [
         contents.identity.raw,
         contents.sequence.tobytes(),
         np.ascontiguousarray(contents.tokens, "<i4").tobytes(),
         contents.chunks.tobytes(),
         plan,
-        heads.tobytes() + b"".join(blob for _, blob in contents.states),
+        _packed(contents.scoring),
+        np.array([(s.name.encode(), np.void(s.header), s.first, s.end) for s in contents.sources], SOURCE).tobytes(),
+        np.array([(pos, 0, len(blob)) for pos, blob in contents.states], STOP).tobytes(),
+        b"".join(blob for _, blob in contents.states),
     ]
+
+
+def _packed(scoring: Scoring) -> bytes:
+    head, rest = np.zeros((), SCORING), b""
+    head["n_since"], head["cost_s"], head["step_s"] = scoring.n_since, scoring.cost_s, scoring.step_s
+    if scoring.scores is not None:
+        head["what"], rest = 2, scoring.scores.astype("<f8").tobytes()
+    elif scoring.queries is not None:
+        head["what"], rest = 1, scoring.queries.astype("<f4").tobytes()
+    return head.tobytes() + rest
+
+
+def unpacked(raw: bytes) -> Scoring:
+    """What the section scoring says."""
+    head, rest = np.frombuffer(raw, SCORING, 1)[0], raw[SCORING.itemsize :]
+    return Scoring(
+        n_since=int(head["n_since"]),
+        queries=np.frombuffer(rest, "<f4").astype(np.float32) if head["what"] == 1 else None,
+        scores=np.frombuffer(rest, "<f8").astype(np.float64) if head["what"] == 2 else None,  # noqa: PLR2004
+        cost_s=float(head["cost_s"]),
+        step_s=float(head["step_s"]),
+    )
 
 
 def _private(name: str, flags: int) -> int:
@@ -237,115 +296,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-#
-# reading
-#
-
-
-class SnapshotFile:
-    """A file that was opened: everything is checked but the records, which are mapped, and checked when they are used.
-
-    A record is a view into the map, which stays as long as any view does, whatever becomes of the file's name.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises SnapshotError, with what is wrong with it."""
-        self.path = path
-        self.on_damage: Callable[[], None] | None = None  # called when a record is not what was written
-        try:
-            if path.exists() and not path.is_file():  # to open a pipe would be to wait for ever
-                raise self._damaged("it is no regular file")
-            with path.open("rb") as file:
-                n = os.fstat(file.fileno()).st_size
-                if n < HEADER.itemsize:
-                    raise self._damaged(f"it has {n} bytes, fewer than a header")
-                self._map = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte, or a special file
-            msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
-            raise SnapshotError(msg) from None
-        self.header = self._header(n)
-        raw = {name: self._section(i) for i, name in enumerate(SECTIONS[:-1])}
-        self.contents = self._contents(raw)
-        self._start = int(self.header["sections"][-1]["offset"])
-        self._pitch, self._lead = record_place(self.contents.identity)
-        self._record_bytes = self.contents.identity.fields["record_bytes"]
-        self._check_records()
-
-    def _damaged(self, what: str) -> SnapshotError:
-        return SnapshotError(f"{self.path} is no whole snapshot: {what}")
-
-    def _header(self, n: int) -> npt.NDArray[Any]:
-        header = self._map[: HEADER.itemsize].view(HEADER)[0]
-        if header["magic"].tobytes() != MAGIC:
-            raise self._damaged("it does not begin with the magic bytes")
-        if header["version"] != VERSION:
-            msg = f"{self.path} has format {header['version']}, and this version reads {VERSION}: save it anew"
-            raise SnapshotError(msg)
-        if header["digest"].tobytes() != digest(self._map[: HEADER.itemsize - DIGEST]):
-            raise self._damaged("its header was changed")
-        if header["file_bytes"] != n or header["header_bytes"] != HEADER.itemsize:
-            raise self._damaged(f"it has {n} bytes, and had {header['file_bytes']}")
-        res: npt.NDArray[Any] = header
-        return res
-
-    def _section(self, i: int) -> bytes:
-        entry = self.header["sections"][i]
-        start, size = int(entry["offset"]), int(entry["size"])
-        if start + size > len(self._map):
-            raise self._damaged(f"its section {SECTIONS[i]} is cut off")
-        raw = self._map[start : start + size].tobytes()
-        if entry["digest"].tobytes() != digest(raw):
-            raise self._damaged(f"its section {SECTIONS[i]} was changed")
-        return raw
-
-    def _contents(self, raw: dict[str, bytes]) -> Contents:
-        """Sections that have the digests they should have: what they say is what was written."""
-        identity = Identity(raw["identity"])
-        sequence = np.frombuffer(raw["sequence"], SEQUENCE)[0]
-        numbers = np.frombuffer(raw["plan"], "<i4").tolist()
-        n = numbers[0]
-        heads = np.frombuffer(raw["states"], STATE, int(sequence["n_state"]))
-        at, states = heads.nbytes, []
-        for head in heads:
-            states.append((int(head["pos"]), raw["states"][at : at + int(head["size"])]))
-            at += int(head["size"])
-        return Contents(
-            identity=identity,
-            sequence=sequence,
-            tokens=np.frombuffer(raw["tokens"], "<i4").astype(np.int32),
-            chunks=np.frombuffer(raw["chunks"], CHUNK),
-            plan=(tuple(numbers[1 : 1 + n]), tuple(numbers[2 + n :])),
-            states=tuple(states),
-        )
-
-    def _check_records(self) -> None:
-        entry, chunks = self.header["sections"][-1], self.contents.chunks
-        if entry["digest"].tobytes() != digest(chunks["digest"].tobytes()):
-            raise self._damaged("the digests of its records were changed")
-        if self._start + int(entry["size"]) > len(self._map):
-            raise self._damaged("its records are cut off")
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the file."""
-        return len(self._map)
-
-    def record(self, i: int) -> Record:
-        """The record of chunk i, (record_bytes,) uint8, read only; not checked."""
-        start = self._start + i * self._pitch + self._lead
-        return self._map[start : start + self._record_bytes]
-
-    def check(self, i: int, record: Record) -> None:
-        """Raise SnapshotError unless these are the bytes that were written as the record of chunk i."""
-        if digest(record) != self.contents.chunks["digest"][i].tobytes():
-            if self.on_damage:
-                self.on_damage()
-            raise self._damaged(f"the record of chunk {i} was changed")
-
-    def verify(self) -> Iterator[int]:
-        """Check all records, one by one: how many are done. Raises SnapshotError."""
-        for i in range(len(self.contents.chunks)):
-            self.check(i, self.record(i))
-            yield i + 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -12,8 +12,10 @@ import numpy as np
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context, Record, Tokens
 from pyllama_kvflash.pager import Pager
+from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.snapshot import format as layout
-from pyllama_kvflash.snapshot.format import Contents, Identity, SnapshotFile
+from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
+from pyllama_kvflash.snapshot.format import Chunks, Contents, Identity, Source
 from pyllama_kvflash.snapshot.pool import SavedPool
 from pyllama_kvflash.store import HostStore
 from pyllama_kvflash.text import n_common
@@ -25,6 +27,9 @@ _HASHERS = 8  # threads, each of which hashes a GB a second
 
 OnRecord = Callable[[int, int], None]
 """Called with how many records are written, of how many."""
+
+Choose = Callable[[Chunks], Sequence[Source]]
+"""Which files have the records of the first of these chunks already, by their digests."""
 
 
 def identity_of(ctx: Context, fingerprint: int) -> Identity:
@@ -46,17 +51,25 @@ class Capture:
 
     contents: Contents
     records: tuple[Record, ...]
+    checks: tuple[Callable[[], None], ...]  # of the full ones, before they are used
     store: HostStore
 
-    def write(self, path: Path, on_record: OnRecord | None = None) -> int:
-        """The bytes of the file. Raises SnapshotError."""
+    def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
+        """The bytes of the file, which has no records of its own that files in the same folder have, which `choose` names.
+        Raises SnapshotError.
+        """
         n = len(self.records)
         n_full = len(self.contents.tokens) // int(self.contents.identity.fields["chunk"])
         try:
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
                 for i, found in enumerate(workers.map(self._digest, range(n), repeat(n_full))):
                     self.contents.chunks["digest"][i] = np.void(found)
-            return layout.write(path, self.contents, self.records, (lambda i: on_record(i, n)) if on_record else None)
+                sources = choose(self.contents.chunks) if choose else ()
+                contents = replace(self.contents, sources=tuple(sources))
+                for _ in workers.map(lambda check: check(), self.checks[contents.n_lent :]):
+                    pass
+            own = self.records[contents.n_lent :]
+            return layout.write(path, contents, own, (lambda i: on_record(i, len(own))) if on_record else None)
         finally:
             self.store.release()
 
@@ -72,10 +85,17 @@ class Capture:
 
 
 def capture(
-    pager: Pager, identity: Identity, tokens: Tokens, states: States, *, n_ctx: int, pending: int | None
+    pager: Pager,
+    identity: Identity,
+    tokens: Tokens,
+    states: States,
+    *,
+    n_ctx: int,
+    pending: int | None,
+    scoring: Scoring,
 ) -> Capture:
     """The first len(tokens) positions: all, or those up to a chunk's end. states: at some of them; pending: a token that comes
-    after them. Raises UsageError.
+    after them; scoring: what is under way. Raises UsageError.
     """
     chunk, n = pager.ledger.chunk, len(tokens)
     if n == 0:
@@ -83,14 +103,15 @@ def capture(
         raise UsageError(msg)
     pager.stored()
     saved = SavedPool.of(pager).first(n, chunk)
-    records = [pager.store.get(c) for c in range(n // chunk)]
+    full = [pager.store.unchecked(c) for c in range(n // chunk)]
+    records = [record for record, _ in full]
     if n % chunk:
         last = np.empty(pager.store.record_bytes, np.uint8)
         pager.ctx.read(n // chunk, last)
         records.append(last)
     sequence = np.zeros((), layout.SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"] = n, n_ctx, saved.n_pool
-    sequence["n_kv"], sequence["tick"], sequence["n_state"] = saved.n_kv, saved.tick, len(states)
+    sequence["n_kv"], sequence["tick"] = saved.n_kv, saved.tick
     sequence["pending"] = -1 if pending is None else pending
     chunks = np.zeros(len(records), layout.CHUNK)
     chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
@@ -98,37 +119,27 @@ def capture(
     for name in ("state", "age", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
     pager.store.hold()
-    contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states))
-    return Capture(contents, tuple(records), pager.store)
+    contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
+    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.store)
 
 
-def usable(snapshot: SnapshotFile, identity: Identity, prompt: Tokens | None) -> int:
+def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     """How many positions of a snapshot can be put back here, for a prompt that begins with their tokens (None: all of them).
 
     Fewer than the prompt has: its last token is to be decoded. Raises SnapshotError, with the reason, if there are none.
     """
-    contents = snapshot.contents
-    if (why := contents.identity.difference(identity)) is not None:
+    if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"
         raise SnapshotError(msg)
-    n_all = len(contents.tokens)
-    at = _stops(contents)
+    n_all = len(snapshot.tokens)
     if prompt is None:
         return n_all
-    n_same = n_common(prompt, contents.tokens)
-    fit = [n for n in at if n <= n_same and n < len(prompt)]
+    n_same = n_common(prompt, snapshot.tokens)
+    fit = [n for n in snapshot.stops if n <= n_same and n < len(prompt)]
     if not fit:
         msg = f"{snapshot.path} cannot be used: of its {n_all} tokens the first {n_same} are those of this text"
         raise SnapshotError(msg)
     return fit[-1]
-
-
-def _stops(contents: Contents) -> list[int]:
-    """Numbers of positions that it can be cut to, ascending, all of them the last."""
-    n, chunk = len(contents.tokens), int(contents.identity.fields["chunk"])
-    if contents.states:
-        return [pos for pos, _ in contents.states]
-    return [*range(chunk, n, chunk), n]
 
 
 def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:

@@ -1,0 +1,225 @@
+"""A .kvsnap file as it is read: its tables at once, its records by pages, when they are used."""
+
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.snapshot.format import CHUNK, DIGEST, HEADER, SECTIONS, SOURCE, Chunks, Contents, Identity, Source
+
+
+class OrphanError(SnapshotError):
+    """A file that has some of its records in another one, which is gone."""
+
+
+class _Mapped:
+    """A file whose header is whole, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises SnapshotError, with what is wrong with it."""
+        self.path = path
+        try:
+            if path.exists() and not path.is_file():  # to open a pipe would be to wait for ever
+                raise self.damaged("it is no regular file")
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self.mark = status.st_ino, status.st_size
+                if status.st_size < HEADER.itemsize:
+                    raise self.damaged(f"it has {status.st_size} bytes, fewer than a header")
+                self.bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte, or a special file
+            msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
+            raise SnapshotError(msg) from None
+        self.header = self._header(len(self.bytes))
+        self.start = int(self.header["sections"][-1]["offset"])
+
+    def damaged(self, what: str) -> SnapshotError:
+        return SnapshotError(f"{self.path} is no whole snapshot: {what}")
+
+    def _header(self, n: int) -> npt.NDArray[Any]:
+        header = self.bytes[: HEADER.itemsize].view(HEADER)[0]
+        if header["magic"].tobytes() != layout.MAGIC:
+            raise self.damaged("it does not begin with the magic bytes")
+        if header["version"] != layout.VERSION:
+            msg = f"{self.path} has format {header['version']}, and this version reads {layout.VERSION}: save it anew"
+            raise SnapshotError(msg)
+        if header["digest"].tobytes() != layout.digest(self.bytes[: HEADER.itemsize - DIGEST]):
+            raise self.damaged("its header was changed")
+        if header["file_bytes"] != n or header["header_bytes"] != HEADER.itemsize:
+            raise self.damaged(f"it has {n} bytes, and had {header['file_bytes']}")
+        res: npt.NDArray[Any] = header
+        return res
+
+    def section(self, i: int) -> bytes:
+        """Whole, and what was written. Raises SnapshotError."""
+        entry = self.header["sections"][i]
+        start, size = int(entry["offset"]), int(entry["size"])
+        if start + size > len(self.bytes):
+            raise self.damaged(f"its section {SECTIONS[i]} is cut off")
+        raw = self.bytes[start : start + size].tobytes()
+        if entry["digest"].tobytes() != layout.digest(raw):
+            raise self.damaged(f"its section {SECTIONS[i]} was changed")
+        return raw
+
+
+def _mapped(path: Path, source: Source) -> _Mapped:
+    """A source of the file at `path`. Raises OrphanError."""
+    try:
+        its = path.with_name(source.name)
+        if not its.is_symlink() and (found := _Mapped(its)).header["digest"].tobytes() == source.header:
+            return found
+    except (SnapshotError, ValueError):  # ValueError: no name of a file
+        pass
+    msg = f"{path} has some of its records in {source.name}, which is gone from that folder, or was changed"
+    raise OrphanError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a file is of: enough to see whether it is of use for a text. mark: inode and bytes; header: its digest; digests:
+    (n_chunks,) V32, of the records; states: numbers of positions for which it has what no chunk holds, none: that is nothing.
+    """
+
+    path: Path
+    mark: tuple[int, int]
+    header: bytes
+    identity: Identity
+    tokens: Tokens
+    digests: Chunks
+    states: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Of a file that is not kept open, however many there are. Raises SnapshotError."""
+        own = _Mapped(path)
+        raw = {name: own.section(i) for i, name in enumerate(SECTIONS[:-1]) if name != "states"}
+        return cls._of(own, _contents({**raw, "states": b""}))
+
+    @classmethod
+    def _of(cls, own: _Mapped, contents: Contents) -> Self:
+        return cls(
+            path=own.path,
+            mark=own.mark,
+            header=own.header["digest"].tobytes(),
+            identity=contents.identity,
+            tokens=contents.tokens,
+            digests=contents.chunks["digest"].copy(),
+            states=tuple(pos for pos, _ in contents.states),
+            sources=contents.sources,
+        )
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Numbers of positions that it can be cut to, ascending, all of them the last."""
+        n, chunk = len(self.tokens), int(self.identity.fields["chunk"])
+        return self.states or (*range(chunk, n, chunk), n)
+
+    @property
+    def as_source(self) -> Source:
+        """All of it, as a source of another file."""
+        first = self.sources[-1].end if self.sources else 0
+        return Source(self.path.name, self.header, first, len(self.digests))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it and the files that have its records still are where they were."""
+        try:
+            status = self.path.stat()
+            for source in self.sources:
+                _mapped(self.path, source)
+        except (OSError, OrphanError):
+            return False
+        return (status.st_ino, status.st_size) == self.mark
+
+
+class SnapshotFile:
+    """A file that was opened: everything is checked but the records, which are mapped, and checked when they are used.
+
+    A record is a view into the map, which stays as long as any view does, whatever becomes of the file's name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises SnapshotError, with what is wrong with it, OrphanError if a file is gone that has some of its records."""
+        self.path = path
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a record which was changed
+        own = _Mapped(path)
+        self.header = own.header
+        self.contents = _contents({name: own.section(i) for i, name in enumerate(SECTIONS[:-1])})
+        self._check_records(own)
+        self._pitch, self._lead = layout.record_place(self.contents.identity)
+        self._record_bytes = self.contents.identity.fields["record_bytes"]
+        sources = self.contents.sources
+        self._parts = [*(_mapped(path, source) for source in sources), own]
+        self._firsts = [*(s.first for s in sources), self.contents.n_lent]  # chunk of the first record in each
+        self._ends = [s.end for s in sources]
+
+    def _check_records(self, own: _Mapped) -> None:
+        entry, chunks = self.header["sections"][-1], self.contents.chunks
+        if entry["digest"].tobytes() != layout.digest(chunks["digest"].tobytes()):
+            raise own.damaged("the digests of its records were changed")
+        if own.start + int(entry["size"]) > len(own.bytes):
+            raise own.damaged("its records are cut off")
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the file."""
+        return len(self._parts[-1].bytes)
+
+    @property
+    def outline(self) -> Outline:
+        """What it is of."""
+        return Outline._of(self._parts[-1], self.contents)  # noqa: SLF001 (of this module)
+
+    def record(self, i: int) -> Record:
+        """The record of chunk i, (record_bytes,) uint8, read only; not checked."""
+        k = bisect_right(self._ends, i)
+        start = self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
+        return self._parts[k].bytes[start : start + self._record_bytes]
+
+    def check(self, i: int, record: Record) -> None:
+        """Raise SnapshotError unless these are the bytes that were written as the record of chunk i."""
+        if layout.digest(record) != self.contents.chunks["digest"][i].tobytes():
+            part = self._parts[bisect_right(self._ends, i)]
+            if self.on_damage:
+                self.on_damage(part.path)
+            raise part.damaged(f"the record of chunk {i} was changed")
+
+    def verify(self) -> Iterator[int]:
+        """Check the records that it has itself, one by one: how many are done. Raises SnapshotError."""
+        n = self.contents.n_lent
+        for i in range(n, len(self.contents.chunks)):
+            self.check(i, self.record(i))
+            yield i - n + 1
+
+
+def _contents(raw: dict[str, bytes]) -> Contents:
+    """Of sections that have the digests they should have: what they say is what was written."""
+    numbers = np.frombuffer(raw["plan"], "<i4").tolist()
+    n = numbers[0]
+    at, states = 0, []
+    for head in np.frombuffer(raw["stops"], layout.STOP):
+        states.append((int(head["pos"]), raw["states"][at : at + int(head["size"])]))
+        at += int(head["size"])
+    return Contents(
+        identity=Identity(raw["identity"]),
+        sequence=np.frombuffer(raw["sequence"], layout.SEQUENCE)[0],
+        tokens=np.frombuffer(raw["tokens"], "<i4").astype(np.int32),
+        chunks=np.frombuffer(raw["chunks"], CHUNK),
+        plan=(tuple(numbers[1 : 1 + n]), tuple(numbers[2 + n :])),
+        states=tuple(states),
+        scoring=layout.unpacked(raw["scoring"]),
+        sources=tuple(
+            Source(s["name"].decode(), s["header"].tobytes(), int(s["first"]), int(s["end"]))
+            for s in np.frombuffer(raw["sources"], SOURCE)
+        ),
+    )
