@@ -196,17 +196,19 @@ class KVFlash(SavedSequence):
             yield Prefill(done, n, seconds, self.resident_bytes, self.host_bytes)
 
     def _replayed(self, n: int) -> int:
-        """How many tokens at the end of a prompt of n are run again: none, if all of it stays resident."""
+        """How many tokens at the end of a prompt of n are run again: none, if all is resident and stays so."""
         o = self.options
         # a sliding window can go back by what one graph writes, and no further
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._chosen(n) else 0
 
     def _chosen(self, n: int) -> bool:
-        """Whether its share of the pool cannot hold n more tokens beside all that is there, and a scorer chooses."""
+        """Whether a scorer chooses what n more tokens see: something is out, as after a rollback of a longer text, or its share
+        of the pool cannot hold all.
+        """
         if self._selector is None:
             return False
         ledger = self.pager.ledger
-        return self.n_tokens + n > ledger.n_share * ledger.chunk
+        return ledger.n_resident < ledger.n_chunks or self.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
         """The end of a prompt: run it, choose the pool for it, and run it again on what was missing the first time."""

@@ -487,6 +487,25 @@ def test_partial_state_goes_back(tiny_model: Callable[[str], Model], name: str) 
             ctx.restore_partial(state, 640)
 
 
+def test_what_is_out_comes_back_for_a_shorter_text(opened: Open, document: NeedlePrompt) -> None:
+    """A conversation that goes back: what is left would fit, but was out for what was asked of the longer text."""
+    kv = opened("needle", n_ctx=8192, pool=2048, n_batch=0)
+    text = kv.tokenize(document.text)
+    kept = [n for n in document.needles if document.text.index(n.statement) < 0.35 * len(document.text)]
+    assert len(kept) >= 2
+    n_kept = 28 * 64
+    for needle in kept:
+        kv.clear()
+        late = document.needles[-1]
+        list(kv.generate(np.append(text, kv.tokenize(late.question, add_special=False)), max_tokens=8, sampling=GREEDY))
+        kv.rollback(n_kept)
+        assert np.count_nonzero(kv.residency().state == State.OUT) > 4
+        question = kv.tokenize(needle.question, add_special=False)
+        events = list(kv.generate(question, max_tokens=8, sampling=GREEDY, append=True))
+        assert needle.answer in "".join(e.text for e in events if isinstance(e, Token))
+        assert kv.pager.ledger.n_resident == kv.pager.ledger.n_chunks, "there is room for all"
+
+
 def test_partial_state_of_a_plain_cache_is_empty(tiny_model: Callable[[str], Model]) -> None:
     with Context(tiny_model("qwen3"), n_ctx=4096, n_batch=64, n_ubatch=64, pool=PoolParams(n_pool=1024)) as ctx:
         ctx.decode(TOKENS[:64], 0)

@@ -959,6 +959,35 @@ def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> N
         assert parse_metrics(scheduler.metrics.text())['prefix_cache_hits_total{source="disk"}'] == 1
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_damage_that_is_found_in_an_answer(
+    after: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text so far is read again, and the answer goes on; the other one is not touched."""
+    prompts = [tokens_of(200, 1), tokens_of(300, 2)]
+    want = alone(prompts, 30, pool="off")
+    with scheduling(pool="off", n_parallel=2) as scheduler:
+        until(lambda: scheduler.kv is not None)
+        decode_each, broken = KVFlash.decode_each, []
+
+        def damaged(self: KVFlash, tokens: dict[int, int]) -> Any:
+            lengths = {i: self.sequences[i].n_tokens for i in tokens}
+            if lengths.get(1, 0) == 310 and len(broken) < 2:  # with the other one, and again when tried alone
+                broken.append(tokens)
+                if after:
+                    decode_each(self, tokens)
+                msg = "the record of chunk 3 was changed"
+                raise SnapshotError(msg)
+            return decode_each(self, tokens)
+
+        monkeypatch.setattr(KVFlash, "decode_each", damaged)
+        asked = [Asked(scheduler, prompt, 30) for prompt in prompts]
+        assert [a.text for a in asked] == want
+        assert [a.done.n_answer for a in asked] == [30, 30]
+        assert len(broken) == 2
+    assert caplog.text.count("the record of chunk 3 was changed; the text is read again") == 1
+
+
 def test_admission() -> None:
     with scheduling(n_queue=1, n_parallel=1) as scheduler:
         scheduler.admit()

@@ -291,6 +291,11 @@ class Scheduler:
             if slot.seq.n_tokens > place:  # it was, before another one failed; its logits are gone
                 slot.seq.rollback(place)
             slot.seq.decode_each({slot.seq.seq: slot.token})
+        except SnapshotError as err:
+            log.warning("%s; the text is read again", err)
+            text = slot.seq.tokens[:place]
+            self._prefixes.clear(slot)
+            slot.resume(text)
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, err)
         else:

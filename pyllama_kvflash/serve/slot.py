@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+import numpy as np
+
 from pyllama_kvflash.answer import Answer
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError
@@ -27,6 +29,7 @@ class Slot:
         self.kept = 0
         self.used = 0.0
         self._n_cached = 0
+        self._text = np.empty(0, np.int32)  # that is to be read
         self._reader: Iterator[Event] | None = None
         self._answer: Answer | None = None
         self._sampler: Sampler | None = None
@@ -55,7 +58,7 @@ class Slot:
 
     def begin(self, job: Job) -> None:
         """Serve a request, whose first tokens the sequence has, and no others."""
-        self.job = job
+        self.job, self._text = job, job.tokens
         self._n_cached = self.seq.n_tokens
         self._answer = Answer(self.seq.model, job.max_tokens, self.seq.options.n_ctx, job.stop)
         self._sampler = Sampler(job.sampling, self.seq.model.n_vocab)
@@ -69,10 +72,14 @@ class Slot:
         if self.job is not None:
             self.begin(self.job)
 
+    def resume(self, text: Tokens) -> None:
+        """The sequence was cleared: read the prompt and what was decoded of the answer, which then goes on."""
+        self._text = text
+        self.read_on()
+
     def read_on(self) -> None:
-        """Read what is missing of the prompt, from wherever the sequence is."""
-        if self.job is not None:
-            self._reader = self.seq.prefill(self.job.tokens[self.seq.n_tokens :])
+        """Read what is missing of the text, from wherever the sequence is."""
+        self._reader = self.seq.prefill(self._text[self.seq.n_tokens :])
 
     def read(self) -> int:
         """One batch of the prompt, and the first token of the answer after the last one. How many were read.
@@ -84,10 +91,11 @@ class Slot:
             msg = "there is nothing to read"
             raise AssertionError(msg)
         event = next(e for e in reader if isinstance(e, Prefill))
-        job.notify(Reading(self.seq.n_tokens, len(job.tokens)))
+        job.notify(Reading(self.seq.n_tokens, len(self._text)))
         if event.done == event.total:
             self._reader = None
-            self.take()
+            if self._answer is None or self._answer.token is None:
+                self.take()
         return self.seq.n_tokens - start
 
     def take(self) -> None:

@@ -420,7 +420,12 @@ struct fuzz {
         expect_ok("seq_rm", status);
         wait(0); // what was begun before is as it was
         done["rolled back"]++;
+        truncate(pos);
+        return true;
+    }
 
+    // the shadow after a rollback
+    void truncate(int32_t pos) {
         for (auto & s : slots) {
             const int32_t n_keep = std::clamp(pos - s.chunk * n_chunk, 0, n_chunk);
             s.mask &= n_keep < 64 ? (1ull << n_keep) - 1 : ~0ull;
@@ -430,7 +435,43 @@ struct fuzz {
         tokens.resize(pos);
         host.erase(host.lower_bound(pos / n_chunk), host.end());
         pins.erase(pins.lower_bound((pos + n_chunk - 1) / n_chunk), pins.end());
-        return true;
+    }
+
+    // what no chunk holds, put back after more tokens: the same tokens give the same again. what is no such state is
+    // refused, or does no harm that putting back the right one does not mend
+    void partial() {
+        const auto batch = some_tokens(1 + rnd(4));
+        if (n_exact > 0 || !landing().empty() || placed(batch.size()).empty()) { return; }
+
+        size_t size = 0;
+        expect_ok("partial_size", kvf_partial_size(pool, 0, &size));
+        const bool window = llama_model_n_swa(model) > 0;
+        expect((size > 0) == (hybrid || window), "a state of another size");
+        if (!size) { return; }
+
+        record state(size);
+        expect_ok("partial_get", kvf_partial_get(pool, 0, state.data(), size));
+        const int32_t start = n_past;
+        const auto    first = decode(batch, 2);
+
+        for (uint32_t n = rnd(4); n > 0; --n) {
+            auto bad = state;
+            if (window && rnd(2)) {
+                bad[rnd(rnd(2) ? 32 : size)] ^= 1 << rnd(8); // its head, or anything
+            } else {
+                bad.resize(rnd(2) ? size - 1 - rnd(size - 1) : size + 1 + rnd(64));
+            }
+            const int status = kvf_partial_set(pool, 0, start, bad.data(), bad.size());
+            expect(status == KVF_OK || status == KVF_E_RECORD || status == KVF_E_STATE || status == KVF_E_BACKEND,
+                    "partial_set: status " + std::to_string(status));
+            expect(status != KVF_OK || bad.size() == size, "a state of another size was put back");
+            done["wrong states"]++;
+        }
+        expect_ok("partial_set", kvf_partial_set(pool, 0, start, state.data(), size));
+        wait(0);
+        truncate(start);
+        expect_same("after a state was put back", first, decode(batch, 2));
+        done["states"]++;
     }
 
     // begin to read a resident chunk. its record is checked by a later wait, against its tokens and the host's copy
@@ -868,8 +909,10 @@ struct fuzz {
             if (!evicted().empty()) { land(); }
         } else if (what < 76) {
             round_trip(n_exact > 0);
-        } else if (what < 82) {
+        } else if (what < 80) {
             again();
+        } else if (what < 82) {
+            partial();
         } else if (what < 84) {
             scribble();
         } else if (what < 87) {

@@ -1,0 +1,230 @@
+"""Clients that come and go: `kvflash serve` as a process of its own, its memory and open files watched from outside.
+
+python bench/soak.py --clients 200 --seconds 300
+
+Each client asks at random for whole answers and streams, leaves in the middle, sends nonsense, or stops half way through a
+request. Every answer has to be whole, or an error of the protocol; codes found are counted, as are those missed.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+_WATCH_SECONDS = 1.0
+_JSON = {"Content-Type": "application/json"}
+
+Document = tuple[str, str]
+"""A prompt that ends with a question, and the code that answers it."""
+
+Sample = tuple[float, dict[str, int], float, int]
+"""Seconds, memory(), bytes taken for records, descriptors."""
+
+
+def documents() -> list[Document]:
+    """Of 1,000 to 4,000 tokens, which share their beginnings."""
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off") as kv:
+        made = make_prompt(4000, lambda s: len(kv.tokenize(s, add_special=False)), n_needles=8, seed=11)
+    lines = made.text.splitlines(keepends=True)
+    texts = ["".join(lines[: len(lines) * n // 4]) for n in (1, 2, 3, 4)]
+    return [(text + n.question, n.answer) for text in texts for n in made.needles if n.statement in text]
+
+
+class Client:
+    """One of them. outcomes: how often what came of a request; errors: what must not be."""
+
+    def __init__(self, http: httpx.AsyncClient, known: list[Document], seed: int, outcomes: Counter[str]) -> None:
+        self._http, self._known, self._rng = http, known, random.Random(seed)
+        self._outcomes = outcomes
+        self.errors: list[str] = []
+
+    async def run(self, end: float) -> None:
+        """Until then."""
+        kinds = [self._whole, self._whole, self._stream, self._stream, self._leave, self._nonsense, self._half]
+        while time.monotonic() < end:
+            what = self._rng.choice(kinds)
+            try:
+                self._outcomes[await what()] += 1
+            except Exception as err:  # noqa: BLE001 (told at the end)
+                self.errors.append(f"{what.__name__}: {err!r}")
+
+    def _body(self, **extra: Any) -> tuple[dict[str, Any], str]:
+        text, answer = self._rng.choice(self._known)
+        return {"prompt": text, "max_tokens": 7, "temperature": 0, **extra}, answer
+
+    async def _refused(self, res: httpx.Response) -> str:
+        if res.status_code != 429 or res.json()["error"]["code"] != "queue_full":
+            msg = f"{res.status_code}: {res.text[:200]}"
+            raise ValueError(msg)
+        await asyncio.sleep(self._rng.random() * 2)
+        return "refused"
+
+    async def _whole(self) -> str:
+        body, answer = self._body()
+        res = await self._http.post("/v1/completions", json=body)
+        if res.status_code != 200:
+            return await self._refused(res)
+        return "found" if answer in res.json()["choices"][0]["text"] else "missed"
+
+    async def _stream(self) -> str:
+        body, answer = self._body(stream=True)
+        res = await self._http.post("/v1/completions", json=body)
+        if res.status_code != 200:
+            return await self._refused(res)
+        events = [line[6:] for line in res.text.splitlines() if line.startswith("data: ")]
+        if events[-1] != "[DONE]" or json.loads(events[-2])["choices"][0]["finish_reason"] not in {"length", "stop"}:
+            msg = f"a stream that is not whole: {events[-2:]}"
+            raise ValueError(msg)
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        return "found" if answer in text else "missed"
+
+    async def _leave(self) -> str:
+        body, _ = self._body(stream=True, max_tokens=500)
+        n = self._rng.randrange(30)
+        try:
+            async with asyncio.timeout(self._rng.random() * 8):
+                async with self._http.stream("POST", "/v1/completions", json=body) as res:
+                    async for _ in res.aiter_text():
+                        n -= 1
+                        if n < 0:
+                            break
+        except TimeoutError:
+            pass
+        return "left"
+
+    async def _nonsense(self) -> str:
+        bodies = [
+            self._rng.randbytes(50),
+            json.dumps({"prompt": "x", "stop": ["a"] * 5}).encode()[: self._rng.randrange(40)],
+            b'{"prompt": "../../../etc/passwd", "model": "/etc/passwd", "n_predict": "/root"}',
+            b'{"prompt": [1e99]}',
+            b"[" * 100_000,
+            json.dumps({"prompt": "x" * 1_000_000}).encode(),
+        ]
+        paths = ["/v1/completions", "/v1/chat/completions", "/../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd"]
+        res = await self._http.post(self._rng.choice(paths), content=self._rng.choice(bodies), headers=_JSON)
+        if not 400 <= res.status_code < 500 or not res.json()["error"]["message"]:
+            msg = f"nonsense got {res.status_code}: {res.text[:200]}"
+            raise ValueError(msg)
+        return "nonsense"
+
+    async def _half(self) -> str:
+        """Half a request, and then nothing more."""
+        _, writer = await asyncio.open_connection(self._http.base_url.host, self._http.base_url.port)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
+        )
+        data = (head + b'{"prompt": "')[: self._rng.randrange(1, len(head) + 12)]
+        writer.write(self._rng.randbytes(200) + b"\r\n\r\n" if self._rng.random() < 0.3 else data)
+        await writer.drain()
+        await asyncio.sleep(self._rng.random())
+        writer.close()
+        return "broken off"
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Bytes: resident, and how much of that is of no file."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "RssAnon")}
+
+
+def opened(pid: int) -> set[str]:
+    """Regular files that it has open now."""
+    res = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if fd.is_file():
+                res.add(str(fd.readlink()))
+        except OSError:
+            continue
+    return res
+
+
+async def watch(http: httpx.AsyncClient, pid: int, seen: list[Sample], files: set[str]) -> None:
+    """Until it is cancelled."""
+    begin = time.monotonic()
+    while True:
+        files |= opened(pid)
+        figures = (await http.get("/metrics")).text
+        records = next(line for line in figures.splitlines() if line.startswith("kvflash_host_bytes "))
+        n_fd = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        seen.append((time.monotonic() - begin, memory(pid), float(records.split()[1]), n_fd))
+        await asyncio.sleep(_WATCH_SECONDS)
+
+
+async def soak(url: str, pid: int, n_clients: int, seconds: float) -> None:
+    """Print what became of it."""
+    known, outcomes = documents(), Counter[str]()
+    seen: list[Sample] = []
+    files: set[str] = set()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=n_clients)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+        clients = [Client(http, known, i, outcomes) for i in range(n_clients)]
+        watching = asyncio.create_task(watch(http, pid, seen, files))
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(client.run(end) for client in clients))
+        for _ in range(200):
+            health = (await http.get("/health")).json()
+            if health["busy"] == health["queue"] == 0:
+                break
+            await asyncio.sleep(0.1)
+        watching.cancel()
+    errors = [error for client in clients for error in client.errors]
+    print(", ".join(f"{n} {what}" for what, n in sorted(outcomes.items())))
+    print(f"{len(errors)} errors", *errors[:10], sep="\n  ")
+    print(f"at the end: {json.dumps(health)}")
+    for at, held, records, n_fd in seen[:: max(1, len(seen) // 10)]:
+        sizes = (held["VmRSS"], held["RssAnon"], records)
+        print(
+            "  {:5.0f} s  RSS {:6.1f} MiB, of no file {:6.1f}, records {:6.1f}".format(at, *(x / 2**20 for x in sizes)),
+            end="",
+        )
+        print(f", {n_fd} descriptors")
+    print("files it had open:", *sorted({f.split("/prefix/")[0] if "/prefix/" in f else f for f in files}), sep="\n  ")
+
+
+def main() -> None:
+    """One server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=300)
+    args, extra = parser.parse_known_args()
+    with TemporaryDirectory() as folder:
+        command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-np", "4", "-c", "8192",
+                   "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
+                   "--prefix-cache-size", "64MiB", *extra]  # fmt: skip
+        print(hardware())
+        print(" ".join(command))
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+            lines = iter(server.stderr or ())
+            said: list[str] = []
+            try:
+                url = next(word for line in lines for word in line.split() if word.startswith("http://"))
+                next(line for line in lines if "ready" in line)
+                threading.Thread(target=said.extend, args=(lines,), daemon=True).start()
+                asyncio.run(soak(url.split("/v1", maxsplit=1)[0], server.pid, args.clients, args.seconds))
+            finally:
+                server.terminate()
+                print("exit code", server.wait(60))
+                odd = Counter(line.strip() for line in said if line.strip() and "tokens of prompt" not in line)
+                print(
+                    "lines of its log that are of no answer:", *(f"{n} x {line}" for line, n in odd.items()), sep="\n  "
+                )
+
+
+if __name__ == "__main__":
+    main()
