@@ -134,6 +134,9 @@ def test_fuzz(tiny_path: Callable[[str], Path], model: str, cache: str) -> None:
         "wrong calls",
     ]:
         assert f" {what} " in res.stdout
+    if model != "qwen3":
+        assert " states " in res.stdout
+        assert " wrong states " in res.stdout
 
 
 #
@@ -231,6 +234,29 @@ MUTANTS = [
     Mutant("queries lie upon each other", "move", "to += r.size;", ""),
     Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
+    # the sliding window
+    Mutant(
+        "a window is packed",
+        "window",
+        "bool own = head.size == kv.get_size();",
+        "bool own = false;",
+        model="gemma4",
+    ),
+    Mutant(
+        "a window's columns are all the first",
+        "window",
+        "ggml_backend_tensor_set(t, in + from, at, n);",
+        "ggml_backend_tensor_set(t, in, at, n);",
+        model="gemma4",
+        options=("--no-fa",),
+    ),
+    Mutant(
+        "the size of a window is believed",
+        "window",
+        "size != sizeof(head) + head.n_cell",
+        "size > (1u << 30) + head.n_cell",
+        model="gemma4",
+    ),
     # the C API
     Mutant(
         "a shortage is not reported",

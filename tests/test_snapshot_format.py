@@ -170,13 +170,13 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
     contents, records = made()
     data = small.read_bytes()
     assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 1, 536, len(data))
-    assert data[504:536] == blake2b(data[:504])
+    assert data[504:536] == sha256(data[:504])
     raw = []
     for i in range(10):
         offset, size, check = struct.unpack_from("<QQ32s", data, 24 + 48 * i)
         assert offset % 8 == 0
         raw.append(data[offset : offset + size])
-        assert i == 9 or check == blake2b(raw[i])
+        assert i == 9 or check == sha256(raw[i])
     identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, rows = raw
 
     assert struct.unpack_from("<QQIIII32s", identity) == (
@@ -193,12 +193,12 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
     assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
     assert states == b"".join(blob for _, blob in contents.states)
 
-    link = blake2b(identity)
+    link = sha256(identity)
     for i, record in enumerate(records):
         chained, check, state, pinned, age, block, touched, score = struct.unpack_from("<32s32sbbhiqd", chunks, 88 * i)
-        link = blake2b(link + tokens[64 * i : 64 * (i + 1)])
+        link = sha256(link + tokens[64 * i : 64 * (i + 1)])
         assert chained == link
-        assert check == blake2b(record.tobytes())
+        assert check == sha256(record.tobytes())
         assert rows[8192 * i + 3968 : 8192 * i + 4268] == record.tobytes()
         had = contents.chunks[i]
         assert (state, pinned, age, block, touched) == tuple(
@@ -208,8 +208,8 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
     assert len(chunks) == 88 * 5
 
 
-def blake2b(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=32).digest()
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 @pytest.mark.parametrize(("record_bytes", "meta_bytes"), [(300, 128), (4096, 64), (99136, 832), (5000, 4096)])

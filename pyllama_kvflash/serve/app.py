@@ -5,8 +5,10 @@ import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from starlette.applications import Starlette
@@ -28,6 +30,7 @@ from pyllama_kvflash.serve.replies import Reply
 from pyllama_kvflash.serve.scheduler import NotReady, QueueFull, Scheduler, State
 
 _BODY_SECONDS = 60.0  # in which a body must have come
+_READERS = 2  # requests that are tokenized at once: a text takes some 75 bytes a character then
 
 Note = Callable[[str], None]
 
@@ -52,6 +55,7 @@ class Server:
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
         self._template: ChatTemplate | None = None
+        self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -104,7 +108,8 @@ class Server:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         try:
             async with self._admitted(request) as (kv, body):
-                ask, tokens, stop = await asyncio.to_thread(self._understood, kv, body, chat=chat)
+                understood = partial(self._understood, kv, body, chat=chat)
+                ask, tokens, stop = await asyncio.get_running_loop().run_in_executor(self._readers, understood)
                 exchange = Exchange(self._scheduler)
                 job = Job(tokens, ask.sampling, self._limit(ask.max_tokens), stop, exchange.notify)
         except Fault as fault:
