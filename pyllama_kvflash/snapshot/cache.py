@@ -20,7 +20,7 @@ from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.saved import SavedSequence
 from pyllama_kvflash.snapshot import format as layout
-from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
+from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.format import SUFFIX, Chunks, Identity, Source
 from pyllama_kvflash.snapshot.ledger import Capture, usable
 from pyllama_kvflash.text import n_common
@@ -121,7 +121,13 @@ class PrefixCache:
         path = self._path(sequence)
         if not self._wanted(path, sequence):
             return None
-        return self._writer.submit(self._write, sequence.capture(), path)
+        capture = sequence.capture()
+        try:
+            return self._writer.submit(self._write, capture, path)
+        except RuntimeError as err:  # no memory for a thread, or it was closed
+            capture.store.release()
+            msg = f"{path} cannot be written: {err}"
+            raise SnapshotError(msg) from None
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -190,7 +196,9 @@ class PrefixCache:
         res = []
         for file in self._known(self._home(identity)):
             with suppress(SnapshotError):  # of another text
-                res.append((usable(file, identity, tokens), file.path))
+                n = usable(file, identity, tokens)
+                if not file.is_orphan:
+                    res.append((n, file.path))
         return res
 
     def _known(self, home: Path) -> list[Outline]:
@@ -250,27 +258,30 @@ class PrefixCache:
             for home in _folders(self.folder):
                 _sweep(home)
             total = 0
-            for entry in self._by_use():
+            for entry, file in self._by_use():
                 if entry.path in removed:
                     continue
                 total += entry.size
-                if total > (self.limit if limit is None else limit) or _is_orphan(entry.path):
+                if total > (self.limit if limit is None else limit) or (file and file.is_orphan):
                     removed += self.remove(entry.path)
                     total -= entry.size
         return removed
 
-    def _by_use(self) -> list[Entry]:
+    def _by_use(self) -> list[tuple[Entry, Outline | None]]:
         """All files, the one that was used last first, and before those that need it."""
-        entries = {entry.path: entry for entry in self.entries()}
-        used = {path: entry.used for path, entry in entries.items()}
-        n_sources = dict.fromkeys(entries, 0)
-        for home in _folders(self.folder):
-            for file in self._known(home):
-                if file.path in entries:
-                    n_sources[file.path] = len(file.sources)
-                    for source in map(file.path.with_name, (s.name for s in file.sources)):
-                        used[source] = max(used.get(source, 0.0), entries[file.path].used)
-        return sorted(entries.values(), key=lambda entry: (-used[entry.path], n_sources[entry.path]))
+        files = {file.path: file for home in _folders(self.folder) for file in self._known(home)}
+        entries = self.entries()
+        used = {entry.path: entry.used for entry in entries}
+        for path, file in files.items():
+            for source in file.sources:
+                its = path.with_name(source.name)
+                used[its] = max(used.get(its, 0.0), used.get(path, 0.0))
+
+        def order(entry: Entry) -> tuple[float, int]:
+            file = files.get(entry.path)
+            return -used[entry.path], len(file.sources) if file else 0
+
+        return [(entry, files.get(entry.path)) for entry in sorted(entries, key=order)]
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -312,17 +323,6 @@ def _unlinked(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_orphan(path: Path) -> bool:
-    """Whether it has records in a file that is gone: it will never be of use."""
-    try:
-        SnapshotFile(path)
-    except OrphanError:
-        return True
-    except SnapshotError:
-        pass
-    return False
 
 
 def _n_same(one: Chunks, other: Chunks) -> int:

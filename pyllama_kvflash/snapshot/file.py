@@ -131,15 +131,23 @@ class Outline:
         return Source(self.path.name, self.header, first, len(self.digests))
 
     @property
+    def is_orphan(self) -> bool:
+        """Whether it has records in a file that is gone: it will never be of use."""
+        try:
+            for source in self.sources:
+                _mapped(self.path, source)
+        except OrphanError:
+            return True
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether it and the files that have its records still are where they were."""
         try:
             status = self.path.stat()
-            for source in self.sources:
-                _mapped(self.path, source)
-        except (OSError, OrphanError):
+        except OSError:
             return False
-        return (status.st_ino, status.st_size) == self.mark
+        return (status.st_ino, status.st_size) == self.mark and not self.is_orphan
 
 
 class SnapshotFile:
