@@ -105,9 +105,11 @@ class Prefixes:
         else:
             self._metrics.add(prefix_cache_saves=1)
 
-    def finish(self) -> None:
-        """Wait for all that is being written: what it is of holds memory until then."""
-        self._finish([future for _, future in self._writing])
+    def finish(self) -> bool:
+        """Wait for all that is being written: what it is of holds memory until then. Whether there was anything."""
+        futures = [future for _, future in self._writing if not future.done()]
+        self._finish(futures)
+        return bool(futures)
 
     def _finish(self, futures: list[Future[Any]]) -> None:
         wait(futures)

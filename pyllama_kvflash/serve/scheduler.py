@@ -332,13 +332,12 @@ class Scheduler:
             job.notify(_failure(err))
 
     def _free_idle(self) -> bool:
-        """Give the memory of idle sequences up. Whether there was any."""
+        """Give the memory of idle sequences up, and of what is being written. Whether there was any."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
             self._prefixes.save(slot)
             self._prefixes.clear(slot)
-        self._prefixes.finish()
-        return bool(idle)
+        return self._prefixes.finish() or bool(idle)
 
     #
     # the end

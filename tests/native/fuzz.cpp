@@ -441,7 +441,11 @@ struct fuzz {
     // refused, or does no harm that putting back the right one does not mend
     void partial() {
         const auto batch = some_tokens(1 + rnd(4));
-        if (n_exact > 0 || !landing().empty() || placed(batch.size()).empty()) { return; }
+        for (int32_t chunk : landing()) {
+            settle(chunk);
+        }
+        make_room(batch.size());
+        if (placed(batch.size()).empty()) { return; }
 
         size_t size = 0;
         expect_ok("partial_size", kvf_partial_size(pool, 0, &size));
@@ -454,7 +458,7 @@ struct fuzz {
         const int32_t start = n_past;
         const auto    first = decode(batch, 2);
 
-        for (uint32_t n = rnd(4); n > 0; --n) {
+        for (uint32_t n = 1 + rnd(4); n > 0; --n) {
             auto bad = state;
             if (window && rnd(2)) {
                 bad[rnd(rnd(2) ? 32 : size)] ^= 1 << rnd(8); // its head, or anything
@@ -909,10 +913,10 @@ struct fuzz {
             if (!evicted().empty()) { land(); }
         } else if (what < 76) {
             round_trip(n_exact > 0);
-        } else if (what < 80) {
+        } else if (what < 79 || (what < 82 && n_exact > 0)) {
             again();
         } else if (what < 82) {
-            partial();
+            partial(); // the mirror cannot follow
         } else if (what < 84) {
             scribble();
         } else if (what < 87) {
