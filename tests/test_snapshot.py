@@ -86,11 +86,7 @@ CASES = [
     *(Case(name, "f16", "lru", 1500) for name in ["gemma4", "needle"]),
     *(Case(name, "q8_0", "qk", 1200) for name in [*MODELS, "needle"]),
     *(Case(name, "q8_0", "lru", 1300) for name in MODELS[:2]),
-    *(
-        Case(*case, "qk", int(n))
-        for n in LONG
-        for case in [*((name, "f16") for name in [*MODELS, "needle"]), ("needle", "q8_0")]
-    ),
+    *(Case(name, cache, "qk", int(n)) for n in LONG for cache in ("f16", "q8_0") for name in [*MODELS, "needle"]),
 ]
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -318,9 +319,9 @@ def test_a_system_without_fallocate(snap: Path, monkeypatch: pytest.MonkeyPatch)
 #
 
 
-def in_parts(folder: Path, *ends: int) -> tuple[Path, Contents, list[Record]]:
-    """A file of 70 chunks whose records are in as many files, each with those from where the one before ends."""
-    contents, records = made(70 * N_CHUNK, 0)
+def in_parts(folder: Path, *ends: int, n_state: int = 0) -> tuple[Path, Contents, list[Record]]:
+    """A file of some chunks whose records are in as many files, each with those from where the one before ends."""
+    contents, records = made(ends[-1] * N_CHUNK, n_state)
     sources: tuple[Source, ...] = ()
     for i, end in enumerate(ends):
         path, first = folder / f"{i}.kvsnap", sources[-1].end if sources else 0
@@ -580,33 +581,43 @@ def empty(rng: random.Random, data: bytearray, borders: list[int]) -> None:
     data[at : at + n] = bytes(len(data[at : at + n]))
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
-def test_fuzz(snap: Path, mutate: Callable[[random.Random, bytearray, list[int]], None]) -> None:
-    """Damage is seen, or there is none: whatever is done to a file, nothing wrong is read from it, and nothing else raised."""
-    contents, records = made(seed=3)
-    write(snap, contents, records)
-    borders = sorted({0, HEADER.itemsize, *(at for pair in sections(snap).values() for at in pair)})
-    data, rng, seen = snap.read_bytes(), random.Random(mutate.__name__), 0
+@pytest.fixture
+def fast() -> Iterator[Path]:
+    """A folder in memory, if there is one."""
     shm = Path("/dev/shm")
-    path = (shm if os.access(shm, os.W_OK) else snap.parent) / f"kvflash-fuzz-{os.getpid()}.kvsnap"
-    n = -(-N_FUZZ // len(MUTATIONS))
-    try:
-        for _ in range(n):
-            changed = bytearray(data)
-            for _ in range(rng.choice([1, 1, 1, 2, 5])):
-                if changed:
-                    mutate(rng, changed, [at for at in borders if at <= len(changed)] or [0])
-            path.write_bytes(changed)
-            try:
-                file = verified(path)
-            except SnapshotError:
-                assert changed != data
-                seen += 1
-            else:
-                assert_holds(file, contents, records)
-            path.unlink()
-    finally:
-        path.unlink(missing_ok=True)
+    with TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("ends", [(5,), (3, 5)], ids=["one file", "two files"])
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
+def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]], None], ends: tuple[int, ...]) -> None:
+    """Damage is seen, or there is none: whatever is done to a file, nothing wrong is read from it, and nothing else raised."""
+    last, contents, records = in_parts(fast, *ends, n_state=2)
+    files = {path: path.read_bytes() for path in fast.iterdir()}
+    borders = {
+        path: sorted({0, HEADER.itemsize, *(at for pair in sections(path).values() for at in pair)}) for path in files
+    }
+    rng, seen = random.Random(f"{mutate.__name__} {len(ends)}"), 0
+    n = -(-N_FUZZ // len(MUTATIONS) // 2)
+    for _ in range(n):
+        path = rng.choice(sorted(files))
+        changed = bytearray(files[path])
+        for _ in range(rng.choice([1, 1, 1, 2, 5])):
+            if changed:
+                mutate(rng, changed, [at for at in borders[path] if at <= len(changed)] or [0])
+        path.write_bytes(changed)
+        try:
+            file = SnapshotFile(last)
+            for i in range(len(records)):
+                file.check(i, file.record(i))
+        except SnapshotError:
+            assert changed != files[path]
+            seen += 1
+        else:
+            assert_holds(file, contents, records)
+        path.unlink()
+        path.write_bytes(files[path])
     assert seen > n // 50
 
 
