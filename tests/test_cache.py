@@ -551,6 +551,22 @@ def test_no_cache_to_look_after(tmp_path: Path) -> None:
         assert "there is no prefix cache" in done.stderr
 
 
+def test_verify_removes_what_is_damaged_and_what_needs_it(opened: Open, tmp_path: Path) -> None:
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    root = cache.save(read(kv, TEXT[:1280]))
+    for text in (TEXT[:1500], np.concatenate([TEXT[:1280], OTHER[:150]])):
+        assert cache.save(read(kv, text))
+    apart = cache.save(read(kv, OTHER[:300]))
+    assert root
+    damage(root, State.OUT)
+    res = CliRunner().invoke(main, ["cache", "verify", "--remove", "--prefix-cache", str(tmp_path)])
+    assert res.exit_code == 1
+    assert res.stderr.count("warning") == 1
+    assert "1 file in" in res.stderr
+    assert "1 damaged; 3 removed, with those that have records in them" in res.stderr
+    assert [entry.path for entry in cache.entries()] == [apart]
+
+
 def test_the_sizes_in_the_docs_are_those_of_the_format() -> None:
     text = (Path(__file__).parent.parent / "docs" / "SNAPSHOT_FORMAT.md").read_text("utf-8")
     assert f"## Header, {layout.HEADER.itemsize} bytes" in text

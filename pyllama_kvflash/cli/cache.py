@@ -77,9 +77,11 @@ def _row(entry: Entry) -> tuple[str, ...]:
 @click.option("--remove", is_flag=True, help="Remove what is damaged.")
 def verify(folder: str | None, *, remove: bool) -> int:
     """Check every snapshot against its digests. Exit code 1 if one is damaged."""
-    found, damaged = _cache(folder), 0
+    found, damaged, removed = _cache(folder), 0, list[Path]()
     reporter = Reporter()
     for entry in found.entries():
+        if entry.path in removed:
+            continue
         try:
             for _ in SnapshotFile(entry.path).verify():
                 pass
@@ -87,9 +89,9 @@ def verify(folder: str | None, *, remove: bool) -> int:
             damaged += 1
             reporter.warn(str(err))
             if remove:
-                found.remove(entry.path)
+                removed += found.remove(entry.path)
     n = len(found.entries())
-    gone = " and removed" if remove and damaged else ""
+    gone = f"; {len(removed)} removed, with those that have records in them" if removed else ""
     reporter.note(f"{n} file{'' if n == 1 else 's'} in {found.folder}, {damaged or 'none'} damaged{gone}")
     return 1 if damaged else 0
 
