@@ -729,9 +729,10 @@ def test_a_lent_record_that_is_wrong_is_never_given(store: HostStore) -> None:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> None:
     """None has it before it is checked; once, if that was begun ahead."""
-    done, n, begun = [], 8, threading.Barrier(8)
+    done, n, begun, checking = [], 8, threading.Barrier(8), threading.Event()
 
     def check(record: Record) -> None:
+        checking.set()
         threading.Event().wait(0.05)
         done.append(1)
 
@@ -745,7 +746,7 @@ def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> No
     store.lend(0, lent(1), b"digest", check)
     if ahead:
         store.check_ahead()
-        threading.Event().wait(0.02)
+        assert checking.wait(30)
     threads = [threading.Thread(target=ask) for _ in range(n)]
     for thread in threads:
         thread.start()
