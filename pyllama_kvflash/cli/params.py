@@ -304,7 +304,8 @@ SPEC = options(
     click.option("-md", "--model-draft", "spec_model", metavar="FILE", default=None, envvar=env("MODEL_DRAFT"),
                  help="The drafter, a .gguf file."),
     click.option("--draft-max", "spec_n_max", type=int, default=8, show_default=True, envvar=env("DRAFT_MAX"),
-                 help="Tokens to guess at most."),
+                 help="Tokens to guess at most. Where a batch costs much, as on a CPU, fewer may pay more: `kvflash bench spec"
+                 " --draft-max 3,6,8` compares."),
     click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
                  help="A guess that the drafter finds less likely ends the draft."),
     click.option("--draft-window", "spec_window", type=TokenCount(), default=2048, show_default=True,
