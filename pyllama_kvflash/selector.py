@@ -114,13 +114,13 @@ class Selector:
         """How far it is now. Waits for scores that are under way; if there are none, they are begun anew some time."""
         if self._adrift:  # the next token cancels it
             return Scoring()
-        measured = self.schedule.cost_s, self.schedule.step_s or 0.0
+        queries, scores, schedule = None, None, self.schedule
         if self._job is not None and self._job.exception() is None:
-            return Scoring(self.schedule.n_since, None, self._job.result()[0], *measured)
-        if self._ticket is not None:
+            scores = self._job.result()[0]
+        elif self._ticket is not None:
             self._ctx.wait(self._ticket)
-            return Scoring(self.schedule.n_since, self._into.copy(), None, *measured)
-        return Scoring(self.schedule.n_since, None, None, *measured)
+            queries = self._into.copy()
+        return Scoring(schedule.n_since, queries, scores, schedule.cost_s, schedule.step_s or 0.0)
 
     def resume(self, saved: Scoring) -> None:
         """Go on from there. The sequence is what it was then."""

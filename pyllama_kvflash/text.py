@@ -2,13 +2,14 @@
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 
-def n_common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """How many tokens two texts (n,) and (m,) begin with in common."""
+def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """How many elements two arrays (n,) and (m,) begin with in common: tokens of texts, digests of records."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n

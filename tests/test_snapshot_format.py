@@ -370,7 +370,7 @@ def test_a_file_that_has_records_is_not_what_it_was(tmp_path: Path, change: str)
         OrphanError, match=r"2.kvsnap has some of its records in 1.kvsnap, which is gone from that folder, or"
     ):
         SnapshotFile(path)
-    assert not Outline.of(path).whole
+    assert Outline.of(path).is_orphan
 
 
 @pytest.mark.parametrize("name", ["../0.kvsnap", "/dev/zero", "", ".", ".."])
@@ -382,7 +382,7 @@ def test_a_source_is_a_file_of_the_same_folder(tmp_path: Path, name: str) -> Non
     write(folder / "x.kvsnap", replace(contents, sources=(Source(name, header, 0, 40),)), records[40:])
     with pytest.raises(OrphanError):
         SnapshotFile(folder / "x.kvsnap")
-    assert not Outline.of(folder / "x.kvsnap").whole
+    assert Outline.of(folder / "x.kvsnap").is_orphan
 
 
 def test_damage_of_another_file_s_record_is_said_of_that_file(tmp_path: Path) -> None:

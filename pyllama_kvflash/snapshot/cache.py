@@ -6,7 +6,7 @@ what is new in it.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-import numpy as np
-
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.saved import SavedSequence
 from pyllama_kvflash.snapshot import format as layout
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
-from pyllama_kvflash.snapshot.format import SUFFIX, Chunks, Identity, Source
+from pyllama_kvflash.snapshot.format import SUFFIX, Chunks, Identity, Source, n_lent
 from pyllama_kvflash.snapshot.ledger import Capture, usable
 from pyllama_kvflash.text import n_common
 
@@ -165,8 +163,8 @@ class PrefixCache:
         """
         n, best = 0, None
         for file in self._known(home):
-            n_same = _n_same(file.digests, chunks["digest"])
-            if n_same > n and file.whole:
+            n_same = n_common(file.digests, chunks["digest"])
+            if n_same > n and not file.is_orphan:
                 n, best = n_same, file
         if best is None:
             return []
@@ -175,7 +173,7 @@ class PrefixCache:
             if start < n:
                 res.append(replace(source, end=min(source.end, n)))
             start = source.end
-        while res and _n_lent(res) - _n_lent(res[:-1]) <= len(chunks) - _n_lent(res):
+        while res and n_lent(res) - n_lent(res[:-1]) <= len(chunks) - n_lent(res):
             res.pop()
         return res
 
@@ -218,7 +216,7 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove the files whose text this one begins with, if it can be cut wherever they end, and no other needs them."""
         files = {file.path: file for file in self._known(path.parent)}
-        needed = {path.with_name(source.name) for file in files.values() for source in file.sources}
+        needed = {source for file in files.values() for source in file.needs}
         new = files.pop(path, None)
         for old in files.values():
             if (
@@ -232,7 +230,7 @@ class PrefixCache:
 
     def remove(self, path: Path) -> list[Path]:
         """Remove a file, and those that have records in it. What was removed."""
-        gone = [path, *(f.path for f in self._known(path.parent) if path.name in {s.name for s in f.sources})]
+        gone = [path, *(file.path for file in self._known(path.parent) if path in file.needs)]
         return [p for p in gone if _unlinked(p)]
 
     def _discard(self, path: Path) -> None:
@@ -273,9 +271,8 @@ class PrefixCache:
         entries = self.entries()
         used = {entry.path: entry.used for entry in entries}
         for path, file in files.items():
-            for source in file.sources:
-                its = path.with_name(source.name)
-                used[its] = max(used.get(its, 0.0), used.get(path, 0.0))
+            for source in file.needs:
+                used[source] = max(used.get(source, 0.0), used.get(path, 0.0))
 
         def order(entry: Entry) -> tuple[float, int]:
             file = files.get(entry.path)
@@ -323,18 +320,6 @@ def _unlinked(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _n_same(one: Chunks, other: Chunks) -> int:
-    """How many digests two arrays (n,) begin with in common."""
-    n = min(len(one), len(other))
-    differs = np.flatnonzero(one[:n] != other[:n])
-    return int(differs[0]) if len(differs) else n
-
-
-def _n_lent(sources: Sequence[Source]) -> int:
-    """Up to which chunk they have the records."""
-    return sources[-1].end if sources else 0
 
 
 def _sweep(home: Path) -> None:

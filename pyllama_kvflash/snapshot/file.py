@@ -127,8 +127,12 @@ class Outline:
     @property
     def as_source(self) -> Source:
         """All of it, as a source of another file."""
-        first = self.sources[-1].end if self.sources else 0
-        return Source(self.path.name, self.header, first, len(self.digests))
+        return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.digests))
+
+    @property
+    def needs(self) -> frozenset[Path]:
+        """The files that have records of it."""
+        return frozenset(self.path.parent / source.name for source in self.sources)
 
     @property
     def is_orphan(self) -> bool:
@@ -139,15 +143,6 @@ class Outline:
         except OrphanError:
             return True
         return False
-
-    @property
-    def whole(self) -> bool:
-        """Whether it and the files that have its records still are where they were."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return False
-        return (status.st_ino, status.st_size) == self.mark and not self.is_orphan
 
 
 class SnapshotFile:

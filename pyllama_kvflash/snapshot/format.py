@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,7 +179,12 @@ class Contents:
     @property
     def n_lent(self) -> int:
         """Chunks, from the first, whose records are in other files."""
-        return self.sources[-1].end if self.sources else 0
+        return n_lent(self.sources)
+
+
+def n_lent(sources: Sequence[Source]) -> int:
+    """Up to which chunk these have the records."""
+    return sources[-1].end if sources else 0
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
