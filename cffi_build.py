@@ -149,7 +149,7 @@ enum kvf_status {
 #define KVF_FLAG_ROT_K     ...
 #define KVF_FLAG_ROT_V     ...
 
-struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; };
+struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
     uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
@@ -203,6 +203,7 @@ void kvf_host_free(struct kvf_host * host);
 int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
+int  kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 int  kvf_add_rpc(const char * endpoint);
 
@@ -220,15 +221,18 @@ int  kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * 
 int  kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 enum kvf_summary_kind {
-    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS, ...
+    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS,
+    KVF_SUMMARY_RUNS, ...
 };
 int  kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
 int  kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
                    uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
 int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
                const float * q, float * dst, size_t stride);
-int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-                    const float * q, uint32_t n_token, float * dst, size_t stride);
+int  kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n,
+              uint32_t n_row, const float * q, uint32_t n_q, float scale, float * dst);
+int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key, const void * record,
+                    size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride);
 int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);

@@ -8,14 +8,11 @@ from pyllama_kvflash.native.context import (
     LAST,
     NONE,
     Context,
-    KVBytes,
-    Layer,
-    PoolInfo,
-    PoolParams,
     Record,
     split_queries,
 )
 from pyllama_kvflash.native.device import Device, add_rpc, devices
+from pyllama_kvflash.native.geometry import KVBytes, Layer, PoolInfo, PoolParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize

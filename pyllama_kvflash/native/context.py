@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.geometry import KVBytes, Layer, PoolInfo, PoolParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
 from pyllama_kvflash.native.model import Model, Tokens
 
@@ -17,68 +17,6 @@ Record = npt.NDArray[np.uint8]
 
 NONE, LAST, ALL = 0, 1, 2
 """Which tokens of a batch get logits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolParams:
-    """A pool of n_pool cells (a multiple of 256) in blocks of n_chunk (16, 32 or 64) positions. q_tap: of how many last tokens of
-    a batch queries() has any.
-    """
-
-    n_pool: int
-    n_chunk: int = 64
-    q_tap: int = 0
-    fingerprint: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolInfo:
-    """The pool as it is now. n_kv: cells the attention reads for each token; record_bytes: of one chunk; n_landing: blocks
-    that chunks are on their way into; n_copy: copies that moving a chunk takes.
-    """
-
-    n_pool: int
-    n_chunk: int
-    n_block: int
-    n_block_free: int
-    n_landing: int
-    n_kv: int
-    n_layer: int
-    n_copy: int
-    record_bytes: int
-    meta_bytes: int
-    flags: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One layer of the attention cache: its place in the model, row sizes (elements) and place in a record (bytes).
-
-    device: whose memory it is in, an index into devices().
-    """
-
-    il: int
-    type_k: int
-    type_v: int
-    n_embd_k: int
-    n_embd_v: int
-    n_head: int
-    n_head_kv: int
-    n_embd_head_k: int
-    device: int
-    offs_k: int
-    size_k: int
-    offs_v: int
-    size_v: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVBytes:
-    """Device bytes of the cache: full attention (the pool), sliding window, recurrent state."""
-
-    attn: int
-    swa: int
-    recurrent: int
 
 
 def _fields(struct: Any, cls: type[Any]) -> Any:
@@ -144,7 +82,9 @@ class Context:
         params.swa_full = False
         p_pool = ffi.NULL
         if pool is not None:
-            p_pool = ffi.new("struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint])
+            p_pool = ffi.new(
+                "struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint, pool.q_every]
+            )
         out = ffi.new("struct llama_context **")
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
         self._shared = _Handle(out[0])
@@ -154,6 +94,7 @@ class Context:
         self.model = model
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # all positions of a stock cache, rounded up to 256
         self.pooled = pool is not None
+        self.q_tap, self._q_every = (pool.q_tap, pool.q_every) if pool else (0, 1)
 
     def sequence(self, seq: int) -> Self:
         """The same context as sequence 0 .. n_seq - 1 sees it: what is decoded, moved and forgotten through it is its own."""
@@ -298,6 +239,10 @@ class Context:
             res.append(_fields(out, Layer))
         return res
 
+    def tapped(self) -> list[Layer]:
+        """Those of them whose queries queries() has."""
+        return self.layers()[self._q_every // 2 :: self._q_every]
+
     def kv_bytes(self) -> KVBytes:
         """Device bytes of the cache."""
         out = ffi.new("struct kvf_kv_bytes *")
@@ -420,20 +365,26 @@ class Context:
         """Overwrite all free blocks: for tests, since nothing may ever read them."""
         check(lib.kvf_scribble(self.handle, byte))
 
-    def begin_queries(self, into: npt.NDArray[np.float32]) -> int:
-        """Begin to read the queries of this sequence's token in the last batch, of all pooled layers one after the other. A
-        ticket.
+    def begin_queries(self, into: npt.NDArray[np.float32], back: int = 0) -> int:
+        """Begin to read the queries of this sequence's last token in the last batch, or of one before it, in the basis of the
+        cached K, of all tapped layers one after the other. A ticket.
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
-        check(lib.kvf_q(self.handle, self._output()[1], dst, into.size, ticket))
+        check(lib.kvf_q(self.handle, self._output()[1] + back, dst, into.size, ticket))
         return int(ticket[0])
 
-    def queries(self) -> list[npt.NDArray[np.float32]]:
-        """Queries of the last decoded token: for each pooled layer (n_head, n_embd_head_k), in the basis of the cached K."""
-        shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.layers()]
+    def query_scales(self) -> npt.NDArray[np.float32]:
+        """What the products of these queries with the keys are multiplied by, of each tapped layer."""
+        res = np.empty(len(self.tapped()), np.float32)
+        check(lib.kvf_q_scale(self.handle, ffi.from_buffer("float[]", res), len(res)))
+        return res
+
+    def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
+        """Queries of the last decoded token, or one before it: of each tapped layer (n_head, n_embd_head_k), as begin_queries."""
+        shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)
-        self.wait(self.begin_queries(into))
+        self.wait(self.begin_queries(into, back))
         return split_queries(into, shapes)
 
 

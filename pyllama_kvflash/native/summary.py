@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native.context import Layer, Record
+from pyllama_kvflash.native.context import Record
+from pyllama_kvflash.native.geometry import Layer
 from pyllama_kvflash.native.lib import check, ffi, lib
 
 _KINDS: dict[str, tuple[int, int]] = {
     "centroid": (lib.KVF_SUMMARY_CENTROIDS, 0),
+    "runs": (lib.KVF_SUMMARY_RUNS, 0),
     "mean": (lib.KVF_SUMMARY_MEAN, 1),
     "direction": (lib.KVF_SUMMARY_DIRECTION, 1),
     "minmax": (lib.KVF_SUMMARY_MINMAX, 2),
@@ -28,28 +30,29 @@ class Summaries:
     """Summaries of chunks 0, 1, 2 ... of a sequence, in every pooled layer, as bf16 in slabs that never move.
 
     kind: "centroid:N" (k-means of N = 1, 2, 4, 8 or 16: farthest-point seeds, two Lloyd steps, each scaled to the mean
-    length of its keys), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys).
+    length of its keys), "runs:N" (means of keys that follow each other), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys).
     Scoring may run in another thread than appending: entries that are there do not change. A function of the records'
     bytes alone.
     """
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
         """layers: of a pooled context, whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
-        match = re.fullmatch(r"centroid:(\d{1,2})|(mean|direction|minmax|exact)", kind)
+        match = re.fullmatch(r"(?:(centroid|runs):(\d{1,2}))|(mean|direction|minmax|exact)", kind)
         if match is None:
-            msg = f"{kind!r} is no summary of keys: give centroid:N, mean, direction, minmax or exact"
+            msg = f"{kind!r} is no summary of keys: give centroid:N, runs:N, mean, direction, minmax or exact"
             raise UsageError(msg)
         self.kind = kind
-        self._kind, n_row = _KINDS[match[2] or "centroid"]
-        self._n_row = int(match[1]) if match[1] else n_row or n_chunk
+        self._kind, n_row = _KINDS[match[1] or match[3]]
+        self._n_row = int(match[2]) if match[2] else n_row or n_chunk
         if self._n_row > n_chunk:
-            msg = f"{kind} is asked for chunks of {n_chunk} keys: give centroid:{n_chunk} at most"
+            msg = f"{kind} is asked for chunks of {n_chunk} keys: give {match[1]}:{n_chunk} at most"
             raise UsageError(msg)
         self._n_chunk = n_chunk
         self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
         self._sizes = [self._size(layer) for layer in self._layers]
         self._slabs: list[list[npt.NDArray[np.uint16]]] = []
+        self._places: dict[int, tuple[int, Any]] = {}  # of the slabs in each layer, as C wants them
         self._n = 0
 
     def _size(self, layer: Any) -> int:
@@ -116,6 +119,7 @@ class Summaries:
         """Forget all but the first n."""
         self._n = min(self._n, n)
         del self._slabs[-(-self._n // SLAB) :]
+        self._places.clear()
 
     def score(self, layer: int, q: npt.NDArray[np.float32], n: int | None = None) -> npt.NDArray[np.float32]:
         """For queries (n_head, n_embd_head_k) of a pooled layer: (n_head, n), each head's largest product with a row.
@@ -135,12 +139,38 @@ class Summaries:
             check(lib.kvf_score(self._layers[layer], rows, count, self._kind, self._n_row, pq, to + begin, n))
         return res
 
+    def mass(
+        self, layer: int, q: npt.NDArray[np.float32], scale: float, n: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """The share of the attention of queries (n_query, n_head, n_embd_head_k) that each of the first n chunks has, among these,
+        summed over heads; the largest of the queries': (n,). scale: of the products. A row of a summary counts as often as it
+        stands for keys; not for "minmax".
+        """
+        n = self._n if n is None else n
+        if q.shape[1:] != self._shapes[layer] or not 0 <= n <= self._n:
+            msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
+            raise UsageError(msg)
+        q = np.ascontiguousarray(q, np.float32)
+        res = np.empty(n, np.float32)
+        slabs = self._pointers(layer, -(-n // SLAB))
+        pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
+        check(lib.kvf_mass(self._layers[layer], slabs, SLAB, n, self._n_row, pq, len(q), scale, to))
+        return res
+
+    def _pointers(self, layer: int, n: int) -> Any:
+        """Where the first n slabs of a layer are. They never move."""
+        known = self._places.get(layer)
+        if known is None or known[0] != n:
+            rows = [ffi.from_buffer("uint16_t[]", slab[layer]) for slab in self._slabs[:n]]
+            known = self._places[layer] = n, ffi.new("uint16_t *[]", rows)
+        return known[1]
+
     def entry(self, chunk: int) -> list[npt.NDArray[np.float32]]:
         """The summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k). For tests and the curious."""
         slab, i = divmod(chunk, SLAB)
         res = []
         for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
-            panels = rows.reshape(-1, layer.n_head_kv, layer.n_embd_head_k, 16)
+            panels = rows.reshape(-1, layer.n_head_kv, layer.n_embd_head_k + 1, 16)[:, :, :-1]
             flat = panels.transpose(1, 0, 3, 2).reshape(layer.n_head_kv, -1, layer.n_embd_head_k)
             mine = flat[:, i * self._n_row : (i + 1) * self._n_row].astype(np.uint32) << 16
             res.append(mine.view(np.float32))
@@ -161,9 +191,17 @@ class Keys:
         """Pooled layers."""
         return len(self._layers)
 
-    def score(self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int]) -> npt.NDArray[np.float32]:
-        """For queries (n_token, n_head, n_embd_head_k) of a pooled layer, the largest products with a key of each chunk:
-        (n_token * n_head, len(chunks)).
+    def score(
+        self,
+        layer: int,
+        q: npt.NDArray[np.float32],
+        chunks: Sequence[int],
+        scale: float = 0.0,
+        part: tuple[int, int] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """For queries (n_token, n_head, n_embd_head_k) of a layer, the largest products with a key of each chunk: (n_token * n_head,
+        len(chunks)). With a scale, the logarithm of the sum of exp(scale * product) over its keys. part: only the keys from the
+        one to the other.
         """
         q = np.ascontiguousarray(q, np.float32)
         if q.ndim != 3 or q.shape[1:] != (self._layers[layer].n_head, self._layers[layer].n_embd_head_k):  # noqa: PLR2004
@@ -171,10 +209,12 @@ class Keys:
             raise UsageError(msg)
         res = np.empty((q.shape[0] * q.shape[1], len(chunks)), np.float32)
         pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
+        begin, end = part or (0, self._n_chunk)
+        mine, shape = self._layers[layer], (self._n_chunk, begin, end - begin)
         for i, chunk in enumerate(chunks):
             record = self._record(int(chunk))
             src, n = ffi.from_buffer(record), len(record)
-            check(lib.kvf_score_keys(self._layers[layer], self._n_chunk, src, n, pq, len(q), to + i, len(chunks)))
+            check(lib.kvf_score_keys(mine, *shape, src, n, pq, len(q), scale, to + i, len(chunks)))
         return res
 
 

@@ -630,7 +630,7 @@ static void check_summary(const kvf_layer * layer, uint32_t n, int kind, uint32_
                                                      layer->n_head_kv, layer->n_embd_head_k));
     }
     const bool one = kind == KVF_SUMMARY_MEAN || kind == KVF_SUMMARY_DIRECTION;
-    kvf_check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_ROWS, "there is no such kind of summary");
+    kvf_check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_RUNS, "there is no such kind of summary");
     kvf_check(n_row >= 1 && n_row <= 64 && (n_row & (n_row - 1)) == 0, "a summary has 1, 2, 4, ... 64 rows");
     kvf_check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
     kvf_check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
@@ -664,13 +664,14 @@ int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void *
     });
 }
 
-int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-        const float * q, uint32_t n_token, float * dst, size_t stride) {
+int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key, const void * record,
+        size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride) {
     return kvf_guard([&] {
         check_summary(layer, 1, KVF_SUMMARY_MEAN, 1, n_chunk);
         check_record(*layer, n_chunk, record, record_size);
+        kvf_check(n_key >= 1 && first < n_chunk && n_key <= n_chunk - first, "the chunk has no such keys");
         kvf_check(q && n_token >= 1 && dst && stride >= 1, "queries and room for the scores are needed");
-        kvf_summary::score_keys(*layer, n_chunk, record, q, n_token, dst, stride);
+        kvf_summary::score_keys(*layer, first, n_key, record, q, n_token, scale, dst, stride);
     });
 }
 
@@ -683,6 +684,32 @@ int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n,
     });
 }
 
+int kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
+        const float * q, uint32_t n_q, float scale, float * dst) {
+    return kvf_guard([&] {
+        check_summary(layer, slab_size, KVF_SUMMARY_RUNS, n_row, 0);
+        kvf_check(slabs && q && n_q >= 1 && dst, "slabs, queries and room for the result are needed");
+        kvf_check(slab_size * n_row % 16 == 0, "a slab has whole panels");
+        kvf_summary::mass(*layer, slabs, slab_size, n, n_row, q, n_q, scale, dst);
+    });
+}
+
+int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
+    return kvf_guard([&] {
+        const auto & kv   = get_kv(ctx, true);
+        const auto * res  = ctx->get_gf_res_active();
+        const auto   taps = llama_kvflash::tapped(kv);
+        kvf_check(dst && n == taps.size(), "room for a number of each tapped layer is needed");
+        for (uint32_t i = 0; i < n; ++i) {
+            const int32_t il = llama_kvflash::layer(kv, taps[i]).il;
+            if (!res || !res->t_q[il]) {
+                throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap");
+            }
+            dst[i] = res->q_scale[il];
+        }
+    });
+}
+
 int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
     return kvf_guard([&] {
         const auto & kv  = get_kv(ctx, true);
@@ -692,7 +719,7 @@ int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * 
         std::vector<kvf_mover::rows> tensors;
 
         size_t n_all = 0;
-        for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
+        for (const uint32_t i : llama_kvflash::tapped(kv)) {
             const auto * q = res ? res->t_q[llama_kvflash::layer(kv, i).il] : nullptr;
             if (!q) { throw kvf_failure(KVF_E_STATE, "no queries: nothing was decoded, or the pool has no Q tap"); }
             kvf_check(q->type == GGML_TYPE_F32, "the queries are no floats");
@@ -700,7 +727,7 @@ int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * 
             tensors.push_back({q, (q->ne[2] - 1 - back) * q->nb[2], q->nb[2]});
             n_all += q->nb[2] / sizeof(float);
         }
-        kvf_check(n == n_all, "room for n_head*n_embd_head_k floats of all layers is needed");
+        kvf_check(n == n_all, "room for n_head*n_embd_head_k floats of all tapped layers is needed");
 
         *ticket = llama_kvflash::mover(kv).fetch(ctx, tensors, dst);
     });

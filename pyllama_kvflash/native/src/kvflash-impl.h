@@ -198,12 +198,15 @@ struct llama_kvflash {
     // records
     //
 
-    static uint32_t      meta_bytes(const llama_kv_cache & kv);
-    static kvf_layer     layer(const llama_kv_cache & kv, uint32_t i);
-    static uint32_t      n_layer(const llama_kv_cache & kv) { return kv.layers.size(); }
-    static kvf_pool_info info(const llama_kv_cache & kv);
-    static kvf_record    head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask);
-    static kvf_mover &   mover(const llama_kv_cache & kv) { return *kv.pool_mover; }
+    static uint32_t  meta_bytes(const llama_kv_cache & kv);
+    static kvf_layer layer(const llama_kv_cache & kv, uint32_t i);
+    static uint32_t  n_layer(const llama_kv_cache & kv) { return kv.layers.size(); }
+    // the pooled layers whose queries are kept, if every so many are
+    static std::vector<uint32_t> tapped(const llama_kv_cache & kv, uint32_t every);
+    static std::vector<uint32_t> tapped(const llama_kv_cache & kv) { return tapped(kv, kv.pool_q_every); }
+    static kvf_pool_info         info(const llama_kv_cache & kv);
+    static kvf_record            head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask);
+    static kvf_mover &           mover(const llama_kv_cache & kv) { return *kv.pool_mover; }
 
     static void blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs);
 
@@ -228,7 +231,8 @@ private:
     static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
 
-// summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k][16 rows] bf16 for each layer
+// summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
+// and the logarithms of how many keys each stands for
 struct kvf_summary {
     static size_t size(const kvf_layer & layer, uint32_t n, uint32_t n_row);
 
@@ -236,6 +240,8 @@ struct kvf_summary {
             uint16_t * dst, uint32_t i);
     static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
             float * dst, size_t stride);
-    static void score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q, uint32_t n_token,
-            float * dst, size_t stride);
+    static void mass(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
+            const float * q, uint32_t n_q, float scale, float * dst);
+    static void score_keys(const kvf_layer & layer, uint32_t first, uint32_t n_key, const void * record, const float * q,
+            uint32_t n_token, float scale, float * dst, size_t stride);
 };

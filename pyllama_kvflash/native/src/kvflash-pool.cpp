@@ -78,6 +78,18 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
 
     cparams.q_tap = g_setup->q_tap ? std::max(g_setup->q_tap, cparams.n_seq_max) : 0;
+    for (const uint32_t i : tapped(*kv, std::max(1u, g_setup->q_every))) {
+        cparams.q_tap_layers[layer(*kv, i).il] = true;
+    }
+    kv->pool_q_every = std::max(1u, g_setup->q_every);
+}
+
+std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv, uint32_t every) {
+    std::vector<uint32_t> res;
+    for (uint32_t i = every / 2; i < n_layer(kv); i += every) {
+        res.push_back(i);
+    }
+    return res;
 }
 
 void llama_kvflash::reject_restore(llama_memory_i * mem) {

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 // the hot loop, for the widest vectors that the processor has
@@ -29,10 +30,13 @@ typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
 
 static uint16_t to_bf16(float x) { return ggml_fp32_to_bf16(x).bits; }
 
-// where lane `row % LANES` of dimension 0 of a row is; the next dimension is LANES further on
+// where lane `row % LANES` of dimension 0 of a row is; the next dimension is LANES further on. after the last one comes the
+// logarithm of how many keys the row stands for
 static size_t place(const kvf_layer & layer, uint32_t head, uint32_t row) {
-    return ((size_t) (row / LANES) * layer.n_head_kv + head) * layer.n_embd_head_k * LANES + row % LANES;
+    return ((size_t) (row / LANES) * layer.n_head_kv + head) * (layer.n_embd_head_k + 1) * LANES + row % LANES;
 }
+
+static constexpr float NOTHING = -1e4f; // the logarithm of no keys; finite, for what is multiplied by 0
 
 //
 // summaries
@@ -91,7 +95,7 @@ static std::vector<float> mean(const keys & k) {
 // k-means: farthest-point seeds (Gonzalez 1985), the first being the row farthest from the mean, then two Lloyd steps.
 // a centroid that loses all its rows stays where it is. Last, each is scaled to the mean length of its rows: the mean of
 // rows that point different ways is shorter than any of them, and would lose against a chunk of equal rows
-static std::vector<float> centroids(const keys & k, uint32_t n) {
+static std::vector<float> centroids(const keys & k, uint32_t n, float * counts) {
     std::vector<float> columns((size_t) k.d * k.n);
     for (uint32_t t = 0; t < k.n; ++t) {
         for (uint32_t i = 0; i < k.d; ++i) {
@@ -151,6 +155,7 @@ static std::vector<float> centroids(const keys & k, uint32_t n) {
             }
         }
         if (count) { scale(at(i), sum / count / (length(at(i), k.d) + TINY), k.d); }
+        counts[i] = count;
     }
     return res;
 }
@@ -181,9 +186,29 @@ static std::vector<float> rows(const keys & k) {
     return res;
 }
 
-static std::vector<float> summary(const keys & k, int kind, uint32_t n_row) {
+// of keys that follow each other; scaled, as centroids
+static std::vector<float> runs(const keys & k, uint32_t n) {
+    std::vector<float> res((size_t) n * k.d, 0.0f);
+    for (uint32_t t = 0; t < k.n; ++t) {
+        add(k.row(t), res.data() + (size_t) (t * n / k.n) * k.d, k.d);
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        float sum = 0;
+        for (uint32_t t = i * k.n / n; t < (i + 1) * k.n / n; ++t) {
+            sum += length(k.row(t), k.d);
+        }
+        float * row = res.data() + (size_t) i * k.d;
+        scale(row, sum * n / k.n / (length(row, k.d) + TINY), k.d);
+    }
+    return res;
+}
+
+// n_row rows, and how many keys each stands for
+static std::vector<float> summary(const keys & k, int kind, uint32_t n_row, float * counts) {
+    std::fill_n(counts, n_row, (float) k.n / n_row);
     switch (kind) {
-        case KVF_SUMMARY_CENTROIDS: return centroids(k, n_row);
+        case KVF_SUMMARY_RUNS: return runs(k, n_row);
+        case KVF_SUMMARY_CENTROIDS: return centroids(k, n_row, counts);
         case KVF_SUMMARY_MEAN: return mean(k);
         case KVF_SUMMARY_DIRECTION: return direction(k);
         case KVF_SUMMARY_MINMAX: return bounds(k);
@@ -191,14 +216,14 @@ static std::vector<float> summary(const keys & k, int kind, uint32_t n_row) {
     }
 }
 
-// the keys of a record in one layer, [n_chunk][n_embd_k]
-static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record) {
+// n keys of a record in one layer, from the first on, [n][n_embd_k]
+static std::vector<float> read_keys(const kvf_layer & layer, uint32_t first, uint32_t n, const void * record) {
     const auto   type = (ggml_type) layer.type_k;
     const size_t size = ggml_row_size(type, layer.n_embd_k);
 
-    std::vector<float> res((size_t) n_chunk * layer.n_embd_k);
-    for (uint32_t t = 0; t < n_chunk; ++t) {
-        const char * src = (const char *) record + layer.offs_k + t * size;
+    std::vector<float> res((size_t) n * layer.n_embd_k);
+    for (uint32_t t = 0; t < n; ++t) {
+        const char * src = (const char *) record + layer.offs_k + (first + t) * size;
         float *      to  = res.data() + (size_t) t * layer.n_embd_k;
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
@@ -213,16 +238,18 @@ static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n_chunk, c
 
 void kvf_summary::write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
         uint16_t * dst, uint32_t i) {
-    const auto k = read_keys(layer, n_chunk, record);
+    const auto k = read_keys(layer, 0, n_chunk, record);
 
     const uint32_t d = layer.n_embd_head_k;
     for (uint32_t h = 0; h < layer.n_head_kv; ++h) {
-        const auto res = summary({k.data() + (size_t) h * d, n_chunk, d, layer.n_embd_k}, kind, n_row);
+        float      counts[64];
+        const auto res = summary({k.data() + (size_t) h * d, n_chunk, d, layer.n_embd_k}, kind, n_row, counts);
         for (uint32_t r = 0; r < n_row; ++r) {
             uint16_t * to = dst + place(layer, h, i * n_row + r);
             for (uint32_t j = 0; j < d; ++j) {
                 to[(size_t) j * LANES] = to_bf16(res[(size_t) r * d + j]);
             }
+            to[(size_t) d * LANES] = to_bf16(counts[r] > 0 ? logf(counts[r]) : NOTHING);
         }
     }
 }
@@ -310,6 +337,135 @@ static void score_panels(const kvf_layer & layer, const uint16_t * slab, uint32_
     }
 }
 
+// logarithms of what all rows weigh for G queries: scale*q*row, and of how many keys a row stands for. each query's one
+// after the other
+template <uint32_t G>
+static inline __attribute__((always_inline)) void all_products(const kvf_layer & layer, const uint16_t * const * slabs,
+        uint32_t slab_rows, uint32_t n, uint32_t head, const float * q, float scale, float * dst, size_t stride) {
+    const uint32_t d = layer.n_embd_head_k;
+    for (uint32_t row = 0; row < n; row += LANES) {
+        const uint16_t * panel = slabs[row / slab_rows] + place(layer, head, row % slab_rows);
+
+        lanes_f res[G], count;
+        multiply<G>(panel, d, q, res);
+        widen(panel + (size_t) d * LANES, count);
+        for (uint32_t g = 0; g < G; ++g) {
+            res[g] = res[g] * scale + count;
+            memcpy(dst + g * stride + row, &res[g], sizeof(res[g]));
+        }
+    }
+}
+
+// e to the x, for x <= 0, to a part in 10^5: 2 to the whole part is put together from its bits (Schraudolph 1999), 2 to
+// the rest is a polynomial
+static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
+    typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
+
+    lanes_f t = x * 1.44269504f;
+    t         = t < -126.0f ? lanes_f{} - 126.0f : t;
+
+    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
+    const lanes_f f     = (t - __builtin_convertvector(whole, lanes_f)) * 0.69314718f;
+    const lanes_f p = 1 + f * (1 + f * (0.5f + f * (0.16666667f + f * (0.04166667f + f * (0.00833333f + f * 0.00138889f)))));
+
+    const lanes_i bits = (whole + 127) << 23;
+    lanes_f       power;
+    memcpy(&power, &bits, sizeof(power));
+    return power * p;
+}
+
+// exp(x - the largest) of n_row rows at a time -> sums[n], and the sum of all. x has room for whole panels
+static inline __attribute__((always_inline)) float sum_exponentials(float * x, uint32_t n, uint32_t n_row, float * sums) {
+    const uint32_t n_all = n * n_row;
+    const uint32_t n_pad = GGML_PAD(n_all, LANES);
+    std::fill(x + n_all, x + n_pad, -std::numeric_limits<float>::infinity());
+
+    lanes_f most = lanes_f{} - std::numeric_limits<float>::infinity();
+    for (uint32_t i = 0; i < n_pad; i += LANES) {
+        lanes_f a;
+        memcpy(&a, x + i, sizeof(a));
+        most = a > most ? a : most;
+    }
+    float top = most[0];
+    for (uint32_t j = 1; j < LANES; ++j) {
+        top = std::max(top, most[j]);
+    }
+
+    lanes_f total = {};
+    for (uint32_t i = 0; i < n_pad; i += LANES) {
+        lanes_f a;
+        memcpy(&a, x + i, sizeof(a));
+        a = exponential(a - top);
+        total += a;
+        memcpy(x + i, &a, sizeof(a));
+    }
+    float all = 0;
+    for (uint32_t j = 0; j < LANES; ++j) {
+        all += total[j];
+    }
+
+    if (n_row == 1) {
+        memcpy(sums, x, n * sizeof(float));
+        return all;
+    }
+    // halves are added to each other until one row is left
+    for (uint32_t width = n_row; width > 1; width /= 2) {
+        for (uint32_t i = 0; i < n * width / 2; ++i) {
+            x[i] = x[2 * i] + x[2 * i + 1];
+        }
+    }
+    memcpy(sums, x, n * sizeof(float));
+    return all;
+}
+
+KVF_CLONES
+static void add_shares(float * x, uint32_t n, uint32_t n_row, float * sums, float * dst) {
+    const float all = sum_exponentials(x, n, n_row, sums);
+    for (uint32_t c = 0; c < n; ++c) {
+        dst[c] += sums[c] / all;
+    }
+}
+
+KVF_CLONES
+static void products(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_rows, uint32_t n, uint32_t head,
+        const float * q, float scale, uint32_t n_head, float * dst, size_t stride) {
+    switch (n_head) {
+        case 4: all_products<4>(layer, slabs, slab_rows, n, head, q, scale, dst, stride); break;
+        case 2: all_products<2>(layer, slabs, slab_rows, n, head, q, scale, dst, stride); break;
+        default: all_products<1>(layer, slabs, slab_rows, n, head, q, scale, dst, stride); break;
+    }
+}
+
+void kvf_summary::mass(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n,
+        uint32_t n_row, const float * q, uint32_t n_q, float scale, float * dst) {
+    const uint32_t d      = layer.n_embd_head_k;
+    const uint32_t group  = layer.n_head / layer.n_head_kv;
+    const uint32_t n_rows = n * n_row;
+    const size_t   stride = GGML_PAD(n_rows, LANES);
+
+    std::vector<float> x(4 * stride);
+    std::vector<float> sums(n);
+    std::vector<float> mine(n);
+
+    std::fill_n(dst, n, 0.0f);
+    for (uint32_t i = 0; i < n_q; ++i) {
+        std::fill(mine.begin(), mine.end(), 0.0f);
+        for (uint32_t h = 0; h < layer.n_head;) {
+            const uint32_t left = group - h % group;
+            const uint32_t step = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            const float *  qh   = q + ((size_t) i * layer.n_head + h) * d;
+            products(layer, slabs, slab_size * n_row, n_rows, h / group, qh, scale, step, x.data(), stride);
+            for (uint32_t j = 0; j < step; ++j) {
+                add_shares(x.data() + j * stride, n, n_row, sums.data(), mine.data());
+            }
+            h += step;
+        }
+        for (uint32_t c = 0; c < n; ++c) {
+            dst[c] = std::max(dst[c], mine[c]);
+        }
+    }
+}
+
 void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
         const float * q, float * dst, size_t stride) {
     const auto fill = [&](float value, float * to, size_t step) {
@@ -344,45 +500,71 @@ void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t
     }
 }
 
-KVF_CLONES
-static float largest_product(const keys & k, const float * q) {
-    float res = -std::numeric_limits<float>::infinity();
+// keys of one head side by side, dimension by dimension, as panels have them: [d][n_pad], n_pad a multiple of LANES
+static void transpose(const keys & k, uint32_t n_pad, float * dst) {
+    std::fill_n(dst, (size_t) k.d * n_pad, 0.0f);
     for (uint32_t t = 0; t < k.n; ++t) {
-        const float * row = k.row(t);
-
-        lanes_f  sum = {};
-        uint32_t i   = 0;
-        for (; i + LANES <= k.d; i += LANES) {
-            lanes_f a, b;
-            memcpy(&a, row + i, sizeof(a));
-            memcpy(&b, q + i, sizeof(b));
-            sum += a * b;
+        for (uint32_t i = 0; i < k.d; ++i) {
+            dst[(size_t) i * n_pad + t] = k.row(t)[i];
         }
-        float dot = 0;
-        for (uint32_t j = 0; j < LANES; ++j) {
-            dot += sum[j];
-        }
-        for (; i < k.d; ++i) {
-            dot += row[i] * q[i];
-        }
-        res = std::max(res, dot);
     }
-    return res;
 }
 
-void kvf_summary::score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * record, const float * q,
-        uint32_t n_token, float * dst, size_t stride) {
-    const auto k = read_keys(layer, n_chunk, record);
+// the largest product of a query with n keys, or the logarithm of the sum of exp(scale*product); V vectors of keys
+template <uint32_t V>
+static inline __attribute__((always_inline)) float products_of(
+        const float * columns, uint32_t n, uint32_t d, const float * q, float scale) {
+    lanes_f sum[V] = {};
+    for (uint32_t i = 0; i < d; ++i) {
+        for (uint32_t j = 0; j < V; ++j) {
+            lanes_f a;
+            memcpy(&a, columns + ((size_t) i * V + j) * LANES, sizeof(a));
+            sum[j] += q[i] * a;
+        }
+    }
+    float dots[V * LANES];
+    memcpy(dots, sum, sizeof(dots));
+    const float most = *std::max_element(dots, dots + n);
+    if (scale == 0) { return most; }
+
+    for (uint32_t j = 0; j < V; ++j) {
+        sum[j] = exponential((sum[j] - most) * scale);
+    }
+    memcpy(dots, sum, sizeof(dots));
+    return scale * most + logf(std::accumulate(dots, dots + n, 0.0f));
+}
+
+KVF_CLONES
+static float key_products(const float * columns, uint32_t n, uint32_t n_pad, uint32_t d, const float * q, float scale) {
+    switch (n_pad / LANES) {
+        case 4: return products_of<4>(columns, n, d, q, scale);
+        case 3: return products_of<3>(columns, n, d, q, scale);
+        case 2: return products_of<2>(columns, n, d, q, scale);
+        default: return products_of<1>(columns, n, d, q, scale);
+    }
+}
+
+void kvf_summary::score_keys(const kvf_layer & layer, uint32_t first, uint32_t n_key, const void * record, const float * q,
+        uint32_t n_token, float scale, float * dst, size_t stride) {
+    const auto k = read_keys(layer, first, n_key, record);
 
     const uint32_t d     = layer.n_embd_head_k;
     const uint32_t group = layer.n_head / layer.n_head_kv;
-    for (uint32_t i = 0; i < n_token * layer.n_head; ++i) {
-        const uint32_t h = i % layer.n_head / group;
+    const uint32_t n_pad = GGML_PAD(n_key, LANES);
 
-        dst[i * stride] = largest_product({k.data() + (size_t) h * d, n_chunk, d, layer.n_embd_k}, q + (size_t) i * d);
+    std::vector<float> columns((size_t) d * n_pad);
+    for (uint32_t kv = 0; kv < layer.n_head_kv; ++kv) {
+        transpose({k.data() + (size_t) kv * d, n_key, d, layer.n_embd_k}, n_pad, columns.data());
+        for (uint32_t t = 0; t < n_token; ++t) {
+            for (uint32_t h = kv * group; h < (kv + 1) * group; ++h) {
+                const size_t i = (size_t) t * layer.n_head + h;
+
+                dst[i * stride] = key_products(columns.data(), n_key, n_pad, d, q + i * d, scale);
+            }
+        }
     }
 }
 
 size_t kvf_summary::size(const kvf_layer & layer, uint32_t n, uint32_t n_row) {
-    return (size_t) GGML_PAD(n * n_row, LANES) * layer.n_head_kv * layer.n_embd_head_k;
+    return (size_t) GGML_PAD(n * n_row, LANES) * layer.n_head_kv * (layer.n_embd_head_k + 1);
 }

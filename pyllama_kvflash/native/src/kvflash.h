@@ -66,6 +66,7 @@ struct kvf_pool_params {
     uint32_t q_tap;       // keep the attention queries of so many last tokens of each ubatch; of as many as there may be
                           // sequences at least, 0: of none
     uint64_t fingerprint; // of the model, written to every record
+    uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
 };
 
 struct kvf_pool_info {
@@ -212,6 +213,7 @@ enum kvf_summary_kind {
     KVF_SUMMARY_DIRECTION = 2, // 1 row, the mean scaled to length 1
     KVF_SUMMARY_MINMAX    = 3, // 2 rows, elementwise
     KVF_SUMMARY_ROWS      = 4, // all n_chunk rows
+    KVF_SUMMARY_RUNS      = 5, // n_row means, each of n_chunk/n_row keys that follow each other, scaled as centroids
 };
 
 // bf16 values that a slab of n summaries of a layer has
@@ -224,11 +226,18 @@ LLAMA_API int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, co
 LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
         const float * q, float * dst, size_t stride);
 
-// the same with all keys of a record, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the largest
-// product
-// -> dst[(token*n_head + head)*stride]
-LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-        const float * q, uint32_t n_token, float * dst, size_t stride);
+// the share of the attention that each of the first n chunks has of n_q queries [n_q, n_head, n_embd_head_k], summed over
+// heads; the largest of the queries'. a head's share of a chunk is the sum of exp(scale*q*row) over the rows of its summary,
+// as often as each stands for keys, over that of all n chunks. any kind but MINMAX -> dst[n]. slabs: of slab_size entries
+// each
+LLAMA_API int kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n,
+        uint32_t n_row, const float * q, uint32_t n_q, float scale, float * dst);
+
+// with n_key keys of a record, from the first on, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the
+// largest product, if scale is 0; otherwise the logarithm of the sum of exp(scale*product) -> dst[(token*n_head +
+// head)*stride]
+LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key,
+        const void * record, size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride);
 
 // the calls below need a context again
 
@@ -243,10 +252,13 @@ LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llam
 // kvf_pool_info. for chunks that come back to the blocks they were in
 LLAMA_API int kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 
-// begin to read the queries of a token of the last ubatch, in all pooled layers: for each [n_head, n_embd_head_k] floats, in
+// begin to read the queries of a token of the last ubatch, in all tapped layers: for each [n_head, n_embd_head_k] floats, in
 // the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of those that the tap
 // keeps. n: floats that dst holds
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
+
+// what the products of these queries with the keys are multiplied by, in each of n tapped layers
+LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 
 // write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
