@@ -12,7 +12,7 @@ from pyllama_kvflash.crosstok import Retokenizer, char_spans, spread
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.options import MAX_TOKENS, Options
-from pyllama_kvflash.policy import Qk, Queries, Scores, View
+from pyllama_kvflash.policy import QkZmax, Queries, Scores, View
 
 if TYPE_CHECKING:
     from pyllama_kvflash.engine import KVFlash
@@ -21,7 +21,7 @@ NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 """What a drafter is called that lies next to its target, or in the cache folder."""
 
 _CONTEXT = 8  # times the target's
-_TAIL = 4  # tokens whose queries score, as in Qk
+_TAIL = 4  # tokens whose queries score, as in QkZmax
 
 
 def find_drafter(given: str | None, target: Path) -> Path:
@@ -41,7 +41,7 @@ def find_drafter(given: str | None, target: Path) -> Path:
 
 
 class Drafter:
-    """Scores chunks by the attention of a small model's last tokens, z-normalised as in `Qk`.
+    """Scores chunks by the attention of a small model's last tokens, z-normalised as in `QkZmax`.
 
     The drafter runs in a pool of its own and keeps what it has read: scoring again costs the tokens that are new. Its
     model is loaded when it is first asked. With another tokenizer than the target's ("crosstok") it reads the target's
@@ -100,7 +100,7 @@ class Drafter:
             n_ctx = min(_CONTEXT * (o.n_ctx + o.draft_pool), MAX_TOKENS)
             options: dict[str, Any] = {"n_ctx": n_ctx, "chunk": o.chunk, "n_threads": o.n_threads}
             kv = KVFlash.from_file(
-                self.path, pool=o.draft_pool, policy=Qk(), prefill_reselect=False, replay=0, **options
+                self.path, pool=o.draft_pool, policy=QkZmax(), prefill_reselect=False, replay=0, **options
             )
             if self._retokenize or not same_tokenizer(kv.model, self._target):
                 self.name = "crosstok"
@@ -140,7 +140,7 @@ class Drafter:
         candidates = np.ones(n, np.bool_)
         candidates[: kv.options.sinks] = False
         view = View(kv.tokens, kv.options.chunk, np.zeros(n, np.int64), candidates, self._queries, summaries)
-        scores = Qk().score(view)
+        scores = QkZmax().score(view)
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: "KVFlash", retokenizer: Retokenizer, view: View) -> Scores:

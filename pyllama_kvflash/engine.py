@@ -218,11 +218,11 @@ class KVFlash(SavedSequence):
             raise AssertionError(msg)
         state = self.ctx.save_partial() if self._recurrent else b""
         queries: list[Queries] = []
-        n_single = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))  # the tap has one token a batch
-        for part in np.split(tokens, range(len(tokens) - n_single + 1, len(tokens))):
+        n_asking = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))
+        for part, n in self._asking(tokens, n_asking):
             if paged := self._heard(part):
                 yield paged
-            queries.append(selector.queries())
+            queries += [selector.queries(back) for back in reversed(range(n))]
         moved = False
         for event in self._reselect("question", queries, 1):
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
@@ -231,6 +231,21 @@ class KVFlash(SavedSequence):
             for paged in (self._rewind(start, state), self._heard(tokens)):
                 if paged:
                     yield paged
+
+    def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
+        """Tokens in batches, and of how many of the last ones of each the queries are wanted, n_asking in all: as few batches as the
+        tap allows, which keeps those of the last tokens of a graph.
+        """
+        n, n_ubatch = len(tokens), self.options.n_ubatch
+        n_most = min(self.ctx.q_tap, n_ubatch)
+        n_first = (n_asking - 1) % n_most + 1
+        end = n - n_asking + n_first  # of the first part that asks
+        cuts = list(range(end, n, n_most))
+        wanted = [n_first, *[n_most] * len(cuts)]
+        if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
+            cuts.insert(0, end - n_first)
+            wanted.insert(0, 0)
+        return list(zip(np.split(tokens, cuts), wanted, strict=True))
 
     def _answer_length(self, n_prompt: int, max_tokens: int) -> int:
         """For how many tokens of an answer it is worth taking host memory before there is any."""

@@ -12,9 +12,9 @@ from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.placement import on_host, place
-from pyllama_kvflash.policy import Geometry, PoolSize, Scorer, pool_floor, resolve_pool
+from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, pool_floor, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks
+from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks, usual_batch
 from pyllama_kvflash.refusals import of_memory, of_model
 from pyllama_kvflash.registry import make_scorer
 
@@ -101,16 +101,20 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
     size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options)
-    n_batch = min(options.n_batch or _largest_batch(size.n_pool, options), options.n_ctx)
+    n_batch = min(options.n_batch or _usual_batch(size.n_pool, options), options.n_ctx)
     pool, scorers = None, tuple[Scorer, ...]()
     n_all = options.n_ctx * options.n_parallel
     if size.n_pool is None:
         _check_memory(rooms(seen, options), n_all)
     else:
         scorers = tuple(make_scorer(options, model) for _ in range(options.n_parallel))
-        q_tap = 0 if scorers[0].name == "lru" else 1 + options.n_draft
+        q_tap = 0 if scorers[0].name == "lru" else max(1 + options.n_draft, _n_asking(scorers[0], options))
         mark = fingerprint(model.path)
-        pool = PoolParams(n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark)
+        n_layer = len(seen.geometry.rows)
+        q_every = -(-n_layer // MOST_LAYERS) if scorers[0].name == "qk" else 1
+        pool = PoolParams(
+            n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=max(1, q_every)
+        )
     ctx = _context(model, options, n_batch, pool)
     full_bytes = token_bytes * ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
     warnings = placed.warnings + size.warnings
@@ -139,10 +143,16 @@ def _drafts(ctx: Context, options: Options, n_batch: int) -> Drafts | None:
     )
 
 
-def _largest_batch(n_pool: int | None, options: Options) -> int:
+def _n_asking(scorer: Scorer, options: Options) -> int:
+    """Of how many tokens at the end of a prompt the scorer wants the queries."""
+    return n_queries(scorer.query) or max(1, options.replay)
+
+
+def _usual_batch(n_pool: int | None, options: Options) -> int:
+    """Tokens of a batch, if nobody says: a part of the pool, since what the batch takes of it is not seen by its tokens."""
     if n_pool is None:
         return BATCH
-    return largest_batch(n_pool, options.chunk, *_kept(options))
+    return min(usual_batch(n_pool, options.chunk), largest_batch(n_pool, options.chunk, *_kept(options)))
 
 
 def _kept(options: Options) -> tuple[int, int, int, int]:

@@ -13,7 +13,7 @@ from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
-SUMMARY = re.compile(r"centroid:(1|2|4|8|16)|mean|minmax|exact")
+SUMMARY = re.compile(r"(?:centroid|runs):(?:1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
@@ -26,10 +26,11 @@ class Options:
 
     n_ctx: logical context, 0: the model's. pool: tokens of KV kept on the device, "auto", or "off" for the full cache.
     chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay and come back, a name ("qk", "qk-cos",
-    "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to the
-    next, at least; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
+    "qk-zmax", "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to
+    the next, at least, 0: see `interval`; swaps: chunks that come back after one, at most, while decoding; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
     that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
-    prompt, too. qk_summary, qk_aggregate, qk_query, qk_rerank: of policy "qk", see policy.Qk. draft_model: of policy
+    prompt, too. qk_summary (None: its own), qk_query, qk_rerank: of policies "qk" and "qk-zmax", see policy.Qk;
+    qk_aggregate: of "qk-zmax", see policy.QkZmax. draft_model: of policy
     "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_parallel: sequences
     of up to n_ctx tokens each, which share the pool; policy is a name then. n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
     spec: speculative decoding, None: off, see drafting.Spec.
@@ -45,11 +46,12 @@ class Options:
     pool: int | str = "auto"
     chunk: int = 64
     policy: str | Scorer = "qk"
-    tau: int = 64
+    tau: int = 0
+    swaps: int = 4
     share: float = 0.05
     replay: int = 64
     prefill_reselect: bool = True
-    qk_summary: str = "centroid:4"
+    qk_summary: str | None = None
     qk_aggregate: str = "zmax"
     qk_query: str = "last:4"
     qk_rerank: int = 8
@@ -128,12 +130,11 @@ class Options:
                 f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
             )
             raise UsageError(msg)
-        _within(self.tau, 1, MAX_TOKENS, "tau (--kvflash-tau)", "64 is usual")
+        _within(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 4, or 64 with spec")
+        _within(self.swaps, 1, MAX_TOKENS, "swaps (--kvflash-swaps)", "4 is usual")
         _within(self.share, 0, 1, "share (--kvflash-share)", "0.05 is usual, 0 sets no limit")
         _within(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
-        if not SUMMARY.fullmatch(self.qk_summary):
-            msg = f"qk_summary (--qk-summary) is {self.qk_summary!r}: give centroid:1, :2, :4, :8 or :16, mean, minmax or exact"
-            raise UsageError(msg)
+        self._check_summary()
         _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         try:
             n_queries(self.qk_query)
@@ -142,6 +143,17 @@ class Options:
             raise UsageError(msg) from None
         _within(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         _within(self.draft_pool, 1, MAX_TOKENS, "draft_pool (--draft-pool)", "2048 is usual")
+
+    def _check_summary(self) -> None:
+        if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):
+            msg = (
+                f"qk_summary (--qk-summary) is {self.qk_summary!r}: give runs:1, :2, :4, :8 or :16, centroid:1 to :16, mean,"
+                " minmax or exact"
+            )
+            raise UsageError(msg)
+        if self.policy == "qk" and self.qk_summary == "minmax":
+            msg = "qk_summary (--qk-summary) is 'minmax', which has no mass: give centroid:4, or policy (--kvflash-policy) qk-zmax"
+            raise UsageError(msg)
 
     def _check_cache(self) -> None:
         _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
@@ -153,6 +165,11 @@ class Options:
             _within(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
+
+    @property
+    def interval(self) -> int:
+        """Tokens from one scoring to the next: tau, or 4; with spec 64, since a batch of guesses ends where the pool may change."""
+        return self.tau or (64 if self.spec else 4)
 
     @property
     def n_draft(self) -> int:

@@ -1,8 +1,7 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
 Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. While decoding, a plan is spread over steps: what goes leaves a step before
-its block is taken, what comes lands in that masked block beside a step, and is seen by the one after the next.
+computed, and summarised after that, in a thread. On a GPU a plan is spread over steps while decoding, see _fly().
 """
 
 from collections import deque
@@ -21,8 +20,8 @@ from pyllama_kvflash.residency import Residency, compare, held, look, n_landing,
 from pyllama_kvflash.store import HostMemory, HostStore
 from pyllama_kvflash.summariser import Summariser
 
-# That begin to come back in one step: 1 ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
-FLIGHT_BYTES = 48 << 20
+# That begin to come back in one step: half a ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
+FLIGHT_BYTES = 24 << 20
 _NOTHING = Plan()
 
 
@@ -63,11 +62,9 @@ class Pager:
         self._shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
         self.n_computed = 0  # batches, of which the last one may be under way
-        self.landing: dict[
-            int, tuple[int, int]
-        ] = {}  # chunks on their way in: how many batches there were before, the block
+        self.landing: dict[int, tuple[int, int]] = {}  # chunks on their way in: batches there were before, the block
         self.todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
-        self._layers = ctx.layers()
+        self._layers = ctx.tapped()
         self._summariser = Summariser(self._layers, options.chunk, self.store.get, options.n_threads or 1)
         self._summariser.use(summary, ())
         self.keys = Keys(self._layers, options.chunk, self.store.get)
@@ -247,8 +244,8 @@ class Pager:
 
     def _fly(self, n_taken: int = 0) -> None:
         """Begin to bring in what comes next of a plan that is spread over steps, and drop what the flight after it takes
-        the place of: a copy into a block that the batch under way does not use need not wait for it. n_taken: free blocks
-        that it does use, for chunks that begin.
+        the place of: a copy into a block that the batch under way does not use need not wait for it. What comes lands in a
+        masked block, and is seen by the step after the next. n_taken: free blocks that the batch does use, for new chunks.
         """
         drops, page_ins = self.todo
         n = max(1, FLIGHT_BYTES // self.store.record_bytes)
@@ -281,14 +278,13 @@ class Pager:
     # relevance
     #
 
-    def reselect(self, scores: Scores, n_free: int, *, spread: bool = False) -> Plan:
-        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free.
-
-        spread: over as many steps as it takes for none of them to wait.
+    def reselect(self, scores: Scores, n_free: int, n_most: int | None = None, *, spread: bool = False) -> Plan:
+        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free. n_most: how many
+        come in at most. spread: over as many steps as it takes for none of them to wait.
         """
         self.cut_short()
         self.ledger.rate(scores)
-        plan = reselect(self.ledger, n_free)
+        plan = reselect(self.ledger, n_free, n_most)
         if spread:
             self.todo[0].extend(plan.drops)
             self.todo[1].extend(plan.page_ins)
@@ -396,6 +392,15 @@ class Pager:
         self.apply(bring_in(self.ledger, [chunk]))
         self.ledger.unrate(chunk)  # who asks for it wants it to stay
 
+    def page_in_all(self) -> None:
+        """Bring all chunks back. Raises PoolError."""
+        self.settle()
+        self.apply(bring_in(self.ledger, range(self.ledger.n_chunks)))
+
+    def confine(self, n_pool: int) -> None:
+        """Use the blocks of n_pool positions only, for all sequences: until it is called again, all is as in such a pool."""
+        self._shared.blocks.n = n_pool // self.ledger.chunk
+
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool."""
         self._check(chunk)
@@ -433,10 +438,6 @@ class Pager:
         if not 0 <= chunk < ledger.n_chunks:
             msg = f"there is no chunk {chunk}: the sequence has {ledger.n_chunks} of {ledger.chunk} tokens"
             raise UsageError(msg)
-
-    #
-    # a look inside
-    #
 
     def residency(self) -> Residency:
         """Where every chunk is now."""

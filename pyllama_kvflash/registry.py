@@ -1,16 +1,17 @@
 """Policies by name: the built-in ones, and those that other packages register."""
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model
-from pyllama_kvflash.policy import Lru, Qk, QkCos, Scorer
+from pyllama_kvflash.policy import Lru, Qk, QkCos, QkZmax, Scorer
 
 if TYPE_CHECKING:
     from pyllama_kvflash.options import Options
 
-BUILT_IN = ("qk", "qk-cos", "lru", "drafter", "crosstok")
+BUILT_IN = ("qk", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")
 
 GROUP = "pyllama_kvflash.scorers"
 """Entry points of this group name a callable without arguments that returns a Scorer."""
@@ -29,12 +30,15 @@ def make_scorer(options: "Options", model: Model) -> Scorer:
     policy = options.policy
     if not isinstance(policy, str):
         return policy
-    if policy == "qk":
-        return Qk(options.qk_summary, options.qk_aggregate, options.qk_query, options.qk_rerank)
-    if policy == "qk-cos":
-        return QkCos()
-    if policy == "lru":
-        return Lru()
+    o = options
+    built_in: dict[str, Callable[[], Scorer]] = {
+        "qk": lambda: Qk(o.qk_summary, o.qk_query, o.qk_rerank),
+        "qk-zmax": lambda: QkZmax(o.qk_summary, o.qk_aggregate, o.qk_query, o.qk_rerank),
+        "qk-cos": QkCos,
+        "lru": Lru,
+    }
+    if policy in built_in:
+        return built_in[policy]()
     if policy in ("drafter", "crosstok"):
         from pyllama_kvflash.drafter import Drafter, find_drafter  # noqa: PLC0415 (it is an engine of its own)
 

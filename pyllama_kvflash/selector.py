@@ -1,6 +1,5 @@
 """The selector: has the chunks scored, beside decode or at once, and the pool changed to the best of them."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +30,9 @@ class Selector:
 
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
         self.scorer: Scorer = scorer
-        self.schedule = Schedule(options.tau, options.share)
+        self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
+        self.schedule = Schedule(options.interval, options.share, beside=not (self._on_cpu and scorer.summary))
+        self._n_most = options.swaps
         self.warnings: list[str] = []
         self.n_done = 0
         self.seconds = 0.0
@@ -41,12 +42,11 @@ class Selector:
         self._layers = ThreadPoolExecutor(min(_LAYER_THREADS, options.n_threads or 1), "kvflash-layer")
         self._job: Future[Scored] | None = None
         self._view: View | None = None
-        self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in ctx.layers()]
+        self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in ctx.tapped()]
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
         self._adrift = False  # what is under way, if anything is, has no step where it is due: a prompt's, or cut off
-        self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
 
     def close(self) -> None:
         """End the threads."""
@@ -59,6 +59,7 @@ class Selector:
     def use(self, scorer: Scorer) -> None:
         """Go on with another scorer."""
         self.cancel()
+        self.schedule.beside = not (self._on_cpu and scorer.summary)
         self._pager.summarise(scorer.summary)
         self.scorer = scorer
 
@@ -68,9 +69,11 @@ class Selector:
         ledger = self._pager.ledger
         return ledger.n_resident < ledger.n_chunks or ledger.n_chunks > ledger.n_share
 
-    def queries(self) -> Queries:
-        """Those of the last token decoded, for each pooled layer, now. What was asked for is still to come."""
-        return self._ctx.queries()
+    def queries(self, back: int = 0) -> Queries:
+        """Those of the last token decoded, or of one before it in the same batch, for each pooled layer, now. What was asked for is
+        still to come.
+        """
+        return self._ctx.queries(back)
 
     def ask(self) -> None:
         """Begin to copy the queries of the last token decoded."""
@@ -101,10 +104,17 @@ class Selector:
                     self.ask()
                 else:
                     self.schedule.restart()
-        elif self.schedule.apply():
-            event = self.finish("decode", n_tokens, n_free=1, spread=True)
+            if self._ticket is not None and not self.schedule.beside:
+                self.begin(tokens(), [self._answer()], n_free=1)
+                event = self._apply(n_tokens)
+        else:
+            event = self._apply(n_tokens)
         self._adrift = False
         return event
+
+    def _apply(self, n_tokens: int) -> Reselect | None:
+        """The scores, if they are due."""
+        return self.finish("decode", n_tokens, 1, self._n_most, spread=True) if self.schedule.apply() else None
 
     def rest(self) -> None:
         """What passes until the next token is no time that a token takes."""
@@ -129,7 +139,9 @@ class Selector:
         if saved.scores is not None:
             self._job = Future()
             self._job.set_result((saved.scores, 0.0))
-        elif saved.queries is not None:
+        elif saved.queries is not None and len(saved.queries) == len(
+            self._into
+        ):  # another policy may look at other layers
             self._into[:] = saved.queries
             self._ticket = 0  # all copies
 
@@ -141,14 +153,18 @@ class Selector:
         return self.schedule.n_until(due=self._job is not None)
 
     def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
-        """A batch of a prompt is being computed: apply the scores by the queries of the one before the last, begin to
-        score by those of the last, and ask for this one's. Nothing waits for the computation.
+        """A batch of a prompt is being computed: choose the pool for the next one by the queries of the batch before this one,
+        beside this one; on a CPU, where it is done by now, by its own.
         """
         self._adrift = True
-        event = self.finish("prefill", n_tokens, n_free) if self._job else None
+        if self._on_cpu:
+            self.ask()
+        event = None
         if self._ticket is not None:
             self.begin(tokens(), [self._answer()], n_free)
-        self.ask()
+            event = self.finish("prefill", n_tokens, n_free)
+        if not self._on_cpu:
+            self.ask()
         return event
 
     def now(self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int) -> Reselect:
@@ -175,6 +191,8 @@ class Selector:
             touched=ledger.touched,
             candidates=candidates,
             queries=queries,
+            scales=self._ctx.query_scales().tolist(),
+            n_whole=self._pager.n_whole,
             summaries=self._pager.summaries,
             room=max(0, room_for_candidates(ledger, n_free) + ledger.n_in_flight),
             keys=self._pager.keys if close else None,
@@ -182,8 +200,12 @@ class Selector:
         )
         self._job = self._start(self._view, self._pager.summarising)
 
-    def finish(self, reason: str, pos: int, n_free: int, *, spread: bool = False) -> Reselect:
-        """Wait for the scores, and change the pool to the best chunks. spread: over steps, none of which waits."""
+    def finish(
+        self, reason: str, pos: int, n_free: int, n_most: int | None = None, *, spread: bool = False
+    ) -> Reselect:
+        """Wait for the scores, and change the pool to the best chunks. n_most: that come in at most. spread: over steps, none
+        of which waits.
+        """
         job, view = self._job, self._view
         if job is None:
             msg = "no scoring was begun"
@@ -199,13 +221,16 @@ class Selector:
         if reason == "prefill":
             scores = self._with_later(scores)
         waited = time.perf_counter()
-        plan = self._pager.reselect(scores, n_free, spread=spread)
+        plan = self._pager.reselect(scores, n_free, n_most, spread=spread and self.schedule.beside)
         apply_s = time.perf_counter() - waited
-        self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
+        if reason == "decode":
+            self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
         self.n_done += 1
         self.seconds += score_s + apply_s
-        shown = tuple(None if math.isnan(x) else x for x in scores.tolist())
-        return Reselect(pos, reason, shown, plan.drops, plan.page_ins, score_s, apply_s)
+        shown: list[float | None] = scores.tolist()
+        for i in np.flatnonzero(np.isnan(scores)):
+            shown[i] = None
+        return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s)
 
     def _with_later(self, scores: Scores) -> Scores:
         """With the chunks that were written since scoring began, neither hot nor cold: they would fill the pool if they

@@ -265,8 +265,11 @@ POOL = options(
                  help="Which chunks stay and come back. qk: those that the model's own attention asks for; drafter: those"
                  " that a small model's does (crosstok: through its own tokenizer); lru: the most recent ones; qk-cos: a"
                  " published formula, for comparison; or one that a package registered."),
-    click.option("--kvflash-tau", "tau", type=TokenCount(), default=64, show_default=True, envvar="KVFLASH_TAU",
+    click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="4; 64 with --spec",
+                 envvar="KVFLASH_TAU",
                  help="Tokens from one scoring of all chunks to the next; more where it would cost too much."),
+    click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=4, show_default=True, envvar="KVFLASH_SWAPS",
+                 help="Chunks that come back after a scoring, at most, while decoding."),
     click.option("--kvflash-share", "share", type=float, default=0.05, show_default=True, envvar="KVFLASH_SHARE",
                  help="Share of the decode time that scoring may take, 0: no limit."),
     click.option("--kvflash-replay", "replay", type=TokenCount(), default=64, show_default=True,
@@ -279,10 +282,11 @@ POOL = options(
 )  # fmt: skip
 
 SCORERS = options(
-    click.option("--qk-summary", metavar="KIND", default="centroid:4", show_default=True, envvar="KVFLASH_QK_SUMMARY",
-                 help="What qk keeps of a chunk's keys: centroid:N (1, 2, 4, 8, 16), mean, minmax or exact."),
+    click.option("--qk-summary", metavar="KIND", default=None, envvar="KVFLASH_QK_SUMMARY",
+                 help="What qk and qk-zmax keep of a chunk's keys: centroid:N or runs:N (1, 2, 4, 8, 16), mean, exact, or, for"
+                 " qk-zmax, minmax.  [default: centroid:4]"),
     click.option("--qk-aggregate", type=click.Choice(AGGREGATES), default="zmax", show_default=True,
-                 envvar="KVFLASH_QK_AGGREGATE", help="How the scores of all heads become one."),
+                 envvar="KVFLASH_QK_AGGREGATE", help="How qk-zmax makes one score of all heads'."),
     click.option("--qk-query", metavar="WHICH", default="last:4", show_default=True, envvar="KVFLASH_QK_QUERY",
                  help="Whose queries score: last, last:N (tokens) or question (all that are run again)."),
     click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",

@@ -229,7 +229,7 @@ def _traced(name: str | None, kv: KVFlash, events: Iterator[Event], inputs: list
     with TraceWriter(name, inputs) as writer:
         o = kv.options
         writer.start(
-            model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.tau
+            model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
         )
         yield map(_noted(writer), events)
 

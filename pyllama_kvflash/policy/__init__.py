@@ -3,11 +3,23 @@
 from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, State
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
 from pyllama_kvflash.policy.schedule import Schedule, Scoring
-from pyllama_kvflash.policy.scorers import AGGREGATES, Lru, Qk, QkCos, Queries, Scorer, View, n_queries
+from pyllama_kvflash.policy.scorers import (
+    AGGREGATES,
+    MOST_LAYERS,
+    Lru,
+    Qk,
+    QkCos,
+    QkZmax,
+    Queries,
+    Scorer,
+    View,
+    n_queries,
+)
 from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_floor, resolve_pool
 
 __all__ = [
     "AGGREGATES",
+    "MOST_LAYERS",
     "Blocks",
     "Geometry",
     "Ledger",
@@ -17,6 +29,7 @@ __all__ = [
     "PoolSize",
     "Qk",
     "QkCos",
+    "QkZmax",
     "Queries",
     "Schedule",
     "Scorer",

@@ -41,10 +41,10 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
     return replace(_given_up(ledger, len(missing) - ledger.n_free, keep=chunks), page_ins=missing)
 
 
-def reselect(ledger: Ledger, n_free: int) -> Plan:
+def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """Make the hottest of all candidates resident, in or out, and leave n_free blocks free for what comes next.
 
-    Page-ins come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room
+    n_most: chunks that come in at most, the hottest of them for the coldest there are; None: as many as it takes. Page-ins come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room
     for any candidate, nothing moves.
     """
     mask = ledger.candidates()
@@ -54,8 +54,8 @@ def reselect(ledger: Ledger, n_free: int) -> Plan:
     if room <= 0:
         return Plan()
     hottest = candidates[np.argsort(ledger.heat()[candidates], kind="stable")][::-1]  # ties: as in _by_heat
-    page_ins = hottest[:room][~resident[hottest[:room]]]
-    cold = hottest[room:][resident[hottest[room:]]][::-1]
+    page_ins = hottest[:room][~resident[hottest[:room]]][:n_most]
+    cold = hottest[room:][resident[hottest[room:]]][::-1]  # as many as page-ins at least, or there are free blocks
     n_drop = max(0, len(page_ins) + n_free - ledger.n_free)
     return Plan(tuple(int(c) for c in cold[:n_drop]), tuple(int(c) for c in page_ins))
 

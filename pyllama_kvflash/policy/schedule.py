@@ -28,9 +28,11 @@ class Schedule:
     at which the pool changes: the same seed gives the same text unless the measured cost itself crosses a step.
     """
 
-    def __init__(self, tau: int = 64, share: float = 0.05) -> None:
+    def __init__(self, tau: int = 4, share: float = 0.05, *, beside: bool = True) -> None:
+        """beside: scoring goes on beside decode, and is applied some tokens later; otherwise decode waits for it."""
         self.tau = tau
         self.share = share
+        self.beside = beside
         self._step_s: float | None = None
         self._costs: list[float] = []
         self._n = 0
@@ -60,7 +62,7 @@ class Schedule:
         clock's, so that the same seed gives the same text. A quarter of the interval: beside a GPU, scoring may take
         that long and nothing waits for it.
         """
-        return max(1, self.interval // 4)
+        return max(1, self.interval // 4) if self.beside else 0
 
     def restart(self) -> None:
         """The pool was just chosen anew."""

@@ -13,7 +13,7 @@ from pyllama_kvflash.policy.ledger import Mask, Scores
 
 Floats = npt.NDArray[np.float32]
 Queries = Sequence[Floats]
-"""Queries of one token: for each pooled layer (n_head, n_embd_head_k), in the basis of the cached keys."""
+"""Queries of one token: for each layer that is scored (n_head, n_embd_head_k), in the basis of the cached keys."""
 
 
 class Products(Protocol):
@@ -21,17 +21,31 @@ class Products(Protocol):
 
     @property
     def n_layer(self) -> int:
-        """Pooled layers."""
+        """Layers that are scored."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
         """(n_head, n): for each head and each of the first n chunks, the largest product q·k with a row of its summary."""
+
+    def mass(self, layer: int, q: Floats, scale: float, n: int | None = None) -> Floats:
+        """(n,): the share of the attention that each of the first n chunks has of queries (n_query, n_head, d), summed over
+        heads; the largest of the queries'.
+        """
 
 
 class AllKeys(Protocol):
     """All keys of chunks, read from their records. `native.Keys` is the one in use."""
 
-    def score(self, layer: int, q: Floats, chunks: Sequence[int]) -> Floats:
-        """For q (n_token, n_head, d): (n_token * n_head, len(chunks)), the largest product q·k with a key of the chunk."""
+    def score(
+        self,
+        layer: int,
+        q: Floats,
+        chunks: Sequence[int],
+        scale: float = 0.0,
+        part: tuple[int, int] | None = None,
+    ) -> Floats:
+        """For q (n_token, n_head, d): (n_token * n_head, len(chunks)), the largest product q·k with a key of the chunk; with a
+        scale, the logarithm of the sum of exp(scale·q·k) over its keys. part: only its keys from the one to the other.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,8 @@ class View:
     (n_chunks,), larger is later. candidates: bool (n_chunks,), those whose score counts. queries: of the last token, or
     the last tokens of a prompt. summaries: of the kind that the scorer asked for, None if it asked for none. room: how
     many candidates the pool can hold. keys: at the end of a prompt, where there is time to look closer; otherwise None.
-    each: as `map`, maybe in several threads.
+    each: as `map`, maybe in several threads. scales: what the products of queries and keys are multiplied by before the softmax,
+    in each layer; (): 1/√d. n_whole: chunks 0 .. n_whole - 1 have a summary.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -54,6 +69,8 @@ class View:
     room: int = 0
     keys: AllKeys | None = None
     each: Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]] = map
+    scales: Sequence[float] = ()
+    n_whole: int = 0
 
 
 @runtime_checkable
@@ -89,13 +106,100 @@ class Lru:
         return view.touched.astype(np.float64)
 
 
+CENTROIDS = "centroid:4"
+MOST_LAYERS = 24
+"""Layers that policy qk looks at, at most: of a model with more, every second one, or every third."""
+EDGE = 4
+"""A chunk's keys over those at one of its borders."""
+
+
+class Qk:
+    """The model's own attention, as mass: the share of its attention that each chunk has, summed over heads and layers.
+
+    A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, over that of all keys: its softmax. It is
+    estimated from centroids of each chunk's keys, each scaled to the mean length of its keys and worth as many keys as it stands
+    for. Of several queries, each layer's largest sum. Measured against all keys in docs/RESULTS.md.
+
+    At the end of a prompt the best `rerank` times as many chunks as the pool has room for are ranked again, by all their keys.
+    What the question looks for may lie across the border of two chunks: the mass of the keys at a border counts for the chunk
+    beyond it, too.
+    """
+
+    name = "qk"
+
+    def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
+        """summary: any but "minmax", as `native.Summaries` takes it; None: "centroid:4". rerank: 0: by the summaries alone. Raises
+        UsageError.
+        """
+        if summary == "minmax":
+            msg = (
+                "the summary of qk is 'minmax', which bounds products and has no mass: give centroid:N, or use qk-zmax"
+            )
+            raise UsageError(msg)
+        n_queries(query)
+        self.summary: str | None = summary or CENTROIDS
+        self.query = query
+        self.rerank = rerank
+
+    def score(self, view: View) -> Scores:
+        """Mass of the candidates, -inf for the others."""
+        n, scores = _n_scored(view), np.full(len(view.candidates), -np.inf)
+        if not n or not view.queries:
+            return scores
+        products = _products(view)
+        n_all = max(n, view.n_whole)  # what is no candidate has its share, too
+        queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
+        scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
+
+        def one(i: int) -> Floats:
+            return products.mass(i, queries[i], scales[i], n_all)
+
+        mass = np.array(list(view.each(one, range(products.n_layer)))).sum(axis=0)
+        scores[:n] = np.where(view.candidates[:n], mass[:n], -np.inf)
+        if self.rerank and view.keys is not None and self.summary != "exact":
+            _closer(view, view.keys, queries, scales, scores, self.rerank * view.room)
+        return scores
+
+
+def _closer(
+    view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
+) -> None:
+    """Give the n best their mass by all their keys, among these and what is no candidate; the others stay below them."""
+    n_best = min(n, int(np.count_nonzero(view.candidates)))
+    best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
+    if n_best <= view.room:
+        return
+    among = [*best.tolist(), *np.flatnonzero(~view.candidates[: view.n_whole]).tolist()]
+    edge = max(1, view.chunk // EDGE)
+    parts = (None, (0, edge), (view.chunk - edge, view.chunk))
+
+    def one(i: int) -> Floats:
+        each = (keys.score(i, queries[i], among, scales[i], part) for part in parts)
+        e = np.stack(
+            [x.reshape(*queries[i].shape[:2], -1) for x in each]
+        )  # whole, first and last keys; tokens; heads; chunks
+        e = np.exp(e - e[0].max(axis=-1, keepdims=True))
+        res: Floats = (e / e[0].sum(axis=-1, keepdims=True)).sum(axis=2).max(axis=1)
+        return res
+
+    mass, first, last = np.array(list(view.each(one, range(len(queries))))).sum(axis=0)[:, :n_best]
+    rest = view.candidates.copy()
+    rest[best] = False
+    scores[rest] *= min(1.0, float(mass.min()) / max(float(scores[rest].max(initial=0)), 1e-30))
+    scores[best] = mass
+    for lent, there in ((first, best - 1), (last, best + 1)):
+        found = (there >= 0) & (there < len(scores))
+        found[found] = view.candidates[there[found]]
+        np.maximum.at(scores, there[found], lent[found])
+
+
 AGGREGATES = ("zmax", "layer-mean")
 HALO = 0.5
 """Standard deviations by which a chunk may be colder than its neighbour."""
 
 
-class Qk:
-    """The model's own attention: queries against a summary of each chunk's keys.
+class QkZmax:
+    """Queries against a summary of each chunk's keys, by the one head that stands out most: best where one fact is asked for.
 
     A head's score of a chunk is the largest q·c/√d over the rows c of its summary. "zmax" z-normalises each head's scores
     over the candidates and takes the maximum over layers and heads, since few heads retrieve and a mean drowns them.
@@ -108,17 +212,17 @@ class Qk:
     keys: four centroids of 64 keys can miss the one that matters. Measured in docs/RESULTS.md.
     """
 
-    name = "qk"
+    name = "qk-zmax"
 
     def __init__(
-        self, summary: str = "centroid:4", aggregate: str = "zmax", query: str = "last:4", rerank: int = 8
+        self, summary: str | None = None, aggregate: str = "zmax", query: str = "last:4", rerank: int = 8
     ) -> None:
-        """summary: as `native.Summaries` takes it. rerank: 0: by the summaries alone. Raises UsageError."""
+        """summary: as `native.Summaries` takes it; None: "centroid:4". rerank: 0: by the summaries alone. Raises UsageError."""
         if aggregate not in AGGREGATES:
-            msg = f"the aggregate of qk is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
+            msg = f"the aggregate of qk-zmax is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
             raise UsageError(msg)
         n_queries(query)
-        self.summary: str | None = summary
+        self.summary: str | None = summary or CENTROIDS
         self.aggregate = aggregate
         self.query = query
         self.rerank = rerank
@@ -128,7 +232,7 @@ class Qk:
         queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
         if self.aggregate != "zmax":
             return _of_candidates(view, queries, _layer_mean)
-        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates)
+        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates, _less_sigma)
         if self.rerank and view.keys is not None and self.summary != "exact":
             return _rerank(view, view.keys, queries, scores, self.rerank * view.room)
         return scores
@@ -187,7 +291,7 @@ def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Score
     closer = np.full(len(scores), -np.inf)
     closer[best] = np.max(list(view.each(one, range(len(queries[0])))), axis=0)
     among = np.isfinite(closer)
-    closer = _with_halo(closer, among)
+    closer = _with_halo(closer, among, _less_sigma)
     rest = view.candidates & ~among
     closer[rest] = scores[rest] - scores[rest].max(initial=-np.inf) + closer[best].min() - HALO
     return closer
@@ -200,12 +304,16 @@ def _z(x: Floats) -> Floats:
     return res
 
 
-def _with_halo(scores: Scores, candidates: Mask) -> Scores:
-    """Each candidate's score, or that of its better neighbour among them less HALO. Scores of others are -inf."""
-    res = scores.copy()
-    np.maximum(res[1:], scores[:-1] - HALO, out=res[1:])
-    np.maximum(res[:-1], scores[1:] - HALO, out=res[:-1])
+def _with_halo(scores: Scores, candidates: Mask, of_neighbour: Callable[[Scores], Scores]) -> Scores:
+    """Each candidate's score, or what its better neighbour lends it. Scores of others are -inf."""
+    res, lent = scores.copy(), of_neighbour(scores)
+    np.maximum(res[1:], lent[:-1], out=res[1:])
+    np.maximum(res[:-1], lent[1:], out=res[:-1])
     return np.where(candidates, res, -np.inf)
+
+
+def _less_sigma(scores: Scores) -> Scores:
+    return scores - HALO
 
 
 def _n_scored(view: View) -> int:

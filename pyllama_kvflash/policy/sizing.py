@@ -61,6 +61,11 @@ def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: in
     return _round_up(blocks * chunk)
 
 
+def usual_batch(n_pool: int, chunk: int) -> int:
+    """Tokens of a batch of a prompt, in whole chunks: a quarter of the pool, so that most of what a token sees was chosen."""
+    return max(chunk, min(n_pool // 4 // chunk * chunk, BATCH))
+
+
 def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
     """Tokens of the largest batch, in whole chunks, for which such a pool is no smaller than its floor; at most BATCH."""
     blocks = n_pool // chunk - n_seq * (n_sinks + n_tail) - n_pinned - SPARE_BLOCKS - 1
