@@ -13,6 +13,9 @@
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
+#   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
+#                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
+#   bench/device.sh ruler F S there: RULER and KLD of a model in processes beside each other, for S seconds; again: what is missing
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -139,10 +142,35 @@ sanitize)
             python3 -m pytest -q -p no:cacheprovider tests/test_transfers.py "${@:2}" 2>&1 | tail -15
     done
     ;;
+pieces)
+    rm -rf .dev/m[0-9][0-9]
+    split -b 46M -d -a 2 "$2" .dev/piece.
+    for piece in .dev/piece.*; do
+        mkdir -p ".dev/m${piece##*.}"
+        mv "$piece" ".dev/m${piece##*.}/"
+    done
+    du -sh .dev/m[0-9][0-9]
+    ;;
+ruler)
+    mkdir -p $at
+    export OMP_NUM_THREADS=1
+    tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
+    for cell in 2K:full 2K:qk 1K:qk 2K:qk-zmax/tau=64 1K:qk-zmax/tau=64 2K:qk/answer=full 1K:qk/answer=full; do
+        folder=$at/ruler-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
+        timeout "${3:-400}" kvflash bench ruler "$2" --contexts 16K,8K,30K --docs 5 --tasks $tasks --pools "${cell%%:*}" \
+            --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &
+    done
+    timeout "${3:-400}" kvflash bench kld "$2" -f pyllama_kvflash/bench/data/moby-dick.txt --contexts 16K --shares 50,28.1,12.5,6.25 \
+        --variants full/type_k=q8_0/type_v=q8_0,lru,qk,qk/answer=full,qk-zmax/tau=64 -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
+    wait
+    mkdir -p $at/ruler # all of them as one run: `kvflash bench ruler` with all variants and -o there prints the table
+    cat $at/ruler-*/results.jsonl >$at/ruler/results.jsonl
+    results
+    ;;
 recall)
     mkdir -p $at
     case ${2:-1} in
-    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
+    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,qk-zmax,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
     2)
         kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,qk/qk_rerank=0
         kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,qk/qk_rerank=0 --contexts 8K,16K,32K
@@ -151,10 +179,14 @@ recall)
         for type in q8_0 q4_0; do
             kvflash bench niah -o $at/niah-$type --variants full,qk -ctk $type -ctv $type
         done
-        kvflash bench niah -o $at/ablation --contexts 16K,64K --pools 1K --variants \
-qk,qk/qk_rerank=0,qk/qk_rerank=0/qk_query=last,qk/qk_rerank=0/qk_query=question,qk/qk_rerank=0/qk_summary=centroid:2,\
-qk/qk_rerank=0/qk_summary=centroid:8,qk/qk_rerank=0/qk_summary=mean,qk/qk_rerank=0/qk_summary=minmax,\
-qk/qk_summary=exact,qk/qk_aggregate=layer-mean
+        variants=qk-zmax/qk_rerank=0/qk_summary=minmax,qk-zmax/qk_aggregate=layer-mean
+        for policy in qk qk-zmax; do
+            for with in qk_rerank=8 qk_rerank=0 qk_rerank=0/qk_query=last qk_rerank=0/qk_query=question \
+                qk_rerank=0/qk_summary=centroid:2 qk_rerank=0/qk_summary=centroid:8 qk_rerank=0/qk_summary=mean qk_summary=exact; do
+                variants+=,$policy/$with
+            done
+        done
+        kvflash bench niah -o $at/ablation --contexts 16K,64K --pools 1K --variants $variants
         ;;
     4)
         python3 -c 'from pyllama_kvflash import KVFlash
@@ -163,13 +195,13 @@ kv = KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off")
 print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=31).text)' >/tmp/prose.txt
         variants=full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk
         kvflash bench kld -o $at/kld-prose -f /tmp/prose.txt --contexts 8K,32K --score 512 --variants $variants
-        kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=4/share=0
+        kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=1/share=0
         ;;
     esac
     results
     ;;
 *)
-    sed -n '2,18s/^# \{0,1\}//p' "$0"
+    sed -n '2,21s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

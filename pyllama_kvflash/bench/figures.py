@@ -10,7 +10,7 @@ from pyllama_kvflash.plot import figure
 
 if TYPE_CHECKING:
     from pyllama_kvflash.bench.kld import KldRow
-
+    from pyllama_kvflash.bench.ruler_tables import Row as RulerRow
 
 _PANELS = 4  # beside each other
 
@@ -71,6 +71,47 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
     if axis.lines:
         axis.legend(fontsize=8)
     return _png(fig)
+
+
+def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -> bytes:
+    """Points by task (across) and variant with its pool (down), beside it the gap to the full cache; a panel for each
+    context: a PNG.
+    """
+    contexts = sorted({r.n_ctx for r in rows})
+    panels = [[r for r in rows if r.n_ctx == n] for n in contexts]
+    names = [*tasks, "mean"]
+    fig = figure(4.2 + 0.62 * len(names), 1.2 + sum(0.8 + 0.36 * len(mine) for mine in panels))
+    axes = fig.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[2 + len(mine) for mine in panels])
+    image: Any = None
+    for axis, n_ctx, mine in zip(axes.flat, contexts, panels, strict=True):
+        grid = [[r.scores.get(task, float("nan")) for task in tasks] + [r.mean] for r in mine]
+        image = axis.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0, vmax=100, interpolation="nearest", alpha=0.75)
+        for y, (row, values) in enumerate(zip(mine, grid, strict=True)):
+            for x, value in enumerate(values):
+                if value == value:  # noqa: PLR0124 (not measured)
+                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9)
+            axis.annotate(
+                _gap(row), (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=9
+            )
+        axis.annotate("gap to full", (1, 1), (6, 6), "axes fraction", "offset points", va="center", fontsize=10)
+        axis.set_title(f"context {short(n_ctx)}", fontsize=10)
+        axis.set_yticks(range(len(mine)), [r.label for r in mine], fontsize=9)
+        axis.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
+        axis.set_xticks([x + 0.5 for x in range(len(names) - 1)], minor=True)
+        axis.set_yticks([y + 0.5 for y in range(len(mine) - 1)], minor=True)
+        axis.grid(which="minor", color="white", linewidth=1)
+        axis.axvline(len(tasks) - 0.5, color="white", linewidth=5)
+        axis.tick_params(which="both", length=0)
+    fig.suptitle(title, fontsize=12)
+    bar = fig.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
+    bar.set_label("points")
+    return _png(fig)
+
+
+def _gap(row: "RulerRow") -> str:
+    if row.gap is None:
+        return "the reference" if row.variant == "full" else ""
+    return f"{row.gap:+.1f}" + ("" if row.gap_se is None else f" ± {row.gap_se:.1f}")
 
 
 def _label(column: tuple[int, int | None]) -> str:

@@ -25,15 +25,19 @@ Result = dict[str, Any]
 
 _SETTABLE = {f.name: f.type for f in fields(Options)} | {"policy": "str"}
 _FIXED = {"n_ctx", "pool", "pins", "policy", "n_threads"}
+_CONTROL = "answer=full"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of a table: a policy, or "full", and the options that it has of its own."""
+    """A row of a table: a policy, or "full", and the options that it has of its own. control: the prompt is read through the
+    pool, and then all of it is brought back for the answer (see bench.control).
+    """
 
     label: str
     policy: str
     options: dict[str, Any]
+    control: bool = False
 
     @property
     def full(self) -> bool:
@@ -42,7 +46,8 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read "policy/option=value/...", the options being fields of Options: "qk/replay=0", "full/type_k=q8_0".
+        """Read "policy/option=value/...", the options being fields of Options: "qk/replay=0", "full/type_k=q8_0"; or
+        answer=full, which makes it a control.
 
         Raises UsageError.
         """
@@ -51,8 +56,12 @@ class Variant:
         if policy not in known:
             msg = f"{policy!r} in {text!r} is no policy: there are {', '.join(known)}"
             raise UsageError(msg)
-        options = dict(_option(part, text) for part in parts)
-        return cls(text, policy, options)
+        control = _CONTROL in parts
+        if control and policy == "full":
+            msg = f"{_CONTROL!r} in {text!r} controls what a pool does to a prompt, and the full cache has none: name a policy"
+            raise UsageError(msg)
+        options = dict(_option(part, text) for part in parts if part != _CONTROL)
+        return cls(text, policy, options, control)
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:
@@ -79,6 +88,14 @@ def _option(part: str, text: str) -> tuple[str, Any]:
         msg = f"{part!r} in {text!r} needs {what}"
         raise UsageError(msg)
     return name, found
+
+
+def refuse_controls(bench: str, variants: Iterable[Variant]) -> None:
+    """Raise UsageError for a bench that does not tell the prompt from the answer."""
+    for variant in variants:
+        if variant.control:
+            msg = f"{variant.label!r} is a control of bench ruler and bench kld: leave it out of bench {bench}"
+            raise UsageError(msg)
 
 
 class Results:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyllama_kvflash.bench.control import CONTROL_NOTE, before_answer, before_prompt, device_bytes
 from pyllama_kvflash.bench.grid import (
     Key,
     Result,
@@ -126,16 +127,17 @@ def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits,
             msg = f"the text has {len(tokens)} tokens, and a context of {cell.n_ctx} is asked for: give a longer text"
             raise UsageError(msg)
         n = sweep.n_score
-        prefill_s, warnings = 0.0, []
+        prefill_s, warnings = 0.0, list(before_prompt(kv, cell.variant, cell.pool))
         for event in kv.prefill(tokens[:-n]):
             if isinstance(event, Prefill):
                 prefill_s = event.seconds
                 on_prefill(event)
             elif isinstance(event, Warn):
                 warnings.append(event.text)
+        before_answer(kv, cell.variant)
         logits, decode_s = _forced(kv, tokens[-n:])
         figures = {
-            "kv_device_bytes": kv.resident_bytes,
+            "kv_device_bytes": device_bytes(kv, cell.variant, cell.pool),
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "machine": machine(),
@@ -227,6 +229,8 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
         for r in found
     ]
     note = f"The last {sweep.n_score} tokens of each context, given one by one; against the full f16 cache in the same run."
+    if any(v.control for v in sweep.variants):
+        note += f" {CONTROL_NOTE}"
     return markdown(head, lines) + f"\n{note} {command(found)}\n"
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from pyllama_kvflash.bench.control import control_options
 from pyllama_kvflash.bench.grid import Variant, machine
 from pyllama_kvflash.demo import ask, positions
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
+from pyllama_kvflash.policy import Qk, QkZmax, Scorer, Scores, State, View
 
 BLAMES = ("replay", "summary", "query", "scorer", "prefill")
 
@@ -34,12 +35,17 @@ class Oracle:
 
 
 def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dict[str, Any]) -> KVFlash:
-    """The model as a variant has it; `common` are options of all variants. Raises what KVFlash.from_file does."""
+    """The model as a variant has it; `common` are options of all variants. Raises what KVFlash.from_file does.
+
+    A control's pool holds all: see bench.control.
+    """
     options = {**common, **variant.options, "n_ctx": n_ctx}
     if variant.full:
         return KVFlash.from_file(path, **{**options, "pool": "off"})
-    policy = Oracle() if variant.policy == "oracle" else variant.policy
-    return KVFlash.from_file(path, **{**options, "pool": pool, "policy": policy})
+    options["policy"] = Oracle() if variant.policy == "oracle" else variant.policy
+    if variant.control:
+        return KVFlash.from_file(path, **control_options(options, pool))
+    return KVFlash.from_file(path, **{**options, "pool": pool})
 
 
 def run_cell(
@@ -71,7 +77,7 @@ def run_cell(
         kv.rollback(end)
     answer_s = (time.perf_counter() - begin) / len(prompt.needles)
     stats = kv.stats()
-    if isinstance(kv.scorer, Qk):
+    if isinstance(kv.scorer, Qk | QkZmax):
         missed = [i for i, hit in enumerate(found) if not hit]
         lost = {str(i): _blame(kv, prompt.needles[i].question, prompt.needles[i].answer, spans[i], end) for i in missed}
     return {
@@ -119,10 +125,11 @@ def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: 
     the way that scores become one is left. prefill: not even then, since the text was read without it.
     """
     mine = kv.scorer
+    kind = QkZmax if isinstance(mine, QkZmax) else Qk
     rounds: list[tuple[str, Scorer]] = [
         *([("replay", mine)] if mine is not None else []),
-        ("summary", Qk("exact")),
-        ("query", Qk("exact", query="question")),
+        ("summary", kind("exact")),
+        ("query", kind("exact", query="question")),
         ("scorer", Oracle()),
     ]
     res = "prefill"

@@ -19,6 +19,7 @@ from pyllama_kvflash.bench.grid import (
     comma_separated,
     command,
     markdown,
+    refuse_controls,
     setting,
     short,
 )
@@ -62,6 +63,7 @@ def speed_variant(text: str) -> Variant:
     if variant.policy == "oracle":
         msg = "the oracle has no speed to measure: it wants codes in a text"
         raise UsageError(msg)
+    refuse_controls("speed", [variant])
     if len(kept) < len(parts) and variant.policy != "lru":
         msg = f"{text!r} would bring back what was never written: only lru can go without, as lru/{_NO_WRITE_BACK}"
         raise UsageError(msg)

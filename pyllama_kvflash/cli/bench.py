@@ -5,15 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld as kld_bench
+from pyllama_kvflash.bench import ruler as ruler_bench
+from pyllama_kvflash.bench import ruler_tables
 from pyllama_kvflash.bench import sweep as recall_bench
-from pyllama_kvflash.bench.figures import heat_map, kld_figure
-from pyllama_kvflash.bench.grid import Results, Variant
+from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
+from pyllama_kvflash.bench.grid import Results, Variant, refuse_controls
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.run import model_path, read_text
+from pyllama_kvflash.cli.serve import check_extra
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.loading import check_file
 
@@ -23,7 +29,8 @@ Each bench runs the full cache and the pools on the same text, and writes result
 folder. It can be stopped at any time: what was measured is kept in results.jsonl there, and not measured again.
 
 A variant is a policy, with options of its own after slashes: full, lru, qk, qk-cos, oracle (forces in the chunk that
-holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ...
+holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... For kld and ruler
+also qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
 """
 
 NIAH_HELP = """Codes hidden at even depths of long texts, asked for one by one.
@@ -52,6 +59,31 @@ which take 53 % and 28 % of the memory. Without -f: a text with codes and, at it
 
 \b
   kvflash bench kld model.gguf -f book.txt --contexts 16K
+"""
+
+
+RULER_HELP = f"""The tasks of RULER: codes, variables and words in long texts, answered greedily.
+
+The model gets each text as its chat template has a user's message, and its answer begins as RULER says. Points are the
+share of the expected strings that are in the answer, times 100. Needs jinja2: pip install 'pyllama-kvflash[serve]'.
+
+\b
+  kvflash bench ruler model.gguf --quick                            a first look: 4 minutes for 135M weights on two cores
+  kvflash bench ruler model.gguf                                    8K and 16K, pools of 1K and 2K, 5 texts a task: hours
+  kvflash bench ruler model.gguf --tasks multikey_2,vt,cwe --docs 20
+  kvflash bench ruler model.gguf --variants full,qk,qk/answer=full  what reading through the pool costs, and what answering
+
+Tasks: {", ".join(TASKS)}. The first eight hide needles in noise (single_1), in prose, or among other needles (multikey_2, with
+uuids multikey_3), and ask for one, for all values of one (multivalue) or for four (multiquery). in_turn is not RULER's: two
+questions, one after the other's answer, about one text. vt: the variables that have a value; cwe, fwe: the most frequent
+words. RULER's qa_1 and qa_2 need data sets, and are not here.
+
+With answer=full the question, too, is read through the pool, and all that follows sees everything: what such a row loses
+beside full was lost in reading. It can be below the pool's own row: a question that was read among few chunks is answered
+among all.
+
+Columns: points of each task, their mean, the gap to the full cache of the same run on the same texts, the standard error
+of that gap, and how many texts there are. With few texts, some points are noise.
 """
 
 
@@ -196,6 +228,56 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
     picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
 
 
+_QUICK = {"contexts": (4096,), "pools": (768,), "docs": 1, "tasks": "single_2,multikey_1,in_turn,fwe"}
+_QUICK_HELP = f"--contexts 4K --pools 768 --docs 1 --tasks {_QUICK['tasks']}, but for what is given."
+
+
+def _untyped(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) == ParameterSource.DEFAULT
+
+
+@bench.command(help=RULER_HELP, short_help="RULER's tasks: codes, variables and words in long texts.")
+@COMMON
+@click.option("-f", "--file", "text_file", metavar="FILE", help="Prose to hide things in.  [default: Moby-Dick]")
+@click.option("--contexts", type=Numbers(), default="8K,16K", show_default=True, help="Lengths, with the answers.")
+@click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes, in tokens.")
+@click.option("--docs", type=click.IntRange(1), default=5, show_default=True, help="Texts of each task and length.")
+@click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text.")
+@click.option("--tasks", default=",".join(TASKS), metavar="NAMES", help="Tasks, see above.  [default: all]")
+@click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the tables, see above.")
+@click.option("--quick", is_flag=True, help=_QUICK_HELP)
+def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
+    """Run the ruler bench."""
+    if named_model(options["model_arg"], options["model"]) is None:
+        msg = "bench ruler needs a model that answers questions: give its .gguf file, or -hf user/model"
+        raise UsageError(msg)
+    check_extra("kvflash bench ruler", ("jinja2",))
+    if quick:
+        options |= {name: value for name, value in _QUICK.items() if _untyped(name)}
+    model, folder, common, variants, reporter = _common("ruler", options)
+    seeds = tuple(range(options["seed"], options["seed"] + options["docs"]))
+    tasks = ruler_bench.parse_tasks(options["tasks"])
+    haystack = _text(text_file) or SAMPLE.read_text("utf-8")
+    plan = ruler_bench.Ruler(model, options["contexts"], options["pools"], variants, tasks, seeds, haystack, common)
+    results = Results(folder)
+    n = len(list(plan.cells())) * len(plan.texts())
+    n_missing = sum(len(plan.missing(results, cell)) for cell in plan.cells())
+    told: set[tuple[str, str]] = set()
+    with native.interruptible(), reporter.counting("ruler", n) as bar:
+        bar.skip(n - n_missing)
+        for cell, result in ruler_bench.measure(plan, results, bar.prefill):
+            for warning in result["warnings"]:
+                if (cell.label, warning) not in told:
+                    told.add((cell.label, warning))
+                    reporter.warn(f"{cell.label}: {warning}")
+            ruler_tables.write(plan, results)
+            bar.done()
+    click.echo(ruler_tables.write(plan, results), nl=False)
+    rows = ruler_tables.summarise(plan, results)
+    title = f"{model.stem}: RULER's tasks, {len(seeds)} text{'s' if len(seeds) > 1 else ''} each"
+    picture(results, reporter, lambda: ruler_figure(rows, tasks, title))
+
+
 def _text(file: str | None) -> str | None:
     if file is None:
         return None
@@ -208,6 +290,7 @@ def _text(file: str | None) -> str | None:
 
 def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
     model, folder, common, variants, reporter = _common(kind, options)
+    refuse_controls(kind, variants)
     seeds = tuple(range(options["seed"], options["seed"] + options["docs"]))
     sweep = recall_bench.Sweep(
         kind, model, options["contexts"], options["pools"], variants, seeds, common=common, **own

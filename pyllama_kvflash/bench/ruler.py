@@ -1,0 +1,233 @@
+"""RULER's tasks: texts of each, read and answered as each variant has it. Resumable, text by text."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.answer import Answer
+from pyllama_kvflash.bench.control import before_answer, before_prompt
+from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
+from pyllama_kvflash.bench.recall import open_variant
+from pyllama_kvflash.bench.ruler_texts import TASKS, Question, Questions, make_text, score
+from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.events import Prefill, Warn
+from pyllama_kvflash.native import Model, Sampler, Sampling, Tokens
+
+OnPrefill = Callable[[Prefill], None]
+
+_mark = cache(digest)  # every text's key has it
+
+_PREFIX = "niah_"  # of RULER's names, which is left out here
+_SAID = "8d1e7c40"  # stands for an answer in a template
+
+
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """Tasks with commas between them, also by RULER's own names. Raises UsageError for one that is not there."""
+    found = tuple(dict.fromkeys(part.strip().removeprefix(_PREFIX) for part in text.split(",")))
+    for task in found:
+        if task not in TASKS:
+            msg = f"{task!r} is no task of RULER here: there are {', '.join(TASKS)}"
+            raise UsageError(msg)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A variant at one context and pool: opened once, for all texts. pool None: any, since the full cache has none."""
+
+    n_ctx: int
+    pool: int | None
+    variant: Variant
+
+    @property
+    def label(self) -> str:
+        """For progress and warnings."""
+        return f"{self.variant.label} {self.n_ctx:,}/{self.pool or 'full'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """What is to be measured: a text of each task for each seed. Raises UsageError."""
+
+    model: Path
+    contexts: tuple[int, ...]
+    pools: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    tasks: tuple[str, ...]
+    seeds: tuple[int, ...]
+    haystack: str
+    common: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there is something."""
+        if any(v.policy == "oracle" for v in self.variants):
+            msg = "the oracle is told where codes are, and has no place among RULER's tasks: leave it out of --variants"
+            raise UsageError(msg)
+        if not any(True for _ in self.cells()):
+            msg = "there is nothing to measure: no pool of --pools is smaller than a context of --contexts"
+            raise UsageError(msg)
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, shorter contexts first, the full cache once for each."""
+        for n_ctx in sorted(self.contexts):
+            for variant in self.variants:
+                for pool in (None,) if variant.full else self.pools:
+                    if pool is None or pool < n_ctx:
+                        yield Cell(n_ctx, pool, variant)
+
+    def texts(self) -> list[tuple[str, int]]:
+        """Task and seed of all texts of a cell, those of all tasks first."""
+        return [(task, seed) for seed in self.seeds for task in self.tasks]
+
+    def key(self, cell: Cell, task: str, seed: int) -> Key:
+        """What a result is filed under: all that it depends on."""
+        return {
+            "bench": "ruler",
+            "model": model_mark(self.model),
+            "n_ctx": cell.n_ctx,
+            "pool": cell.pool,
+            "variant": cell.variant.label,
+            "task": task,
+            "seed": seed,
+            "haystack": _mark(self.haystack),
+            "common": setting(self.common),
+        }
+
+    def missing(self, results: Results, cell: Cell) -> list[tuple[str, int]]:
+        """Texts of a cell that are not measured."""
+        return [text for text in self.texts() if results.get(self.key(cell, *text)) is None]
+
+
+def measure(ruler: Ruler, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[tuple[Cell, Result]]:
+    """Measure what is missing; yields the cell and the result of each text that is done.
+
+    All texts of a context are made before the first of them is read: one that is too short for a task is said to be then.
+    """
+    made: dict[tuple[int, str, int], Questions] = {}
+    for cell in ruler.cells():
+        missing = ruler.missing(results, cell)
+        if not missing:
+            continue
+        with open_variant(ruler.model, cell.variant, cell.n_ctx, cell.pool or 0, ruler.common) as kv:
+            prompts = Prompts(kv.model)
+            for task, seed in missing:
+                if (cell.n_ctx, task, seed) not in made:
+                    text = make_text(task, cell.n_ctx, prompts.count, ruler.haystack, seed)
+                    made[cell.n_ctx, task, seed] = text
+            for task, seed in missing:
+                show = on_prefill(f"{cell.label} {task} {seed}")
+                result = run_text(kv, cell, prompts, made[cell.n_ctx, task, seed], show)
+                results.add(ruler.key(cell, task, seed), result)
+                yield cell, result
+
+
+class Prompts:
+    """What a model is given: its chat template, or plain text if it has none, and after that how the answer begins."""
+
+    def __init__(self, model: Model) -> None:
+        """Raises UsageError for a template that cannot be used."""
+        from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
+
+        self._model = model
+        self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
+
+    def first(self, question: Question) -> Tokens:
+        """Token ids (n,) int32 of a prompt that ends where the first answer goes on."""
+        if self._template is None:
+            return self._model.tokenize(question.text + question.prefix)
+        from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (an extra)
+
+        message = {"role": "user", "content": question.text}
+        return tokenize_chat(self._model, self._template.render([message]) + question.prefix)
+
+    def further(self, question: Question) -> Tokens:
+        """Token ids (n,) int32 of what comes after an answer, up to where the next one goes on. Raises UsageError."""
+        if self._template is None:
+            return self._model.tokenize(f"\n{question.text}{question.prefix}", add_special=False)
+        roles = (("user", "?"), ("assistant", _SAID), ("user", question.text))
+        text = self._template.render([{"role": role, "content": content} for role, content in roles])
+        _, said, rest = text.rpartition(_SAID)
+        if not said:
+            msg = (
+                "the chat template leaves out what the assistant said: no question can be asked after another (in_turn)"
+            )
+            raise UsageError(msg)
+        return self._model.tokenize(rest + question.prefix, add_special=False, parse_special=True)
+
+    def count(self, questions: Questions) -> int:
+        """Tokens of all of them, without the answers."""
+        first, *then = questions
+        return len(self.first(first)) + sum(len(self.further(q)) for q in then)
+
+
+def run_text(kv: KVFlash, cell: Cell, prompts: Prompts, questions: Questions, on_prefill: OnPrefill) -> Result:
+    """Read a text and answer its questions, each after the answer to the one before. Returns plain JSON values."""
+    warnings = [*kv.warnings, *before_prompt(kv, cell.variant, cell.pool)]
+    first, *then = questions
+    prefill_s = _read(kv, prompts.first(first), on_prefill, warnings)
+    n_tokens = kv.n_tokens
+    before_answer(kv, cell.variant)
+    said = [answer(kv, first.n_new)]
+    for question in then:
+        _read(kv, np.array([*said[-1].pending, *prompts.further(question)], np.int32), on_prefill, warnings)
+        said.append(answer(kv, question.n_new))
+    scores = [score(a.text, q.expected) for a, q in zip(said, questions, strict=True)]
+    n_decoded, decode_s = sum(max(0, a.n_tokens - 1) for a in said), sum(a.seconds for a in said)
+    return {
+        "answers": [a.text for a in said],
+        "expected": [list(q.expected) for q in questions],
+        "scores": scores,
+        "score": sum(scores) / len(scores),
+        "n_tokens": n_tokens,
+        "n_decoded": n_decoded,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "machine": machine(),
+        "warnings": [*warnings, *(w for a in said for w in a.warnings)],
+    }
+
+
+def _read(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str]) -> float:
+    """Read tokens after what is there; the seconds it took."""
+    seconds = 0.0
+    for event in kv.prefill(tokens):
+        if isinstance(event, Prefill):
+            seconds = event.seconds
+            on_prefill(event)
+        elif isinstance(event, Warn):
+            warnings.append(event.text)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer. pending: its last token, which is not decoded yet, unless it ended the text. seconds: without the first
+    token, which comes out of what was read.
+    """
+
+    text: str
+    n_tokens: int
+    pending: tuple[int, ...]
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+def answer(kv: KVFlash, n_new: int) -> Said:
+    """The greedy answer to what was just read: what KVFlash.generate() says after its own prompt."""
+    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    said = Answer(kv.model, n_new, kv.options.n_ctx, ())
+    said.take(sampler.sample(kv.ctx), kv.n_tokens)
+    warnings: list[str] = []
+    begin = time.perf_counter()
+    while said.reason is None and said.token is not None:
+        warnings += [event.text for event in kv.decode([said.token]) if isinstance(event, Warn)]
+        said.take(sampler.sample(kv.ctx), kv.n_tokens)
+    seconds = time.perf_counter() - begin
+    text = "".join(token.text for token in said.shown()) + said.flush()
+    return Said(text, said.n_tokens, () if said.token is None else (said.token,), seconds, tuple(warnings))

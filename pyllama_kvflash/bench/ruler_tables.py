@@ -1,0 +1,136 @@
+"""Tables of RULER's tasks: points for each task, and how far from the full cache's on the same texts."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean, stdev
+
+from pyllama_kvflash.bench.control import CONTROL_NOTE
+from pyllama_kvflash.bench.grid import Result, Results, comma_separated, command, markdown, short
+from pyllama_kvflash.bench.ruler import Cell, Ruler
+
+Found = dict[tuple[str, int], Result]
+"""By task and seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A variant at one context and pool, over all texts that were measured. Scores are points, 100 the most.
+
+    mean: of the tasks. gap: from the full cache of this context to this, over the texts that both have, mean of the tasks;
+    None: this is it, or it was not measured. gap_se: its standard error, None with fewer than two texts.
+    """
+
+    variant: str
+    n_ctx: int
+    pool: int | None
+    texts: int
+    scores: dict[str, float]
+    mean: float
+    gap: float | None
+    gap_se: float | None
+    prefill_s: float
+    decode_rate: float
+    machine: str
+
+    @property
+    def label(self) -> str:
+        """Of its line in a picture."""
+        return f"{self.variant}, {short(self.pool)}" if self.pool else self.variant
+
+
+def summarise(ruler: Ruler, results: Results) -> list[Row]:
+    """One row for each cell that has results."""
+    found = [(cell, _found(ruler, results, cell)) for cell in ruler.cells()]
+    full = {cell.n_ctx: texts for cell, texts in found if cell.variant.label == "full"}
+    return [_row(ruler, cell, texts, full.get(cell.n_ctx, {})) for cell, texts in found if texts]
+
+
+def _found(ruler: Ruler, results: Results, cell: Cell) -> Found:
+    all_of_them = ((text, results.get(ruler.key(cell, *text))) for text in ruler.texts())
+    return {text: result for text, result in all_of_them if result is not None}
+
+
+def _row(ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row:
+    scores = by_task(ruler.tasks, {text: 100 * r["score"] for text, r in found.items()})
+    gap, gap_se = None, None
+    if found is not full and (both := found.keys() & full.keys()):
+        gaps = {text: 100 * (found[text]["score"] - full[text]["score"]) for text in both}
+        gap = fmean(by_task(ruler.tasks, gaps).values())
+        gap_se = stdev(gaps.values()) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
+    decode_s = sum(r["decode_s"] for r in found.values())
+    return Row(
+        variant=cell.variant.label,
+        n_ctx=cell.n_ctx,
+        pool=cell.pool,
+        texts=len(found),
+        scores=scores,
+        mean=fmean(scores.values()),
+        gap=gap,
+        gap_se=gap_se,
+        prefill_s=fmean(r["prefill_s"] for r in found.values()),
+        decode_rate=sum(r["n_decoded"] for r in found.values()) / decode_s if decode_s else 0.0,
+        machine=next(iter(found.values()))["machine"],
+    )
+
+
+def by_task(tasks: Sequence[str], values: dict[tuple[str, int], float]) -> dict[str, float]:
+    """The mean of each task that has values, which are by task and seed."""
+    each = {task: [v for (of, _), v in values.items() if of == task] for task in tasks}
+    return {task: fmean(found) for task, found in each.items() if found}
+
+
+#
+# files
+#
+
+
+def as_markdown(ruler: Ruler, rows: Sequence[Row]) -> str:
+    """A table for each context, and what the numbers are."""
+    return "".join(f"Context {short(n)}\n\n{_table(ruler, rows, n)}\n" for n in sorted(ruler.contexts)) + _notes(
+        ruler, rows
+    )
+
+
+def _table(ruler: Ruler, rows: Sequence[Row], n_ctx: int) -> str:
+    head = ["variant", "pool", *ruler.tasks, "mean", "gap to full", "s.e.", "texts"]
+    lines = [
+        [
+            r.variant,
+            short(r.pool) if r.pool else "-",
+            *(f"{r.scores[task]:.1f}" if task in r.scores else "-" for task in ruler.tasks),
+            f"{r.mean:.1f}",
+            "-" if r.gap is None else f"{r.gap:+.1f}",
+            "-" if r.gap_se is None else f"{r.gap_se:.1f}",
+            r.texts,
+        ]
+        for r in rows
+        if r.n_ctx == n_ctx
+    ]
+    return markdown(head, lines)
+
+
+def _notes(ruler: Ruler, rows: Sequence[Row]) -> str:
+    n = len(ruler.seeds)
+    notes = (
+        "Points: the share of the expected strings that an answer has, times 100. mean: of the tasks. gap: to the full cache"
+        " of this run on the same texts, in points; s.e.: its standard error, paired over the texts. Where there are few"
+        " texts, differences of some points are noise."
+    )
+    if any(v.control for v in ruler.variants):
+        notes += f" {CONTROL_NOTE}"
+    texts = f"{n} text{'s' if n > 1 else ''} of each task, numbers {ruler.seeds[0]} to {ruler.seeds[-1]}."
+    return f"{notes}\n\n{texts} {command(rows)}\n"
+
+
+def write(ruler: Ruler, results: Results) -> str:
+    """Write results.md, .csv and .json; the Markdown."""
+    rows = summarise(ruler, results)
+    text = as_markdown(ruler, rows)
+    results.write("results.md", text)
+    names = [f.name for f in fields(Row) if f.name != "scores"]
+    lines = [[*(getattr(r, n) for n in names), *(r.scores.get(t) for t in ruler.tasks)] for r in rows]
+    results.write("results.csv", comma_separated([*names, *ruler.tasks], lines))
+    results.write("results.json", json.dumps({"kind": "ruler", "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    return text
