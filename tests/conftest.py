@@ -61,6 +61,16 @@ def needle_path() -> Path:
 
 
 @pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts say that copies run beside the computation, as on a GPU: scoring then begins at one token and is applied some
+    tokens later, and its plan is spread over steps. On a CPU all of that happens at one token.
+    """
+    from pyllama_kvflash.native import Context  # noqa: PLC0415 (as above)
+
+    monkeypatch.setattr(Context, "pinned", property(lambda _self: True))
+
+
+@pytest.fixture
 def opened(
     request: pytest.FixtureRequest, tiny_path: Callable[[str], Path], needle_path: Path
 ) -> Iterator[Callable[..., "KVFlash"]]:

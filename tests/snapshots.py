@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, pager
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Context, Model
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -33,9 +33,11 @@ class Case:
     cache: str
     policy: str
     n: int
+    beside: bool = False
+    """Whether it scores beside decode, and spreads a plan over steps, as with a GPU."""
 
     def __str__(self) -> str:
-        return "-".join(map(str, (self.name, self.cache, self.policy, self.n)))
+        return "-".join(map(str, (self.name, self.cache, self.policy, self.n, *(["beside"] if self.beside else []))))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def serve() -> None:
         try:
             asked = json.loads(line)
             found: Arrays = {}
+            Context.pinned = property(lambda _self, case=Case(**asked["case"]): case.beside)  # type: ignore[method-assign,misc]
             with KVFlash.from_file(asked["model"], **Case(**asked["case"]).options) as kv:
                 for i, path in enumerate(asked["snapshots"]):
                     kv.restore(path)

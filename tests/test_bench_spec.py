@@ -17,7 +17,10 @@ from click.testing import Result
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from benches import good, refused, type_examples
+from rounding import Chosen
+from test_drafting import width_noise
 
+from pyllama_kvflash import engine
 from pyllama_kvflash.bench import answers as answers_bench
 from pyllama_kvflash.bench import spec as spec_bench
 from pyllama_kvflash.bench.answers import batch_costs, context, difference, in_turns, make_text
@@ -26,6 +29,7 @@ from pyllama_kvflash.bench.spec import Cell, Row, SpecBench, Way, agreements, as
 from pyllama_kvflash.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
 from pyllama_kvflash.events import Done
+from pyllama_kvflash.native import Context, Sampler
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
@@ -358,7 +362,20 @@ def test_what_was_measured_is_not_measured_again(
     assert len(seen) == 1
 
 
-def test_some_texts_and_kinds_and_drafts(tmp_path: Path) -> None:
+def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the full cache drafts change nothing, at temperature 2, but for what the width of a batch does to the logits."""
+    chosen = Chosen(width_noise(BUNDLED_MODEL, 5, SMALL))
+
+    class Held(Sampler):
+        n = 0
+
+        def sample(self, ctx: Context, i: int = -1) -> int:
+            self.n += 1
+            if not ctx.pooled:
+                chosen.hold(ctx, i, self.n)
+            return super().sample(ctx, i)
+
+    monkeypatch.setattr(engine, "Sampler", Held)
     args = ("--texts", "entropy", "--kinds", "draft", "--draft-max", "4", "-m", str(BUNDLED_MODEL))
     res = good("spec", *SIZES, *args, "-o", "out")
     rows = json.loads(Path("out/results.json").read_text())["rows"]
@@ -368,6 +385,7 @@ def test_some_texts_and_kinds_and_drafts(tmp_path: Path) -> None:
     assert [r["cost"] is None for r in rows] == [r["kind"] == "plain" for r in rows]
     drafted = [r for r in rows if r["kind"] == "draft" and not r["gate"]]
     assert drafted[0]["equal"] == 1, "with the full cache"
+    assert chosen.n_held == 3 * 144, "of two ways, and of one without drafts beside each"
     assert all(0 < r["acceptance"] < 0.5 for r in drafted), "at temperature 2 hardly anything can be guessed"
     assert json.loads(Path("out/results.json").read_text())["agreements"] == []
     assert "no model given" not in res.stderr

@@ -792,7 +792,7 @@ def test_policies(long_file: Path) -> None:
     """Each by its name; the last code is in the tail, whatever chooses."""
     answer = (long_file.parent / "answer.txt").read_text()
     moved = {}
-    for policy in ("qk", "qk-cos", "lru"):
+    for policy in ("qk", "qk-zmax", "qk-cos", "lru"):
         found = summary("-f", str(long_file), *POOLED, "-n", "8", "--kvflash-policy", policy)
         assert found["policy"] == policy
         assert answer in found["text"]
@@ -808,9 +808,26 @@ def test_relevance_options_by_environment(long_file: Path, monkeypatch: pytest.M
     assert summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-policy", "qk")["policy"] == "qk"
     monkeypatch.delenv("KVFLASH_POLICY")
     few = summary("-f", str(long_file), *POOLED, "-n", "100", "-r", "never")["stats"]["reselects"]
-    monkeypatch.setenv("KVFLASH_TAU", "16")
+    monkeypatch.setenv("KVFLASH_TAU", "2")
     monkeypatch.setenv("KVFLASH_SHARE", "0")
     assert summary("-f", str(long_file), *POOLED, "-n", "100", "-r", "never")["stats"]["reselects"] >= few + 2
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_few_chunks_come_back_at_once(
+    long_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """--kvflash-swaps bounds what a scoring moves while decoding, and nothing else."""
+    trace = tmp_path / "run.jsonl"
+    more = ("--kvflash-swaps", "1") if by == "option" else ()
+    if by == "environment":
+        monkeypatch.setenv("KVFLASH_SWAPS", "1")
+    args = ("-f", str(long_file), *POOLED, "-n", "60", "--kvflash-share", "0", "--temp", "0")
+    good("run", *args, *more, "--trace", str(trace))
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    n = {why: [len(x["page_ins"]) for x in lines if x.get("reason") == why] for why in ("question", "decode")}
+    assert max(n["question"]) > 1
+    assert max(n["decode"]) == 1
 
 
 def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None:

@@ -15,18 +15,18 @@ import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_drafting import Logits, width_noise
+from rounding import Chosen, held
+from test_drafting import width_noise
 
-from pyllama_kvflash import KVFlash, engine
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.drafting import Spec
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.events import Done, Stats, Token
-from pyllama_kvflash.native import Context, Model, Sampler, Sampling, devices
+from pyllama_kvflash.native import Model, Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
 
-N_GPU = sum(d.gpu for d in devices())
 OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "policy": "lru", "n_batch": 256}
 PROMPT = np.random.default_rng(3).integers(0, tiny.N_VOCAB, 1500).astype(np.int32)
 
@@ -54,46 +54,33 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, no_text: None) -> Itera
 
 @dataclass
 class Answer:
-    """To PROMPT, greedily. rows: the logits that each token was chosen by."""
+    """To PROMPT, greedily."""
 
     ids: list[int]
-    rows: list[Logits]
     stats: Stats
 
 
-def answer(path: Path, patch: pytest.MonkeyPatch, n: int = 90, **options: Any) -> Answer:
-    rows: list[Logits] = []
-
-    class Recorder(Sampler):
-        def sample(self, ctx: Context, i: int = -1) -> int:
-            rows.append(ctx.logits(i))
-            return super().sample(ctx, i)
-
-    patch.setattr(engine, "Sampler", Recorder)
-    with KVFlash.from_file(path, **OPTIONS, **options) as kv:
+def answer(path: Path, chosen: Chosen, n: int = 90, **options: Any) -> Answer:
+    with KVFlash.from_file(path, **OPTIONS, **options) as kv, held(chosen):
         events = list(kv.generate(PROMPT, max_tokens=n, sampling=Sampling(temperature=0)))
         if kv.n_pool:
             kv.check_integrity()
     done = events[-1]
     assert isinstance(done, Done)
-    return Answer([e.id for e in events if isinstance(e, Token)], rows, done.stats)
+    return Answer([e.id for e in events if isinstance(e, Token)], done.stats)
 
 
 @pytest.mark.parametrize("pool", ["off", 768])
 @pytest.mark.parametrize("pair", ["eagle3", "mtp"], indirect=True)
-def test_the_answer_is_the_one_without_drafts(
-    pair: tuple[Path, Spec], pool: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a dense and of a hybrid model, whose recurrent state goes back at nearly every step, with chunks evicted. On a GPU a
-    near tie may end that: up to there, and there, the logits are those without drafts.
+def test_the_answer_is_the_one_without_drafts(pair: tuple[Path, Spec], pool: int | str) -> None:
+    """Of a dense and of a hybrid model, whose recurrent state goes back at nearly every step, with chunks evicted: each token
+    by the logits without drafts, but for what the width of a batch does to them.
     """
     path, spec = pair
-    want, got = answer(path, monkeypatch, pool=pool), answer(path, monkeypatch, pool=pool, spec=spec)
-    n = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
-    assert n == len(want.ids) or N_GPU
-    floor = width_noise(path, spec.n_max + 1, {**OPTIONS, "pool": pool})
-    for i in range(min(n + 1, len(want.ids))):
-        assert np.abs(got.rows[i] - want.rows[i]).max() <= floor, f"token {i}"
+    chosen = Chosen(width_noise(path, spec.n_max + 1, {**OPTIONS, "pool": pool}))
+    want, got = answer(path, chosen, pool=pool), answer(path, chosen, pool=pool, spec=spec)
+    assert got.ids == want.ids
+    assert chosen.n_held == len(chosen.rows) == len(want.ids) == 90
     assert got.stats.draft_steps > 70
     assert got.stats.drafted >= got.stats.draft_steps
     assert (got.stats.pages_out > 0) == (pool != "off")
@@ -122,9 +109,11 @@ def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
             found[name] = res
     assert [ids for ids, *_ in found["full"]] == [ids for ids, *_ in found["pool"]]
     assert [ids for ids, *_ in found["full"]] == [ids for ids, *_ in found["plain"]]
-    full, pool = (sum(a for *_, a in found[n]) / sum(d for _, d, _ in found[n]) for n in ("full", "pool"))
-    assert full > 0.2
-    assert abs(full - pool) <= 0.01
+    full, pool = (sum(a for *_, a in found[n]) for n in ("full", "pool"))
+    assert full / sum(d for _, d, _ in found["full"]) > 0.2
+    assert abs(full - pool) <= 1, (
+        "one guess may be the other way: what the drafter reads of the pool's layers is not the same"
+    )
 
 
 def test_a_model_without_heads_says_so(tiny_path: Any) -> None:

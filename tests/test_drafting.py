@@ -22,6 +22,7 @@ import tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from rounding import Chosen, held
 from test_engine import CutAtLine, text_of
 from test_relevance import plain, shuffled
 
@@ -35,7 +36,7 @@ from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, make_prompt
 pytestmark = pytest.mark.native
 
 # a GPU has other kernels for a wide batch than for a token, which round otherwise
-CPU_ONLY = pytest.mark.skipif(any(d.gpu for d in devices()), reason="goes by near ties, which a GPU decides by width")
+CPU_ONLY = pytest.mark.skipif(any(d.gpu for d in devices()), reason="was not tried with what a GPU rounds by width")
 
 Logits = npt.NDArray[np.float32]
 Open = Callable[..., KVFlash]
@@ -291,14 +292,14 @@ def same(drafted: Run, control: Run, floor: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def noise(files: Callable[[str], str]) -> Callable[[str, str], float]:
+def noise(files: Callable[[str], str]) -> Callable[..., float]:
     """What the width of a batch does to logits with nothing moved, for a model and a type of cache: four times the most that
     was seen, for it has a tail.
     """
 
     @functools.cache
-    def floor(name: str, cache: str) -> float:
-        return width_noise(Path(files(name)), N_MAX + 1, {**SMALL, "type_k": cache, "type_v": cache})
+    def floor(name: str, cache: str, width: int = N_MAX + 1) -> float:
+        return width_noise(Path(files(name)), width, {**SMALL, "type_k": cache, "type_v": cache})
 
     return floor
 
@@ -394,7 +395,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 def test_the_same_as_without(
     opened: Open,
     control: Callable[..., Run],
-    noise: Callable[[str, str], float],
+    noise: Callable[..., float],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     setting: str,
@@ -433,7 +434,7 @@ def test_the_same_as_without(
 def test_a_drafter_that_is_right_by_itself(
     opened: Open,
     control: Callable[..., Run],
-    noise: Callable[[str, str], float],
+    noise: Callable[..., float],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
@@ -447,9 +448,7 @@ def test_a_drafter_that_is_right_by_itself(
 
 @pytest.mark.parametrize("pool", [512, 1024])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_was_rejected_leaves_no_trace(
-    opened: Open, noise: Callable[[str, str], float], name: str, pool: int
-) -> None:
+def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., float], name: str, pool: int) -> None:
     """Bit for bit: two runs differ in what was rejected only, for any number of tokens that stand. A third one never saw any."""
     kvs = [opened(name, {}, pool=pool) for _ in range(2)]
     never = opened(name, pool=1024)
@@ -484,9 +483,7 @@ def test_what_was_rejected_leaves_no_trace(
 
 
 @pytest.mark.parametrize("drafter", ["draft", "dflash", "ngram"])
-def test_conversation(
-    opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, drafter: str
-) -> None:
+def test_conversation(opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """Going on, going back into a chunk that is out, and beginning anew: each answer as without drafts."""
     kv, control = opened("qwen3", DRAFTERS[drafter]), opened("qwen3")
 
@@ -515,9 +512,10 @@ def test_conversation(
 #
 
 
-def told(kv: KVFlash, prompt: Any, **kwargs: Any) -> tuple[Any, ...]:
+def told(kv: KVFlash, prompt: Any, chosen: Chosen, **kwargs: Any) -> tuple[Any, ...]:
     """All there is to an answer: its tokens, its text, how it ended, and what is in the context then."""
-    events = list(kv.generate(prompt, **{"sampling": GREEDY, **kwargs}))
+    with held(chosen):
+        events = list(kv.generate(prompt, **{"sampling": GREEDY, **kwargs}))
     done = events[-1]
     assert isinstance(done, Done)
     add_up(done)
@@ -533,41 +531,60 @@ def story() -> npt.NDArray[np.int32]:
 
 
 class Pair:
-    """The needle model with drafts that are right, and without. Its answer to the story without an end is `ids`."""
+    """The needle model with drafts that are right, and without. Its answer to the story without an end is `ids`.
 
-    def __init__(self, opened: Open, patch: pytest.MonkeyPatch, story: npt.NDArray[np.int32], **options: Any) -> None:
+    Both choose by the same logits, once these were seen to differ by no more than `floor`.
+    """
+
+    n_max = 8
+
+    def __init__(
+        self,
+        opened: Open,
+        noise: Callable[..., float],
+        patch: pytest.MonkeyPatch,
+        story: npt.NDArray[np.int32],
+        **options: Any,
+    ) -> None:
         self.control = opened("needle", **options)
-        self.kv = opened("needle", {"n_max": 8}, **options)
+        self.kv = opened("needle", {"n_max": self.n_max}, **options)
+        self.floor = noise("needle", "f16", self.n_max + 1)
         self.story = story
-        self.ids, self.text, *_ = told(self.control, story, max_tokens=min(40, options.get("n_ctx", 2048) - len(story)))
+        n = min(40, options.get("n_ctx", 2048) - len(story))
+        self.chosen = Chosen(self.floor)
+        self.ids, self.text, *_ = told(self.control, story, self.chosen, max_tokens=n)
         self.knowing = Knowing(patch, [])
+
+    def same(self, prompt: Any, text: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """What both answer. text: what drafts are of, None: what the one without drafts has then."""
+        chosen = Chosen(self.floor)
+        want = told(self.control, prompt, chosen, **kwargs)
+        self.knowing.text = text or want[3]
+        assert told(self.kv, prompt, chosen, **kwargs) == want
+        assert chosen.n_held == len(chosen.rows) >= len(want[0])
+        return want
 
     def check(self, **kwargs: Any) -> str:
         """The same answer and, after it, the same answer to something else. How it ended."""
-        want = told(self.control, self.story, **kwargs)
-        self.knowing.text = [*self.story, *self.ids]
-        assert told(self.kv, self.story, **kwargs) == want
-        reason: str = want[2]
+        reason: str = self.same(self.story, [*self.story, *self.ids], **kwargs)[2]
         if self.control.n_tokens + 30 < self.control.options.n_ctx:
-            want = told(self.control, " The map is", append=True, max_tokens=12)
-            self.knowing.text = want[3]
-            assert told(self.kv, " The map is", append=True, max_tokens=12) == want
+            self.same(" The map is", append=True, max_tokens=12)
         return reason
 
 
 def test_length_in_the_middle_of_a_draft(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
-    pair = Pair(opened, monkeypatch, story)
+    pair = Pair(opened, noise, monkeypatch, story)
     for n in (1, 2, 3, 5, 8, 9, 10, 18):
         assert pair.check(max_tokens=n) == "length"
     assert pair.knowing.n_calls > 20
 
 
 def test_stop_string_in_the_middle_of_a_draft(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
-    pair = Pair(opened, monkeypatch, story)
+    pair = Pair(opened, noise, monkeypatch, story)
     for at in (0, 9, 17, 26):
         assert pair.check(max_tokens=40, stop=[pair.text[at : at + 5]]) == "stop"
     assert pair.knowing.n_calls > 10
@@ -575,9 +592,9 @@ def test_stop_string_in_the_middle_of_a_draft(
 
 @CPU_ONLY
 def test_end_of_text_in_the_middle_of_a_draft(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
-    pair = Pair(opened, monkeypatch, story)
+    pair = Pair(opened, noise, monkeypatch, story)
     places = [i for i, token in enumerate(pair.ids[:9]) if token not in pair.ids[:i]]
     assert len(places) > 5
     for at in places:
@@ -589,9 +606,13 @@ def test_end_of_text_in_the_middle_of_a_draft(
 
 @pytest.mark.parametrize("pool", ["off", 256])
 def test_full_context(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32], pool: int | str
+    opened: Open,
+    noise: Callable[..., float],
+    monkeypatch: pytest.MonkeyPatch,
+    story: npt.NDArray[np.int32],
+    pool: int | str,
 ) -> None:
-    pair = Pair(opened, monkeypatch, np.resize(story, 300), n_ctx=340, pool=pool)
+    pair = Pair(opened, noise, monkeypatch, np.resize(story, 300), n_ctx=340, pool=pool)
     whole = [*pair.story, *pair.ids]
     for n in (301, 322, 325, 330, 331, 332, 339):
         pair.story, pair.ids = np.array(whole[:n], np.int32), whole[n:]
@@ -609,13 +630,18 @@ def test_full_context(
     ],
     ids=str,
 )
-def test_a_seed_gives_the_same_text(opened: Open, story: npt.NDArray[np.int32], sampling: dict[str, Any]) -> None:
+def test_a_seed_gives_the_same_text(
+    opened: Open, noise: Callable[..., float], story: npt.NDArray[np.int32], sampling: dict[str, Any]
+) -> None:
     """The sampler is asked as often, in the same order, and told of the same tokens."""
     control = opened("needle")
     kv = opened("needle", {"kind": "draft", "model": "needle-draft"})
     for seed in range(2):
         kwargs: dict[str, Any] = {"max_tokens": 40, "sampling": Sampling(seed=seed, **sampling)}
-        assert told(kv, story, **kwargs) == told(control, story, **kwargs)
+        chosen = Chosen(noise("needle", "f16"))
+        want = told(control, story, chosen, **kwargs)
+        assert told(kv, story, chosen, **kwargs) == want
+        assert chosen.n_held == len(chosen.rows) >= len(want[0])
 
 
 #
@@ -627,7 +653,7 @@ def test_a_seed_gives_the_same_text(opened: Open, story: npt.NDArray[np.int32], 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_interrupted_in_a_check(
     opened: Open,
-    noise: Callable[[str, str], float],
+    noise: Callable[..., float],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     error: type[BaseException],
@@ -675,9 +701,11 @@ def test_interrupted_in_a_check(
     assert knowing.n_calls > 20
 
 
-def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]) -> None:
+def test_interrupted_anywhere(
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
+) -> None:
     """At some lines of an answer: what is left is the beginning of what would have been, and goes on as that."""
-    pair = Pair(opened, monkeypatch, story, pool=256, n_batch=32)
+    pair = Pair(opened, noise, monkeypatch, story, pool=256, n_batch=32)
     kv, whole = pair.kv, [*story, *pair.ids]
     pair.knowing.text = whole
     start = len(story) - 1
@@ -687,7 +715,8 @@ def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, sto
         cut = CutAtLine(n)
         sys.settrace(cut)
         try:
-            list(kv.generate(story[start:], max_tokens=20, sampling=GREEDY, append=True))
+            with held(pair.chosen):
+                list(kv.generate(story[start:], max_tokens=20, sampling=GREEDY, append=True))
         except KeyboardInterrupt:
             n_cut += 1
         finally:
@@ -698,7 +727,8 @@ def test_interrupted_anywhere(opened: Open, monkeypatch: pytest.MonkeyPatch, sto
         left = [*kv.tokens, *([] if kv._pending is None else [kv._pending])]
         assert left == whole[: len(left)], cut.where
         assert len(left) >= start
-        events = list(kv.generate(whole[len(left) : len(left) + 1], max_tokens=6, sampling=GREEDY, append=True))
+        with held(pair.chosen, len(left) + 1 - len(story)):
+            events = list(kv.generate(whole[len(left) : len(left) + 1], max_tokens=6, sampling=GREEDY, append=True))
         assert [e.id for e in events if isinstance(e, Token)] == whole[len(left) + 1 : len(left) + 7]
         kv.rollback(start)
     assert n_cut > 20
@@ -783,7 +813,7 @@ class Pausing:
 
 @pytest.mark.parametrize("drafter", ["draft", "dflash"])
 def test_what_the_drafter_did_not_read(
-    opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, drafter: str
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """A question longer than its window, so that it goes on after a gap; drafting that stops for a while. Of a prompt it reads
     a window, and the rest of a batch, and drafts after all of these.
@@ -1004,7 +1034,7 @@ def test_refused_together_with_something_else(opened: Open) -> None:
 )
 def test_small_batches(
     opened: Open,
-    noise: Callable[[str, str], float],
+    noise: Callable[..., float],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     options: dict[str, Any],
@@ -1034,7 +1064,7 @@ def test_small_batches(
     ids=str,
 )
 def test_bad_drafters_change_nothing(
-    opened: Open, noise: Callable[[str, str], float], monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
+    opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
 ) -> None:
     """Guesses that are no numbers or no tokens, and a text of tokens that the drafter does not know."""
     prompt, script = (

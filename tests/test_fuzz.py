@@ -128,6 +128,7 @@ def test_fuzz(tiny_path: Callable[[str], Path], model: str, cache: str) -> None:
         "cancelled",
         "evicted",
         "layouts",
+        "masses",
         "mirrored",
         "paged in",
         "read late",
@@ -234,6 +235,10 @@ MUTANTS = [
     Mutant("queries lie upon each other", "move", "to += r.size;", ""),
     Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
+    # summaries
+    Mutant("a share is of one chunk's own", "score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
+    Mutant("a row counts as one key", "score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
+    Mutant("the last query alone counts", "score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
     # the sliding window
     Mutant(
         "a window is packed",

@@ -79,9 +79,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("policy", "LRU", "'LRU'"),
     ("policy", None, "NoneType"),
     ("policy", Lru, "type"),  # the class, not an object of it
-    ("tau", 0, "0"),
     ("tau", -64, "-64"),
     ("tau", BIG, str(BIG)),
+    ("swaps", 0, "0"),
+    ("swaps", -8, "-8"),
+    ("swaps", BIG, str(BIG)),
     ("share", -0.1, "-0.1"),
     ("share", 1.5, "1.5"),
     ("share", math.nan, "nan"),
@@ -89,6 +91,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("replay", BIG, str(BIG)),
     ("qk_summary", "centroid:3", "'centroid:3'"),
     ("qk_summary", "centroid", "'centroid'"),
+    ("qk_summary", "runs:3", "'runs:3'"),
+    ("qk_summary", "runs", "'runs'"),
     ("qk_summary", "mean ", "'mean '"),
     ("qk_summary", "", "''"),
     ("qk_aggregate", "max", "'max'"),
@@ -153,17 +157,20 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"auto_cap": cap} for cap in (1, 16_384, 1 << 30)),
         {"sinks": 0, "tail": 1},
         *({"chunk": n} for n in (16, 32, 64)),
-        *({"policy": name} for name in ("qk", "qk-cos", "lru", "drafter", "crosstok")),
+        *({"policy": name} for name in ("qk", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
         {"policy": Lru()},
         {"n_batch": 0},
+        {"tau": 0},
         {"tau": 1},
         {"tau": 1 << 30},
+        *({"swaps": n} for n in (1, 1 << 30)),
         *({"share": share} for share in (0, 0.05, 1)),
         {"replay": 0},
         {"replay": 1 << 30},
         {"prefill_reselect": False},
-        *({"qk_summary": f"centroid:{n}"} for n in (1, 2, 4, 8, 16)),
-        *({"qk_summary": kind} for kind in ("mean", "minmax", "exact")),
+        *({"qk_summary": f"{kind}:{n}"} for kind in ("centroid", "runs") for n in (1, 2, 4, 8, 16)),
+        *({"qk_summary": kind} for kind in (None, "mean", "exact")),
+        *({"qk_summary": "minmax", "policy": name} for name in ("qk-zmax", "drafter")),
         *({"qk_aggregate": name} for name in AGGREGATES),
         *({"qk_query": query} for query in ("last", "last:1", "last:999", "question")),
         {"qk_rerank": 0},
@@ -180,6 +187,14 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
 def test_values_at_the_limits_are_taken(options: Callable[..., object], good: dict[str, Any]) -> None:
     made = options(**good)
     assert {name: getattr(made, name) for name in good} == good
+
+
+@pytest.mark.native
+def test_a_bound_is_no_summary_of_mass(options: type["Options"]) -> None:
+    """Only where nothing but qk was asked for: other policies may fall back to it, and have its own summary then."""
+    with pytest.raises(UsageError, match=r"'minmax', which has no mass: give centroid:4, or policy .* qk-zmax"):
+        options(qk_summary="minmax")
+    assert options(policy="qk-zmax", qk_summary="minmax").qk_summary == "minmax"
 
 
 @pytest.mark.native

@@ -228,7 +228,7 @@ class Paging(RuleBasedStateMachine):
     def check(self, plan: Plan, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
         """What a plan must be beyond its effect: see Exact."""
 
-    def check_reselect(self, plan: Plan, n_free: int) -> None:
+    def check_reselect(self, plan: Plan, n_free: int, n_most: int | None) -> None:
         """The same of a plan that chooses the pool anew."""
 
     def advance(self, n: int, seed: int | None) -> None:
@@ -329,12 +329,12 @@ class Paging(RuleBasedStateMachine):
                 raise AssertionError("there is no room, and yet a plan")
             self.seen["no room"] += 1
 
-    @rule(n_free=st.integers(0, 4), seed=seeds)
-    def reselect(self, n_free: int, seed: int | None) -> None:
+    @rule(n_free=st.integers(0, 4), n_most=st.none() | st.integers(1, 4), seed=seeds)
+    def reselect(self, n_free: int, n_most: int | None, seed: int | None) -> None:
         """Whatever is not stored yet, or under way."""
         self.rate(seed)
-        plan = planning.reselect(self.ledger, n_free)
-        self.check_reselect(plan, n_free)
+        plan = planning.reselect(self.ledger, n_free, n_most)
+        self.check_reselect(plan, n_free, n_most)
         self.apply(plan)
         self.seen["reselect"] += bool(plan.page_ins)
 
@@ -437,8 +437,11 @@ class Exact(Paging):
         assert plan.page_ins == tuple(page_ins)
         assert bool(plan) == bool(plan.drops or plan.page_ins)
 
-    def check_reselect(self, plan: Plan, n_free: int) -> None:
-        check_choice(self.ledger, plan, n_free)
+    def check_reselect(self, plan: Plan, n_free: int, n_most: int | None) -> None:
+        if n_most is None:
+            check_choice(self.ledger, plan, n_free)
+        else:
+            check_swaps(self.ledger, plan, RESELECT(self.ledger, n_free), n_free, n_most)
 
     def advance(self, n: int, seed: int | None) -> None:
         first = self.ledger.n_sealed
@@ -501,6 +504,14 @@ def check_choice(ledger: Ledger, plan: Plan, n_free: int) -> None:
     hot, cold = ([heat_of(ledger, c) for c in chunks] for chunks in (plan.page_ins, plan.drops))
     assert hot == sorted(hot, reverse=True), "not the hottest first"
     assert cold == sorted(cold), "not the coldest first"
+
+
+def check_swaps(ledger: Ledger, plan: Plan, whole: Plan, n_free: int, n_most: int) -> None:
+    """Of the plan that makes all the best resident, what brings in no more than n_most: its hottest, for its coldest."""
+    assert plan.page_ins == whole.page_ins[:n_most], "not the hottest first"
+    assert plan.drops == whole.drops[: len(plan.drops)], "not the coldest"
+    n_drop = max(0, len(plan.page_ins) + n_free - ledger.n_free) if whole else 0
+    assert len(plan.drops) == n_drop, "more is dropped than is needed"
 
 
 def snapshot(ledger: Ledger) -> tuple[Any, ...]:
@@ -767,6 +778,30 @@ def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free:
     assert not protected[list(plan.drops)].any()
 
 
+@given(ledger=ledgers(), n_free=st.integers(0, 6), n_most=st.integers(0, 6))
+@PROPERTY
+def test_reselect_brings_in_no_more_than_it_is_told_to(ledger: Ledger, n_free: int, n_most: int) -> None:
+    """The hottest of what would come in for the coldest of what would go, and the blocks that are to be free are."""
+    before, stays = snapshot(ledger), ledger.protected() & (ledger.state == State.RESIDENT)
+    plan, whole = reselect(ledger, n_free, n_most), reselect(ledger, n_free)
+    assert snapshot(ledger) == before
+    assert len(plan.page_ins) <= n_most
+    check_swaps(ledger, plan, whole, n_free, n_most)
+    if n_most >= len(whole.page_ins):
+        assert plan == whole
+    heat = ledger.heat()
+    for new in plan.page_ins:
+        assert all(heat[new] >= heat[old] for old in plan.drops)
+    for chunk in plan.drops:
+        ledger.drop(chunk)
+    for chunk in plan.page_ins:
+        ledger.begin_page_in(chunk)
+        ledger.commit_page_in(chunk)
+    ledger.check_integrity()
+    assert not plan or ledger.n_free >= n_free
+    assert (ledger.state[stays] == State.RESIDENT).all()
+
+
 def test_reselect_brings_the_best_back_hottest_first() -> None:
     ledger = filled()
     for c in (1, 2, 3):
@@ -779,6 +814,10 @@ def test_reselect_brings_the_best_back_hottest_first() -> None:
     assert reselect(ledger, 0) == Plan(drops=(8, 5), page_ins=(2, 1))
     assert reselect(ledger, 4) == Plan(drops=(8, 5, 4, 7, 6), page_ins=(2,))
     assert reselect(ledger, 5) == Plan()
+    assert reselect(ledger, 1, 1) == Plan(drops=(8, 5), page_ins=(2,))
+    assert reselect(ledger, 0, 1) == Plan(drops=(8,), page_ins=(2,))
+    assert reselect(ledger, 1, 0) == Plan(drops=(8,))
+    assert reselect(ledger, 1, 2) == reselect(ledger, 1, 8) == reselect(ledger, 1)
 
 
 def test_reselect_moves_nothing_where_the_best_are_there() -> None:
@@ -917,27 +956,32 @@ def keep_nothing(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     return GIVEN_UP(ledger, n)
 
 
-def page_in_too_much(ledger: Ledger, n_free: int) -> Plan:
+def page_in_too_much(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """A choice that leaves a block too few."""
-    return RESELECT(ledger, n_free - 1)
+    return RESELECT(ledger, n_free - 1, n_most)
 
 
-def drop_too_few(ledger: Ledger, n_free: int) -> Plan:
-    plan = RESELECT(ledger, n_free)
+def drop_too_few(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
+    plan = RESELECT(ledger, n_free, n_most)
     return Plan(plan.drops[1:], plan.page_ins)
 
 
-def coldest_first(ledger: Ledger, n_free: int) -> Plan:
-    plan = RESELECT(ledger, n_free)
+def coldest_first(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
+    plan = RESELECT(ledger, n_free, n_most)
     return Plan(plan.drops, plan.page_ins[::-1])
 
 
-def choose_by_recency(ledger: Ledger, n_free: int) -> Plan:
+def choose_by_recency(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """A choice that knows no scores."""
     blind = Ledger(ledger.n_block, ledger.chunk, n_sinks=ledger.n_sinks, n_tail=ledger.n_tail)
     blind.pins, blind._now = ledger.pins, (ledger.n_tokens, ledger._now[1].copy())
     blind.rate(np.full(blind.n_chunks, np.nan))
-    return RESELECT(blind, n_free)
+    return RESELECT(blind, n_free, n_most)
+
+
+def swap_too_many(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
+    """A choice that brings in one more than it was told to."""
+    return RESELECT(ledger, n_free, None if n_most is None else n_most + 1)
 
 
 def scores_are_kept(self: Ledger, n_tokens: int) -> None:
@@ -979,10 +1023,17 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (planning, "_given_up", too_few, Paging, "chunks in a pool of . blocks|no free block"),
     (planning, "_given_up", keep_nothing, Paging, "were not brought in|no room, and yet a plan"),
     (planning, "_given_up", hottest, Exact, "not the coldest"),
-    (planning, "reselect", page_in_too_much, Exact, "too few blocks are free|not the hottest|more is dropped|no room"),
+    (
+        planning,
+        "reselect",
+        page_in_too_much,
+        Exact,
+        "too few blocks are free|not the hottest|not the coldest|more is dropped|no room",
+    ),
     (planning, "reselect", drop_too_few, Paging, "no free block for chunk ."),
     (planning, "reselect", coldest_first, Exact, "not the hottest first"),
-    (planning, "reselect", choose_by_recency, Exact, "not the hottest"),
+    (planning, "reselect", choose_by_recency, Exact, "not the hottest|not the coldest"),
+    (planning, "reselect", swap_too_many, Exact, "not the hottest first"),
     (Ledger, "write", scores_are_kept, Exact, "array_equal"),
     (Ledger, "heat", scored_is_hotter, Exact, "not the coldest|not the hottest"),
 ]

@@ -1,6 +1,7 @@
 """Scorers and schedule against plain numpy: every chunk's score, and how much of the time scoring may take."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,19 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.policy import AGGREGATES, Lru, Qk, QkCos, Queries, Schedule, Scorer, View, n_queries, scorers
+from pyllama_kvflash.policy import (
+    AGGREGATES,
+    Lru,
+    Qk,
+    QkCos,
+    QkZmax,
+    Queries,
+    Schedule,
+    Scorer,
+    View,
+    n_queries,
+    scorers,
+)
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -41,6 +54,17 @@ class Rows:
         group = self.n_head // rows.shape[1]
         res = [(rows[:, h // group] @ q[h]).max(axis=1) for h in range(self.n_head)]
         return np.array(res, np.float32).reshape(self.n_head, len(rows))
+
+    def mass(self, layer: int, q: Floats, scale: float, n: int | None = None) -> Floats:
+        self.asked.append((layer, n))
+        rows = self.rows[layer, :n].astype(np.float64)
+        group = self.n_head // rows.shape[1]
+        res = np.zeros((len(q), len(rows)))
+        for i, h in itertools.product(range(len(q)), range(self.n_head)):
+            logits = scale * (rows[:, h // group] @ q[i, h].astype(np.float64))
+            weights = np.exp(logits - logits.max(initial=-np.inf))
+            res[i] += weights.sum(axis=1) / weights.sum()
+        return res.max(axis=0, initial=0).astype(np.float32)
 
 
 def random_rows(
@@ -101,6 +125,10 @@ def zmax(rows: Rows, queries: Sequence[Queries], candidates: Sequence[int]) -> d
     return {c: max(best[c], best.get(c - 1, -math.inf) - 0.5, best.get(c + 1, -math.inf) - 0.5) for c in candidates}
 
 
+SCORERS = [Qk(), QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()]
+SCORER_IDS = ["mass", "zmax", "layer-mean", "cos"]
+
+
 def check_scores(scores: npt.NDArray[np.float64], want: dict[int, float], other: float = -np.inf) -> None:
     assert scores.dtype == np.float64
     full = np.full(len(scores), other)
@@ -122,13 +150,208 @@ OUT = {
 }
 
 
+def mass(
+    rows: Rows,
+    queries: Sequence[Queries],
+    candidates: Sequence[int],
+    n: int,
+    scales: Sequence[float] | None = None,
+) -> dict[int, float]:
+    """By the words of the docstring, of n chunks: each head's softmax over all their rows, summed over heads and layers, of a
+    layer's queries the largest.
+    """
+    n_layer, _, n_head_kv, n_row, d = rows.rows.shape
+    of_chunk = [0.0] * n
+    for layer in range(n_layer):
+        scale = scales[layer] if scales else 1 / math.sqrt(d)
+        each = []
+        for q in queries:
+            sums = [0.0] * n
+            for h in range(rows.n_head):
+                keys = rows.rows[layer, :n, h // (rows.n_head // n_head_kv)]
+                weights = [
+                    [math.exp(scale * float(np.dot(q[layer][h], keys[c, r]))) for r in range(n_row)] for c in range(n)
+                ]
+                total = sum(map(sum, weights))
+                sums = [x + sum(w) / total for x, w in zip(sums, weights, strict=True)]
+            each.append(sums)
+        of_chunk = [x + max(y) for x, y in zip(of_chunk, zip(*each, strict=True), strict=True)]
+    return {c: of_chunk[c] for c in candidates}
+
+
+CLOSE = Rows(np.zeros((1, 1, 1, 1, 1)), 1)  # in place of all keys: without `rerank` they are not looked at
+
+
+@pytest.mark.parametrize("out", OUT.values(), ids=OUT.keys())
+@pytest.mark.parametrize("n_query", [1, 3])
+@pytest.mark.parametrize("scales", [None, (0.5, 0.05, 1.0)], ids=["usual scale", "scales"])
+@pytest.mark.parametrize("close", [True, False], ids=["question", "decode"])
+def test_mass_is_what_it_says(
+    out: tuple[int, ...], n_query: int, scales: tuple[float, ...] | None, close: bool
+) -> None:
+    rows = random_rows(len(out))
+    queries = random_queries(rows, n_query)
+    candidates = [c for c in range(12) if c not in out]
+    seen = view(rows, queries, out, n_whole=12, scales=scales or (), keys=CLOSE if close else None)
+    found = Qk(rerank=0).score(seen)
+    check_scores(found, mass(rows, queries, candidates, 12, scales))
+
+
+@given(data=st.data(), seed=st.integers(0, 10**6), n=st.integers(2, 20))
+@CHECK
+def test_mass_is_what_it_says_whatever_is_pinned(data: st.DataObject, seed: int, n: int) -> None:
+    rows = random_rows(seed, n=n, n_layer=2, n_head=3, n_head_kv=1, n_row=2)
+    out = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 1))
+    n_whole = data.draw(st.integers(0, n))
+    candidates = [c for c in range(n) if c not in out]
+    queries = random_queries(rows, 2, seed)
+    found = Qk(rerank=0).score(view(rows, queries, out, n_whole=n_whole, keys=CLOSE))
+    check_scores(found, mass(rows, queries, candidates, max(n_whole, candidates[-1] + 1)))
+
+
+def test_mass_sums_up_to_the_heads() -> None:
+    """No more is given away than there is, whatever the candidates are."""
+    rows = random_rows(n_layer=3, n_head=4)
+    assert Qk().score(view(rows, random_queries(rows))).sum() == pytest.approx(12, rel=1e-5)
+    some = Qk().score(view(rows, random_queries(rows), (0, 11), n_whole=12))
+    assert 0 < some[np.isfinite(some)].sum() < 12
+
+
+def test_mass_prefers_what_is_looked_at_to_what_stands_out() -> None:
+    """Seven of eight heads put most of their attention on chunk 3, a little on some others; one head, which looks at its sink,
+    likes chunk 8 much more than all other candidates. z is relative to a head's own deviation, so chunk 8 wins by it.
+    """
+    n, d = 12, 2
+    rows = Rows(np.zeros((1, n, 8, 1, d)), 8)
+    queries = [[np.tile(np.array([1.0, 0.0], np.float32), (8, 1))]]
+    noise = np.random.default_rng(0).uniform(0, 2, (n, 7))
+    rows.rows[0, :, :7, 0, 0] = noise
+    rows.rows[0, 3, :7, 0, 0] = 6
+    rows.rows[0, 0, 7, 0, 0] = 20
+    rows.rows[0, 8, 7, 0, 0] = 4
+    seen = view(rows, queries, (0,), n_whole=n)
+    assert int(np.argmax(Qk().score(seen))) == 3
+    assert int(np.argmax(QkZmax().score(seen))) == 8
+
+
+def test_what_is_no_candidate_takes_its_share() -> None:
+    """A head that looks at its sink, or at the newest chunks, has little to say about the others."""
+    rows = random_rows(n_layer=1)
+    queries = random_queries(rows)
+    before = Qk().score(view(rows, queries, (0, 10, 11), n_whole=12))
+    without = Qk().score(view(rows, queries, (0, 10, 11)))  # those behind the last candidate are not known to be there
+    rows.rows[:, 11] *= 0
+    rows.rows[:, 11] += 5 * np.stack([queries[0][0][2 * h] for h in range(2)])[None, :, None, :]
+    after = Qk().score(view(rows, queries, (0, 10, 11), n_whole=12))
+    inner = slice(1, 10)
+    assert (after[inner] < before[inner]).all()
+    assert np.array_equal(Qk().score(view(rows, queries, (0, 10, 11))), without)
+
+
+def test_a_scale_of_a_layer_is_used_as_it_is() -> None:
+    """Not 1/sqrt(d), which some models do not have."""
+    rows = random_rows()
+    queries = random_queries(rows, 2)
+    usual = Qk().score(view(rows, queries))
+    same = Qk().score(view(rows, queries, scales=[8**-0.5] * 3))
+    np.testing.assert_allclose(same, usual, rtol=1e-5)
+    assert not np.allclose(Qk().score(view(rows, queries, scales=[1.0] * 3)), usual)
+    flat = Qk().score(view(rows, queries, scales=[0.0] * 3))
+    np.testing.assert_allclose(flat, 1.0, rtol=1e-5)  # 12 heads, of 12 chunks
+
+
+@dataclasses.dataclass
+class AllKeys:
+    """All keys of each chunk, as native.Keys gives their products."""
+
+    keys: Keys
+    asked: set[int] = dataclasses.field(default_factory=set)
+
+    def score(
+        self,
+        layer: int,
+        q: Floats,
+        chunks: Sequence[int],
+        scale: float = 0.0,
+        part: tuple[int, int] | None = None,
+    ) -> Floats:
+        self.asked |= set(chunks)
+        begin, end = part or (0, self.keys.shape[3])
+        group = q.shape[1] // self.keys.shape[2]
+        each = [
+            [self.keys[layer, c, h // group, begin:end] @ x for c in chunks]
+            for one in q.astype(np.float64)
+            for h, x in enumerate(one)
+        ]
+        found = [[np.log(np.exp(scale * x).sum()) if scale else x.max() for x in of_chunk] for of_chunk in each]
+        return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize(("room", "n_best"), [(2, 6), (1, 3), (3, 9)])
+def test_the_best_are_ranked_again_by_all_their_keys(room: int, n_best: int) -> None:
+    """By their mass among them and what is no candidate; what was not looked at stays below, in the order that it had. A best one
+    may have more by a neighbour's keys at their border, never less.
+    """
+    rng = np.random.default_rng(3)
+    keys = rng.standard_normal((2, 16, 2, CHUNK, 8))
+    rows, out = Rows(keys.mean(axis=3, keepdims=True), 4), (0, 14, 15)
+    queries, exact = random_queries(rows, 2), AllKeys(keys)
+    seen = view(rows, queries, out, room=room, n_whole=16)
+    before = Qk().score(seen)
+    after = Qk(rerank=3).score(dataclasses.replace(seen, keys=exact))
+    best = sorted(np.argsort(-before)[:n_best].tolist())
+    assert exact.asked == {*best, *out}
+    among = sorted({*best, *out})
+    want = mass(Rows(keys[:, among], 4), queries, range(len(among)), len(among))
+    alone = [c for c in best if c - 1 not in best and c + 1 not in best]
+    np.testing.assert_allclose(after[alone], [want[among.index(c)] for c in alone], rtol=1e-4)
+    assert all(after[c] >= want[among.index(c)] * (1 - 1e-4) for c in best)
+    rest = [c for c in range(1, 14) if c not in best and c - 1 not in best and c + 1 not in best]
+    if rest:
+        assert after[rest].max() <= min(want[among.index(c)] for c in best) * (1 + 1e-4)
+        assert np.argsort(after[rest]).tolist() == np.argsort(before[rest]).tolist()
+    assert np.isneginf(after[list(out)]).all()
+
+
+@pytest.mark.parametrize(("at", "beyond"), [(0, 5), (CHUNK - 1, 7), (CHUNK // 2, None)])
+def test_what_is_looked_at_near_a_border_counts_beyond_it(at: int, beyond: int | None) -> None:
+    """One key of chunk 6 has all the attention: so the chunk beyond the border that it is near is wanted, and no other."""
+    keys = np.zeros((1, 12, 1, CHUNK, 2))
+    keys[0, 6, 0, at] = 20
+    rows = Rows(keys.mean(axis=3, keepdims=True), 1)
+    q = [[np.ones((1, 2), np.float32)]]
+    qk = Qk(rerank=4)
+    found = qk.score(view(rows, q, (0, 11), room=2, n_whole=12, keys=AllKeys(keys)))
+    assert found[6] == pytest.approx(1)
+    hot = {int(c) for c in np.flatnonzero(found > 0.5)}
+    assert hot == {6} | ({beyond} if beyond else set())
+    decoding = qk.score(view(rows, q, (0, 11), room=2, n_whole=12))
+    assert np.count_nonzero(decoding > 0.5) <= 1
+    pinned = qk.score(view(rows, q, (0, beyond or 5, 11), room=2, n_whole=12, keys=AllKeys(keys)))
+    assert np.isneginf(pinned[beyond or 5])
+
+
+def test_nothing_is_ranked_again_where_it_cannot_matter() -> None:
+    """All of it fits, there is no room at all, nobody asked, or the summaries are all keys."""
+    rows = random_rows()
+    queries, keys = random_queries(rows), AllKeys(rows.rows)
+    for qk, room in ((Qk(), 12), (Qk(), 0), (Qk(rerank=0), 2), (Qk(rerank=1), 2), (Qk("exact"), 2)):
+        qk.score(view(rows, queries, room=room, keys=keys, n_whole=12))
+    assert keys.asked == set()
+
+
+#
+# qk-zmax
+#
+
+
 @pytest.mark.parametrize("out", OUT.values(), ids=OUT.keys())
 @pytest.mark.parametrize("n_query", [1, 3])
 def test_zmax_is_what_it_says(out: tuple[int, ...], n_query: int) -> None:
     rows = random_rows(len(out))
     queries = random_queries(rows, n_query)
     candidates = [c for c in range(12) if c not in out]
-    check_scores(Qk().score(view(rows, queries, out)), zmax(rows, queries, candidates))
+    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, candidates))
 
 
 @given(data=st.data(), seed=st.integers(0, 10**6), n=st.integers(3, 20))
@@ -138,7 +361,7 @@ def test_zmax_is_what_it_says_whatever_is_pinned(data: st.DataObject, seed: int,
     out = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 2))
     assume(n - len(out) > 1)
     queries = random_queries(rows, 2, seed)
-    check_scores(Qk().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
+    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
 
 
 def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
@@ -148,9 +371,9 @@ def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
     scores = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scorers, "HALO", np.inf)
-        scores["mask"] = Qk().score(view(rows, queries, (0, 5, 11)))
+        scores["mask"] = QkZmax().score(view(rows, queries, (0, 5, 11)))
         kept = [c for c in range(11) if c != 5]
-        scores["slice"] = Qk().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
+        scores["slice"] = QkZmax().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
     np.testing.assert_allclose(scores["mask"][kept[1:]], scores["slice"][1:], rtol=1e-5)
     assert len(scores["slice"]) == 10
 
@@ -158,21 +381,21 @@ def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
 def test_pins_do_not_count_in_the_mean_nor_as_neighbours() -> None:
     rows = random_rows()
     queries = random_queries(rows)
-    scores = Qk().score(view(rows, queries, (5,)))
+    scores = QkZmax().score(view(rows, queries, (5,)))
     rows.rows[:, 5] *= 1e3
-    assert np.array_equal(Qk().score(view(rows, queries, (5,))), scores)
-    assert not np.array_equal(Qk().score(view(rows, queries, (4,))), scores)
+    assert np.array_equal(QkZmax().score(view(rows, queries, (5,))), scores)
+    assert not np.array_equal(QkZmax().score(view(rows, queries, (4,))), scores)
 
 
 def test_a_neighbour_of_the_best_is_half_a_deviation_below_it() -> None:
     rows = Rows(np.zeros((1, 9, 1, 1, 2)), 1)
     rows.rows[0, 4] = 1
-    scores = Qk().score(view(rows, [[np.ones((1, 2), np.float32)]]))
+    scores = QkZmax().score(view(rows, [[np.ones((1, 2), np.float32)]]))
     best = math.sqrt(8)  # of nine, one is one and the others zero
     low = -1 / best
     assert scorers.HALO == 0.5
     np.testing.assert_allclose(scores, [low, low, low, best - 0.5, best, best - 0.5, low, low, low], rtol=1e-5)
-    assert Qk(aggregate="layer-mean").score(view(rows, [[np.ones((1, 2), np.float32)]])).tolist().count(0) == 8
+    assert QkZmax(aggregate="layer-mean").score(view(rows, [[np.ones((1, 2), np.float32)]])).tolist().count(0) == 8
 
 
 @pytest.mark.parametrize("out", [(), (0, 5, 11)])
@@ -182,11 +405,13 @@ def test_layer_mean_is_what_it_says(out: tuple[int, ...]) -> None:
     queries = random_queries(rows, 2)
     best = np.max([products(rows, q).max(axis=1).mean(axis=0) for q in queries], axis=0)
     check_scores(
-        Qk(aggregate="layer-mean").score(view(rows, queries, out)), {c: best[c] for c in range(12) if c not in out}
+        QkZmax(aggregate="layer-mean").score(view(rows, queries, out)), {c: best[c] for c in range(12) if c not in out}
     )
 
 
-@pytest.mark.parametrize("scorer", [Qk(), Qk(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"])
+@pytest.mark.parametrize(
+    "scorer", [QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"]
+)
 def test_of_several_queries_the_best_counts(scorer: Scorer) -> None:
     rows = random_rows()
     queries = random_queries(rows, 4)
@@ -205,15 +430,16 @@ def test_what_one_head_looks_for_is_found_by_zmax_and_drowned_in_the_mean() -> N
     quiet = rng.standard_normal(d).astype(np.float32)
     queries[0][2][5] = quiet / np.linalg.norm(quiet)  # small, as all its scores are
     rows.rows[2, 17, 5, 0] = 8 * queries[0][2][5]  # the key that it looks for
-    assert int(np.argmax(Qk().score(view(rows, queries)))) == 17
-    mean = Qk(aggregate="layer-mean").score(view(rows, queries))
+    assert int(np.argmax(QkZmax().score(view(rows, queries)))) == 17
+    mean = QkZmax(aggregate="layer-mean").score(view(rows, queries))
     assert np.count_nonzero(mean > mean[17]) > 5
 
 
 def test_a_chunk_that_is_no_candidate_has_no_score() -> None:
     rows = random_rows()
     out = (0, 3, 11)
-    for scorer, none in ((Qk(), -np.inf), (Qk(aggregate="layer-mean"), -np.inf), (QkCos(), -2.0)):
+    for scorer in SCORERS:
+        none = -2.0 if isinstance(scorer, QkCos) else -np.inf
         scores = scorer.score(view(rows, random_queries(rows), out))
         assert scores.shape == (12,)
         assert np.array_equal(scores == none, np.isin(np.arange(12), out))
@@ -223,12 +449,12 @@ def test_a_chunk_that_is_no_candidate_has_no_score() -> None:
 def test_nothing_behind_the_last_candidate_is_looked_at() -> None:
     """The last chunks have no summary yet."""
     rows = random_rows()
-    for scorer in (Qk(), Qk(aggregate="layer-mean"), QkCos()):
+    for scorer in SCORERS:
         scorer.score(view(rows, random_queries(rows), (0, 9, 10, 11)))
-    assert rows.asked == [(layer, 9) for _ in range(3) for layer in range(3)]
+    assert rows.asked == [(layer, 9) for _ in SCORERS for layer in range(3)]
 
 
-@pytest.mark.parametrize("scorer", [Qk(), Qk(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
 def test_without_queries_or_candidates_there_is_no_score(scorer: Scorer) -> None:
     rows = random_rows()
     none = -2.0 if isinstance(scorer, QkCos) else -np.inf
@@ -239,33 +465,33 @@ def test_without_queries_or_candidates_there_is_no_score(scorer: Scorer) -> None
     assert scorer.score(nothing).shape == (0,)
 
 
-@pytest.mark.parametrize("scorer", [Qk(), Qk(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
 @pytest.mark.parametrize("chunk", [0, 6, 11])
 def test_a_single_candidate_has_a_finite_score(scorer: Scorer, chunk: int) -> None:
     rows = random_rows()
     scores = scorer.score(view(rows, random_queries(rows), [c for c in range(12) if c != chunk]))
     assert np.isfinite(scores[chunk])
     assert int(np.argmax(scores)) == chunk
-    assert scores[chunk] == 0 or not isinstance(scorer, Qk) or scorer.aggregate != "zmax"
+    assert scores[chunk] == 0 or not isinstance(scorer, QkZmax) or scorer.aggregate != "zmax"
 
 
 def test_chunks_that_are_alike_have_the_same_finite_score() -> None:
     """No deviation at all in any head."""
     rows = random_rows()
     rows.rows[:] = rows.rows[:, :1]
-    scores = Qk().score(view(rows, random_queries(rows), (0, 5)))
+    scores = QkZmax().score(view(rows, random_queries(rows), (0, 5)))
     found = scores[np.isfinite(scores)]
     assert len(found) == 10
     assert np.ptp(found) < 1e-3
 
 
-@pytest.mark.parametrize("scorer", [Qk(), Qk(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
 def test_missing_summaries_are_an_error(scorer: Scorer) -> None:
     with pytest.raises(UsageError, match="needs summaries of the keys, and none were kept"):
         scorer.score(view(None, random_queries(random_rows())))
 
 
-@pytest.mark.parametrize("scorer", [Qk(), Qk(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
 def test_layers_may_be_scored_in_any_order_and_in_threads(scorer: Scorer) -> None:
     rows = random_rows(n_layer=5)
     queries = random_queries(rows, 2)
@@ -278,12 +504,13 @@ def test_layers_may_be_scored_in_any_order_and_in_threads(scorer: Scorer) -> Non
         return (found[item] for item in sorted(found))
 
     assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=backwards)), want)
-    assert used == [[0, 1, 2, 3, 4]] * 2, "the hook is not used, or not for every layer of every query"
+    n = 1 if isinstance(scorer, Qk) else 2  # it hands over all queries at once
+    assert used == [[0, 1, 2, 3, 4]] * n, "the hook is not used, or not for every layer of every query"
     with ThreadPoolExecutor(4) as pool:
         assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=pool.map)), want)
 
 
-@pytest.mark.parametrize("scorer", [Lru(), Qk(), QkCos()])
+@pytest.mark.parametrize("scorer", [Lru(), *SCORERS])
 def test_scoring_changes_nothing_that_it_was_given(scorer: Scorer) -> None:
     rows = random_rows()
     seen = view(rows, random_queries(rows, 2), (0, 5))
@@ -353,7 +580,7 @@ def test_lru_is_the_time_of_last_use() -> None:
 )
 def test_the_number_of_queries(query: str, n: int | None) -> None:
     assert n_queries(query) == n
-    assert Qk(query=query).query == query
+    assert Qk(query=query).query == QkZmax(query=query).query == query
 
 
 @pytest.mark.parametrize(
@@ -361,25 +588,35 @@ def test_the_number_of_queries(query: str, n: int | None) -> None:
     ["", "last:", "last:0", "last:01", "last:1000", "last:-1", "last:x", "last ", "first", "Question", "question\n"],
 )
 def test_a_choice_of_queries_that_there_is_not(query: str) -> None:
-    for ask in (n_queries, lambda query: Qk(query=query)):
+    for ask in (n_queries, lambda query: Qk(query=query), lambda query: QkZmax(query=query)):
         with pytest.raises(UsageError, match=r"^'.*' is no choice of queries: give last, last:N .* or question$"):
             ask(query)
 
 
+def test_a_bound_is_no_summary_of_mass() -> None:
+    """Minima and maxima of keys are no keys: what is summed up of them says nothing."""
+    with pytest.raises(UsageError, match="minmax"):
+        Qk("minmax")
+    assert QkZmax("minmax").summary == "minmax"
+
+
 @pytest.mark.parametrize("aggregate", ["", "mean", "ZMAX", "max"])
 def test_an_aggregate_that_there_is_not(aggregate: str) -> None:
-    with pytest.raises(UsageError, match=f"the aggregate of qk is '{aggregate}', and must be one of zmax, layer-mean"):
-        Qk(aggregate=aggregate)
+    with pytest.raises(
+        UsageError, match=f"the aggregate of qk-zmax is '{aggregate}', and must be one of zmax, layer-mean"
+    ):
+        QkZmax(aggregate=aggregate)
 
 
 def test_names_and_what_is_asked_for() -> None:
-    assert [(s.name, s.summary, n_queries(s.query)) for s in (Lru(), Qk(), QkCos())] == [
+    assert [(s.name, s.summary, n_queries(s.query)) for s in (Lru(), Qk(), QkZmax(), QkCos())] == [
         ("lru", None, 1),
         ("qk", "centroid:4", 4),
+        ("qk-zmax", "centroid:4", 4),
         ("qk-cos", "direction", 1),
     ]
     assert AGGREGATES == ("zmax", "layer-mean")
-    assert Qk("mean").summary == "mean"
+    assert Qk("mean").summary == QkZmax("mean").summary == "mean"
 
 
 #
@@ -416,6 +653,28 @@ def test_the_lag_is_a_quarter_of_the_interval(tau: int, share: float, lag: int) 
     begun, applied = run(schedule, 3 * tau + lag, 1.0, 0.0)
     assert begun[0] == tau
     assert applied[0] == tau + lag
+
+
+@pytest.mark.parametrize("tau", [1, 8, 64])
+def test_what_is_not_beside_decode_is_applied_at_once(tau: int) -> None:
+    """At the same step, and the next one begins tau steps later; a longer interval has no lag either."""
+    schedule, happened = Schedule(tau, 0.05, beside=False), []
+    assert schedule.lag == 0
+    for i in range(1, 4 * tau + 1):
+        schedule.step(1, 1.0)
+        assert not schedule.apply()
+        assert schedule.n_until(due=False) == max(1, tau - schedule.n_since)
+        if schedule.begin():
+            assert not schedule.begin()
+            assert schedule.apply()
+            assert not schedule.apply()
+            schedule.scored(0.0)
+            happened.append(i)
+    assert happened == [tau, 2 * tau, 3 * tau, 4 * tau]
+    schedule.scored(1.0)
+    schedule._costs = [1e3]
+    assert schedule.interval > tau
+    assert schedule.lag == 0
 
 
 def left(schedule: Schedule) -> int:

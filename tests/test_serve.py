@@ -33,23 +33,26 @@ import httpx
 import openai
 import uvicorn
 from click.testing import CliRunner
+from rounding import Chosen, relative_rms
 
-from pyllama_kvflash import KVFlash, Sampling
+from pyllama_kvflash import KVFlash, Sampling, engine
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import ModelError, NativeError, PoolError, SnapshotError, UnsupportedError
 from pyllama_kvflash.events import Token
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Context, Model, Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from pyllama_kvflash.serve.app import Server, Settings
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
 from pyllama_kvflash.serve.scheduler import NotReady, QueueFull, Scheduler, State
 from pyllama_kvflash.serve.server import bound
+from pyllama_kvflash.serve.slot import Slot
 
 pytestmark = pytest.mark.native
 
 NAME = BUNDLED_MODEL.stem
 SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 2048, "n_batch": 128, "n_threads": 1, "n_parallel": 2}
 GREEDY = Sampling(temperature=0)
+N_CODE = 5  # tokens of a code and of the end of its line: what follows is less certain
 # As the model was trained: a question, its answer, a line's end.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
 SCRIPT = Path(sys.executable).with_name("kvflash")
@@ -176,6 +179,40 @@ def long_text(n: int) -> str:
     return "The old mill by the river. " * (n // 7)
 
 
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """Whoever has a text that another one had goes on as that one, from logits that differ by rounding.
+
+    That comes to 0.025 of the logits at most; one token more or less at the end of a prompt, to several times as much.
+    """
+    res, take = Chosen(0.05, relative_rms), Slot.take
+
+    def held(slot: Slot) -> None:
+        res.hold(slot.seq.ctx, -1, tuple(slot.seq.tokens.tolist()))
+        take(slot)
+
+    monkeypatch.setattr(Slot, "take", held)
+    return res
+
+
+def alone(prompts: list[Any], max_tokens: int, chosen: Chosen | None = None, **options: Any) -> list[str]:
+    """What each is answered by itself."""
+    res = []
+    with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, **options}) as kv, pytest.MonkeyPatch.context() as patch:
+
+        class Held(Sampler):
+            def sample(self, ctx: Context, i: int = -1) -> int:
+                if chosen is not None:
+                    chosen.hold(ctx, i, tuple(kv.tokens.tolist()))
+                return super().sample(ctx, i)
+
+        patch.setattr(engine, "Sampler", Held)
+        for prompt in prompts:
+            events = list(kv.generate(prompt, max_tokens=max_tokens, sampling=GREEDY))
+            res.append("".join(e.text for e in events if isinstance(e, Token)) + events[-1].text)
+    return res
+
+
 #
 # answers
 #
@@ -210,15 +247,15 @@ def test_three_turns(document: NeedlePrompt) -> None:
             messages.append({"role": "assistant", "content": choice.message.content})
 
 
-def test_a_completion_is_what_generate_says(server: Running) -> None:
+def test_a_completion_is_what_generate_says(server: Running, chosen: Chosen) -> None:
     text = long_text(300)
-    with KVFlash.from_file(BUNDLED_MODEL, **SMALL) as kv:
-        events = list(kv.generate(text, max_tokens=16, sampling=GREEDY))
-        want = "".join(e.text for e in events if isinstance(e, Token)) + events[-1].text
-        tokens = kv.tokenize(text).tolist()
+    (want,) = alone([text], 16, chosen)
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        tokens = model.tokenize(text).tolist()
     res = server.post({"prompt": text}).json()
     assert res["object"] == "text_completion"
     assert res["choices"] == [{"index": 0, "text": want, "logprobs": None, "finish_reason": "length"}]
+    assert chosen.n_held == 16
     assert res["usage"]["completion_tokens"] == 16, "as the protocol has it, where nothing is asked for"
     assert server.text(prompt=tokens) == want
     assert server.text(prompt=[text]) == want
@@ -227,7 +264,7 @@ def test_a_completion_is_what_generate_says(server: Running) -> None:
     assert server.text(prompt=text, stop=[cut, "never"]) == want[: want.index(cut)]
 
 
-def test_a_stream_is_the_whole_in_parts(server: Running) -> None:
+def test_a_stream_is_the_whole_in_parts(server: Running, chosen: Chosen) -> None:
     body = {"prompt": "A stream. " + long_text(600), "max_tokens": 20}
     whole = server.post(body).json()
     server.post({"prompt": "another", "max_tokens": 1})
@@ -247,10 +284,13 @@ def test_a_stream_is_the_whole_in_parts(server: Running) -> None:
     total = events[-2]["usage"]["prompt_tokens"]
     assert comments[-1] == f"prefill {total}/{total}"
     assert len(comments) >= 4, "batches of 128"
+    n_held = chosen.n_held
     events, _ = sse(server.post({**body, "stream": True}).text)
+    assert chosen.n_held == n_held + 20
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == whole["choices"][0]["text"]
 
 
+@pytest.mark.usefixtures("chosen")
 def test_seeds_and_samplers(server: Running) -> None:
     start = "Nobody remembers a"
     ask = {"prompt": start, "temperature": 1.5, "max_tokens": 12}
@@ -676,24 +716,15 @@ def tokens_of(n: int, seed: int = 0) -> list[int]:
     return [4088, *np.random.default_rng(seed).integers(0, 4000, n - 1).tolist()]
 
 
-def alone(prompts: list[list[int]], max_tokens: int, **options: Any) -> list[str]:
-    """What each is answered by itself."""
-    res = []
-    with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, **options}) as kv:
-        for prompt in prompts:
-            events = list(kv.generate(prompt, max_tokens=max_tokens, sampling=GREEDY))
-            res.append("".join(e.text for e in events if isinstance(e, Token)) + events[-1].text)
-    return res
-
-
-def test_many_at_once_say_what_each_says_alone() -> None:
+def test_many_at_once_say_what_each_says_alone(chosen: Chosen) -> None:
     """More than there are sequences, of all lengths; with a full cache, so that rounding is all that differs."""
     prompts = [tokens_of(n, n) for n in (5, 700, 130, 64, 300, 1)]
-    want = alone(prompts, 10, pool="off")
+    want = alone(prompts, 10, chosen, pool="off")
     with scheduling(pool="off", n_parallel=3) as scheduler:
         asked = [Asked(scheduler, prompt, 10) for prompt in prompts]
         assert [a.text for a in asked] == want
         assert [a.done.n_prompt for a in asked] == [5, 700, 130, 64, 300, 1]
+    assert chosen.n_held == 6 * 10
 
 
 def test_a_long_prompt_does_not_stop_an_answer() -> None:
@@ -719,7 +750,7 @@ def test_a_long_prompt_does_not_stop_an_answer() -> None:
     assert max(between) <= 3
 
 
-def test_which_sequence_is_taken() -> None:
+def test_which_sequence_is_taken(chosen: Chosen) -> None:
     with scheduling(n_parallel=3) as scheduler:
         a, b = tokens_of(300, 1), tokens_of(300, 2)
         assert Asked(scheduler, a).done.n_cached == 0
@@ -731,8 +762,10 @@ def test_which_sequence_is_taken() -> None:
         assert Asked(scheduler, [*b[:200], *tokens_of(50, 3)]).done.n_cached == 200
         assert Asked(scheduler, tokens_of(100, 4)).done.n_cached == 0
         assert Asked(scheduler, a[:100]).done.n_cached == 99
-        want = Asked(scheduler, tokens_of(200, 5)).text
-        assert want == alone([tokens_of(200, 5)], 12)[0]
+        (want,) = alone([tokens_of(200, 5)], 12, chosen)
+        n_held = chosen.n_held
+        assert Asked(scheduler, tokens_of(200, 5)).text == want
+        assert chosen.n_held == n_held + 12
 
 
 def test_a_state_that_cannot_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,7 +796,7 @@ def questions() -> list[list[int]]:
 
 def test_an_engine_error_while_a_prompt_is_read(questions: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends this request; the others say what they would have said."""
-    want = alone(questions, 8)
+    want = alone(questions, N_CODE)
     with scheduling(n_parallel=3) as scheduler:
         victim = scheduler.kv.sequences[1]
         decode = type(victim.ctx).decode
@@ -775,17 +808,17 @@ def test_an_engine_error_while_a_prompt_is_read(questions: list[list[int]], monk
 
         with monkeypatch.context() as patch:
             patch.setattr(type(victim.ctx), "decode", fails)
-            asked = [Asked(scheduler, prompt, 8) for prompt in questions]
+            asked = [Asked(scheduler, prompt, N_CODE) for prompt in questions]
             assert asked[1].failed == Failed(500, "no luck")
             assert [asked[0].text, asked[2].text] == [want[0], want[2]]
             assert victim.n_tokens == 0
-        assert [a.text for a in [Asked(scheduler, prompt, 8) for prompt in questions]] == want
+        assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
 
 
 @pytest.mark.parametrize("when", ["before", "after", "within"])
 def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Of all that answer, whenever it comes: it ends one request, and no token of the others is lost, or decoded twice."""
-    want = alone(questions, 8)
+    want = alone(questions, N_CODE)
     with scheduling(n_parallel=3) as scheduler:
         kv = scheduler.kv
         victim, each = kv.sequences[1], type(kv).decode_each
@@ -809,10 +842,10 @@ def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pyte
             patch.setattr(type(kv), "decode_each", fails)
             if when == "within":
                 patch.setattr(type(victim.pager), "written", fails_to_write)
-            asked = [Asked(scheduler, prompt, 8) for prompt in questions]
+            asked = [Asked(scheduler, prompt, N_CODE) for prompt in questions]
             assert asked[1].failed.status == 503
             assert [asked[0].text, asked[2].text] == [want[0], want[2]]
-        assert [a.text for a in [Asked(scheduler, prompt, 8) for prompt in questions]] == want
+        assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
         until(lambda: scheduler.n_busy == 0)
         for s in kv.sequences:
             s.check_integrity()
@@ -905,7 +938,7 @@ class FakeCache:
         return res
 
 
-def test_prefixes_on_disk() -> None:
+def test_prefixes_on_disk(chosen: Chosen) -> None:
     cache = FakeCache()
     a, b, c = (tokens_of(400, i) for i in range(3))
     with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
@@ -918,7 +951,9 @@ def test_prefixes_on_disk() -> None:
         assert cache.calls["restore"] == 0
         again = Asked(scheduler, [*a, *c[:50]])
         assert again.done.n_cached == 400
+        n_held = chosen.n_held
         assert Asked(scheduler, a).text == want
+        assert chosen.n_held == n_held + 12
         assert Asked(scheduler, tokens_of(100, 9)).done.n_cached == 1
         until(lambda: scheduler.n_busy == 0)
         assert cache.calls == {"match": 6, "restore": 1, "save": 2}
@@ -951,9 +986,9 @@ def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> N
     """What one server read is there for the next one, even if it was ended at once."""
     cache = pytest.importorskip("pyllama_kvflash.snapshot.cache").PrefixCache
     with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
-        want = Asked(scheduler, questions[0], 8).text
+        want = Asked(scheduler, questions[0], N_CODE).text
     with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
-        again = Asked(scheduler, questions[0], 8)
+        again = Asked(scheduler, questions[0], N_CODE)
         assert again.text == want
         assert again.done.n_cached >= 256
         assert parse_metrics(scheduler.metrics.text())['prefix_cache_hits_total{source="disk"}'] == 1
@@ -961,11 +996,11 @@ def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_damage_that_is_found_in_an_answer(
-    after: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    after: bool, chosen: Chosen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The text so far is read again, and the answer goes on; the other one is not touched."""
     prompts = [tokens_of(200, 1), tokens_of(300, 2)]
-    want = alone(prompts, 30, pool="off")
+    want = alone(prompts, 30, chosen, pool="off")
     with scheduling(pool="off", n_parallel=2) as scheduler:
         until(lambda: scheduler.kv is not None)
         decode_each, broken = KVFlash.decode_each, []
@@ -985,6 +1020,7 @@ def test_damage_that_is_found_in_an_answer(
         assert [a.text for a in asked] == want
         assert [a.done.n_answer for a in asked] == [30, 30]
         assert len(broken) == 2
+        assert chosen.n_held == 2 * 30
     assert caplog.text.count("the record of chunk 3 was changed; the text is read again") == 1
 
 

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room, pool_floor
 from pyllama_kvflash.policy import resolve_pool as resolve
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, SPARE_BLOCKS, Room, pinned_chunks
+from pyllama_kvflash.policy.sizing import (
+    AUTO_CAP,
+    BATCH,
+    CELLS,
+    RESERVE,
+    SPARE_BLOCKS,
+    Room,
+    largest_batch,
+    pinned_chunks,
+    usual_batch,
+)
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -124,6 +134,43 @@ def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
         write(ledger, n_batch, rng, n_batch)
     assert ledger.n_tokens == 80 * chunk + 1
     assert ledger.n_free < 4
+
+
+@pytest.mark.parametrize(
+    ("n_pool", "chunk", "n_batch"),
+    [
+        (256, 64, 64),
+        (512, 64, 128),
+        (768, 64, 192),
+        (1000, 64, 192),
+        (4096, 16, 1024),
+        (8192, 64, 2048),
+        (1 << 20, 64, 2048),
+    ],
+)
+def test_a_batch_is_a_quarter_of_the_pool(n_pool: int, chunk: int, n_batch: int) -> None:
+    assert usual_batch(n_pool, chunk) == n_batch
+
+
+@given(n_pool=st.integers(1, 1 << 20), chunk=chunks)
+@CHECK
+def test_a_batch_is_of_whole_chunks_and_there_is_always_one(n_pool: int, chunk: int) -> None:
+    n = usual_batch(n_pool, chunk)
+    assert n % chunk == 0
+    assert chunk <= n <= max(chunk, min(n_pool // 4, BATCH))
+    assert n + chunk > min(n_pool // 4, BATCH)
+
+
+@given(chunk=chunks, n_sinks=counts, n_tail=st.integers(1, 5), n_pins=counts, n_more=st.integers(0, 40))
+@CHECK
+def test_the_batch_in_use_is_one_that_the_pool_holds(
+    chunk: int, n_sinks: int, n_tail: int, n_pins: int, n_more: int
+) -> None:
+    """The lesser of the usual and the largest: the pool, which holds a batch of a chunk, is no smaller than its floor."""
+    n_pool = pool_floor(chunk, chunk, n_sinks, n_tail, n_pins) + n_more * CELLS
+    n = min(usual_batch(n_pool, chunk), largest_batch(n_pool, chunk, n_sinks, n_tail, n_pins))
+    assert n >= chunk
+    assert pool_floor(chunk, n, n_sinks, n_tail, n_pins) <= n_pool
 
 
 #

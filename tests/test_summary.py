@@ -17,14 +17,18 @@ from gguf import quants
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash import KVFlash, native
-from pyllama_kvflash.errors import UnsupportedError, UsageError
+from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Layer, Record, Summaries, row_bytes
 from pyllama_kvflash.native.summary import SLAB
 
 pytestmark = pytest.mark.native
 
 Keys = npt.NDArray[np.float32]  # row, head of K, dimension
-KINDS = ("centroid:1", "centroid:2", "centroid:4", "centroid:8", "centroid:16", "mean", "direction", "minmax", "exact")
+KINDS = (
+    *(f"centroid:{n}" for n in (1, 2, 4, 8, 16)),
+    *(f"runs:{n}" for n in (1, 4, 16)),
+    *("mean", "direction", "minmax", "exact"),
+)
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 META = 832  # bytes of a record before its first layer
@@ -133,12 +137,19 @@ def centroids(keys: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
     return np.array(res)
 
 
+def lengthened(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Their mean, as long as they are on average."""
+    mean: npt.NDArray[np.float64] = keys.mean(axis=0)
+    return mean / np.linalg.norm(mean) * np.linalg.norm(keys, axis=1).mean()
+
+
 def summary(keys: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64]:
     """Of one head's keys (row, dimension)."""
     mean = keys.mean(axis=0)
     name, _, n = kind.partition(":")
     return {
         "centroid": lambda: centroids(keys, int(n)),
+        "runs": lambda: np.array([lengthened(run) for run in np.split(keys, int(n))]),
         "mean": lambda: mean[None],
         "direction": lambda: mean[None] / np.linalg.norm(mean),
         "minmax": lambda: np.array([keys.min(axis=0), keys.max(axis=0)]),
@@ -441,6 +452,218 @@ def test_scores_do_not_change_while_chunks_are_appended() -> None:
 
 
 #
+# mass
+#
+
+
+def counts(summaries: Summaries, layer: int, chunk: int) -> npt.NDArray[np.float64]:
+    """How many keys each row (n_head_kv, n_row) of a chunk stands for, as it is kept."""
+    slab, i = divmod(chunk, SLAB)
+    n_head_kv, d, n_row = summaries._layers[layer].n_head_kv, summaries._layers[layer].n_embd_head_k, summaries._n_row
+    last = summaries._slabs[slab][layer].reshape(-1, n_head_kv, d + 1, 16)[:, :, -1]
+    flat = last.transpose(1, 0, 2).reshape(n_head_kv, -1)[:, i * n_row : (i + 1) * n_row]
+    return np.exp((flat.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+
+
+def shares(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The softmax of (chunk, row) over all of them, summed over rows."""
+    weights = np.exp(logits - logits.max())
+    res: npt.NDArray[np.float64] = weights.sum(axis=1) / weights.sum()
+    return res
+
+
+def want_mass(summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scale: float, n: int) -> Any:
+    """By the words of the docstring, from the rows and counts that are kept."""
+    rows = np.stack([summaries.entry(c)[layer] for c in range(n)]).astype(np.float64)  # chunk, head, row, dimension
+    weight = np.log(np.maximum([counts(summaries, layer, c) for c in range(n)], 1e-300))
+    group = q.shape[1] // rows.shape[1]
+    each = [
+        sum(shares(scale * rows[:, h // group] @ x + weight[:, h // group]) for h, x in enumerate(of_token))
+        for of_token in q.astype(np.float64)
+    ]
+    return np.max(each, axis=0)
+
+
+def check_mass(
+    summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scale: float, n: int | None = None
+) -> None:
+    found = summaries.mass(layer, q, scale, n)
+    count = len(summaries) if n is None else n
+    assert (found.shape, found.dtype) == ((count,), np.float32)
+    np.testing.assert_allclose(found, want_mass(summaries, layer, q, scale, count), rtol=3e-4, atol=1e-6)
+
+
+def some_queries(layer: Layer, n: int, size: float = 1) -> npt.NDArray[np.float32]:
+    return size * np.stack([queries(layer, 10 + i) for i in range(n)])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "minmax"])
+@pytest.mark.parametrize("d", [2, 64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+def test_mass_is_the_share_of_the_attention(kind: str, d: int, group: int) -> None:
+    """Of any number of query heads to a head of keys, of the first chunks or of all, for one token and the most of several."""
+    layers = geometry(n_head=2 * group, d=d)
+    summaries = kept(layers, kind, [record_of(layers, seed) for seed in range(7)])
+    for layer in (0, 1):
+        for n in (None, 1, 4, 6):
+            for n_token in (1, 3):
+                check_mass(summaries, layer, some_queries(layers[layer], n_token), 2 * d**-0.5, n)
+
+
+@pytest.mark.parametrize("n_chunk", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "centroid:16", "exact", "mean"])
+def test_mass_of_chunks_of_any_size(kind: str, n_chunk: int) -> None:
+    """Chunks of more rows than a panel has, and panels of several chunks."""
+    layers = geometry(n_head=3, n_head_kv=1, d=32, n_chunk=n_chunk)
+    summaries = kept(layers, kind, [record_of(layers, seed, n_chunk=n_chunk) for seed in range(9)], n_chunk)
+    for n in range(1, 10):
+        check_mass(summaries, 1, some_queries(layers[1], 2), 0.3, n)
+
+
+@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "exact"])
+def test_mass_across_slabs(kind: str) -> None:
+    """The share is of all chunks, wherever they lie."""
+    layers = geometry(n_layer=1, n_head=2, n_head_kv=1, d=16)
+    records = [record_of(layers, seed) for seed in range(20)]
+    summaries = Summaries(layers, 16, kind)
+    for chunk in range(600):
+        summaries.put(chunk, records[chunk * 7 % 20])
+    for n in (1, 255, 256, 257, 511, 512, 513, 599, 600):
+        check_mass(summaries, 0, some_queries(layers[0], 2), 0.5, n)
+        assert summaries.mass(0, some_queries(layers[0], 1), 0.5, n).sum() == pytest.approx(2, rel=1e-5)
+
+
+def test_mass_follows_slabs_that_come_and_go() -> None:
+    """Where the slabs are is remembered: of as many as there are now."""
+    layers = geometry(n_layer=1, n_head=1, n_head_kv=1, d=16)
+    records = [record_of(layers, seed) for seed in range(4)]
+    summaries, q = Summaries(layers, 16, "mean"), some_queries(layers[0], 1)
+    for chunk in range(520):
+        summaries.put(chunk, records[chunk % 3])
+        if chunk in {0, 255, 256, 300, 519}:
+            check_mass(summaries, 0, q, 1)
+    for n in (519, 300, 256, 3):
+        summaries.truncate(n)
+        check_mass(summaries, 0, q, 1)
+        for chunk in range(n, 520):
+            summaries.put(chunk, records[(chunk + n) % 4])
+        check_mass(summaries, 0, q, 1)
+
+
+@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0", "q4_0"])
+def test_mass_of_exact_summaries_is_the_softmax_of_the_keys(type_k: str) -> None:
+    """Of the keys themselves, but for their rounding to bf16, which moves a product by 1/256 of it at most."""
+    layers = geometry(n_head=6, n_head_kv=2, d=128, type_k=type_k)
+    records = [record_of(layers, seed, type_k) for seed in range(12)]
+    summaries = kept(layers, "exact", records)
+    for i, layer in enumerate(layers):
+        q = some_queries(layer, 1)
+        keys = np.stack([keys_of(layer, r, type_k) for r in records]).astype(np.float64)  # chunk, row, head, dimension
+        logits = [128**-0.5 * keys[:, :, h // 3] @ x for h, x in enumerate(q[0].astype(np.float64))]
+        terms = max(float((np.abs(keys[:, :, h // 3]) @ np.abs(x)).max()) for h, x in enumerate(q[0]))
+        off = np.expm1(2 * BF16 / 2 * 128**-0.5 * terms)  # numerator and denominator
+        np.testing.assert_allclose(summaries.mass(i, q, 128**-0.5), sum(map(shares, logits)), rtol=off)
+        np.testing.assert_allclose(summaries.mass(i, q, 128**-0.5), sum(map(shares, logits)), rtol=0.02)
+
+
+def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
+    """Twelve keys here and four there: the same product for both, and a share of three to one. Centroids without keys have none."""
+    keys = np.zeros((16, 1, 2), np.float32)
+    keys[:12, 0], keys[12:, 0] = (1, 0), (0, 1)
+    layers, record = layer_of_keys(keys)
+    summaries = kept(layers, "centroid:4", [record])
+    assert np.allclose(np.sort(counts(summaries, 0, 0)[0]), [0, 0, 4, 12], rtol=0.01)
+    assert np.allclose(counts(kept(layers, "runs:4", [record]), 0, 0), 4, rtol=0.01)
+    assert np.allclose(counts(kept(layers, "mean", [record]), 0, 0), 16, rtol=0.01)
+    assert np.allclose(counts(kept(layers, "exact", [record]), 0, 0), 1)
+
+    other = np.zeros((16, 1, 2), np.float32)
+    other[:4, 0], other[4:, 0] = (1, 0), (0, 1)
+    two = kept(layers, "centroid:2", [record, layer_of_keys(other)[1]])
+    for q, share in (((50.0, 0.0), [12 / 16, 4 / 16]), ((0.0, 50.0), [4 / 16, 12 / 16]), ((0.0, 0.0), [0.5, 0.5])):
+        np.testing.assert_allclose(two.mass(0, np.array([[q]], np.float32), 1), share, rtol=0.01)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e8, 1e15])
+def test_very_large_products_do_not_overflow(size: float) -> None:
+    """All of a head's attention is on its best key then, of either sign; and none of it is lost."""
+    layers = geometry(n_layer=1, n_head=4, n_head_kv=2, d=64)
+    records = [record_of(layers, seed) for seed in range(300)]
+    for kind in ("exact", "centroid:4"):
+        summaries = kept(layers, kind, records)
+        q = some_queries(layers[0], 1, size)
+        for sign in (1, -1):
+            found = summaries.mass(0, sign * q, 1)
+            assert np.isfinite(found).all()
+            assert found.sum() == pytest.approx(4, rel=1e-5)
+            if size >= 1e4:
+                best = {int(c) for c in summaries.score(0, sign * q[0]).argmax(axis=1)}
+                assert {int(c) for c in np.flatnonzero(found > 0.5)} <= best
+                assert found[sorted(best)].sum() == pytest.approx(4, rel=1e-3)
+
+
+def test_no_product_at_all_is_an_even_share() -> None:
+    """A scale of zero, and keys of zero: each chunk has as much as any other."""
+    layers = geometry(n_layer=1)
+    summaries = kept(layers, "exact", [record_of(layers, seed) for seed in range(5)])
+    np.testing.assert_allclose(summaries.mass(0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
+    layers, record = layer_of_keys(np.zeros((16, 2, 4), np.float32))
+    for kind in ("centroid:4", "centroid:16", "runs:4", "exact", "mean"):
+        found = kept(layers, kind, [record] * 7).mass(0, np.full((1, 2, 4), 1e3, np.float32), 1)
+        np.testing.assert_allclose(found, 2 / 7, rtol=1e-5)
+
+
+def test_mass_is_of_several_queries_the_most() -> None:
+    """Of the sums over heads, not of each head's."""
+    layers = geometry(n_layer=1)
+    summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(30)])
+    q = some_queries(layers[0], 5, 3)
+    each = [summaries.mass(0, q[i : i + 1], 0.5) for i in range(5)]
+    assert np.array_equal(summaries.mass(0, q, 0.5), np.max(each, axis=0))
+    assert np.array_equal(summaries.mass(0, np.asfortranarray(q), 0.5), np.max(each, axis=0))
+
+
+def test_mass_of_nothing_and_errors() -> None:
+    layers = geometry()
+    summaries = kept(layers, "mean", [record_of(layers)] * 3)
+    q = some_queries(layers[0], 2)
+    assert summaries.mass(0, q, 1, 0).shape == (0,)
+    assert Summaries(layers, 16, "mean").mass(1, q, 1).shape == (0,)
+    for shape in ((4, 64), (2, 4, 63), (2, 3, 64), (2, 8, 64)):
+        with pytest.raises(UsageError, match=r"^queries \(.*\) for 3 chunks, where layer 1 has \(4, 64\) and 3$"):
+            summaries.mass(1, np.zeros(shape, np.float32), 1)
+    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
+        summaries.mass(0, q, 1, 4)
+    with pytest.raises(UsageError, match="slabs, queries and room for the result are needed"):
+        summaries.mass(0, q[:0], 1)
+
+
+def test_mass_does_not_change_while_chunks_are_appended() -> None:
+    """In a thread, as it is asked for beside decode, across several slabs."""
+    layers = geometry(n_layer=1, d=64)
+    records = [record_of(layers, seed) for seed in range(8)]
+    summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
+    n, q = len(summaries), some_queries(layers[0], 1)
+    want, found, stop = summaries.mass(0, q, 1), list[bool](), threading.Event()
+
+    def score() -> None:
+        while not stop.is_set():
+            found.append(np.array_equal(summaries.mass(0, q, 1, n), want))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    try:
+        for chunk in itertools.count(n):
+            if chunk >= 3 * SLAB and len(found) >= 20:
+                break
+            summaries.put(chunk, records[(chunk + 1) % 8])
+    finally:
+        stop.set()
+        thread.join()
+    assert all(found)
+
+
+#
 # memory
 #
 
@@ -465,13 +688,15 @@ def test_memory_comes_in_slabs_and_is_given_back() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "n_row"),
-    [("centroid:1", 1), ("centroid:4", 4), ("mean", 1), ("direction", 1), ("minmax", 2), ("exact", 64)],
+    [("centroid:1", 1), ("centroid:4", 4), ("runs:8", 8), ("mean", 1), ("direction", 1), ("minmax", 2), ("exact", 64)],
 )
 def test_a_summary_takes_its_part_of_the_keys(kind: str, n_row: int) -> None:
-    """n_row rows of 16 bits, where a chunk has 64: four centroids are a sixteenth of f16 keys."""
+    """n_row rows of 16 bits, where a chunk has 64: four centroids are a sixteenth of f16 keys; and for each row how many keys it
+    stands for.
+    """
     layers = geometry(n_layer=3, d=128, n_chunk=64)
     summaries = Summaries(layers, 64, kind)
-    assert summaries.chunk_bytes == n_row / 64 * sum(layer.size_k for layer in layers)
+    assert summaries.chunk_bytes == n_row / 64 * sum(layer.size_k for layer in layers) * (128 + 1) / 128
 
 
 def test_places_do_not_move() -> None:
@@ -517,22 +742,39 @@ def test_no_memory_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "kind", ["", "centroid", "centroid:", "centroid:-1", "centroid:100", "MEAN", "mean:2", "mean\n"]
+    "kind",
+    [
+        "",
+        "centroid",
+        "centroid:",
+        "centroid:-1",
+        "centroid:100",
+        "runs",
+        "runs:",
+        "runs4",
+        "xruns:4",
+        "MEAN",
+        "mean:2",
+        "mean\n",
+    ],
 )
 def test_a_summary_that_there_is_not(kind: str) -> None:
-    with pytest.raises(UsageError, match=r"is no summary of keys: give centroid:N, mean, direction, minmax or exact"):
+    with pytest.raises(
+        UsageError, match=r"is no summary of keys: give centroid:N, runs:N, mean, direction, minmax or exact"
+    ):
         Summaries(geometry(), 16, kind)
 
 
-@pytest.mark.parametrize("kind", ["centroid:0", "centroid:3", "centroid:12"])
+@pytest.mark.parametrize("kind", ["centroid:0", "centroid:3", "centroid:12", "runs:0", "runs:3"])
 def test_a_number_of_centroids_that_is_no_power_of_two(kind: str) -> None:
     with pytest.raises(UsageError, match=r"a summary has 1, 2, 4, \.\.\. 64 rows"):
         Summaries(geometry(), 16, kind)
 
 
 def test_more_centroids_than_keys() -> None:
-    with pytest.raises(UsageError, match="centroid:32 is asked for chunks of 16 keys: give centroid:16 at most"):
-        Summaries(geometry(), 16, "centroid:32")
+    for kind in ("centroid", "runs"):
+        with pytest.raises(UsageError, match=f"{kind}:32 is asked for chunks of 16 keys: give {kind}:16 at most"):
+            Summaries(geometry(), 16, f"{kind}:32")
 
 
 @pytest.mark.parametrize(
@@ -643,6 +885,62 @@ def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[s
         assert check() == []
 
 
+@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4", "gemma3", "llama"])
+def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], name: str, type_k: str) -> None:
+    """The softmax of the queries from the tap and the keys from the records, with the scale that the graph has; made in numpy."""
+    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 900).astype(np.int32)
+    options: dict[str, Any] = {"n_ctx": 4096, "pool": 512, "chunk": 16, "n_threads": 1, "qk_summary": "exact"}
+    with KVFlash.from_file(tiny_path(name), policy="qk", type_k=type_k, type_v=type_k, **options) as kv:
+        for _ in kv.prefill(tokens):
+            pass
+        pager, layers = kv.pager, kv.ctx.layers()
+        pager.stored()
+        assert pager.summaries is not None
+        n, scales, q = len(pager.summaries), kv.ctx.query_scales(), kv.queries()
+        assert n == 900 // 16
+        assert scales.tolist() == pytest.approx([SCALES.get(name, layer.n_embd_head_k**-0.5) for layer in layers])
+        for i, layer in enumerate(layers):
+            keys = np.stack([keys_of(layer, pager.store.get(c), type_k) for c in range(n)]).astype(np.float64)
+            group = layer.n_head // layer.n_head_kv
+            heads = [float(scales[i]) * keys[:, :, h // group] @ x for h, x in enumerate(q[i].astype(np.float64))]
+            np.testing.assert_allclose(
+                pager.summaries.mass(i, q[i][None], scales[i]), sum(map(shares, heads)), rtol=0.1, atol=1e-4
+            )
+
+
+SCALES = {"gemma4": 1.0, "gemma3": 1.0}
+"""What products are multiplied by, where it is not 1/sqrt(d): Gemma's queries come scaled, or need none."""
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.015625, 0.3])
+def test_the_scale_is_that_of_the_metadata(tmp_path: Path, scale: float) -> None:
+    """Granite has its own in the file; none is 1/sqrt(d). The text depends on it, and so does what is said of it."""
+    path = tmp_path / "granite.gguf"
+    writer = tiny.Writer(path, "granite")
+    tiny.families.geometry(writer, 2, logit_scale=1.0, **({"attention__scale": scale} if scale else {}))
+    tiny.families.dense_layers(writer)
+    writer.close()
+    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 40).astype(np.int32)
+    with KVFlash.from_file(path, n_ctx=1024, pool=512, chunk=16, n_threads=1) as kv:
+        kv.decode(tokens)
+        d = kv.ctx.layers()[0].n_embd_head_k
+        assert kv.ctx.query_scales().tolist() == pytest.approx([scale or d**-0.5] * 2)
+
+
+def test_there_are_no_scales_where_nothing_was_computed_or_tapped(tiny_path: Callable[[str], Path]) -> None:
+    options: dict[str, Any] = {"n_ctx": 1024, "pool": 512, "chunk": 16, "n_threads": 1}
+    with KVFlash.from_file(tiny_path("qwen3"), policy="lru", **options) as kv:
+        kv.decode(np.arange(40, dtype=np.int32))
+        with pytest.raises(KVFlashError, match="no queries: nothing was decoded, or the pool has no Q tap"):
+            kv.ctx.query_scales()
+    with (
+        KVFlash.from_file(tiny_path("qwen3"), policy="qk", **options) as kv,
+        pytest.raises(KVFlashError, match="no queries: nothing was decoded"),
+    ):
+        kv.ctx.query_scales()
+
+
 #
 # all keys, from the records
 #
@@ -663,3 +961,18 @@ def test_all_keys_are_looked_at(n_token: int) -> None:
         np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
     with pytest.raises(UsageError, match="are not those of layer 0"):
         keys.score(0, q[0], [1])
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 1e4])
+def test_all_keys_are_summed_up(scale: float) -> None:
+    """With a scale, the logarithm of what all keys of a chunk weigh; large products do not overflow."""
+    layers = geometry()
+    records = [record_of(layers, seed) for seed in range(5)]
+    keys = native.Keys(layers, 16, records.__getitem__)
+    for i, layer in enumerate(layers):
+        q = some_queries(layer, 2)
+        found = keys.score(i, q, [4, 0, 2], scale).reshape(2, layer.n_head, 3)
+        for (t, h, c), value in np.ndenumerate(found):
+            x = scale * keys_of(layer, records[[4, 0, 2][c]])[:, h // 2].astype(np.float64) @ q[t, h].astype(np.float64)
+            want = x.max() + np.log(np.exp(x - x.max()).sum())
+            assert value == pytest.approx(want, rel=1e-5, abs=1e-5)

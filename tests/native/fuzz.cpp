@@ -1,9 +1,10 @@
-// kvflash-fuzz: random calls of kvflash.h on a real model, against four oracles
+// kvflash-fuzz: random calls of kvflash.h on a real model, against five oracles
 //
 //   shadow   which chunk lies in which block: predicted here, compared with the pool after every step
 //   host     a record that is read again equals the first one, to the byte
 //   mirror   a stock context decodes the same tokens and forgets what is evicted: the same logits, to the bit
 //   again    out of the pool and in again, the bytes of free blocks overwritten in between: the same logits, to the bit
+//   softmax  the attention that random queries pay to records: from the rows of their summaries, one number at a time
 //
 // Nothing waits for a copy unless it must: records and queries are checked at a later step, chunks stay on their way in
 // while other things happen.
@@ -83,6 +84,7 @@ struct copy {
 
 struct fuzz {
     std::mt19937 rng;
+    std::mt19937 rng_mass{1}; // of its own: what is asked of summaries changes no episode
 
     llama_model *   model  = nullptr;
     llama_context * pool   = nullptr;
@@ -714,6 +716,89 @@ struct fuzz {
     }
 
     //
+    // summaries
+    //
+
+    void masses() {
+        if (host.empty()) { return; }
+        static constexpr uint32_t SLAB = 16;
+
+        const auto any = [&](uint32_t n) { return (uint32_t) (rng_mass() % n); };
+        kvf_layer  layer;
+        expect_ok("layer", kvf_get_layer(pool, any(info.n_layer), &layer));
+
+        const uint32_t d = layer.n_embd_head_k, group = layer.n_head / layer.n_head_kv;
+        const uint32_t n = 1 + any(40), n_row = 1u << any(5), n_query = 1 + any(3);
+
+        size_t size = 0;
+        expect_ok("summary_size", kvf_summary_size(&layer, SLAB, n_row, &size));
+        std::vector<std::vector<uint16_t>> slabs((n + SLAB - 1) / SLAB, std::vector<uint16_t>(size));
+        std::vector<const uint16_t *>      places;
+        for (auto & slab : slabs) {
+            places.push_back(slab.data());
+        }
+        for (uint32_t i = 0; i < n; ++i) {
+            const auto & rec = std::next(host.begin(), any(host.size()))->second;
+            expect_ok("summarise", kvf_summarise(&layer, n_chunk, rec.data(), rec.size(), KVF_SUMMARY_CENTROIDS, n_row,
+                                           slabs[i / SLAB].data(), i % SLAB, SLAB));
+        }
+
+        // dimension j of a row, and in the place of dimension d the logarithm of how many keys it stands for
+        const auto at = [&](uint32_t i, uint32_t head, uint32_t row, uint32_t j) {
+            const uint32_t r    = i % SLAB * n_row + row;
+            const uint32_t bits = (uint32_t) slabs[i / SLAB][((r / 16 * layer.n_head_kv + head) * (d + 1) + j) * 16 + r % 16]
+                                  << 16;
+            float x;
+            memcpy(&x, &bits, sizeof(x));
+            return (double) x;
+        };
+        std::vector<float> q((size_t) n_query * layer.n_head * d);
+        for (auto & x : q) {
+            x = std::normal_distribution<float>()(rng_mass);
+        }
+        std::vector<double> dots((size_t) n_query * layer.n_head * n * n_row);
+        double              most = 1e-6;
+        for (size_t k = 0; k < dots.size(); ++k) {
+            const uint32_t row = k % n_row, i = k / n_row % n, h = k / n_row / n; // h: a head of a query
+            for (uint32_t j = 0; j < d; ++j) {
+                dots[k] += q[(size_t) h * d + j] * at(i, h % layer.n_head / group, row, j);
+            }
+            most = std::max(most, std::abs(dots[k]));
+        }
+        const float         scale = (any(2) ? 20 : 2) / most; // rounding is a part of what is multiplied
+        std::vector<double> want(n);
+        for (uint32_t a = 0; a < n_query; ++a) {
+            std::vector<double> mine(n);
+            for (uint32_t h = 0; h < layer.n_head; ++h) {
+                std::vector<double> sums(n);
+                double              all = 0;
+                for (uint32_t i = 0; i < n; ++i) {
+                    for (uint32_t row = 0; row < n_row; ++row) {
+                        const double x = dots[(((size_t) a * layer.n_head + h) * n + i) * n_row + row];
+                        const double w = exp(scale * x + at(i, h / group, row, d));
+                        sums[i] += w;
+                        all += w;
+                    }
+                }
+                for (uint32_t i = 0; i < n; ++i) {
+                    mine[i] += sums[i] / all;
+                }
+            }
+            for (uint32_t i = 0; i < n; ++i) {
+                want[i] = std::max(want[i], mine[i]);
+            }
+        }
+        std::vector<float> found(n, NAN);
+        expect_ok("mass", kvf_mass(&layer, places.data(), SLAB, n, n_row, q.data(), n_query, scale, found.data()));
+        for (uint32_t i = 0; i < n; ++i) {
+            expect(std::abs(found[i] - want[i]) <= 1e-3 * want[i] + 1e-6, "chunk " + std::to_string(i) + " has a mass of " +
+                                                                                  std::to_string(found[i]) + ", not " +
+                                                                                  std::to_string(want[i]));
+        }
+        done["masses"]++;
+    }
+
+    //
     // wrong calls: a status, a sentence, and nothing else
     //
 
@@ -893,6 +978,7 @@ struct fuzz {
 
     void step() {
         n_exact--;
+        if (n_left % 8 == 0) { masses(); }
         if (n_left-- == 0) { clear(); }
         if (rnd(4) == 0) { wait_for_some(); }
         if (rnd(3) == 0 && !landing().empty()) { settle(pick(landing())); }

