@@ -289,7 +289,7 @@ class PooledSequence:
         return self._selector.scorer if self._selector else None
 
     def use(self, scorer: Scorer) -> None:
-        """Have another scorer choose from now on. What it needs of the chunks is made from their records.
+        """Have another scorer choose from now on, by the same layers. What it needs of the chunks is made from their records.
 
         Raises UsageError if the context was made without one (lru, full cache), UnsupportedError and HostMemoryError.
         """

@@ -351,7 +351,7 @@ def test_metadata_that_makes_no_sense(
         (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2147483648")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
         (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, qk-zmax, qk-cos, lru, drafter, crosstok")),
-        (("--kvflash-tau", "0"), ("--kvflash-tau", "is 0")),
+        (("--kvflash-swaps", "0"), ("--kvflash-swaps", "is 0")),
         (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
         (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
         (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99999999999")),

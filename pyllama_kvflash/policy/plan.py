@@ -44,8 +44,9 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """Make the hottest of all candidates resident, in or out, and leave n_free blocks free for what comes next.
 
-    n_most: chunks that come in at most, the hottest of them for the coldest there are; None: as many as it takes. Page-ins come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room
-    for any candidate, nothing moves.
+    n_most: chunks that come in at most, the hottest of them for the coldest there are; None: as many as it takes. Page-ins
+    come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room for any
+    candidate, nothing moves.
     """
     mask = ledger.candidates()
     resident = ledger.state == State.RESIDENT

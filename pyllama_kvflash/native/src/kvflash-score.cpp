@@ -356,13 +356,14 @@ static inline __attribute__((always_inline)) void all_products(const kvf_layer &
     }
 }
 
-// e to the x, for x <= 0, to a part in 10^5: 2 to the whole part is put together from its bits (Schraudolph 1999), 2 to
-// the rest is a polynomial
+// e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part is put together
+// from its bits (Schraudolph 1999), 2 to the rest is a polynomial
 static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
     typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
 
     lanes_f t = x * 1.44269504f;
     t         = t < -126.0f ? lanes_f{} - 126.0f : t;
+    t         = t > 0.0f ? lanes_f{} : t;
 
     const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
     const lanes_f f     = (t - __builtin_convertvector(whole, lanes_f)) * 0.69314718f;
