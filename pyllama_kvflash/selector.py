@@ -31,8 +31,9 @@ class Selector:
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
         self.scorer: Scorer = scorer
         self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
-        self.schedule = Schedule(options.interval, options.share, beside=not (self._on_cpu and scorer.summary))
+        self.schedule = Schedule(options.interval, options.share, beside=self._beside(scorer))
         self._n_most = options.swaps
+        self._scales: list[float] = []
         self.warnings: list[str] = []
         self.n_done = 0
         self.seconds = 0.0
@@ -59,9 +60,13 @@ class Selector:
     def use(self, scorer: Scorer) -> None:
         """Go on with another scorer."""
         self.cancel()
-        self.schedule.beside = not (self._on_cpu and scorer.summary)
+        self.schedule.beside = self._beside(scorer)
         self._pager.summarise(scorer.summary)
         self.scorer = scorer
+
+    def _beside(self, scorer: Scorer) -> bool:
+        """Whether scoring goes on beside decode: not by summaries on a CPU, where it is over within the token."""
+        return not (self._on_cpu and scorer.summary)
 
     @property
     def needed(self) -> bool:
@@ -139,9 +144,7 @@ class Selector:
         if saved.scores is not None:
             self._job = Future()
             self._job.set_result((saved.scores, 0.0))
-        elif saved.queries is not None and len(saved.queries) == len(
-            self._into
-        ):  # another policy may look at other layers
+        elif saved.queries is not None and len(saved.queries) == len(self._into):  # or of another policy's layers
             self._into[:] = saved.queries
             self._ticket = 0  # all copies
 
@@ -181,6 +184,9 @@ class Selector:
 
     def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
         """Start to score the sequence as it is now. close: the scorer may take its time."""
+        self._scales = (
+            self._scales or self._ctx.query_scales().tolist()
+        )  # known once a graph was built, and the same from then on
         ledger = self._pager.ledger
         in_flight = ledger.state == State.IN_FLIGHT  # they will have landed
         candidates = ledger.candidates() | (in_flight & ~ledger.protected())
@@ -191,7 +197,7 @@ class Selector:
             touched=ledger.touched,
             candidates=candidates,
             queries=queries,
-            scales=self._ctx.query_scales().tolist(),
+            scales=self._scales,
             n_whole=self._pager.n_whole,
             summaries=self._pager.summaries,
             room=max(0, room_for_candidates(ledger, n_free) + ledger.n_in_flight),
