@@ -229,10 +229,11 @@ int  kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void 
                    uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
 int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
                const float * q, float * dst, size_t stride);
-int  kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n,
-              uint32_t n_row, const float * q, uint32_t n_q, float scale, float * dst);
-int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key, const void * record,
-                    size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride);
+int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
+              uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
+              float * dst);
+int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+                    size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);

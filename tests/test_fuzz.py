@@ -126,6 +126,7 @@ def test_fuzz(tiny_path: Callable[[str], Path], model: str, cache: str) -> None:
     for what in [
         "beside landings",
         "cancelled",
+        "closer",
         "evicted",
         "layouts",
         "masses",
@@ -239,6 +240,11 @@ MUTANTS = [
     Mutant("a share is of one chunk's own", "score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
     Mutant("a row counts as one key", "score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
     Mutant("the last query alone counts", "score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
+    Mutant("all layers have the first one's scale", "api", "q[i], n_q, scales[i], dst", "q[i], n_q, scales[0], dst"),
+    Mutant(
+        "an edge has a key too many", "score", "if (t < n_edge) { sums[1] += e; }", "if (t <= n_edge) { sums[1] += e; }"
+    ),
+    Mutant("the last keys are all keys", "score", "if (t >= k.n - n_edge) { sums[2] += e; }", "sums[2] += e;"),
     # the sliding window
     Mutant(
         "a window is packed",

@@ -487,10 +487,15 @@ def want_mass(summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scal
 def check_mass(
     summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scale: float, n: int | None = None
 ) -> None:
-    found = summaries.mass(layer, q, scale, n)
+    found = mass_of(summaries, layer, q, scale, n)
     count = len(summaries) if n is None else n
     assert (found.shape, found.dtype) == ((count,), np.float32)
     np.testing.assert_allclose(found, want_mass(summaries, layer, q, scale, count), rtol=3e-4, atol=1e-6)
+
+
+def mass_of(summaries: Summaries, layer: int, q: Keys, scale: float, n: int | None = None) -> Keys:
+    """In one layer."""
+    return summaries.mass([layer], [q], [scale], n)[0]
 
 
 def some_queries(layer: Layer, n: int, size: float = 1) -> npt.NDArray[np.float32]:
@@ -530,7 +535,7 @@ def test_mass_across_slabs(kind: str) -> None:
         summaries.put(chunk, records[chunk * 7 % 20])
     for n in (1, 255, 256, 257, 511, 512, 513, 599, 600):
         check_mass(summaries, 0, some_queries(layers[0], 2), 0.5, n)
-        assert summaries.mass(0, some_queries(layers[0], 1), 0.5, n).sum() == pytest.approx(2, rel=1e-5)
+        assert mass_of(summaries, 0, some_queries(layers[0], 1), 0.5, n).sum() == pytest.approx(2, rel=1e-5)
 
 
 def test_mass_follows_slabs_that_come_and_go() -> None:
@@ -562,8 +567,8 @@ def test_mass_of_exact_summaries_is_the_softmax_of_the_keys(type_k: str) -> None
         logits = [128**-0.5 * keys[:, :, h // 3] @ x for h, x in enumerate(q[0].astype(np.float64))]
         terms = max(float((np.abs(keys[:, :, h // 3]) @ np.abs(x)).max()) for h, x in enumerate(q[0]))
         off = np.expm1(2 * BF16 / 2 * 128**-0.5 * terms)  # numerator and denominator
-        np.testing.assert_allclose(summaries.mass(i, q, 128**-0.5), sum(map(shares, logits)), rtol=off)
-        np.testing.assert_allclose(summaries.mass(i, q, 128**-0.5), sum(map(shares, logits)), rtol=0.02)
+        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=off)
+        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=0.02)
 
 
 def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
@@ -581,7 +586,7 @@ def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
     other[:4, 0], other[4:, 0] = (1, 0), (0, 1)
     two = kept(layers, "centroid:2", [record, layer_of_keys(other)[1]])
     for q, share in (((50.0, 0.0), [12 / 16, 4 / 16]), ((0.0, 50.0), [4 / 16, 12 / 16]), ((0.0, 0.0), [0.5, 0.5])):
-        np.testing.assert_allclose(two.mass(0, np.array([[q]], np.float32), 1), share, rtol=0.01)
+        np.testing.assert_allclose(mass_of(two, 0, np.array([[q]], np.float32), 1), share, rtol=0.01)
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8, 1e15])
@@ -593,7 +598,7 @@ def test_very_large_products_do_not_overflow(size: float) -> None:
         summaries = kept(layers, kind, records)
         q = some_queries(layers[0], 1, size)
         for sign in (1, -1):
-            found = summaries.mass(0, sign * q, 1)
+            found = mass_of(summaries, 0, sign * q, 1)
             assert np.isfinite(found).all()
             assert found.sum() == pytest.approx(4, rel=1e-5)
             if size >= 1e4:
@@ -606,10 +611,10 @@ def test_no_product_at_all_is_an_even_share() -> None:
     """A scale of zero, and keys of zero: each chunk has as much as any other."""
     layers = geometry(n_layer=1)
     summaries = kept(layers, "exact", [record_of(layers, seed) for seed in range(5)])
-    np.testing.assert_allclose(summaries.mass(0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
+    np.testing.assert_allclose(mass_of(summaries, 0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
     layers, record = layer_of_keys(np.zeros((16, 2, 4), np.float32))
     for kind in ("centroid:4", "centroid:16", "runs:4", "exact", "mean"):
-        found = kept(layers, kind, [record] * 7).mass(0, np.full((1, 2, 4), 1e3, np.float32), 1)
+        found = mass_of(kept(layers, kind, [record] * 7), 0, np.full((1, 2, 4), 1e3, np.float32), 1)
         np.testing.assert_allclose(found, 2 / 7, rtol=1e-5)
 
 
@@ -618,24 +623,76 @@ def test_mass_is_of_several_queries_the_most() -> None:
     layers = geometry(n_layer=1)
     summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(30)])
     q = some_queries(layers[0], 5, 3)
-    each = [summaries.mass(0, q[i : i + 1], 0.5) for i in range(5)]
-    assert np.array_equal(summaries.mass(0, q, 0.5), np.max(each, axis=0))
-    assert np.array_equal(summaries.mass(0, np.asfortranarray(q), 0.5), np.max(each, axis=0))
+    each = [mass_of(summaries, 0, q[i : i + 1], 0.5) for i in range(5)]
+    assert np.array_equal(mass_of(summaries, 0, q, 0.5), np.max(each, axis=0))
+    assert np.array_equal(mass_of(summaries, 0, np.asfortranarray(q), 0.5), np.max(each, axis=0))
 
 
 def test_mass_of_nothing_and_errors() -> None:
     layers = geometry()
     summaries = kept(layers, "mean", [record_of(layers)] * 3)
     q = some_queries(layers[0], 2)
-    assert summaries.mass(0, q, 1, 0).shape == (0,)
-    assert Summaries(layers, 16, "mean").mass(1, q, 1).shape == (0,)
+    assert mass_of(summaries, 0, q, 1, 0).shape == (0,)
+    assert mass_of(Summaries(layers, 16, "mean"), 1, q, 1).shape == (0,)
     for shape in ((4, 64), (2, 4, 63), (2, 3, 64), (2, 8, 64)):
         with pytest.raises(UsageError, match=r"^queries \(.*\) for 3 chunks, where layer 1 has \(4, 64\) and 3$"):
-            summaries.mass(1, np.zeros(shape, np.float32), 1)
+            mass_of(summaries, 1, np.zeros(shape, np.float32), 1)
     with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
-        summaries.mass(0, q, 1, 4)
-    with pytest.raises(UsageError, match="slabs, queries and room for the result are needed"):
-        summaries.mass(0, q[:0], 1)
+        mass_of(summaries, 0, q, 1, 4)
+    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
+        mass_of(summaries, 0, q[:0], 1)
+
+
+def unlike() -> list[Layer]:
+    """Three layers, of which each has other heads."""
+    res, offset = [], 0
+    for n_head, n_head_kv, d in ((4, 2, 64), (6, 1, 32), (8, 8, 80)):
+        (layer,) = geometry(n_layer=1, n_head=n_head, n_head_kv=n_head_kv, d=d)
+        res.append(dataclasses.replace(layer, il=len(res), offs_k=layer.offs_k + offset, offs_v=layer.offs_v + offset))
+        offset += layer.size_k + layer.size_v
+    return res
+
+
+@pytest.mark.parametrize("kind", ["centroid:4", "runs:2", "mean", "exact"])
+def test_mass_of_several_layers_at_once_is_that_of_each(kind: str) -> None:
+    """Bit for bit: whatever heads they have, in any order, across slabs, with a scale of its own for each."""
+    layers = unlike()
+    records = [record_of(layers, seed) for seed in range(7)]
+    summaries = kept(layers, kind, [records[i * 5 % 7] for i in range(SLAB + 30)])
+    scales = (0.125, 0.5, 1.0)
+    for n_query in (1, 3):
+        q = [some_queries(layer, n_query) for layer in layers]
+        for n in (0, 1, 16, SLAB, SLAB + 1, None):
+            each = [mass_of(summaries, i, q[i], scales[i], n) for i in range(3)]
+            for order in ([0, 1, 2], [2, 0], [1], [1, 2, 1], range(3), []):
+                found = summaries.mass(order, [q[i] for i in order], [scales[i] for i in order], n)
+                assert found.shape == (len(order), SLAB + 30 if n is None else n)
+                assert found.dtype == np.float32
+                assert all(np.array_equal(mine, each[i]) for mine, i in zip(found, order, strict=True))
+    assert not np.array_equal(each[0], mass_of(summaries, 0, q[0], scales[1])), "the scale matters"
+
+
+def test_mass_of_several_layers_is_refused_whole() -> None:
+    """One of them is wrong: it is said which."""
+    layers = unlike()
+    summaries = kept(layers, "centroid:2", [record_of(layers)] * 3)
+    q = [some_queries(layer, 2) for layer in layers]
+    with pytest.raises(UsageError, match=r"^queries \(2, 4, 64\) for 3 chunks, where layer 1 has \(6, 32\) and 3$"):
+        summaries.mass([0, 1], [q[0], q[0]], [1, 1])
+    with pytest.raises(UsageError, match=r"^queries \(1, 8, 80\) for 3 chunks, where layer 2 has"):
+        summaries.mass([0, 1, 2], [q[0], q[1], q[2][:1]], [1, 1, 1])
+    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 2 has \(8, 80\) and 3$"):
+        summaries.mass([2, 0], [q[2], q[0]], [1, 1], 4)
+    with pytest.raises(UsageError, match="for -1 chunks"):
+        summaries.mass([0], [q[0]], [1], -1)
+    for short in ([q[0]], [*q, q[0]]):
+        with pytest.raises(ValueError, match=r"argument 2 is (longer|shorter)"):
+            summaries.mass([0, 1, 2], short, [1, 1, 1])
+    for scales in ([1, 1], [1] * 4):
+        with pytest.raises(ValueError, match=r"argument 3 is (longer|shorter)"):
+            summaries.mass([0, 1, 2], q, scales)
+    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
+        summaries.mass([0, 1], [x[:0] for x in q[:2]], [1, 1])
 
 
 def test_mass_does_not_change_while_chunks_are_appended() -> None:
@@ -644,11 +701,11 @@ def test_mass_does_not_change_while_chunks_are_appended() -> None:
     records = [record_of(layers, seed) for seed in range(8)]
     summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
     n, q = len(summaries), some_queries(layers[0], 1)
-    want, found, stop = summaries.mass(0, q, 1), list[bool](), threading.Event()
+    want, found, stop = mass_of(summaries, 0, q, 1), list[bool](), threading.Event()
 
     def score() -> None:
         while not stop.is_set():
-            found.append(np.array_equal(summaries.mass(0, q, 1, n), want))
+            found.append(np.array_equal(mass_of(summaries, 0, q, 1, n), want))
 
     thread = threading.Thread(target=score)
     thread.start()
@@ -905,7 +962,7 @@ def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], na
             group = layer.n_head // layer.n_head_kv
             heads = [float(scales[i]) * keys[:, :, h // group] @ x for h, x in enumerate(q[i].astype(np.float64))]
             np.testing.assert_allclose(
-                pager.summaries.mass(i, q[i][None], scales[i]), sum(map(shares, heads)), rtol=0.1, atol=1e-4
+                mass_of(pager.summaries, i, q[i][None], scales[i]), sum(map(shares, heads)), rtol=0.1, atol=1e-4
             )
 
 
@@ -963,16 +1020,30 @@ def test_all_keys_are_looked_at(n_token: int) -> None:
         keys.score(0, q[0], [1])
 
 
-@pytest.mark.parametrize("scale", [0.05, 1.0, 1e4])
-def test_all_keys_are_summed_up(scale: float) -> None:
-    """With a scale, the logarithm of what all keys of a chunk weigh; large products do not overflow."""
+@pytest.mark.parametrize(("scale", "edge"), [(0.05, 0), (1.0, 0), (1e4, 0), (0.05, 4), (0.2, 1), (0.05, 16)])
+@pytest.mark.parametrize("n_token", [1, 2, 9])
+def test_all_keys_are_summed_up(n_token: int, scale: float, edge: int) -> None:
+    """With a scale, the logarithm of what all keys of a chunk weigh, and those at its borders; large products do not overflow."""
     layers = geometry()
     records = [record_of(layers, seed) for seed in range(5)]
     keys = native.Keys(layers, 16, records.__getitem__)
+    parts = [slice(None), slice(edge), slice(16 - edge, None)] if edge else [slice(None)]
     for i, layer in enumerate(layers):
-        q = some_queries(layer, 2)
-        found = keys.score(i, q, [4, 0, 2], scale).reshape(2, layer.n_head, 3)
-        for (t, h, c), value in np.ndenumerate(found):
-            x = scale * keys_of(layer, records[[4, 0, 2][c]])[:, h // 2].astype(np.float64) @ q[t, h].astype(np.float64)
+        q = some_queries(layer, n_token)
+        found = keys.score(i, q, [4, 0, 2], scale, edge).reshape(len(parts), n_token, layer.n_head, 3)
+        group = layer.n_head // layer.n_head_kv
+        for (part, t, h, c), value in np.ndenumerate(found):
+            k = keys_of(layer, records[[4, 0, 2][c]])[parts[part], h // group].astype(np.float64)
+            x = scale * k @ q[t, h].astype(np.float64)
             want = x.max() + np.log(np.exp(x - x.max()).sum())
-            assert value == pytest.approx(want, rel=1e-5, abs=1e-5)
+            assert value == pytest.approx(want, rel=1e-5, abs=1e-4)
+
+
+def test_edges_of_all_keys_are_checked() -> None:
+    layers = geometry()
+    keys = native.Keys(layers, 16, [record_of(layers, 0)].__getitem__)
+    with pytest.raises(UsageError, match="no such edges"):
+        keys.score(0, some_queries(layers[0], 1), [0], 1.0, 17)
+    with pytest.raises(UsageError, match="no such edges"):
+        keys.score(0, some_queries(layers[0], 1), [0], 0.0, 4)
+    assert keys.score(0, some_queries(layers[0], 1), [], 1.0, 4).shape == (3, layers[0].n_head, 0)

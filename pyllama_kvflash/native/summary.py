@@ -140,21 +140,38 @@ class Summaries:
         return res
 
     def mass(
-        self, layer: int, q: npt.NDArray[np.float32], scale: float, n: int | None = None
+        self,
+        layers: Sequence[int],
+        queries: Sequence[npt.NDArray[np.float32]],
+        scales: Sequence[float],
+        n: int | None = None,
     ) -> npt.NDArray[np.float32]:
-        """The share of the attention of queries (n_query, n_head, n_embd_head_k) that each of the first n chunks has, among these,
-        summed over heads; the largest of the queries': (n,). scale: of the products. A row of a summary counts as often as it
-        stands for keys; not for "minmax".
+        """The share of the attention of queries that each of the first n chunks has, among these, summed over heads; the largest of
+        the queries': (len(layers), n). queries: (n_query, n_head, n_embd_head_k) of each of these layers; scales: of the products. A
+        row of a summary counts as often as it stands for keys; not for "minmax".
         """
         n = self._n if n is None else n
-        if q.shape[1:] != self._shapes[layer] or not 0 <= n <= self._n:
-            msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
-            raise UsageError(msg)
-        q = np.ascontiguousarray(q, np.float32)
-        res = np.empty(n, np.float32)
-        slabs = self._pointers(layer, -(-n // SLAB))
-        pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
-        check(lib.kvf_mass(self._layers[layer], slabs, SLAB, n, self._n_row, pq, len(q), scale, to))
+        qs = [np.ascontiguousarray(q, np.float32) for q in queries]
+        for layer, q, _ in zip(layers, qs, scales, strict=True):
+            if q.shape[1:] != self._shapes[layer] or len(q) != len(qs[0]) or not 0 <= n <= self._n:
+                msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
+                raise UsageError(msg)
+        res = np.empty((len(qs), n), np.float32)
+        slabs = [self._pointers(layer, -(-n // SLAB)) for layer in layers]
+        check(
+            lib.kvf_mass(
+                [self._layers[layer] for layer in layers],
+                len(qs),
+                slabs,
+                SLAB,
+                n,
+                self._n_row,
+                [ffi.from_buffer("float[]", q) for q in qs],
+                len(qs[0]) if qs else 1,
+                list(scales),
+                ffi.from_buffer("float[]", res),
+            )
+        )
         return res
 
     def _pointers(self, layer: int, n: int) -> Any:
@@ -192,30 +209,23 @@ class Keys:
         return len(self._layers)
 
     def score(
-        self,
-        layer: int,
-        q: npt.NDArray[np.float32],
-        chunks: Sequence[int],
-        scale: float = 0.0,
-        part: tuple[int, int] | None = None,
+        self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int], scale: float = 0.0, edge: int = 0
     ) -> npt.NDArray[np.float32]:
         """For queries (n_token, n_head, n_embd_head_k) of a layer, the largest products with a key of each chunk: (n_token * n_head,
-        len(chunks)). With a scale, the logarithm of the sum of exp(scale * product) over its keys. part: only the keys from the
-        one to the other.
+        len(chunks)). With a scale, the logarithm of the sum of exp(scale * product) over its keys; with an edge, too, three of
+        these, (3, ...): over all keys, over the first `edge` ones, and over the last.
         """
         q = np.ascontiguousarray(q, np.float32)
-        if q.ndim != 3 or q.shape[1:] != (self._layers[layer].n_head, self._layers[layer].n_embd_head_k):  # noqa: PLR2004
+        mine = self._layers[layer]
+        if q.ndim != 3 or q.shape[1:] != (mine.n_head, mine.n_embd_head_k):  # noqa: PLR2004
             msg = f"queries {q.shape} are not those of layer {layer}"
             raise UsageError(msg)
-        res = np.empty((q.shape[0] * q.shape[1], len(chunks)), np.float32)
+        res = np.empty((3 if edge else 1, q.shape[0] * q.shape[1], len(chunks)), np.float32)
         pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
-        begin, end = part or (0, self._n_chunk)
-        mine, shape = self._layers[layer], (self._n_chunk, begin, end - begin)
-        for i, chunk in enumerate(chunks):
-            record = self._record(int(chunk))
-            src, n = ffi.from_buffer(record), len(record)
-            check(lib.kvf_score_keys(mine, *shape, src, n, pq, len(q), scale, to + i, len(chunks)))
-        return res
+        records = [ffi.from_buffer(self._record(int(chunk))) for chunk in chunks]
+        size = len(records[0]) if records else 0
+        check(lib.kvf_score_keys(mine, self._n_chunk, records, len(records), size, pq, len(q), scale, edge, to))
+        return res if edge else res[0]
 
 
 def _as_dict(layer: Layer) -> dict[str, int]:

@@ -4,7 +4,8 @@
 //   host     a record that is read again equals the first one, to the byte
 //   mirror   a stock context decodes the same tokens and forgets what is evicted: the same logits, to the bit
 //   again    out of the pool and in again, the bytes of free blocks overwritten in between: the same logits, to the bit
-//   softmax  the attention that random queries pay to records: from the rows of their summaries, one number at a time
+//   softmax  the attention that random queries pay to records: from the rows of their summaries, and from all their keys,
+//            one number at a time
 //
 // Nothing waits for a copy unless it must: records and queries are checked at a later step, chunks stay on their way in
 // while other things happen.
@@ -24,6 +25,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -719,54 +721,69 @@ struct fuzz {
     // summaries
     //
 
-    void masses() {
-        if (host.empty()) { return; }
-        static constexpr uint32_t SLAB = 16;
+    // what kvf_mass is asked about one layer, and what it should say
+    struct asked {
+        kvf_layer                          layer;
+        std::vector<std::vector<uint16_t>> slabs;
+        std::vector<const uint16_t *>      places;
+        std::vector<float>                 q;
+        float                              scale;
+        std::vector<double>                want;
+    };
 
-        const auto any = [&](uint32_t n) { return (uint32_t) (rng_mass() % n); };
-        kvf_layer  layer;
-        expect_ok("layer", kvf_get_layer(pool, any(info.n_layer), &layer));
+    static constexpr uint32_t SLAB = 16;
 
+    uint32_t any(uint32_t n) { return rng_mass() % n; }
+
+    std::vector<float> some_queries(const kvf_layer & layer, uint32_t n) {
+        std::vector<float> q((size_t) n * layer.n_head * layer.n_embd_head_k);
+        for (auto & x : q) {
+            x = std::normal_distribution<float>()(rng_mass);
+        }
+        return q;
+    }
+
+    const record & any_record() { return std::next(host.begin(), any(host.size()))->second; }
+
+    asked ask(uint32_t n, uint32_t n_row, uint32_t n_query) {
+        asked res;
+        expect_ok("layer", kvf_get_layer(pool, any(info.n_layer), &res.layer));
+        const auto &   layer = res.layer;
         const uint32_t d = layer.n_embd_head_k, group = layer.n_head / layer.n_head_kv;
-        const uint32_t n = 1 + any(40), n_row = 1u << any(5), n_query = 1 + any(3);
 
         size_t size = 0;
         expect_ok("summary_size", kvf_summary_size(&layer, SLAB, n_row, &size));
-        std::vector<std::vector<uint16_t>> slabs((n + SLAB - 1) / SLAB, std::vector<uint16_t>(size));
-        std::vector<const uint16_t *>      places;
-        for (auto & slab : slabs) {
-            places.push_back(slab.data());
+        res.slabs.assign((n + SLAB - 1) / SLAB, std::vector<uint16_t>(size));
+        for (auto & slab : res.slabs) {
+            res.places.push_back(slab.data());
         }
         for (uint32_t i = 0; i < n; ++i) {
-            const auto & rec = std::next(host.begin(), any(host.size()))->second;
+            const auto & rec = any_record();
             expect_ok("summarise", kvf_summarise(&layer, n_chunk, rec.data(), rec.size(), KVF_SUMMARY_CENTROIDS, n_row,
-                                           slabs[i / SLAB].data(), i % SLAB, SLAB));
+                                           res.slabs[i / SLAB].data(), i % SLAB, SLAB));
         }
 
         // dimension j of a row, and in the place of dimension d the logarithm of how many keys it stands for
         const auto at = [&](uint32_t i, uint32_t head, uint32_t row, uint32_t j) {
             const uint32_t r    = i % SLAB * n_row + row;
-            const uint32_t bits = (uint32_t) slabs[i / SLAB][((r / 16 * layer.n_head_kv + head) * (d + 1) + j) * 16 + r % 16]
-                                  << 16;
-            float x;
+            const size_t   from = (((size_t) r / 16 * layer.n_head_kv + head) * (d + 1) + j) * 16 + r % 16;
+            const uint32_t bits = (uint32_t) res.slabs[i / SLAB][from] << 16;
+            float          x;
             memcpy(&x, &bits, sizeof(x));
             return (double) x;
         };
-        std::vector<float> q((size_t) n_query * layer.n_head * d);
-        for (auto & x : q) {
-            x = std::normal_distribution<float>()(rng_mass);
-        }
+        res.q = some_queries(layer, n_query);
         std::vector<double> dots((size_t) n_query * layer.n_head * n * n_row);
         double              most = 1e-6;
         for (size_t k = 0; k < dots.size(); ++k) {
             const uint32_t row = k % n_row, i = k / n_row % n, h = k / n_row / n; // h: a head of a query
             for (uint32_t j = 0; j < d; ++j) {
-                dots[k] += q[(size_t) h * d + j] * at(i, h % layer.n_head / group, row, j);
+                dots[k] += res.q[(size_t) h * d + j] * at(i, h % layer.n_head / group, row, j);
             }
             most = std::max(most, std::abs(dots[k]));
         }
-        const float         scale = (any(2) ? 20 : 2) / most; // rounding is a part of what is multiplied
-        std::vector<double> want(n);
+        res.scale = (any(2) ? 20 : 2) / most; // rounding is a part of what is multiplied
+        res.want.resize(n);
         for (uint32_t a = 0; a < n_query; ++a) {
             std::vector<double> mine(n);
             for (uint32_t h = 0; h < layer.n_head; ++h) {
@@ -775,7 +792,7 @@ struct fuzz {
                 for (uint32_t i = 0; i < n; ++i) {
                     for (uint32_t row = 0; row < n_row; ++row) {
                         const double x = dots[(((size_t) a * layer.n_head + h) * n + i) * n_row + row];
-                        const double w = exp(scale * x + at(i, h / group, row, d));
+                        const double w = exp(res.scale * x + at(i, h / group, row, d));
                         sums[i] += w;
                         all += w;
                     }
@@ -785,17 +802,102 @@ struct fuzz {
                 }
             }
             for (uint32_t i = 0; i < n; ++i) {
-                want[i] = std::max(want[i], mine[i]);
+                res.want[i] = std::max(res.want[i], mine[i]);
             }
         }
-        std::vector<float> found(n, NAN);
-        expect_ok("mass", kvf_mass(&layer, places.data(), SLAB, n, n_row, q.data(), n_query, scale, found.data()));
-        for (uint32_t i = 0; i < n; ++i) {
-            expect(std::abs(found[i] - want[i]) <= 1e-3 * want[i] + 1e-6, "chunk " + std::to_string(i) + " has a mass of " +
-                                                                                  std::to_string(found[i]) + ", not " +
-                                                                                  std::to_string(want[i]));
+        return res;
+    }
+
+    // of several layers at once
+    void masses() {
+        if (host.empty()) { return; }
+
+        const uint32_t n = 1 + any(40), n_row = 1u << any(5), n_query = 1 + any(3);
+
+        std::vector<asked> each(1 + any(3));
+        for (auto & one : each) {
+            one = ask(n, n_row, n_query);
+        }
+        std::vector<const kvf_layer *>        layers;
+        std::vector<const uint16_t * const *> slabs;
+        std::vector<const float *>            q;
+        std::vector<float>                    scales;
+        for (const auto & one : each) {
+            layers.push_back(&one.layer);
+            slabs.push_back(one.places.data());
+            q.push_back(one.q.data());
+            scales.push_back(one.scale);
+        }
+        std::vector<float> found(each.size() * n, NAN);
+        expect_ok("mass", kvf_mass(layers.data(), each.size(), slabs.data(), SLAB, n, n_row, q.data(), n_query,
+                                  scales.data(), found.data()));
+        for (size_t k = 0; k < found.size(); ++k) {
+            const double want = each[k / n].want[k % n];
+            expect(std::abs(found[k] - want) <= 1e-3 * want + 1e-6, "chunk " + std::to_string(k % n) + " has a mass of " +
+                                                                            std::to_string(found[k]) + ", not " +
+                                                                            std::to_string(want));
         }
         done["masses"]++;
+    }
+
+    // all keys of some records, and those at their borders: from the bytes, one number at a time
+    void closer() {
+        if (host.empty()) { return; }
+
+        kvf_layer layer;
+        expect_ok("layer", kvf_get_layer(pool, any(info.n_layer), &layer));
+        const uint32_t d = layer.n_embd_head_k, group = layer.n_head / layer.n_head_kv;
+        const uint32_t n = 1 + any(5), n_token = 1 + any(9), n_query = n_token * layer.n_head;
+        const auto     type = (ggml_type) layer.type_k;
+        const size_t   row  = ggml_row_size(type, layer.n_embd_k);
+
+        const auto                      q = some_queries(layer, n_token);
+        std::vector<const void *>       records;
+        std::vector<std::vector<float>> keys;
+        double                          most = 1e-6;
+        for (uint32_t c = 0; c < n; ++c) {
+            const auto & rec = any_record();
+            records.push_back(rec.data());
+            keys.emplace_back((size_t) n_chunk * layer.n_embd_k);
+            for (uint32_t t = 0; t < (uint32_t) n_chunk; ++t) {
+                const uint8_t * from = rec.data() + layer.offs_k + t * row;
+                float *         to   = keys[c].data() + (size_t) t * layer.n_embd_k;
+                if (type == GGML_TYPE_F32) {
+                    memcpy(to, from, row);
+                } else {
+                    ggml_get_type_traits(type)->to_float(from, to, layer.n_embd_k);
+                }
+            }
+        }
+        std::vector<double> dots((size_t) n_query * n * n_chunk);
+        for (size_t k = 0; k < dots.size(); ++k) {
+            const uint32_t t = k % n_chunk, c = k / n_chunk % n, h = k / n_chunk / n;
+            for (uint32_t j = 0; j < d; ++j) {
+                dots[k] += q[(size_t) h * d + j] * keys[c][(size_t) t * layer.n_embd_k + h % layer.n_head / group * d + j];
+            }
+            most = std::max(most, std::abs(dots[k]));
+        }
+        const float    scale  = any(3) ? (any(2) ? 20 : 2) / most : 0;
+        const uint32_t n_edge = scale != 0 ? any(n_chunk + 1) : 0, n_part = n_edge ? 3 : 1;
+
+        std::vector<float> found((size_t) n_part * n_query * n, NAN);
+        expect_ok("score_keys", kvf_score_keys(&layer, n_chunk, records.data(), n, host.begin()->second.size(), q.data(),
+                                        n_token, scale, n_edge, found.data()));
+        for (size_t k = 0; k < found.size(); ++k) {
+            const uint32_t part = k / n / n_query;
+            const auto     from = dots.begin() + k % ((size_t) n * n_query) * n_chunk;
+            const auto     a = part == 2 ? from + n_chunk - n_edge : from, b = part == 1 ? from + n_edge : from + n_chunk;
+            double         want = *std::max_element(a, b);
+            if (scale != 0) {
+                const double top = want;
+                want             = scale * top +
+                       log(std::accumulate(a, b, 0.0, [&](double sum, double x) { return sum + exp(scale * (x - top)); }));
+            }
+            expect(std::abs(found[k] - want) <= 1e-3 * (scale != 0 ? 1 : most),
+                    "part " + std::to_string(part) + " of keys has " + std::to_string(found[k]) + ", not " +
+                            std::to_string(want));
+        }
+        done["closer"]++;
     }
 
     //
@@ -979,6 +1081,7 @@ struct fuzz {
     void step() {
         n_exact--;
         if (n_left % 8 == 0) { masses(); }
+        if (n_left % 8 == 4) { closer(); }
         if (n_left-- == 0) { clear(); }
         if (rnd(4) == 0) { wait_for_some(); }
         if (rnd(3) == 0 && !landing().empty()) { settle(pick(landing())); }

@@ -664,14 +664,17 @@ int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void *
     });
 }
 
-int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key, const void * record,
-        size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride) {
+int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+        size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst) {
     return kvf_guard([&] {
         check_summary(layer, 1, KVF_SUMMARY_MEAN, 1, n_chunk);
-        check_record(*layer, n_chunk, record, record_size);
-        kvf_check(n_key >= 1 && first < n_chunk && n_key <= n_chunk - first, "the chunk has no such keys");
-        kvf_check(q && n_token >= 1 && dst && stride >= 1, "queries and room for the scores are needed");
-        kvf_summary::score_keys(*layer, first, n_key, record, q, n_token, scale, dst, stride);
+        kvf_check(records && q && n_token >= 1 && dst, "records, queries and room for the scores are needed");
+        for (uint32_t i = 0; i < n; ++i) {
+            check_record(*layer, n_chunk, records[i], record_size);
+        }
+        kvf_check(n_edge <= n_chunk && (scale != 0 || n_edge == 0),
+                "a chunk has no such edges, or they have no largest product");
+        kvf_summary::score_keys(*layer, n_chunk, records, n, q, n_token, scale, n_edge, dst);
     });
 }
 
@@ -684,13 +687,18 @@ int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n,
     });
 }
 
-int kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
-        const float * q, uint32_t n_q, float scale, float * dst) {
+int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
+        uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
+        float * dst) {
     return kvf_guard([&] {
-        check_summary(layer, slab_size, KVF_SUMMARY_RUNS, n_row, 0);
-        kvf_check(slabs && q && n_q >= 1 && dst, "slabs, queries and room for the result are needed");
+        kvf_check(layers && slabs && q && scales && dst && n_q >= 1,
+                "layers, slabs, queries and room for the masses are needed");
         kvf_check(slab_size * n_row % 16 == 0, "a slab has whole panels");
-        kvf_summary::mass(*layer, slabs, slab_size, n, n_row, q, n_q, scale, dst);
+        for (uint32_t i = 0; i < n_layer; ++i) {
+            check_summary(layers[i], slab_size, KVF_SUMMARY_RUNS, n_row, 0);
+            kvf_check(slabs[i] && q[i], "slabs and queries of each layer are needed");
+            kvf_summary::mass(*layers[i], slabs[i], slab_size, n, n_row, q[i], n_q, scales[i], dst + (size_t) i * n);
+        }
     });
 }
 

@@ -242,6 +242,6 @@ struct kvf_summary {
             float * dst, size_t stride);
     static void mass(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
             const float * q, uint32_t n_q, float scale, float * dst);
-    static void score_keys(const kvf_layer & layer, uint32_t first, uint32_t n_key, const void * record, const float * q,
-            uint32_t n_token, float scale, float * dst, size_t stride);
+    static void score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+            const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 };

@@ -22,6 +22,8 @@
 // rows lie side by side in panels of LANES, dimension by dimension: a panel is multiplied without a horizontal sum
 static constexpr uint32_t LANES = 16;
 
+static constexpr uint32_t KVF_MOST_KEYS = 64; // of a chunk
+
 static constexpr float TINY = 1e-9f; // a row of zeros has no direction
 
 typedef float    lanes_f __attribute__((vector_size(LANES * 4)));
@@ -216,14 +218,14 @@ static std::vector<float> summary(const keys & k, int kind, uint32_t n_row, floa
     }
 }
 
-// n keys of a record in one layer, from the first on, [n][n_embd_k]
-static std::vector<float> read_keys(const kvf_layer & layer, uint32_t first, uint32_t n, const void * record) {
+// the n keys of a record in one layer, [n][n_embd_k]
+static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const void * record) {
     const auto   type = (ggml_type) layer.type_k;
     const size_t size = ggml_row_size(type, layer.n_embd_k);
 
     std::vector<float> res((size_t) n * layer.n_embd_k);
     for (uint32_t t = 0; t < n; ++t) {
-        const char * src = (const char *) record + layer.offs_k + (first + t) * size;
+        const char * src = (const char *) record + layer.offs_k + t * size;
         float *      to  = res.data() + (size_t) t * layer.n_embd_k;
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
@@ -238,7 +240,7 @@ static std::vector<float> read_keys(const kvf_layer & layer, uint32_t first, uin
 
 void kvf_summary::write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
         uint16_t * dst, uint32_t i) {
-    const auto k = read_keys(layer, 0, n_chunk, record);
+    const auto k = read_keys(layer, n_chunk, record);
 
     const uint32_t d = layer.n_embd_head_k;
     for (uint32_t h = 0; h < layer.n_head_kv; ++h) {
@@ -501,66 +503,94 @@ void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t
     }
 }
 
-// keys of one head side by side, dimension by dimension, as panels have them: [d][n_pad], n_pad a multiple of LANES
-static void transpose(const keys & k, uint32_t n_pad, float * dst) {
-    std::fill_n(dst, (size_t) k.d * n_pad, 0.0f);
-    for (uint32_t t = 0; t < k.n; ++t) {
-        for (uint32_t i = 0; i < k.d; ++i) {
-            dst[(size_t) i * n_pad + t] = k.row(t)[i];
-        }
-    }
-}
-
-// the largest product of a query with n keys, or the logarithm of the sum of exp(scale*product); V vectors of keys
-template <uint32_t V>
-static inline __attribute__((always_inline)) float products_of(
-        const float * columns, uint32_t n, uint32_t d, const float * q, float scale) {
-    lanes_f sum[V] = {};
-    for (uint32_t i = 0; i < d; ++i) {
-        for (uint32_t j = 0; j < V; ++j) {
-            lanes_f a;
-            memcpy(&a, columns + ((size_t) i * V + j) * LANES, sizeof(a));
-            sum[j] += q[i] * a;
-        }
-    }
-    float dots[V * LANES];
-    memcpy(dots, sum, sizeof(dots));
-    const float most = *std::max_element(dots, dots + n);
-    if (scale == 0) { return most; }
-
-    for (uint32_t j = 0; j < V; ++j) {
-        sum[j] = exponential((sum[j] - most) * scale);
-    }
-    memcpy(dots, sum, sizeof(dots));
-    return scale * most + logf(std::accumulate(dots, dots + n, 0.0f));
-}
-
-KVF_CLONES
-static float key_products(const float * columns, uint32_t n, uint32_t n_pad, uint32_t d, const float * q, float scale) {
-    switch (n_pad / LANES) {
-        case 4: return products_of<4>(columns, n, d, q, scale);
-        case 3: return products_of<3>(columns, n, d, q, scale);
-        case 2: return products_of<2>(columns, n, d, q, scale);
-        default: return products_of<1>(columns, n, d, q, scale);
-    }
-}
-
-void kvf_summary::score_keys(const kvf_layer & layer, uint32_t first, uint32_t n_key, const void * record, const float * q,
-        uint32_t n_token, float scale, float * dst, size_t stride) {
-    const auto k = read_keys(layer, first, n_key, record);
-
+// queries side by side in panels of LANES, dimension by dimension, those of one head of keys after the other: a key meets a
+// panel without a horizontal sum, and keys stay as they are
+static std::vector<float> query_panels(const kvf_layer & layer, const float * q, uint32_t n_token, uint32_t n_panel) {
     const uint32_t d     = layer.n_embd_head_k;
     const uint32_t group = layer.n_head / layer.n_head_kv;
-    const uint32_t n_pad = GGML_PAD(n_key, LANES);
 
-    std::vector<float> columns((size_t) d * n_pad);
-    for (uint32_t kv = 0; kv < layer.n_head_kv; ++kv) {
-        transpose({k.data() + (size_t) kv * d, n_key, d, layer.n_embd_k}, n_pad, columns.data());
-        for (uint32_t t = 0; t < n_token; ++t) {
-            for (uint32_t h = kv * group; h < (kv + 1) * group; ++h) {
-                const size_t i = (size_t) t * layer.n_head + h;
+    std::vector<float> res((size_t) layer.n_head_kv * n_panel * d * LANES, 0.0f);
+    for (uint32_t t = 0; t < n_token; ++t) {
+        for (uint32_t h = 0; h < layer.n_head; ++h) {
+            const uint32_t i  = t * group + h % group; // among the queries of this head of keys
+            float *        to = res.data() + ((size_t) h / group * n_panel + i / LANES) * d * LANES + i % LANES;
+            for (uint32_t j = 0; j < d; ++j) {
+                to[(size_t) j * LANES] = q[((size_t) t * layer.n_head + h) * d + j];
+            }
+        }
+    }
+    return res;
+}
 
-                dst[i * stride] = key_products(columns.data(), n_key, n_pad, d, q + i * d, scale);
+// products of N keys with a panel of queries
+template <uint32_t N>
+static inline __attribute__((always_inline)) void meet(const keys & k, uint32_t first, const float * panel, lanes_f * res) {
+    lanes_f sum[N] = {};
+    for (uint32_t i = 0; i < k.d; ++i) {
+        lanes_f a;
+        memcpy(&a, panel + (size_t) i * LANES, sizeof(a));
+        for (uint32_t j = 0; j < N; ++j) {
+            sum[j] += k.row(first + j)[i] * a;
+        }
+    }
+    memcpy(res + first, sum, sizeof(sum));
+}
+
+// for each query of a panel: its largest product with a key, or the logarithm of the sum of exp(scale*product) ->
+// dst[LANES]; with edges, also over the first and the last n_edge keys alone -> the next ones
+KVF_CLONES
+static void score_panel(const keys & k, const float * panel, float scale, uint32_t n_edge, float * dst) {
+    lanes_f dots[KVF_MOST_KEYS];
+    for (uint32_t t = 0; t < k.n; t += 4) {
+        meet<4>(k, t, panel, dots);
+    }
+    lanes_f most = dots[0];
+    for (uint32_t t = 1; t < k.n; ++t) {
+        most = dots[t] > most ? dots[t] : most;
+    }
+    if (scale == 0) {
+        memcpy(dst, &most, sizeof(most));
+        return;
+    }
+
+    lanes_f sums[3] = {}; // of all, the first and the last
+    for (uint32_t t = 0; t < k.n; ++t) {
+        const lanes_f e = exponential((dots[t] - most) * scale);
+        sums[0] += e;
+        if (t < n_edge) { sums[1] += e; }
+        if (t >= k.n - n_edge) { sums[2] += e; }
+    }
+    for (uint32_t part = 0; part < (n_edge ? 3 : 1); ++part) {
+        for (uint32_t j = 0; j < LANES; ++j) {
+            dst[part * LANES + j] = scale * most[j] + logf(sums[part][j]);
+        }
+    }
+}
+
+void kvf_summary::score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+        const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst) {
+    const uint32_t d       = layer.n_embd_head_k;
+    const uint32_t group   = layer.n_head / layer.n_head_kv;
+    const uint32_t n_query = n_token * group; // for one head of keys
+    const uint32_t n_panel = (n_query + LANES - 1) / LANES;
+    const uint32_t n_part  = n_edge ? 3 : 1;
+    const size_t   stride  = (size_t) n_token * layer.n_head * n; // from one part to the next
+
+    const auto panels = query_panels(layer, q, n_token, n_panel);
+
+    float found[3 * LANES];
+    for (uint32_t c = 0; c < n; ++c) {
+        const auto all = read_keys(layer, n_chunk, records[c]);
+        for (uint32_t i = 0; i < layer.n_head_kv * n_panel; ++i) {
+            const uint32_t kv = i / n_panel;
+            score_panel({all.data() + (size_t) kv * d, n_chunk, d, layer.n_embd_k}, panels.data() + (size_t) i * d * LANES,
+                    scale, n_edge, found);
+            for (uint32_t j = 0; j < LANES && i % n_panel * LANES + j < n_query; ++j) {
+                const uint32_t query = i % n_panel * LANES + j;
+                const size_t   to    = ((size_t) query / group * layer.n_head + kv * group + query % group) * n + c;
+                for (uint32_t part = 0; part < n_part; ++part) {
+                    dst[part * stride + to] = found[part * LANES + j];
+                }
             }
         }
     }

@@ -227,17 +227,18 @@ LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, u
         const float * q, float * dst, size_t stride);
 
 // the share of the attention that each of the first n chunks has of n_q queries [n_q, n_head, n_embd_head_k], summed over
-// heads; the largest of the queries'. a head's share of a chunk is the sum of exp(scale*q*row) over the rows of its summary,
-// as often as each stands for keys, over that of all n chunks. any kind but MINMAX -> dst[n]. slabs: of slab_size entries
-// each
-LLAMA_API int kvf_mass(const struct kvf_layer * layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n,
-        uint32_t n_row, const float * q, uint32_t n_q, float scale, float * dst);
+// heads; the largest of the queries', in each of n_layer layers. a head's share of a chunk is the sum of exp(scale*q*row)
+// over the rows of its summary, as often as each stands for keys, over that of all n chunks. any kind but MINMAX ->
+// dst[n_layer, n]. slabs: of each layer, of slab_size entries each
+LLAMA_API int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
+        uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
+        float * dst);
 
-// with n_key keys of a record, from the first on, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the
-// largest product, if scale is 0; otherwise the logarithm of the sum of exp(scale*product) -> dst[(token*n_head +
-// head)*stride]
-LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, uint32_t first, uint32_t n_key,
-        const void * record, size_t record_size, const float * q, uint32_t n_token, float scale, float * dst, size_t stride);
+// with the keys of n records, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the largest product, if
+// scale is 0; otherwise the logarithm of the sum of exp(scale*product) -> dst[n_token*n_head, n]. n_edge, with a scale: then
+// also over the first n_edge keys of each chunk alone, and over the last ones -> dst[3, n_token*n_head, n]
+LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+        size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 
 // the calls below need a context again
 
