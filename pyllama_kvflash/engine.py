@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,14 +12,16 @@ import numpy.typing as npt
 
 from pyllama_kvflash import native
 from pyllama_kvflash.answer import Answer
+from pyllama_kvflash.drafting import DraftStats
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Warn
+from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Warn
 from pyllama_kvflash.loading import Loaded, load
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.saved import SavedSequence
 
+_ROUNDS = 3  # a token is decoded again, at most
 _AHEAD = 4096  # tokens of an answer of any length for which host memory is taken at once
 
 
@@ -93,6 +96,7 @@ class KVFlash(SavedSequence):
 
         Raises UsageError (empty or too long a prompt), PoolError, HostMemoryError and NativeError.
         """
+        self._recover()  # what was to be decoded again is pending
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
             self.clear()
@@ -231,6 +235,10 @@ class KVFlash(SavedSequence):
             for paged in (self._rewind(start, state), self._heard(tokens)):
                 if paged:
                     yield paged
+            if selector.repeats:
+                seen = list(self._reselect("decode", [selector.queries()], 1, self.options.swaps))
+                yield from seen
+                yield from self._again(seen)
 
     def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
         """Tokens in batches, and of how many of the last ones of each the queries are wanted, n_asking in all: as few batches as the
@@ -264,9 +272,7 @@ class KVFlash(SavedSequence):
                 yield from self._check(answer, sampler, [token, *guesses.tolist()], width, n_most, begin)
                 return
         begin = time.perf_counter()
-        if paged := self._heard(np.array([token], np.int32)):
-            yield paged
-        events = self._tick(1)
+        events = self._decode(np.array([token], np.int32), native.LAST)
         self._take(answer, sampler.sample(self.ctx))
         if drafts:
             drafts.plain(time.perf_counter() - begin)
@@ -331,8 +337,26 @@ class KVFlash(SavedSequence):
         """
         ids = np.ascontiguousarray(tokens, np.int32)
         self._check_room(len(ids), self.n_tokens)
-        paged = self._heard(ids, outputs)
-        return [*([paged] if paged else []), *self._tick(len(ids))]
+        return self._decode(ids, outputs)
+
+    def _decode(self, tokens: Tokens, outputs: int) -> list[Event]:
+        paged = self._heard(tokens, outputs)
+        events = self._tick(len(tokens))
+        return [*([paged] if paged else []), *events, *(self._again(events) if len(tokens) == 1 else ())]
+
+    def _again(self, events: Sequence[Event]) -> Iterator[Event]:
+        """Decode the last token again while chunks come in that have much of its attention: it was decoded without them. Not where a
+        recurrent state, or a drafter that reads along, would have to go back.
+        """
+        selector = None if self._recurrent or self._drafts else self._selector
+        for _ in range(_ROUNDS):
+            found = next((e for e in events if isinstance(e, Reselect)), None)
+            if selector is None or found is None or not selector.missed(found):
+                return
+            if paged := self._heard(np.array([self._take_back()], np.int32)):
+                yield paged
+            events = list(self._reselect("decode", [selector.queries()], 1, self.options.swaps))
+            yield from events
 
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
         """Decode one token of each of several sequences in one batch: {number in `sequences`: token}.
@@ -350,6 +374,43 @@ class KVFlash(SavedSequence):
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """A copy of the logits (n_vocab,) of token i of the last batch."""
         return self.ctx.logits(i)
+
+    def stats(
+        self,
+        *,
+        n_prompt: int = 0,
+        n_generated: int = 0,
+        prefill_s: float = 0,
+        decode_s: float = 0,
+        seed: int | None = None,
+        drafts: DraftStats | None = None,
+    ) -> Stats:
+        """Memory and page traffic now, with the counts and times given."""
+        kv = self.ctx.kv_bytes()
+        pager, selector = self._pager, self._selector
+        return Stats(
+            n_prompt=n_prompt,
+            n_generated=n_generated,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            n_ctx=self.options.n_ctx,
+            n_pool=self.n_pool,
+            kv_device_bytes=kv.attn,
+            kv_full_bytes=self._full_bytes,
+            other_device_bytes=kv.swa + kv.recurrent,
+            host_bytes=self.host_bytes,
+            disk_bytes=self._shared.memory.spilled_bytes if self._shared else 0,
+            chunks=pager.ledger.n_chunks if pager else 0,
+            resident=pager.ledger.n_resident if pager else 0,
+            stored=pager.n_stored if pager else 0,
+            pages_out=pager.n_out if pager else 0,
+            pages_in=pager.n_in if pager else 0,
+            reselects=selector.n_done if selector else 0,
+            reselect_s=selector.seconds if selector else 0.0,
+            summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
+            seed=seed,
+            **(asdict(drafts) if drafts else {}),
+        )
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
         """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for."""

@@ -80,7 +80,8 @@ class Reselect:
     """All chunks were scored, and the pool was changed to the best of them, with `pos` positions written.
 
     reason: "prefill" (between two batches), "question" (at the end of the prompt, before its last tokens are run again)
-    or "decode". scores: of each chunk, higher is hotter, None: it does not compete (sinks, tail, pins, not full).
+    or "decode". scores: of each chunk, higher is hotter, None: it does not compete (sinks, tail, pins, not full). missed: the share of
+    the last token's attention that the chunks have that came in, 0: the scorer does not say.
     """
 
     pos: int
@@ -90,6 +91,7 @@ class Reselect:
     page_ins: tuple[int, ...]
     score_s: float
     apply_s: float
+    missed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ class Options:
     n_ctx: logical context, 0: the model's. pool: tokens of KV kept on the device, "auto", or "off" for the full cache.
     chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay and come back, a name ("qk", "qk-cos",
     "qk-zmax", "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to
-    the next, at least, 0: see `interval`; swaps: chunks that come back after one, at most, while decoding; share: of the decode time that scoring may take, 0: no limit. replay: tokens at the end of a prompt
+    the next, at least, 0: see `interval`; swaps: chunks that come back after one, at most, while decoding; share: of the decode time that scoring may take, 0: no limit. again: the share of a
+    token's attention above which chunks that come in after it have it decoded again, 0: never. replay: tokens at the end of a prompt
     that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
     prompt, too. qk_summary (None: its own), qk_query, qk_rerank: of policies "qk" and "qk-zmax", see policy.Qk;
     qk_aggregate: of "qk-zmax", see policy.QkZmax. draft_model: of policy
@@ -48,7 +49,8 @@ class Options:
     policy: str | Scorer = "qk"
     tau: int = 0
     swaps: int = 4
-    share: float = 0.05
+    share: float = 0.03
+    again: float = 0.03
     replay: int = 64
     prefill_reselect: bool = True
     qk_summary: str | None = None
@@ -130,9 +132,10 @@ class Options:
                 f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
             )
             raise UsageError(msg)
-        _within(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 4, or 64 with spec")
+        _within(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
         _within(self.swaps, 1, MAX_TOKENS, "swaps (--kvflash-swaps)", "4 is usual")
-        _within(self.share, 0, 1, "share (--kvflash-share)", "0.05 is usual, 0 sets no limit")
+        _within(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
+        _within(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
         _within(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
         self._check_summary()
         _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
@@ -168,8 +171,8 @@ class Options:
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: tau, or 4; with spec 64, since a batch of guesses ends where the pool may change."""
-        return self.tau or (64 if self.spec else 4)
+        """Tokens from one scoring to the next: tau, or 2; with spec 64, since a batch of guesses ends where the pool may change."""
+        return self.tau or (64 if self.spec else 2)
 
     @property
     def n_draft(self) -> int:

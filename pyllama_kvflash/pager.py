@@ -61,8 +61,7 @@ class Pager:
         self.ctx = ctx
         self._shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
-        self.n_computed = 0  # batches, of which the last one may be under way
-        self.landing: dict[int, tuple[int, int]] = {}  # chunks on their way in: batches there were before, the block
+        self.landing: dict[int, int] = {}  # chunks on their way in, and their blocks
         self.todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
         self._layers = ctx.tapped()
         self._summariser = Summariser(self._layers, options.chunk, self.store.get, options.n_threads or 1)
@@ -109,6 +108,7 @@ class Pager:
         taken: how many blocks, and records, other sequences in the same batch take. Raises PoolError and HostMemoryError;
         nothing has moved then.
         """
+        self._land_all()  # the copies began beside the batch before this one
         ledger = self.ledger
         if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens go on in their chunk
@@ -136,9 +136,6 @@ class Pager:
 
     def computing(self, n_tokens: int) -> None:
         """A batch is being computed: go on with a plan that is spread over steps."""
-        self.n_computed += 1
-        if self.landing:
-            self._land()
         if self.todo[1]:
             self._fly(self.ledger.new_chunks(n_tokens))
 
@@ -223,13 +220,8 @@ class Pager:
     def _begin(self, chunk: int) -> None:
         record = self.store.get(chunk)  # first: one that was damaged is said to be before anything moved
         self.ledger.begin_page_in(chunk)
-        self.landing[chunk] = self.n_computed, -1  # before it is: reconcile() looks for it here
-        self.landing[chunk] = self.n_computed, self.ctx.begin_page_in(chunk, record)
-
-    def _land(self) -> None:
-        """What had a batch to come in beside is resident from the next one on."""
-        for chunk in [c for c, (n, _) in self.landing.items() if n < self.n_computed]:
-            self._commit(chunk)
+        self.landing[chunk] = -1  # before it is: reconcile() looks for it here
+        self.landing[chunk] = self.ctx.begin_page_in(chunk, record)
 
     def _land_all(self) -> None:
         """What is on its way in is resident from the next batch on, which waits for its bytes."""
@@ -245,7 +237,7 @@ class Pager:
     def _fly(self, n_taken: int = 0) -> None:
         """Begin to bring in what comes next of a plan that is spread over steps, and drop what the flight after it takes
         the place of: a copy into a block that the batch under way does not use need not wait for it. What comes lands in a
-        masked block, and is seen by the step after the next. n_taken: free blocks that the batch does use, for new chunks.
+        masked block, and is seen by the next step. n_taken: free blocks that the batch does use, for new chunks.
         """
         drops, page_ins = self.todo
         n = max(1, FLIGHT_BYTES // self.store.record_bytes)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,10 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
 
+FADES = 0.8
+"""Of its share a chunk keeps so much at the next scoring, while decoding: what an answer was chosen for may be asked for again."""
+COPIED = 32e9
+"""Bytes a second to a device, about: PCIe 4."""
 _LAYER_THREADS = 8  # more would only wait for memory
 
 Scored = tuple[Scores, float]
@@ -31,7 +36,8 @@ class Selector:
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
         self.scorer: Scorer = scorer
         self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
-        self.schedule = Schedule(options.interval, options.share, beside=self._beside(scorer))
+        self._again = options.again
+        self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.swaps
         self._scales: list[float] = []
         self.warnings: list[str] = []
@@ -60,13 +66,22 @@ class Selector:
     def use(self, scorer: Scorer) -> None:
         """Go on with another scorer."""
         self.cancel()
-        self.schedule.beside = self._beside(scorer)
+        self.schedule.within = self._within(scorer)
         self._pager.summarise(scorer.summary)
         self.scorer = scorer
 
-    def _beside(self, scorer: Scorer) -> bool:
-        """Whether scoring goes on beside decode: not by summaries on a CPU, where it is over within the token."""
-        return not (self._on_cpu and scorer.summary)
+    def _within(self, scorer: Scorer) -> bool:
+        """Whether scoring may be over within the token: by summaries, on a CPU, and wherever the token may be decoded again."""
+        return scorer.summary is not None and (self._on_cpu or (bool(self._again) and shares(scorer)))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a token may have to be decoded again."""
+        return bool(self._again) and shares(self.scorer)
+
+    def missed(self, event: Reselect) -> bool:
+        """Whether what came in then has so much of the last token's attention that this is to be decoded again."""
+        return self.repeats and event.missed > self._again and not self.schedule.beside
 
     @property
     def needed(self) -> bool:
@@ -100,26 +115,19 @@ class Selector:
         now = time.perf_counter()
         self.schedule.step(n_new, None if self._ticked is None else now - self._ticked)
         self._ticked = now
-        event = None
-        if self._ticket is not None:
+        asked = self._ticket is not None
+        if self._job is None and not asked and self.schedule.begin():
+            if self.needed:
+                self.ask()
+            else:
+                self.schedule.restart()
+        if self._ticket is not None and (asked or not self.schedule.beside):
             self.begin(tokens(), [self._answer()], n_free=1)
-        elif self._job is None:
-            if self.schedule.begin():
-                if self.needed:
-                    self.ask()
-                else:
-                    self.schedule.restart()
-            if self._ticket is not None and not self.schedule.beside:
-                self.begin(tokens(), [self._answer()], n_free=1)
-                event = self._apply(n_tokens)
-        else:
-            event = self._apply(n_tokens)
+        event = None
+        if self._job is not None and self.schedule.apply():
+            event = self.finish("decode", n_tokens, 1, self._n_most, spread=True)
         self._adrift = False
         return event
-
-    def _apply(self, n_tokens: int) -> Reselect | None:
-        """The scores, if they are due."""
-        return self.finish("decode", n_tokens, 1, self._n_most, spread=True) if self.schedule.apply() else None
 
     def rest(self) -> None:
         """What passes until the next token is no time that a token takes."""
@@ -170,14 +178,16 @@ class Selector:
             self.ask()
         return event
 
-    def now(self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int) -> Reselect:
-        """Score and change the pool at once. n_free: blocks to leave free for what comes next."""
+    def now(
+        self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int, n_most: int | None = None
+    ) -> Reselect:
+        """Score and change the pool at once. n_free: blocks to leave free for what comes next. n_most: chunks come in at most."""
         self.cancel()
         self._adrift = True
         self._pager.cut_short()
         self._pager.stored()
         self.begin(tokens, queries, n_free, close=reason == "question")
-        event = self.finish(reason, len(tokens), n_free)
+        event = self.finish(reason, len(tokens), n_free, n_most)
         self.schedule.restart()
         self._adrift = False
         return event
@@ -204,7 +214,7 @@ class Selector:
             keys=self._pager.keys if close else None,
             each=self._each,
         )
-        self._job = self._start(self._view, self._pager.summarising)
+        self._job = self._start(self._view, self._pager.summarising, at_once=close or not self.schedule.beside)
 
     def finish(
         self, reason: str, pos: int, n_free: int, n_most: int | None = None, *, spread: bool = False
@@ -216,7 +226,6 @@ class Selector:
         if job is None:
             msg = "no scoring was begun"
             raise AssertionError(msg)
-        begin = time.perf_counter()
         try:
             scores, score_s = job.result()
         except ScorerError as err:
@@ -226,17 +235,24 @@ class Selector:
         self._job = self._view = None
         if reason == "prefill":
             scores = self._with_later(scores)
-        waited = time.perf_counter()
+        begin, now = time.perf_counter(), scores
+        if reason == "decode" and shares(self.scorer):
+            scores = np.fmax(scores, FADES * self._pager.ledger.score[: len(scores)])
         plan = self._pager.reselect(scores, n_free, n_most, spread=spread and self.schedule.beside)
-        apply_s = time.perf_counter() - waited
-        if reason == "decode":
-            self.schedule.scored(apply_s + (score_s if self._on_cpu else waited - begin))
+        apply_s = time.perf_counter() - begin
+        if reason == "prefill":
+            self.schedule.grown(score_s)
+        elif reason == "decode":
+            copied = 0 if self._on_cpu else len(plan.page_ins) * self._pager.store.record_bytes
+            self.schedule.scored(score_s, apply_s, copied / COPIED)
         self.n_done += 1
         self.seconds += score_s + apply_s
         shown: list[float | None] = scores.tolist()
         for i in np.flatnonzero(np.isnan(scores)):
             shown[i] = None
-        return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s)
+        known = [c for c in plan.page_ins if c < len(now)]  # others were written since scoring began
+        missed = float(np.nansum(now[known])) if shares(self.scorer) else 0.0
+        return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s, missed)
 
     def _with_later(self, scores: Scores) -> Scores:
         """With the chunks that were written since scoring began, neither hot nor cold: they would fill the pool if they
@@ -267,20 +283,29 @@ class Selector:
         self.scorer = Qk()
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
-    def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
+    def _start(self, view: View, after: Sequence[Future[None]], *, at_once: bool) -> Future[Scored]:
+        """at_once: who begins it waits for it, too, and needs no thread."""
+        if not at_once or self.scorer.summary is None:
+            with suppress(RuntimeError):  # no memory for a thread
+                return self._worker.submit(_timed, self.scorer, view, after)
+        res: Future[Scored] = Future()
         try:
-            return self._worker.submit(_timed, self.scorer, view, after)
-        except RuntimeError:  # no memory for a thread
-            res: Future[Scored] = Future()
             res.set_result(_timed(self.scorer, view, after))
-            return res
+        except KVFlashError as err:
+            res.set_exception(err)
+        return res
 
-    def _each(self, f: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
+    def _each(self, f: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         items = list(items)
         try:
             return self._layers.map(f, items)
         except RuntimeError:  # no memory for a thread
             return map(f, items)
+
+
+def shares(scorer: Scorer) -> bool:
+    """Whether its scores are shares of the attention of a token, so that they have a meaning of their own."""
+    return bool(getattr(scorer, "shares", False))
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:

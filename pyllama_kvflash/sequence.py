@@ -7,15 +7,13 @@ full then. Between batches the selector has all chunks scored. Whatever cuts a s
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Self
 
 import numpy as np
 
 from pyllama_kvflash import native
-from pyllama_kvflash.drafting import DraftStats
 from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.events import Event, Paged, Reselect, Stats, Warn
+from pyllama_kvflash.events import Event, Paged, Reselect, Warn
 from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.options import check_span
@@ -48,6 +46,7 @@ class PooledSequence:
         self._history = array("i")
         self._pending: int | None = None  # produced, and not yet decoded
         self._consistent = True
+        self._owed: tuple[int, int] | None = None  # a token on its way between history and pending, and its position
         self._closed = False
         self._pager: Pager | None = None
         self._selector: Selector | None = None
@@ -106,8 +105,10 @@ class PooledSequence:
         plan = pager.make_room(len(tokens)) if pager else None
         self.ctx.decode(tokens, pos, outputs)
         # a GPU computes by now: what follows takes no time of its
+        self._owed = None if self._pending is None else (pos, self._pending)
         self._pending = None
         self._history.frombytes(tokens.tobytes())
+        self._owed = None
         if pager:
             pager.computing(len(tokens))
             pager.written(len(tokens))
@@ -196,6 +197,7 @@ class PooledSequence:
             except UnsupportedError:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
                 raise NativeError(msg) from None
+            s._settle_owed()
         for s in self.sequences:  # some may have been about to give up blocks
             if s._pager:
                 s._pager.reconcile(s.n_tokens)
@@ -209,6 +211,26 @@ class PooledSequence:
         """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
         return self._selector.queries() if self._selector else []
 
+    def _take_back(self) -> int:
+        """Take the last token out, to be decoded again: it is pending from now on, wherever this is cut off."""
+        n, token = self.n_tokens - 1, self._history[-1]
+        with self._step():
+            self.pager.settle()
+            self._owed = n, token
+            del self._history[n:]
+            try:
+                self.ctx.seq_rm(n)
+                self.pager.rolled_back(n)
+            finally:
+                self._settle_owed()
+        return token
+
+    def _settle_owed(self) -> None:
+        """A token that was on its way is in the history, or else it is pending."""
+        if self._owed is not None and self.n_tokens == self._owed[0]:
+            self._pending = self._owed[1]
+        self._owed = None
+
     def _rewind(self, n_tokens: int, state: bytes) -> Paged | None:
         """Back to the first n_tokens positions, with what save_partial() gave there. What moved, if anything did."""
         with self._step():
@@ -221,14 +243,16 @@ class PooledSequence:
             plan = self.pager.rolled_back(n_tokens)
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
 
-    def _reselect(self, reason: str, queries: Sequence[Queries], n_next: int) -> Iterator[Event]:
-        """Score and repage at once, leaving room for n_next tokens."""
+    def _reselect(
+        self, reason: str, queries: Sequence[Queries], n_next: int, n_most: int | None = None
+    ) -> Iterator[Event]:
+        """Score and repage at once, leaving room for n_next tokens. n_most: chunks come in at most."""
         selector = self._selector
         if selector is None or not selector.needed:
             return
         n_free = self.pager.ledger.new_chunks(n_next)
         with self._step():
-            event = selector.now(reason, self.tokens, queries, max(1, n_free))
+            event = selector.now(reason, self.tokens, queries, max(1, n_free), n_most)
         yield from self._warnings(selector)
         yield event
 
@@ -314,6 +338,7 @@ class PooledSequence:
         """Forget the sequence and its records; pins stay."""
         self._cancel()
         self._consistent = False
+        self._owed = None
         del self._history[:]
         self._pending = None
         self.ctx.clear()
@@ -411,40 +436,3 @@ class PooledSequence:
     def host_bytes(self) -> int:
         """Host bytes taken for records, of all sequences."""
         return self._shared.memory.held_bytes if self._shared else 0
-
-    def stats(
-        self,
-        *,
-        n_prompt: int = 0,
-        n_generated: int = 0,
-        prefill_s: float = 0,
-        decode_s: float = 0,
-        seed: int | None = None,
-        drafts: DraftStats | None = None,
-    ) -> Stats:
-        """Memory and page traffic now, with the counts and times given."""
-        kv = self.ctx.kv_bytes()
-        pager, selector = self._pager, self._selector
-        return Stats(
-            n_prompt=n_prompt,
-            n_generated=n_generated,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            n_ctx=self.options.n_ctx,
-            n_pool=self.n_pool,
-            kv_device_bytes=kv.attn,
-            kv_full_bytes=self._full_bytes,
-            other_device_bytes=kv.swa + kv.recurrent,
-            host_bytes=self.host_bytes,
-            disk_bytes=self._shared.memory.spilled_bytes if self._shared else 0,
-            chunks=pager.ledger.n_chunks if pager else 0,
-            resident=pager.ledger.n_resident if pager else 0,
-            stored=pager.n_stored if pager else 0,
-            pages_out=pager.n_out if pager else 0,
-            pages_in=pager.n_in if pager else 0,
-            reselects=selector.n_done if selector else 0,
-            reselect_s=selector.seconds if selector else 0.0,
-            summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
-            seed=seed,
-            **(asdict(drafts) if drafts else {}),
-        )

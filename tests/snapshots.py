@@ -48,6 +48,7 @@ class Case:
             "policy": self.policy,
             "type_k": self.cache,
             "type_v": self.cache,
+            **({"again": 0} if self.beside else {}),  # else it would score within the token
         }
 
 
@@ -71,7 +72,6 @@ def seen(kv: KVFlash) -> Arrays:
     """Where everything is now: nothing moves for it."""
     kv.pager.stored()
     where, ledger, info = kv.residency(), kv.pager.ledger, kv.ctx.pool_info()
-    landing = [(chunk, kv.pager.n_computed - n, block) for chunk, (n, block) in kv.pager.landing.items()]
     summaries = kv.pager.summaries
     entries = [row.ravel() for chunk in range(len(summaries or ())) for row in summaries.entry(chunk)]
     return {
@@ -79,7 +79,7 @@ def seen(kv: KVFlash) -> Arrays:
         "touched": ledger.touched,
         "numbers": np.array([kv.n_tokens, ledger.tick, info.n_kv, -1 if kv._pending is None else kv._pending]),
         "tokens": kv.tokens,
-        "landing": np.array(landing).reshape(-1, 3),
+        "landing": np.array(list(kv.pager.landing.items())).reshape(-1, 2),
         "drops": np.array(kv.pager.todo[0], int),
         "page-ins": np.array(kv.pager.todo[1], int),
         "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),

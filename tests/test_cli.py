@@ -24,6 +24,7 @@ from pyllama_kvflash import __version__, loading
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.native import Context, Device, Layer, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.options import Options
 
 pytestmark = pytest.mark.native
 
@@ -828,6 +829,46 @@ def test_few_chunks_come_back_at_once(
     n = {why: [len(x["page_ins"]) for x in lines if x.get("reason") == why] for why in ("question", "decode")}
     assert max(n["question"]) > 1
     assert max(n["decode"]) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_defaults_are_those_of_the_library(command: str) -> None:
+    """Of every option that has one, but how many sequences there are."""
+    own, differ = Options(), {}
+    with click.Context(main.commands[command]) as ctx:  # type: ignore[attr-defined]
+        for param in ctx.command.params:
+            if param.name in Options.__dataclass_fields__ and param.name != "n_parallel":
+                found = param.type_cast_value(ctx, param.get_default(ctx))
+                if str(found) != str(getattr(own, param.name)):
+                    differ[param.name] = found, getattr(own, param.name)
+    assert differ == {}
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_tokens_are_decoded_again(long_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """--kvflash-again says from which share on; 0: never. A trace tells what was missed, and each scoring after it."""
+    trace = tmp_path / "run.jsonl"
+    args = ("-f", str(long_file), *POOLED, "-n", "60", "--kvflash-share", "0", "--kvflash-tau", "4", "--temp", "0")
+
+    def scored(again: str) -> dict[int, list[float]]:
+        if by == "environment":
+            monkeypatch.setenv("KVFLASH_AGAIN", again)
+        good("run", *args, "--trace", str(trace), *(("--kvflash-again", again) if by == "option" else ()))
+        res: dict[int, list[float]] = {}
+        for line in map(json.loads, trace.read_text().splitlines()):
+            if line.get("reason") == "decode":
+                res.setdefault(line["pos"], []).append(line["missed"])
+        return res
+
+    never, seldom, often = scored("0"), scored("0.9"), scored("1e-9")
+    assert {len(missed) for missed in never.values()} == {len(missed) for missed in seldom.values()} == {1}
+    assert len(never) >= 10
+    assert never.keys() < often.keys()  # and once at the end of the prompt
+    assert max(map(len, often.values())) > 1
+    for missed in often.values():
+        assert len(missed) <= 4
+        assert all(share > 1e-9 for share in missed[:-1]), "decoded again for nothing"
+        assert len(missed) == 4 or missed[-1] <= 1e-9, "not decoded again"
 
 
 def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("share", -0.1, "-0.1"),
     ("share", 1.5, "1.5"),
     ("share", math.nan, "nan"),
+    ("again", -0.1, "-0.1"),
+    ("again", 1.5, "1.5"),
+    ("again", math.nan, "nan"),
+    ("again", math.inf, "inf"),
     ("replay", -1, "-1"),
     ("replay", BIG, str(BIG)),
     ("qk_summary", "centroid:3", "'centroid:3'"),
@@ -165,6 +169,7 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         {"tau": 1 << 30},
         *({"swaps": n} for n in (1, 1 << 30)),
         *({"share": share} for share in (0, 0.05, 1)),
+        *({"again": share} for share in (0, 1e-9, 0.03, 1)),
         {"replay": 0},
         {"replay": 1 << 30},
         {"prefill_reselect": False},
@@ -212,6 +217,18 @@ def test_resolved_fills_in_what_the_model_and_the_machine_decide(options: type["
 def test_resolved_batch_fits_the_context(options: type["Options"], n_ctx: int, n_batch: int, want: int) -> None:
     """0 stays: what the pool allows is not known yet."""
     assert options(n_ctx=n_ctx, n_batch=n_batch).resolved(8192).n_batch == want
+
+
+@pytest.mark.native
+def test_scoring_by_default(options: type["Options"]) -> None:
+    """Every second token, unless a batch of guesses would end there; what is asked for stays."""
+    from pyllama_kvflash.drafting import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
+
+    made = options()
+    assert (made.interval, made.share, made.again, made.swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")
+    assert options(spec=Spec(kind="ngram")).interval == 64
+    for tau in (1, 2, 64, 100):
+        assert options(tau=tau).interval == options(tau=tau, spec=Spec(kind="ngram")).interval == tau
 
 
 @pytest.mark.native
@@ -289,6 +306,7 @@ EVENTS: list[Event] = [
     Prefill(512, 1000, 0.25, 1 << 28, 1 << 20),
     Paged(1024, (3, 1, 2), ()),
     Reselect(1088, "decode", (None, 1.5, -0.25, None), (3,), (1, 2), 0.125, 0.0625),
+    Reselect(1088, "decode", (None, 0.5, 0.25, None), (3,), (1,), 0.125, 0.0625, 0.5),
     Warn("drafter cannot score; using qk"),
     Token(42, 'é "\n\u2028'),
     Done("stop", "", STATS),
@@ -342,6 +360,11 @@ def test_rates_never_divide_by_zero(
     assert (stats.acceptance, stats.mean_committed) == (0.0, 0.0)
     drafted = replace(stats, drafted=40, accepted=30, draft_steps=5)
     assert (drafted.acceptance, drafted.mean_committed) == (0.75, 7.0)
+
+
+def test_a_reselect_of_a_scorer_that_says_nothing_of_shares_missed_nothing() -> None:
+    assert [event.missed for event in EVENTS if isinstance(event, Reselect)] == [0.0, 0.5]
+    assert as_dict(EVENTS[3])["missed"] == 0.5
 
 
 def test_events_cannot_be_changed() -> None:

@@ -76,7 +76,7 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     chunks["chain"] = [np.void(link) for link in chain(identity, tokens, N_CHUNK)]
     chunks["digest"] = [np.void(digest(record)) for record in records]
     chunks["state"], chunks["pinned"] = rng.integers(0, 3, n), rng.integers(0, 2, n)
-    chunks["age"], chunks["block"] = rng.integers(0, 4, n), rng.integers(-1, 8, n)
+    chunks["reserved"], chunks["block"] = rng.integers(0, 4, n), rng.integers(-1, 8, n)
     chunks["touched"], chunks["score"] = rng.integers(0, 9, n), rng.choice([np.nan, -np.inf, 0.5, 3.0], n)
     sequence = np.zeros((), SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"], sequence["n_kv"] = n_tokens, 4096, 1024, 256
@@ -196,14 +196,16 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
 
     link = sha256(identity)
     for i, record in enumerate(records):
-        chained, check, state, pinned, age, block, touched, score = struct.unpack_from("<32s32sbbhiqd", chunks, 88 * i)
+        chained, check, state, pinned, reserved, block, touched, score = struct.unpack_from(
+            "<32s32sbbhiqd", chunks, 88 * i
+        )
         link = sha256(link + tokens[64 * i : 64 * (i + 1)])
         assert chained == link
         assert check == sha256(record.tobytes())
         assert rows[8192 * i + 3968 : 8192 * i + 4268] == record.tobytes()
         had = contents.chunks[i]
-        assert (state, pinned, age, block, touched) == tuple(
-            had[name] for name in ("state", "pinned", "age", "block", "touched")
+        assert (state, pinned, reserved, block, touched) == tuple(
+            had[name] for name in ("state", "pinned", "reserved", "block", "touched")
         )
         assert score == had["score"] or np.isnan(had["score"])
     assert len(chunks) == 88 * 5

@@ -212,7 +212,7 @@ def test_near_is_the_step_and_those_after_it() -> None:
 
 
 def test_steps_are_counted_and_the_loop_stays_within_a_chunk(shape_path: Callable[[str], Path]) -> None:
-    options = {**ENGINE, "n_ctx": 2048, "pool": 768, "policy": "qk", "share": 0.0, "tau": 16}
+    options = {**ENGINE, "n_ctx": 2048, "pool": 768, "policy": "qk", "share": 0.0, "tau": 16, "again": 0}
     with KVFlash.from_file(shape_path("tiny"), **options) as kv:
         for _ in kv.prefill(random_tokens(1000)):
             pass

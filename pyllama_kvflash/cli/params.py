@@ -265,13 +265,15 @@ POOL = options(
                  help="Which chunks stay and come back. qk: those that the model's own attention asks for; drafter: those"
                  " that a small model's does (crosstok: through its own tokenizer); lru: the most recent ones; qk-cos: a"
                  " published formula, for comparison; or one that a package registered."),
-    click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="4; 64 with --spec",
+    click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="2; 64 with --spec",
                  envvar="KVFLASH_TAU",
                  help="Tokens from one scoring of all chunks to the next; more where it would cost too much."),
     click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=4, show_default=True, envvar="KVFLASH_SWAPS",
                  help="Chunks that come back after a scoring, at most, while decoding."),
-    click.option("--kvflash-share", "share", type=float, default=0.05, show_default=True, envvar="KVFLASH_SHARE",
+    click.option("--kvflash-share", "share", type=float, default=0.03, show_default=True, envvar="KVFLASH_SHARE",
                  help="Share of the decode time that scoring may take, 0: no limit."),
+    click.option("--kvflash-again", "again", type=float, default=0.03, show_default=True, envvar="KVFLASH_AGAIN",
+                 help="Decode a token again if chunks come in that have more than this share of its attention, 0: never."),
     click.option("--kvflash-replay", "replay", type=TokenCount(), default=64, show_default=True,
                  envvar="KVFLASH_REPLAY",
                  help="Tokens at the end of the prompt to run again once the pool was chosen for them, 0: none."),

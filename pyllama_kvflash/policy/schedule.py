@@ -21,48 +21,79 @@ class Scoring:
     step_s: float = 0.0
 
 
+SELDOM = 2
+"""Times tau: from where on to score within the token would be too seldom."""
+
+
 class Schedule:
     """Every tau tokens, or tau times a power of two where scoring would cost more than `share` of the decode time.
+
+    Scoring may be over `within` the token, so that the next one has what it chose; or go on beside decode, and be applied `lag`
+    tokens later. Where both may be and a device computes meanwhile (`free`), it is beside if it would be seldom within, or
+    nobody knows yet.
 
     Costs are measured (the caller has the clock). Powers of two, so that a little noise in them does not move the steps
     at which the pool changes: the same seed gives the same text unless the measured cost itself crosses a step.
     """
 
-    def __init__(self, tau: int = 4, share: float = 0.05, *, beside: bool = True) -> None:
-        """beside: scoring goes on beside decode, and is applied some tokens later; otherwise decode waits for it."""
+    def __init__(self, tau: int = 2, share: float = 0.03, *, within: bool = False, free: bool = True) -> None:
+        """within: scoring may be over within the token. free: beside decode it takes nothing from it."""
         self.tau = tau
         self.share = share
-        self.beside = beside
+        self.within = within
+        self.free = free
         self._step_s: float | None = None
-        self._costs: list[float] = []
+        self._costs: list[tuple[float, float, float]] = []
         self._n = 0
         self._begun = False
 
     @property
     def cost_s(self) -> float:
-        """Seconds that a reselect costs: the least of the last five, since a busy machine only adds."""
-        return min(self._costs, default=0.0)
+        """Seconds that a reselect takes within a token: the least of the last five, since a busy machine only adds."""
+        return min(map(sum, self._costs), default=0.0)
 
     @property
     def step_s(self) -> float | None:
         """Seconds that a token takes, None: not measured yet."""
         return self._step_s
 
+    def _every(self, seconds: float) -> int:
+        """Tokens from one to the next of what takes so long."""
+        if not self._step_s or not self.share:
+            return self.tau
+        tokens = seconds / (self.share * self._step_s)
+        return self.tau << max(0, math.ceil(math.log2(max(tokens, 1) / self.tau)))
+
+    @property
+    def beside(self) -> bool:
+        """Whether scoring goes on beside decode now."""
+        if not self.within or not self.free or not self.share:
+            return not self.within
+        return not self._costs or self._every(self.cost_s) > SELDOM * self.tau
+
     @property
     def interval(self) -> int:
         """Tokens from one scoring to the next."""
-        if not self._step_s or not self.share:
-            return self.tau
-        tokens = self.cost_s / (self.share * self._step_s)
-        return self.tau << max(0, math.ceil(math.log2(max(tokens, 1) / self.tau)))
+        if self.beside and self.free:
+            apply_s = min((apply for _, apply, _ in self._costs), default=0.0)
+            return max(self._every(apply_s), 2 * self._behind())
+        return self._every(self.cost_s)
 
     @property
     def lag(self) -> int:
         """Tokens from the beginning of a scoring to the step where its plan is applied: a number of its own, not of the
-        clock's, so that the same seed gives the same text. A quarter of the interval: beside a GPU, scoring may take
-        that long and nothing waits for it.
+        clock's, so that the same seed gives the same text. Beside a device, as few as scoring needs for nothing to wait for it.
         """
-        return max(1, self.interval // 4) if self.beside else 0
+        if not self.beside:
+            return 0
+        return self._behind() if self.free else max(1, self.interval // 4)
+
+    def _behind(self) -> int:
+        """A power of two: so many tokens are computed, but for half a one, while all chunks are scored."""
+        score_s, step_s = min((score for score, _, _ in self._costs), default=0.0), self._step_s
+        if not step_s or not self.share:
+            return 1
+        return 1 << max(0, math.ceil(math.log2(max(score_s / step_s + 0.5, 1))))
 
     def restart(self) -> None:
         """The pool was just chosen anew."""
@@ -79,7 +110,7 @@ class Schedule:
         self._n = saved.n_since
         self._begun = saved.scores is not None or saved.queries is not None
         if saved.cost_s and not self._costs:
-            self._costs = [saved.cost_s]
+            self._costs = [(saved.cost_s, 0.0, 0.0)]
         self._step_s = self._step_s or saved.step_s or None
 
     def step(self, n_tokens: int, seconds: float | None) -> None:
@@ -90,9 +121,15 @@ class Schedule:
         each = seconds / n_tokens
         self._step_s = each if self._step_s is None else 0.9 * self._step_s + 0.1 * each
 
-    def scored(self, seconds: float) -> None:
-        """A reselect took so many seconds in all."""
-        self._costs = [*self._costs[-4:], seconds]
+    def scored(self, score_s: float, apply_s: float, copy_s: float = 0.0) -> None:
+        """A reselect took so many seconds: to score, and to change the pool. copy_s: that a device copies, and would wait for within
+        the token.
+        """
+        self._costs = [*self._costs[-4:], (score_s, apply_s, copy_s)]
+
+    def grown(self, score_s: float) -> None:
+        """More of a prompt was read, and its chunks took so many seconds to score: what was measured before was of fewer."""
+        self._costs = [(max(score_s, score), apply, copy) for score, apply, copy in self._costs]
 
     def begin(self) -> bool:
         """Whether to begin to score now; asked once a step."""

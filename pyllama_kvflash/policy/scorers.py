@@ -26,9 +26,9 @@ class Products(Protocol):
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
         """(n_head, n): for each head and each of the first n chunks, the largest product q·k with a row of its summary."""
 
-    def mass(self, layer: int, q: Floats, scale: float, n: int | None = None) -> Floats:
-        """(n,): the share of the attention that each of the first n chunks has of queries (n_query, n_head, d), summed over
-        heads; the largest of the queries'.
+    def mass(self, layers: Sequence[int], queries: Queries, scales: Sequence[float], n: int | None = None) -> Floats:
+        """(len(layers), n): the share of the attention that each of the first n chunks has of queries, (n_query, n_head, d) for each
+        of these layers, summed over heads; the largest of the queries'.
         """
 
 
@@ -41,10 +41,11 @@ class AllKeys(Protocol):
         q: Floats,
         chunks: Sequence[int],
         scale: float = 0.0,
-        part: tuple[int, int] | None = None,
+        edge: int = 0,
     ) -> Floats:
         """For q (n_token, n_head, d): (n_token * n_head, len(chunks)), the largest product q·k with a key of the chunk; with a
-        scale, the logarithm of the sum of exp(scale·q·k) over its keys. part: only its keys from the one to the other.
+        scale, the logarithm of the sum of exp(scale·q·k) over its keys. With an edge, too: (3, ...), over all keys, over the
+        first `edge` ones, and over the last.
         """
 
 
@@ -68,7 +69,7 @@ class View:
     summaries: Products | None = None
     room: int = 0
     keys: AllKeys | None = None
-    each: Callable[[Callable[[int], Any], Iterable[int]], Iterator[Any]] = map
+    each: Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]] = map
     scales: Sequence[float] = ()
     n_whole: int = 0
 
@@ -81,6 +82,9 @@ class Scorer(Protocol):
     nothing. query: whose queries the view has, "last" (the last token's), "last:N" (those of the last N tokens) or
     "question" (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and
     while decoding, it is always the last token's.
+
+    If it has `shares`, and that is true, scores are shares of a token's attention: a token that did not see what has much of its own is
+    then decoded again, see Options.again.
     """
 
     name: str
@@ -109,8 +113,12 @@ class Lru:
 CENTROIDS = "centroid:4"
 MOST_LAYERS = 24
 """Layers that policy qk looks at, at most: of a model with more, every second one, or every third."""
+GRAIN = 1 << 20
+"""Products with chunks that are worth a thread: some 0.1 ms."""
 EDGE = 4
 """A chunk's keys over those at one of its borders."""
+LENT = 0.5
+"""Of the mass of the keys at a border, what counts for the chunk beyond it."""
 
 
 class Qk:
@@ -121,11 +129,12 @@ class Qk:
     for. Of several queries, each layer's largest sum. Measured against all keys in docs/RESULTS.md.
 
     At the end of a prompt the best `rerank` times as many chunks as the pool has room for are ranked again, by all their keys.
-    What the question looks for may lie across the border of two chunks: the mass of the keys at a border counts for the chunk
-    beyond it, too.
+    What the question looks for may lie across the border of two chunks: the mass of the keys at a border counts half for
+    the chunk beyond it, too.
     """
 
     name = "qk"
+    shares = True
 
     def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
         """summary: any but "minmax", as `native.Summaries` takes it; None: "centroid:4". rerank: 0: by the summaries alone. Raises
@@ -150,15 +159,26 @@ class Qk:
         n_all = max(n, view.n_whole)  # what is no candidate has its share, too
         queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
         scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
-
-        def one(i: int) -> Floats:
-            return products.mass(i, queries[i], scales[i], n_all)
-
-        mass = np.array(list(view.each(one, range(products.n_layer)))).sum(axis=0)
+        mass = _mass(view, products, queries, scales, n_all).sum(axis=0)
         scores[:n] = np.where(view.candidates[:n], mass[:n], -np.inf)
         if self.rerank and view.keys is not None and self.summary != "exact":
             _closer(view, view.keys, queries, scales, scores, self.rerank * view.room)
-        return scores
+        found: Scores = scores / sum(q.shape[1] for q in queries)
+        return found
+
+
+def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
+    """Of each layer (n_layer, n). As few threads as pay: to hand over a layer may take longer than its products."""
+    n_layer = len(queries)
+    work = n * sum(q.size for q in queries)
+    n_part = min(n_layer, 1 + work // GRAIN)
+    parts = [range(n_layer * i // n_part, n_layer * (i + 1) // n_part) for i in range(n_part)]
+
+    def some(layers: Sequence[int]) -> Floats:
+        return products.mass(layers, [queries[i] for i in layers], [scales[i] for i in layers], n)
+
+    found = [some(parts[0])] if len(parts) == 1 else list(view.each(some, parts))
+    return np.concatenate(found)
 
 
 def _closer(
@@ -171,13 +191,10 @@ def _closer(
         return
     among = [*best.tolist(), *np.flatnonzero(~view.candidates[: view.n_whole]).tolist()]
     edge = max(1, view.chunk // EDGE)
-    parts = (None, (0, edge), (view.chunk - edge, view.chunk))
 
     def one(i: int) -> Floats:
-        each = (keys.score(i, queries[i], among, scales[i], part) for part in parts)
-        e = np.stack(
-            [x.reshape(*queries[i].shape[:2], -1) for x in each]
-        )  # whole, first and last keys; tokens; heads; chunks
+        e = keys.score(i, queries[i], among, scales[i], edge)
+        e = e.reshape(3, *queries[i].shape[:2], -1)  # whole, first and last keys; tokens; heads; chunks
         e = np.exp(e - e[0].max(axis=-1, keepdims=True))
         res: Floats = (e / e[0].sum(axis=-1, keepdims=True)).sum(axis=2).max(axis=1)
         return res
@@ -187,10 +204,10 @@ def _closer(
     rest[best] = False
     scores[rest] *= min(1.0, float(mass.min()) / max(float(scores[rest].max(initial=0)), 1e-30))
     scores[best] = mass
-    for lent, there in ((first, best - 1), (last, best + 1)):
+    for edges, there in ((first, best - 1), (last, best + 1)):
         found = (there >= 0) & (there < len(scores))
         found[found] = view.candidates[there[found]]
-        np.maximum.at(scores, there[found], lent[found])
+        np.maximum.at(scores, there[found], LENT * edges[found])
 
 
 AGGREGATES = ("zmax", "layer-mean")

@@ -68,7 +68,7 @@ CHUNK = np.dtype(
         ("digest", "V32"),  # of its record
         ("state", "<i1"),  # policy.State
         ("pinned", "<i1"),
-        ("age", "<i2"),  # batches since it set out to come back, if it is on its way
+        ("reserved", "<i2"),  # 0
         ("block", "<i4"),  # -1: none
         ("touched", "<i8"),
         ("score", "<f8"),

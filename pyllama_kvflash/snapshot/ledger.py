@@ -116,7 +116,7 @@ def capture(
     chunks = np.zeros(len(records), layout.CHUNK)
     chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
-    for name in ("state", "age", "block", "touched", "score"):
+    for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
     pager.store.hold()
     contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
@@ -155,7 +155,6 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
         tick=int(sequence["tick"]),
         state=chunks["state"].copy(),
         block=chunks["block"].copy(),
-        age=chunks["age"].copy(),
         touched=chunks["touched"].copy(),
         score=chunks["score"].copy(),
         pins=frozenset(np.flatnonzero(chunks["pinned"]).tolist()),

@@ -17,7 +17,7 @@ Lend = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
-    """Where every chunk was, arrays (n_chunks,). block: -1: in none; age: batches since it set out to come in. n_pool: cells;
+    """Where every chunk was, arrays (n_chunks,). block: -1: in none. n_pool: cells;
     n_kv: how many of them the attention read; drops, page_ins: what was still to come of a plan.
     """
 
@@ -27,7 +27,6 @@ class SavedPool:
     tick: int
     state: npt.NDArray[np.int8]
     block: npt.NDArray[np.int32]
-    age: npt.NDArray[np.int16]
     touched: npt.NDArray[np.int64]
     score: Scores
     pins: frozenset[int] = frozenset()
@@ -39,9 +38,9 @@ class SavedPool:
         """As it is now. Nothing is changed by that: what is on its way is noted as such."""
         ledger, info = pager.ledger, pager.ctx.pool_info()
         where = pager.residency()
-        block, age = where.block.copy(), np.zeros(ledger.n_chunks, np.int16)
-        for chunk, (n, at) in pager.landing.items():
-            block[chunk], age[chunk] = at, min(pager.n_computed - n, np.iinfo(np.int16).max)
+        block = where.block.copy()
+        for chunk, at in pager.landing.items():
+            block[chunk] = at
         return cls(
             n_tokens=ledger.n_tokens,
             n_pool=info.n_pool,
@@ -49,7 +48,6 @@ class SavedPool:
             tick=ledger.tick,
             state=where.state,
             block=block,
-            age=age,
             touched=ledger.touched,
             score=where.score,
             pins=frozenset(ledger.pins),
@@ -62,7 +60,7 @@ class SavedPool:
         if n_tokens == self.n_tokens:
             return self
         n = n_tokens // chunk
-        cut = {name: getattr(self, name)[:n] for name in ("state", "block", "age", "touched", "score")}
+        cut = {name: getattr(self, name)[:n] for name in ("state", "block", "touched", "score")}
         pins = frozenset(c for c in self.pins if c < n)
         return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), **cut)
 
@@ -99,7 +97,7 @@ class SavedPool:
             if self.state[chunk] == State.RESIDENT:
                 pager.ctx.commit(chunk)
             else:
-                pager.landing[chunk] = pager.n_computed - int(self.age[chunk]), int(self.block[chunk])
+                pager.landing[chunk] = int(self.block[chunk])
         pager.ledger.load(self.n_tokens, self.state, self.touched, self.score, self.tick)
         pager.ctx.set_width(self.n_kv)
         for todo, chunks in zip(pager.todo, (self.drops, self.page_ins), strict=True):
