@@ -345,16 +345,16 @@ class KVFlash(SavedSequence):
         return [*([paged] if paged else []), *events, *(self._again(events) if len(tokens) == 1 else ())]
 
     def _again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again while chunks come in that have much of its attention: it was decoded without them. Not where a
-        recurrent state, or a drafter that reads along, would have to go back.
-        """
-        selector = None if self._recurrent or self._drafts else self._selector
+        """Decode the last token again while chunks come in that have much of its attention: it was decoded without them."""
+        selector = self._selector
         for _ in range(_ROUNDS):
             found = next((e for e in events if isinstance(e, Reselect)), None)
             if selector is None or found is None or not selector.missed(found):
                 return
-            if paged := self._heard(np.array([self._take_back()], np.int32)):
-                yield paged
+            token, moved = self._take_back()
+            for paged in (moved, self._heard(np.array([token], np.int32))):
+                if paged:
+                    yield paged
             events = list(self._reselect("decode", [selector.queries()], 1, self.options.swaps))
             yield from events
 

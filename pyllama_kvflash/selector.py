@@ -33,10 +33,12 @@ class Selector:
     `cancel` first.
     """
 
-    def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options) -> None:
+    def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options, *, goes_back: bool = True) -> None:
+        """goes_back: the last token can be taken out of the sequence, to be decoded again."""
         self.scorer: Scorer = scorer
         self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
-        self._again = options.again
+        self._again = options.again if goes_back and options.spec is None else 0.0  # a drafter reads along
+        self._at_once = True  # the last scoring was within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.swaps
         self._scales: list[float] = []
@@ -81,7 +83,7 @@ class Selector:
 
     def missed(self, event: Reselect) -> bool:
         """Whether what came in then has so much of the last token's attention that this is to be decoded again."""
-        return self.repeats and event.missed > self._again and not self.schedule.beside
+        return self.repeats and event.missed > self._again and self._at_once
 
     @property
     def needed(self) -> bool:
@@ -182,7 +184,9 @@ class Selector:
         self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int, n_most: int | None = None
     ) -> Reselect:
         """Score and change the pool at once. n_free: blocks to leave free for what comes next. n_most: chunks come in at most."""
+        ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long
         self.cancel()
+        self._ticked = ticked
         self._adrift = True
         self._pager.cut_short()
         self._pager.stored()
@@ -214,7 +218,8 @@ class Selector:
             keys=self._pager.keys if close else None,
             each=self._each,
         )
-        self._job = self._start(self._view, self._pager.summarising, at_once=close or not self.schedule.beside)
+        self._at_once = close or not self.schedule.beside
+        self._job = self._start(self._view, self._pager.summarising)
 
     def finish(
         self, reason: str, pos: int, n_free: int, n_most: int | None = None, *, spread: bool = False
@@ -237,7 +242,8 @@ class Selector:
             scores = self._with_later(scores)
         begin, now = time.perf_counter(), scores
         if reason == "decode" and shares(self.scorer):
-            scores = np.fmax(scores, FADES * self._pager.ledger.score[: len(scores)])
+            faded = FADES * self._pager.ledger.score[: len(scores)]
+            scores = np.where(np.isnan(scores), np.nan, np.fmax(scores, faded))
         plan = self._pager.reselect(scores, n_free, n_most, spread=spread and self.schedule.beside)
         apply_s = time.perf_counter() - begin
         if reason == "prefill":
@@ -281,11 +287,12 @@ class Selector:
             close()
         self._pager.summarise(Qk().summary)
         self.scorer = Qk()
+        self.schedule.within = self._within(self.scorer)
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
-    def _start(self, view: View, after: Sequence[Future[None]], *, at_once: bool) -> Future[Scored]:
-        """at_once: who begins it waits for it, too, and needs no thread."""
-        if not at_once or self.scorer.summary is None:
+    def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
+        """In a thread, unless who begins it waits for it, too."""
+        if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)
         res: Future[Scored] = Future()

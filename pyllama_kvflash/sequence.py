@@ -67,7 +67,7 @@ class PooledSequence:
             self._pager = Pager(self.ctx, self.options, shared, None)
         else:
             if scorer.name != "lru":
-                self._selector = Selector(self.ctx, self._pager, scorer, self.options)
+                self._selector = Selector(self.ctx, self._pager, scorer, self.options, goes_back=not self._recurrent)
 
     def close(self) -> None:
         """Free the context and the model, for all sequences. Harmless when called again."""
@@ -167,8 +167,10 @@ class PooledSequence:
         places = [s.n_tokens for s in each]
         self.ctx.decode_each(list(tokens), places, list(tokens.values()))
         for s, token in zip(each, tokens.values(), strict=True):
+            s._owed = None if s._pending is None else (s.n_tokens, s._pending)
             s._pending = None
             s._history.append(token)
+            s._owed = None
             if s._pager:
                 s._pager.computing(1)
                 s._pager.written(1)
@@ -211,8 +213,8 @@ class PooledSequence:
         """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
         return self._selector.queries() if self._selector else []
 
-    def _take_back(self) -> int:
-        """Take the last token out, to be decoded again: it is pending from now on, wherever this is cut off."""
+    def _take_back(self) -> tuple[int, Paged | None]:
+        """Take the last token out, to be decoded again: it is pending from now on, wherever this is cut off. It, and what moved."""
         n, token = self.n_tokens - 1, self._history[-1]
         with self._step():
             self.pager.settle()
@@ -220,10 +222,10 @@ class PooledSequence:
             del self._history[n:]
             try:
                 self.ctx.seq_rm(n)
-                self.pager.rolled_back(n)
+                plan = self.pager.rolled_back(n)
             finally:
                 self._settle_owed()
-        return token
+        return token, Paged(n, plan.drops, plan.page_ins) if plan else None
 
     def _settle_owed(self) -> None:
         """A token that was on its way is in the history, or else it is pending."""

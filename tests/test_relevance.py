@@ -1040,7 +1040,7 @@ def test_qk_finds_the_codes_after_a_scorer_failed(opened: Open, short: NeedlePro
 
 
 def test_a_scorer_that_fails_while_decoding(opened: Open) -> None:
-    """One warning, among the events of the step; the run goes on, and is scored at the same steps."""
+    """One warning, among the events of the step; the run goes on, and is scored every 16 tokens, within them from then on."""
     n = 0
 
     def later(view: View) -> Scores:
@@ -1048,12 +1048,12 @@ def test_a_scorer_that_fails_while_decoding(opened: Open) -> None:
         n += 1
         return boom(view) if n > 3 else oldest(view)
 
-    kv = opened(policy=Given(later), tau=16, prefill_reselect=False)
+    kv = opened(policy=Given(later), tau=16, prefill_reselect=False, again=0)
     read(kv, 2000)
     events = feed(kv, 2200)
     warnings = [e for e in events if isinstance(e, Warn)]
     assert len(warnings) == 1
-    assert [e.pos for e in reselects(events)] == list(range(2020, 2201, 16))
+    assert [e.pos for e in reselects(events)] == [2020, 2036, 2052, *range(2064, 2201, 16)]
     at = events.index(warnings[0])
     assert isinstance(events[at + 1], Reselect)
     assert kv.policy == "qk"
