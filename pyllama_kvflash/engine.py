@@ -351,11 +351,13 @@ class KVFlash(SavedSequence):
             found = next((e for e in events if isinstance(e, Reselect)), None)
             if selector is None or found is None or not selector.missed(found):
                 return
+            selector.schedule.repeated()
             token, moved = self._take_back()
             for paged in (moved, self._heard(np.array([token], np.int32))):
                 if paged:
                     yield paged
             events = list(self._reselect("decode", [selector.queries()], 1, self.options.swaps))
+            selector.schedule.repeated()
             yield from events
 
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:

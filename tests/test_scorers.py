@@ -741,6 +741,20 @@ def test_what_a_device_copies_counts_within_the_token_alone() -> None:
     assert many.cost_s == 1.1
 
 
+def test_a_token_that_is_decoded_again_is_a_part_of_what_scoring_costs() -> None:
+    """Where every scoring has one, they become seldom; where some have, it is the least that counts."""
+    schedule = Schedule(2, 0.05, within=True, free=False)
+    schedule.repeated()
+    assert schedule.cost_s == 0
+    schedule.step(1, 1.0)
+    for _ in range(5):
+        schedule.scored(0.1, 0.0)
+        schedule.repeated()
+    assert (schedule.cost_s, schedule.interval) == (1.1, 32)
+    schedule.scored(0.1, 0.0)
+    assert (schedule.cost_s, schedule.interval) == (0.1, 2)
+
+
 def test_a_longer_prompt_takes_longer_to_score() -> None:
     """What was measured of fewer chunks is no measure for more; nothing is known before the first."""
     schedule = Schedule(2, 0.05, within=True, free=True)

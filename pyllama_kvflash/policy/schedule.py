@@ -127,6 +127,12 @@ class Schedule:
         """
         self._costs = [*self._costs[-4:], (score_s, apply_s, copy_s)]
 
+    def repeated(self) -> None:
+        """The last scoring had, or was for, a token that is decoded again: that is a part of what it costs."""
+        if self._costs:
+            score_s, apply_s, copy_s = self._costs[-1]
+            self._costs[-1] = score_s, apply_s + (self._step_s or 0.0), copy_s
+
     def grown(self, score_s: float) -> None:
         """More of a prompt was read, and its chunks took so many seconds to score: what was measured before was of fewer."""
         self._costs = [(max(score_s, score), apply, copy) for score, apply, copy in self._costs]
