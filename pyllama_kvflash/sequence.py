@@ -105,10 +105,7 @@ class PooledSequence:
         plan = pager.make_room(len(tokens)) if pager else None
         self.ctx.decode(tokens, pos, outputs)
         # a GPU computes by now: what follows takes no time of its
-        self._owed = None if self._pending is None else (pos, self._pending)
-        self._pending = None
-        self._history.frombytes(tokens.tobytes())
-        self._owed = None
+        self._stand(tokens)
         if pager:
             pager.computing(len(tokens))
             pager.written(len(tokens))
@@ -167,10 +164,7 @@ class PooledSequence:
         places = [s.n_tokens for s in each]
         self.ctx.decode_each(list(tokens), places, list(tokens.values()))
         for s, token in zip(each, tokens.values(), strict=True):
-            s._owed = None if s._pending is None else (s.n_tokens, s._pending)
-            s._pending = None
-            s._history.append(token)
-            s._owed = None
+            s._stand(np.array([token], np.int32))
             if s._pager:
                 s._pager.computing(1)
                 s._pager.written(1)
@@ -226,6 +220,13 @@ class PooledSequence:
             finally:
                 self._settle_owed()
         return token, Paged(n, plan.drops, plan.page_ins) if plan else None
+
+    def _stand(self, tokens: Tokens) -> None:
+        """Tokens that were decoded, the pending one first if there is one, are in the history from now on."""
+        self._owed = None if self._pending is None else (self.n_tokens, self._pending)
+        self._pending = None
+        self._history.frombytes(tokens.tobytes())
+        self._owed = None
 
     def _settle_owed(self) -> None:
         """A token that was on its way is in the history, or else it is pending."""

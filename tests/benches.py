@@ -1,9 +1,23 @@
 """Running `kvflash bench` in this process, for the tests of its commands."""
 
+import os
+import sys
+from pathlib import Path
+
 import click
+import pytest
 from click.testing import CliRunner, Result
 
 from pyllama_kvflash.cli import main
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path, *argv: str) -> None:
+    """Nothing of the caller's settings, nothing written outside a folder of the test, and this command line."""
+    for name in list(os.environ):
+        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["kvflash", *argv])
 
 
 def invoke(*args: str) -> Result:

@@ -16,7 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from test_engine import GREEDY, CutAtLine, check_residency, out
 from test_relevance import SMALL as PLAIN
-from test_relevance import TOKENS, Decoded, Given, feed, plain, read, registered, reselects
+from test_relevance import TOKENS, Decoded, Given, as_it_was, feed, plain, read, registered, reselects
 
 from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View, engine
 from pyllama_kvflash.drafting import Spec
@@ -87,18 +87,6 @@ def before(opened: Open, at: int, policy: Given, name: str = "qwen3", **options:
 def rounds(events: list[Event]) -> list[tuple[int, tuple[int, ...], float]]:
     """Of each scoring: where, what came in, and what was missed."""
     return [(e.pos, e.page_ins, e.missed) for e in reselects(events)]
-
-
-def as_it_was(control: KVFlash, blocks: npt.NDArray[np.int32]) -> None:
-    """Make the pool hold these chunks in these blocks, by the calls of the level below."""
-    have = control.ctx.blocks()[0]
-    differ = np.flatnonzero(have != blocks)
-    for chunk in have[differ]:
-        if chunk >= 0:
-            control.ctx.drop(int(chunk))
-    for block in differ:
-        if blocks[block] >= 0:
-            control.ctx.page_in(int(blocks[block]), control.pager.store.get(int(blocks[block])), int(block))
 
 
 #

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import shutil
 import struct
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from benches import good, invoke, refused, type_examples
+from benches import good, invoke, isolate, refused, type_examples
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall, sweep
@@ -56,11 +55,7 @@ def ignore(_: Any) -> None:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the caller's settings, and nothing written outside a folder of the test."""
-    for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvflash", "bench"])
+    isolate(monkeypatch, tmp_path, "bench")
 
 
 @pytest.fixture(scope="module")

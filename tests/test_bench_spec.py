@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -16,7 +15,7 @@ from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from benches import good, refused, type_examples
+from benches import good, isolate, refused, type_examples
 from rounding import Chosen
 from test_drafting import width_noise
 
@@ -46,11 +45,7 @@ SMALL = {"n_ctx": 2048, "pool": "off", "n_threads": 1}
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the caller's settings, and nothing written outside a folder of the test."""
-    for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvflash", "bench", "spec"])
+    isolate(monkeypatch, tmp_path, "bench", "spec")
     monkeypatch.setattr(answers_bench, "_TRIES", 2)
     monkeypatch.setattr(answers_bench, "_DOCUMENT", 2)
 

@@ -1452,6 +1452,18 @@ def test_chunks_on_their_way_in_are_scored(opened: Open, monkeypatch: pytest.Mon
     assert not np.any(np.isnan(where.score[1:-4]))
 
 
+def as_it_was(control: KVFlash, blocks: npt.NDArray[np.int32]) -> None:
+    """Make the pool hold these chunks in these blocks, by the calls of the level below."""
+    have = control.ctx.blocks()[0]
+    differ = np.flatnonzero(have != blocks)
+    for chunk in have[differ]:
+        if chunk >= 0:
+            control.ctx.drop(int(chunk))
+    for block in differ:
+        if blocks[block] >= 0:
+            control.ctx.page_in(int(blocks[block]), control.pager.store.get(int(blocks[block])), int(block))
+
+
 def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """The next n tokens have, to the bit, the logits of a run whose pool is made what it was at every step by hand."""
     with monkeypatch.context() as patch:
@@ -1460,14 +1472,7 @@ def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch,
             pos = kv.n_tokens
             feed(kv, pos + 1)
             want = seen.blocks[-1]
-            have = control.ctx.blocks()[0]
-            differ = np.flatnonzero(have != want)
-            for chunk in have[differ]:
-                if chunk >= 0:
-                    control.ctx.drop(int(chunk))
-            for block in differ:
-                if want[block] >= 0:
-                    control.ctx.page_in(int(want[block]), control.pager.store.get(int(want[block])), int(block))
+            as_it_was(control, want)
             control.ctx.decode(TOKENS[pos : pos + 1], pos, 1)
             assert np.array_equal(kv.logits(), control.ctx.logits()), pos
 

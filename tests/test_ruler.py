@@ -4,7 +4,6 @@ import csv
 import importlib
 import json
 import math
-import os
 import random
 import re
 import sys
@@ -21,7 +20,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 pytest.importorskip("jinja2")
 
-from benches import good, invoke, refused, type_examples
+from benches import good, invoke, isolate, refused, type_examples
 
 from pyllama_kvflash.bench import kld, ruler_tables, ruler_texts
 from pyllama_kvflash.bench import ruler as ruler_bench
@@ -55,11 +54,7 @@ TINY = ("--contexts", "1K", "--pools", "768", "--docs", "1", "-b", "64", "-t", "
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the caller's settings, and nothing written outside a folder of the test."""
-    for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvflash", "bench"])
+    isolate(monkeypatch, tmp_path, "bench")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from benches import good, refused, type_examples
+from benches import good, isolate, refused, type_examples
 
 from pyllama_kvflash.bench import paging as paging_bench
 from pyllama_kvflash.bench import shapes
@@ -60,11 +59,7 @@ PAGING = (
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of the caller's settings, and nothing written outside a folder of the test."""
-    for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvflash", "bench"])
+    isolate(monkeypatch, tmp_path, "bench")
     monkeypatch.setattr(paging_bench, "PLAIN_BYTES", 1 << 20)
 
 

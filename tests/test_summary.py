@@ -423,6 +423,30 @@ def test_queries_may_lie_anywhere_and_nothing_is_scored_for_nothing() -> None:
     assert Summaries(layers, 16, "mean").score(1, q).shape == (4, 0)
 
 
+def asked_while_appended(
+    summaries: Summaries, records: Sequence[npt.NDArray[np.uint8]], ask: Callable[[], bool]
+) -> list[bool]:
+    """What a thread is told that asks again and again, while chunks are appended until there are three slabs."""
+    found: list[bool] = []
+    stop = threading.Event()
+
+    def asking() -> None:
+        while not stop.is_set():
+            found.append(ask())
+
+    thread = threading.Thread(target=asking)
+    thread.start()
+    try:
+        for chunk in itertools.count(len(summaries)):
+            if chunk >= 3 * SLAB and len(found) >= 20:
+                break
+            summaries.put(chunk, records[(chunk + 1) % 8])
+    finally:
+        stop.set()
+        thread.join()
+    return found
+
+
 def test_scores_do_not_change_while_chunks_are_appended() -> None:
     """In a thread, as they are asked for beside decode, across several slabs."""
     layers = geometry(n_layer=1, d=128)
@@ -430,24 +454,7 @@ def test_scores_do_not_change_while_chunks_are_appended() -> None:
     summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
     n, q = len(summaries), queries(layers[0])
     want = summaries.score(0, q)
-    found: list[bool] = []
-    stop = threading.Event()
-
-    def score() -> None:
-        while not stop.is_set():
-            found.append(np.array_equal(summaries.score(0, q, n), want))
-
-    thread = threading.Thread(target=score)
-    thread.start()
-    try:
-        for chunk in itertools.count(n):
-            if chunk >= 3 * SLAB and len(found) >= 20:
-                break
-            summaries.put(chunk, records[(chunk + 1) % 8])
-    finally:
-        stop.set()
-        thread.join()
-    assert all(found)
+    assert all(asked_while_appended(summaries, records, lambda: np.array_equal(summaries.score(0, q, n), want)))
     assert np.array_equal(summaries.score(0, q, n), want)
 
 
@@ -701,23 +708,8 @@ def test_mass_does_not_change_while_chunks_are_appended() -> None:
     records = [record_of(layers, seed) for seed in range(8)]
     summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
     n, q = len(summaries), some_queries(layers[0], 1)
-    want, found, stop = mass_of(summaries, 0, q, 1), list[bool](), threading.Event()
-
-    def score() -> None:
-        while not stop.is_set():
-            found.append(np.array_equal(mass_of(summaries, 0, q, 1, n), want))
-
-    thread = threading.Thread(target=score)
-    thread.start()
-    try:
-        for chunk in itertools.count(n):
-            if chunk >= 3 * SLAB and len(found) >= 20:
-                break
-            summaries.put(chunk, records[(chunk + 1) % 8])
-    finally:
-        stop.set()
-        thread.join()
-    assert all(found)
+    want = mass_of(summaries, 0, q, 1)
+    assert all(asked_while_appended(summaries, records, lambda: np.array_equal(mass_of(summaries, 0, q, 1, n), want)))
 
 
 #

@@ -95,6 +95,7 @@ class Context:
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # all positions of a stock cache, rounded up to 256
         self.pooled = pool is not None
         self.q_tap, self._q_every = (pool.q_tap, pool.q_every) if pool else (0, 1)
+        self._tapped: list[Layer] | None = None  # they never change
 
     def sequence(self, seq: int) -> Self:
         """The same context as sequence 0 .. n_seq - 1 sees it: what is decoded, moved and forgotten through it is its own."""
@@ -241,7 +242,9 @@ class Context:
 
     def tapped(self) -> list[Layer]:
         """Those of them whose queries queries() has."""
-        return self.layers()[self._q_every // 2 :: self._q_every]
+        if self._tapped is None:
+            self._tapped = self.layers()[self._q_every // 2 :: self._q_every]
+        return self._tapped
 
     def kv_bytes(self) -> KVBytes:
         """Device bytes of the cache."""

@@ -249,7 +249,7 @@ class QkZmax:
         queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
         if self.aggregate != "zmax":
             return _of_candidates(view, queries, _layer_mean)
-        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates, _less_sigma)
+        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates)
         if self.rerank and view.keys is not None and self.summary != "exact":
             return _rerank(view, view.keys, queries, scores, self.rerank * view.room)
         return scores
@@ -308,7 +308,7 @@ def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Score
     closer = np.full(len(scores), -np.inf)
     closer[best] = np.max(list(view.each(one, range(len(queries[0])))), axis=0)
     among = np.isfinite(closer)
-    closer = _with_halo(closer, among, _less_sigma)
+    closer = _with_halo(closer, among)
     rest = view.candidates & ~among
     closer[rest] = scores[rest] - scores[rest].max(initial=-np.inf) + closer[best].min() - HALO
     return closer
@@ -321,16 +321,12 @@ def _z(x: Floats) -> Floats:
     return res
 
 
-def _with_halo(scores: Scores, candidates: Mask, of_neighbour: Callable[[Scores], Scores]) -> Scores:
-    """Each candidate's score, or what its better neighbour lends it. Scores of others are -inf."""
-    res, lent = scores.copy(), of_neighbour(scores)
+def _with_halo(scores: Scores, candidates: Mask) -> Scores:
+    """Each candidate's score, or HALO less than its better neighbour's. Scores of others are -inf."""
+    res, lent = scores.copy(), scores - HALO
     np.maximum(res[1:], lent[:-1], out=res[1:])
     np.maximum(res[:-1], lent[1:], out=res[:-1])
     return np.where(candidates, res, -np.inf)
-
-
-def _less_sigma(scores: Scores) -> Scores:
-    return scores - HALO
 
 
 def _n_scored(view: View) -> int:
