@@ -16,10 +16,10 @@ import numpy as np
 
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.bench.grid import machine, markdown
-from pyllama_kvflash.drafter import Drafter
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Qk, View
+from pyllama_kvflash.scorers.reader import Reader
 
 CHUNK = 64
 SHAPES = {"needle-7m": (6, 2, 6, 64), "36 layers of 8 x 128": (36, 8, 32, 128)}  # layers, KV heads, heads, width
@@ -156,7 +156,8 @@ def drafter(threads: int) -> Iterator[tuple[int, float, float]]:
         rng = np.random.default_rng(3)
         tokens = rng.integers(300, kv.model.n_vocab, 70_000).astype(np.int32)
         for context in (4096, 8192, 16384, 32768, 65536):
-            scorer = Drafter(BUNDLED_MODEL, kv.model, Options(pool=1024, n_ctx=context + 1024, n_threads=threads))
+            options = Options(pool=1024, n_ctx=context + 1024, n_threads=threads)
+            scorer = Reader(BUNDLED_MODEL, kv.model, options, KVFlash.open)
             try:
                 first = timed(scorer, tokens[:context])
                 again = statistics.median(timed(scorer, tokens[: context + 64 * i]) for i in range(1, 8))
@@ -165,7 +166,7 @@ def drafter(threads: int) -> Iterator[tuple[int, float, float]]:
             yield context, first, again
 
 
-def timed(scorer: Drafter, tokens: Any) -> float:
+def timed(scorer: Reader, tokens: Any) -> float:
     """Seconds of one score."""
     n = -(-len(tokens) // CHUNK)
     view = View(tokens, CHUNK, np.zeros(n, np.int64), np.ones(n, np.bool_))
@@ -187,7 +188,7 @@ def least(f: Callable[[], Any], times: int = 5) -> float:
 
 def plot(points: Iterable[tuple[int, float, float]], path: str) -> None:
     """Seconds by context, the first score and the next ones."""
-    from pyllama_kvflash.plot import figure  # noqa: PLC0415 (only for those who want a picture)
+    from pyllama_kvflash.bench.plot import figure  # noqa: PLC0415 (only for those who want a picture)
 
     fig = figure(7, 3.6)
     axis = fig.subplots()

@@ -14,7 +14,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.answers import batch_costs
 from pyllama_kvflash.bench.shapes import shape_file
 from pyllama_kvflash.bench.steps import hardware
-from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash.options import Spec
 
 WIDTHS = (2, 3, 5, 9, 17)
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyllama_kvflash.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.engine.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
 

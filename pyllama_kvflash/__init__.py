@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.engine import KVFlash
+    from pyllama_kvflash.engine.engine import KVFlash
     from pyllama_kvflash.errors import KVFlashError
     from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
     from pyllama_kvflash.native import Sampling
     from pyllama_kvflash.options import Options
     from pyllama_kvflash.policy import Scorer, View
-    from pyllama_kvflash.residency import Residency
+    from pyllama_kvflash.pool.residency import Residency
 
 _HOME = {
     "Done": "events",
     "Event": "events",
-    "KVFlash": "engine",
+    "KVFlash": "engine.engine",
     "KVFlashError": "errors",
     "Options": "options",
     "Paged": "events",
     "Prefill": "events",
     "Reselect": "events",
-    "Residency": "residency",
+    "Residency": "pool.residency",
     "Scorer": "policy",
     "View": "policy",
     "Warn": "events",

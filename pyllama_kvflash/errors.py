@@ -8,7 +8,7 @@
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
-    ├── SnapshotError       1   a snapshot is damaged, of something else, or cannot be written; what runs goes on without
+    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run goes on without it
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
     └── Interrupted           130   stopped by the user; what was produced is kept
@@ -71,3 +71,17 @@ class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
     """Stopped by Ctrl-C. The engine can go on from where it was."""
 
     exit_code = 130
+
+
+def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
+    """Raise UsageError unless low <= value <= high; a NaN is not. name: how users spell it; hint: what is usual."""
+    if not low <= value <= high:
+        msg = f"{name} is {value}, and must be from {low} to {high}" + (f": {hint}" if hint else "")
+        raise UsageError(msg)
+
+
+def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
+    """Raise UsageError unless value is one of those allowed."""
+    if value not in allowed:
+        msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
+        raise UsageError(msg)

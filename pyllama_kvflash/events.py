@@ -55,6 +55,17 @@ class Stats:
         return (self.n_generated - 1) / self.decode_s if self.decode_s and self.n_generated > 1 else 0.0
 
 
+@dataclass(slots=True)
+class DraftStats:
+    """What speculative decoding did for one answer: the last counts of Stats."""
+
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    plain_steps: int = 0
+    gated_steps: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """A batch of the prompt is in: `done` of `total` tokens."""

@@ -2,11 +2,10 @@
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Self
 
-from pyllama_kvflash.drafting import Spec
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
 from pyllama_kvflash.policy.sizing import AUTO_CAP
@@ -18,112 +17,153 @@ FLASH_ATTN = ("auto", "on", "off")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's
+SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
+MAX_DRAFT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """How speculative decoding guesses tokens. Names are llama.cpp's where it has one."""
+
+    kind: str
+    """"draft" (a smaller model with the same tokens), "dflash" (DFlash, DFlash2, DSpark), "eagle3", "mtp" (the model's own heads,
+    or those in a file) or "ngram" (what followed the last tokens earlier in the text)."""
+    model: str | None = None
+    """The draft model's file."""
+    n_max: int = 8
+    """Most tokens of a draft. A draft is checked in one batch of n_max + 1 tokens."""
+    p_min: float = 0.0
+    """A guess that the draft model finds less likely than this ends the draft."""
+    window: int = 2048
+    """How many positions back the draft model remembers."""
+    gate: float = 1.0
+    """What a drafted step must be worth, in plain steps, for drafting to go on. 0: always draft."""
+    sustain: int = 4
+    """Drafted steps in a row that may be worth less before drafting stops."""
+
+    def __post_init__(self) -> None:
+        """Check every value. Raises UsageError."""
+        check_choice(self.kind, SPEC_KINDS, "spec (--spec)")
+        if self.model is None and self.kind in ("draft", "dflash", "eagle3"):
+            msg = f"spec (--spec) is {self.kind!r}, which needs a drafter: give its file with -md/--model-draft"
+            raise UsageError(msg)
+        if self.model is not None and self.kind == "ngram":
+            msg = (
+                "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
+            )
+            raise UsageError(msg)
+        check_range(self.n_max, 1, MAX_DRAFT, "n_max (--draft-max)", "8 is usual")
+        check_range(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
+        check_range(self.window, 256, 1 << 20, "window (--draft-window)", "2048 is usual")
+        check_range(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
+        check_range(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a KVFlash. Sizes are tokens.
+    """How a model is run. Sizes are in tokens unless a comment says otherwise."""
 
-    n_ctx: logical context, 0: the model's. pool: tokens of KV kept on the device, "auto", or "off" for the full cache.
-    chunk: tokens that are paged together (16, 32, 64). policy: which chunks stay and come back, a name ("qk", "qk-cos",
-    "qk-zmax", "lru", "drafter", "crosstok", or one that a package registered) or a Scorer. tau: tokens from one scoring to
-    the next, at least, 0: see `interval`; swaps: chunks that come back after one, at most, while decoding; share: of the decode time that scoring may take, 0: no limit. again: the share of a
-    token's attention above which chunks that come in after it have it decoded again, 0: never. replay: tokens at the end of a prompt
-    that are run again after the pool was chosen for them, 0: none. prefill_reselect: choose between the batches of a
-    prompt, too. qk_summary (None: its own), qk_query, qk_rerank: of policies "qk" and "qk-zmax", see policy.Qk;
-    qk_aggregate: of "qk-zmax", see policy.QkZmax. draft_model: of policy
-    "drafter" and "crosstok", None: looked for, see drafter.find_drafter; draft_pool: its own pool. n_parallel: sequences
-    of up to n_ctx tokens each, which share the pool; policy is a name then. n_batch: prompt tokens per decode call, 0: as many as the pool allows, at most 2048; n_ubatch: per graph. n_threads: None: all cores.
-    spec: speculative decoding, None: off, see drafting.Spec.
-    snapshots: keep a pool even where it covers the context, and checkpoints of what no chunk holds: for save().
-    n_gpu_layers: -1: all. tensor_split: shares of the layers for each GPU, (): by their free memory. n_cpu_moe: layers,
-    from the first, whose experts stay in host memory, "auto": as few as leave room for the pool. rpc: servers
-    (host:port) whose devices are used, too. host_limit: bytes of host memory for the records of chunks, None: what there
-    is; disk: a folder for those beyond that, None: none. auto_cap: tokens that pool "auto" takes at most. type_k, type_v: cache types. flash_attn: "auto", "on", "off". sinks, tail: chunks at the
-    beginning and at the end that always stay. pins: position ranges [start, end) that always stay.
-    """
+    # the context and the pool
+    n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained on
+    pool: int | str = "auto"  # tokens of KV on the device; "auto": by free memory; "off": the full cache
+    auto_cap: int = AUTO_CAP  # the largest pool that "auto" chooses
+    chunk: int = 64  # tokens that are moved together: 16, 32 or 64
+    sinks: int = 1  # chunks at the beginning that never leave the device
+    tail: int = 4  # chunks at the end that never leave it
+    pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave it
+    n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
 
-    n_ctx: int = 0
-    pool: int | str = "auto"
-    chunk: int = 64
-    policy: str | Scorer = "qk"
-    tau: int = 0
-    swaps: int = 4
-    share: float = 0.03
-    again: float = 0.03
-    replay: int = 64
-    prefill_reselect: bool = True
-    qk_summary: str | None = None
-    qk_aggregate: str = "zmax"
-    qk_query: str = "last:4"
-    qk_rerank: int = 8
-    draft_model: str | None = None
-    draft_pool: int = 2048
-    spec: Spec | None = None
-    snapshots: bool = False
-    n_parallel: int = 1
-    n_batch: int = 0
-    n_ubatch: int = 512
-    n_threads: int | None = None
-    n_gpu_layers: int = -1
-    tensor_split: tuple[float, ...] = ()
-    n_cpu_moe: int | str = 0
-    rpc: tuple[str, ...] = ()
-    host_limit: int | None = None
-    disk: str | None = None
-    auto_cap: int = AUTO_CAP
-    type_k: str = "f16"
-    type_v: str = "f16"
-    flash_attn: str = "auto"
-    sinks: int = 1
-    tail: int = 4
-    pins: tuple[tuple[int, int], ...] = ()
+    # which chunks are resident
+    policy: str | Scorer = "qk"  # a name (registry.policy_names()), or a scorer of your own
+    tau: int = 0  # tokens between two scorings, at least; 0: see `interval`
+    swaps: int = 4  # most chunks that one scoring brings back while decoding
+    share: float = 0.03  # most of the decode time that scoring may take; 0: no limit
+    again: float = 0.03  # a token that missed more of its attention than this is decoded again; 0: never
+    replay: int = 64  # tokens at the end of a prompt that run again once the pool suits them; 0: none
+    prefill_reselect: bool = True  # choose between the batches of a prompt, too
+    qk_summary: str | None = None  # what "qk" and "qk-zmax" keep of a chunk's keys; None: each its own (policy.Qk)
+    qk_aggregate: str = "zmax"  # how "qk-zmax" joins the heads (policy.QkZmax)
+    qk_query: str = "last:4"  # which tokens' queries score at the end of a prompt
+    qk_rerank: int = 8  # chunks that are looked at key by key there; 0: none
+    scorer_model: str | None = None  # the small model of "drafter" and "crosstok"; None: searched for (scorers.reader)
+    scorer_pool: int = 2048  # and its own pool
 
-    def __post_init__(self) -> None:
+    # speculative decoding
+    spec: Spec | None = None  # None: off
+
+    # computation
+    n_batch: int = 0  # prompt tokens of a decode call; 0: what the pool allows, 2,048 at most
+    n_ubatch: int = 512  # tokens of one graph
+    n_threads: int | None = None  # None: all cores
+    type_k: str = "f16"  # cache type of K
+    type_v: str = "f16"  # cache type of V
+    flash_attn: str = "auto"  # "auto", "on" or "off"
+
+    # devices
+    n_gpu_layers: int = -1  # -1: all
+    tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
+    n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as must
+    rpc: tuple[str, ...] = ()  # servers (host:port) whose devices are used, too
+
+    # host memory and disk
+    host_limit: int | None = None  # bytes of chunk records in host memory; None: no limit
+    disk: str | None = None  # a folder for the records beyond that; None: none
+    snapshots: bool = False  # keep what save() needs: a pool even where it covers the context, and checkpoints
+
+    # former names
+    draft_model: InitVar[str | None] = None  # scorer_model
+    draft_pool: InitVar[int | None] = None  # scorer_pool
+
+    def __post_init__(self, draft_model: str | None, draft_pool: int | None) -> None:
         """Check every value. Raises UsageError."""
+        for name, value in (("scorer_model", draft_model), ("scorer_pool", draft_pool)):
+            if value is not None:
+                object.__setattr__(self, name, value)
         self._check_sizes()
         self._check_devices()
         self._check_policy()
         self._check_cache()
 
     def _check_sizes(self) -> None:
-        _within(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
-        _within(self.n_batch, 0, MAX_TOKENS, "n_batch (-b/--batch-size)", "0 takes as many as the pool allows")
-        _within(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
+        check_range(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
+        check_range(self.n_batch, 0, MAX_TOKENS, "n_batch (-b/--batch-size)", "0 takes as many as the pool allows")
+        check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
-        _within(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
+        check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
         if self.spec is not None and self.n_parallel > 1:
             msg = f"spec drafts for one sequence, and n_parallel is {self.n_parallel}: leave one of the two out"
             raise UsageError(msg)
-        _within(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
-        _within(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
+        check_range(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
+        check_range(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 
     def _check_devices(self) -> None:
-        _within(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
+        check_range(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
         if self.n_threads is not None:
-            _within(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
+            check_range(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
         if not all(0 <= x <= MAX_TOKENS for x in self.tensor_split) or (
             self.tensor_split and not any(self.tensor_split)
         ):
             msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
             raise UsageError(msg)
         if isinstance(self.n_cpu_moe, str):
-            _one_of(self.n_cpu_moe, ("auto",), "n_cpu_moe (-ncmoe/--n-cpu-moe)")
+            check_choice(self.n_cpu_moe, ("auto",), "n_cpu_moe (-ncmoe/--n-cpu-moe)")
         else:
-            _within(self.n_cpu_moe, 0, MAX_TOKENS, "n_cpu_moe (-ncmoe/--n-cpu-moe)", '"auto" chooses, 0 is none')
+            check_range(self.n_cpu_moe, 0, MAX_TOKENS, "n_cpu_moe (-ncmoe/--n-cpu-moe)", '"auto" chooses, 0 is none')
         for server in self.rpc:
             host, _, port = server.rpartition(":")
             if not re.fullmatch(r"[^\s:/]+", host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
                 msg = f"rpc (--rpc) has {server!r}: give servers as host:port, several with commas"
                 raise UsageError(msg)
         if self.host_limit is not None:
-            _within(self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit")
-        _within(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP} is usual")
+            check_range(
+                self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit"
+            )
+        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP} is usual")
 
     def _check_policy(self) -> None:
-        _one_of(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
+        check_choice(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         if isinstance(self.policy, str):
-            _one_of(self.policy, policy_names(), "policy (--kvflash-policy)")
+            check_choice(self.policy, policy_names(), "policy (--kvflash-policy)")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
             raise UsageError(msg)
@@ -132,20 +172,20 @@ class Options:
                 f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
             )
             raise UsageError(msg)
-        _within(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
-        _within(self.swaps, 1, MAX_TOKENS, "swaps (--kvflash-swaps)", "4 is usual")
-        _within(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
-        _within(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
-        _within(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
+        check_range(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
+        check_range(self.swaps, 1, MAX_TOKENS, "swaps (--kvflash-swaps)", "4 is usual")
+        check_range(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
+        check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
+        check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
         self._check_summary()
-        _one_of(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
+        check_choice(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         try:
             n_queries(self.qk_query)
         except UsageError as err:
             msg = f"qk_query (--qk-query): {err}"
             raise UsageError(msg) from None
-        _within(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
-        _within(self.draft_pool, 1, MAX_TOKENS, "draft_pool (--draft-pool)", "2048 is usual")
+        check_range(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
+        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2048 is usual")
 
     def _check_summary(self) -> None:
         if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):
@@ -159,13 +199,13 @@ class Options:
             raise UsageError(msg)
 
     def _check_cache(self) -> None:
-        _one_of(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
-        _one_of(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
-        _one_of(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
+        check_choice(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
+        check_choice(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
+        check_choice(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
         if isinstance(self.pool, str):
-            _one_of(self.pool, ("auto", "off"), "pool (--kvflash)")
+            check_choice(self.pool, ("auto", "off"), "pool (--kvflash)")
         else:
-            _within(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
+            check_range(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
 
@@ -196,18 +236,6 @@ def check_span(start: int, end: int, n_ctx: int) -> None:
     """Raise UsageError unless [start, end) is a range of positions in a context."""
     if not 0 <= start < end <= n_ctx:
         msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end <= {n_ctx}"
-        raise UsageError(msg)
-
-
-def _within(value: float, low: float, high: float, name: str, hint: str) -> None:
-    if not low <= value <= high:
-        msg = f"{name} is {value}, and must be from {low} to {high}: {hint}"
-        raise UsageError(msg)
-
-
-def _one_of(value: object, allowed: tuple[object, ...], name: str) -> None:
-    if value not in allowed:
-        msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)
 
 

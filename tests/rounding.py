@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyllama_kvflash import engine
+from pyllama_kvflash.engine import engine
 from pyllama_kvflash.native import Context, Sampler
 from pyllama_kvflash.native.lib import ffi, lib
 

@@ -12,9 +12,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, pager
+from pyllama_kvflash import KVFlash, Reselect, Sampling, Token
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
+from pyllama_kvflash.pool import pager
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -18,14 +18,15 @@ from test_engine import GREEDY, CutAtLine, check_residency, out
 from test_relevance import SMALL as PLAIN
 from test_relevance import TOKENS, Decoded, Given, as_it_was, feed, plain, read, registered, reselects
 
-from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View, engine
-from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View
+from pyllama_kvflash.engine import engine
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import LAST, Context, Model, Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule, State
-from pyllama_kvflash.selector import FADES
+from pyllama_kvflash.pool.selector import FADES
 
 pytestmark = pytest.mark.native
 

@@ -97,7 +97,19 @@ def test_a_module_is_read_in_one_sitting(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["policy", "needle", "text", "errors", "events", "fingerprint", "trace", "plot", "crosstok"]
+    "module",
+    [
+        "policy",
+        "needle",
+        "text",
+        "errors",
+        "events",
+        "fingerprint",
+        "registry",
+        "bench.trace",
+        "bench.plot",
+        "scorers.crosstok",
+    ],
 )
 def test_runs_without_a_compiler(module: str) -> None:
     """In a fresh interpreter in which nothing of `native` can be imported."""

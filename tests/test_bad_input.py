@@ -189,7 +189,7 @@ FUZZ = r"""
 import os, random, resource, signal, sys
 from pathlib import Path
 
-import pyllama_kvflash.engine
+import pyllama_kvflash.engine.engine
 from pyllama_kvflash.cli import main
 
 model, copy, log, args, n, seed = sys.argv[1], *map(Path, sys.argv[2:4]), sys.argv[4].split(), *map(int, sys.argv[5:])
@@ -370,7 +370,7 @@ def test_metadata_that_makes_no_sense(
         (("--qk-aggregate", "sum"), ("--qk-aggregate", "'sum'", "zmax")),
         (("--qk-query", "last:0"), ("--qk-query", "'last:0'", "question")),
         (("--qk-query", "none"), ("--qk-query", "'none'", "question")),
-        (("--draft-pool", "0"), ("--draft-pool", "is 0")),
+        (("--scorer-pool", "0"), ("--scorer-pool", "is 0")),
         (("--pin-prefix", "-1"), ("pin 0:-1", "give")),
         (("--pin-prefix", "some"), ("--pin-prefix", "'some'")),
         (("--pin-prefix", "1M"), ("0:1048576", "67584")),

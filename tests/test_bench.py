@@ -23,13 +23,13 @@ from benches import good, invoke, isolate, refused, type_examples
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall, sweep
+from pyllama_kvflash.bench.demo import QUESTION_ROOM
 from pyllama_kvflash.bench.figures import heat_map, kld_figure
 from pyllama_kvflash.bench.grid import Results, Variant, comma_separated, digest, markdown
 from pyllama_kvflash.bench.kld import KldRow, KldSweep
 from pyllama_kvflash.bench.recall import BLAMES, Oracle, open_variant, run_cell
 from pyllama_kvflash.bench.sweep import Cell, Row, Sweep
-from pyllama_kvflash.demo import QUESTION_ROOM
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import OutputError, UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt

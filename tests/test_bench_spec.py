@@ -19,13 +19,13 @@ from benches import good, isolate, refused, type_examples
 from rounding import Chosen
 from test_drafting import width_noise
 
-from pyllama_kvflash import engine
 from pyllama_kvflash.bench import answers as answers_bench
-from pyllama_kvflash.bench import spec as spec_bench
+from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import batch_costs, context, difference, in_turns, make_text
 from pyllama_kvflash.bench.grid import Results
-from pyllama_kvflash.bench.spec import Cell, Row, SpecBench, Way, agreements, as_markdown, spec_figure, summarise
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.bench.speculation import Cell, Row, SpecBench, Way, agreements, as_markdown, spec_figure, summarise
+from pyllama_kvflash.engine import engine
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
 from pyllama_kvflash.events import Done
 from pyllama_kvflash.native import Context, Sampler

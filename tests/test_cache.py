@@ -18,16 +18,17 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import KVFlash, Sampling, Token, Warn, disk
+from pyllama_kvflash import KVFlash, Sampling, Token, Warn
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.disk import slabs_in
 from pyllama_kvflash.errors import HostMemoryError, UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.pool import disk
+from pyllama_kvflash.pool.disk import slabs_in
+from pyllama_kvflash.pool.store import HostMemory, HostStore
+from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
-from pyllama_kvflash.store import HostMemory, HostStore
 
 pytestmark = pytest.mark.native
 

@@ -20,8 +20,9 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import __version__, loading
+from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.engine import loading
 from pyllama_kvflash.native import Context, Device, Layer, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.options import Options

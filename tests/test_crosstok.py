@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pyllama_kvflash.crosstok import Retokenizer, Spans, char_spans, spread
+from pyllama_kvflash.scorers.crosstok import Retokenizer, Spans, char_spans, spread
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -19,11 +19,11 @@ from rounding import Chosen, held
 from test_drafting import width_noise
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.drafting import Spec
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.events import Done, Stats, Token
 from pyllama_kvflash.native import Model, Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 

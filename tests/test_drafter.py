@@ -13,22 +13,23 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from test_engine import GREEDY, check_residency, out, text_of
 
-from pyllama_kvflash import KVFlash, Reselect, Warn, drafter
-from pyllama_kvflash.crosstok import char_spans
-from pyllama_kvflash.demo import answer_all, positions
-from pyllama_kvflash.drafter import Drafter, find_drafter, same_tokenizer
+from pyllama_kvflash import KVFlash, Reselect, Warn
+from pyllama_kvflash.bench.demo import answer_all, positions
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash.scorers import reader
+from pyllama_kvflash.scorers.crosstok import char_spans
+from pyllama_kvflash.scorers.reader import Reader, find_scorer_model, same_tokenizer
 
 pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = {
     "n_ctx": 8192,
     "pool": 768,
-    "draft_pool": 1024,
+    "scorer_pool": 1024,
     "n_threads": 1,
     "share": 0,
     "policy": "drafter",
@@ -49,7 +50,7 @@ def opened() -> Iterator[Open]:
     held: list[KVFlash] = []
 
     def open_(path: Path = BUNDLED_MODEL, **options: Any) -> KVFlash:
-        held.append(KVFlash.from_file(path, **{**SMALL, "draft_model": str(BUNDLED_MODEL), **options}))
+        held.append(KVFlash.from_file(path, **{**SMALL, "scorer_model": str(BUNDLED_MODEL), **options}))
         return held[-1]
 
     yield open_
@@ -112,9 +113,9 @@ def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rewrite(tmp_path_factory.mktemp("draft") / "half.gguf")
 
 
-def drafter_of(kv: KVFlash) -> Drafter:
+def drafter_of(kv: KVFlash) -> Reader:
     assert kv._selector is not None
-    assert isinstance(kv._selector.scorer, Drafter)
+    assert isinstance(kv._selector.scorer, Reader)
     return kv._selector.scorer
 
 
@@ -166,7 +167,7 @@ def test_a_question_brings_back_the_chunk_of_its_code(opened: Open, document: Ne
 
 def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedlePrompt, other_tokenizer: Path) -> None:
     """End to end: it splits the text otherwise, reads all of it, and its scores are applied."""
-    kv = opened(policy="crosstok", draft_model=str(other_tokenizer))
+    kv = opened(policy="crosstok", scorer_model=str(other_tokenizer))
     events = read(kv, document.text)
     events += list(kv.generate(document.needles[2].question, max_tokens=40, append=True))
     assert warnings(events) == []
@@ -187,7 +188,7 @@ def test_scores_come_back_by_the_span_of_the_text(
     """What the drafter finds hot is hot in the target: a rare word, planted, and the one chunk that it scores."""
     at = document.text.index("\n", int(depth * len(document.text))) + 1
     text = document.text[:at] + "Zyzzyva zyzzyva.\n" + document.text[at:]
-    kv = opened(policy="crosstok", draft_model=str(other_tokenizer), prefill_reselect=False)
+    kv = opened(policy="crosstok", scorer_model=str(other_tokenizer), prefill_reselect=False)
 
     def planted(theirs: KVFlash) -> npt.NDArray[np.float64]:
         spans = char_spans([theirs.model.piece(int(t)) for t in theirs.tokens])
@@ -196,7 +197,7 @@ def test_scores_come_back_by_the_span_of_the_text(
         scores[here // 64] = 1
         return scores
 
-    monkeypatch.setattr(Drafter, "_chunk_scores", lambda _self, theirs: planted(theirs))
+    monkeypatch.setattr(Reader, "_chunk_scores", lambda _self, theirs: planted(theirs))
     (event,) = [e for e in read(kv, text) if isinstance(e, Reselect)]
     spans = char_spans([kv.model.piece(int(t)) for t in kv.tokens])
     mine = set((np.flatnonzero((spans[:, 0] >= at) & (spans[:, 0] < at + 7)) // 64).tolist())
@@ -214,12 +215,12 @@ def test_other_pieces_are_another_tokenizer(
     with Model.load(BUNDLED_MODEL, no_alloc=True) as one, Model.load(other_tokenizer, no_alloc=True) as other:
         assert same_tokenizer(one, one)
         assert not same_tokenizer(one, other)
-    kv = opened(draft_model=str(other_tokenizer))
+    kv = opened(scorer_model=str(other_tokenizer))
     assert warnings(read(kv, brief.text)) == []
     assert kv.policy == "crosstok"
     copy = tmp_path / "copy.gguf"
     copy.symlink_to(BUNDLED_MODEL)
-    kv = opened(draft_model=str(copy))
+    kv = opened(scorer_model=str(copy))
     read(kv, brief.text)
     assert kv.policy == "drafter"
 
@@ -227,7 +228,7 @@ def test_other_pieces_are_another_tokenizer(
 @pytest.mark.parametrize("policy", ["drafter", "crosstok"])
 def test_a_tokenizer_of_more_tokens(opened: Open, document: NeedlePrompt, other_tokenizer: Path, policy: str) -> None:
     """A text that fits the context of the target is read to its end, though it takes the drafter more tokens."""
-    kv = opened(policy=policy, draft_model=str(other_tokenizer), n_ctx=2112, draft_pool=768)
+    kv = opened(policy=policy, scorer_model=str(other_tokenizer), n_ctx=2112, scorer_pool=768)
     assert warnings(read(kv, document.text)) == []
     assert inner(kv).n_tokens > 2112
     assert kv.policy == "crosstok"
@@ -276,7 +277,7 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
 ) -> None:
     """One warning, which names the file; the codes are found, and the next run tries the drafter again."""
     path = broken(kind, tmp_path / "draft.gguf", tiny_path)
-    kv = opened(policy=policy, draft_model=str(path))
+    kv = opened(policy=policy, scorer_model=str(path))
     assert kv.policy == policy
     events = read(kv, brief.text)
     end = kv.n_tokens
@@ -297,7 +298,7 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
     if path.is_dir():
         path.rmdir()
     path.write_bytes(BUNDLED_MODEL.read_bytes())
-    kv = opened(policy=policy, draft_model=str(path))
+    kv = opened(policy=policy, scorer_model=str(path))
     events = read(kv, brief.text)
     assert warnings(events) == []
     assert kv.policy == policy
@@ -305,9 +306,9 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
 
 def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
     with pytest.raises(
-        UsageError, match=r"no drafter is found: give one with --draft-scorer, or put it at .*-draft.gguf"
+        UsageError, match=r"no scorer model is found: give one with --scorer-model, or put it at .*-draft.gguf"
     ):
-        opened(draft_model=None)
+        opened(scorer_model=None)
 
 
 def test_a_drafter_that_is_interrupted_ends_the_generation(
@@ -344,7 +345,7 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
 @pytest.mark.parametrize("n_ctx", [1280, 2048, 2304])
 def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, n_ctx: int) -> None:
     """The drafter keeps all of it then, and scores as well."""
-    kv = opened(policy=policy, n_ctx=n_ctx, draft_pool=2048)
+    kv = opened(policy=policy, n_ctx=n_ctx, scorer_pool=2048)
     assert kv.n_pool == 768
     events = list(kv.prefill(np.arange(1200, dtype=np.int32) % 400 + 10))
     assert warnings(events) == []
@@ -352,7 +353,7 @@ def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, 
 
 
 def test_small_pools_of_the_drafter_are_raised(opened: Open, brief: NeedlePrompt) -> None:
-    kv = opened(draft_pool=1)
+    kv = opened(scorer_pool=1)
     assert kv.n_pool == 768
     assert warnings(read(kv, brief.text)) == []
     assert kv.policy == "drafter"
@@ -369,20 +370,20 @@ def test_places_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("KVFLASH_DRAFT_DIR", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     target = tmp_path / "models" / "big.Q4.gguf"
-    with pytest.raises(UsageError, match="no drafter is found") as caught:
-        find_drafter(None, target)
+    with pytest.raises(UsageError, match="no scorer model is found") as caught:
+        find_scorer_model(None, target)
     folders = [tmp_path / "models", tmp_path / "named", tmp_path / "xdg" / "kvflash"]
     places = [folder / name for folder in folders for name in ("big.Q4-draft.gguf", "draft-scorer.gguf")]
     assert [str(caught.value).find(str(place)) > 0 for place in places] == [True] * 6
     for place in reversed(places):  # each one goes before those that are there
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(b"GGUF")
-        assert find_drafter(None, target) == place
-    assert find_drafter("mine.gguf", target) == Path("mine.gguf")
+        assert find_scorer_model(None, target) == place
+    assert find_scorer_model("mine.gguf", target) == Path("mine.gguf")
 
     places[0].unlink()
     places[0].mkdir()  # a folder is no drafter
-    assert find_drafter(None, target) == places[1]
+    assert find_scorer_model(None, target) == places[1]
 
 
 def test_the_cache_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,13 +392,13 @@ def test_the_cache_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / ".cache" / "kvflash" / "draft-scorer.gguf"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"GGUF")
-    assert find_drafter(None, tmp_path / "models" / "big.gguf") == path
+    assert find_scorer_model(None, tmp_path / "models" / "big.gguf") == path
 
 
 def test_a_drafter_next_to_its_target_is_used(opened: Open, tmp_path: Path, brief: NeedlePrompt) -> None:
     for name in ("big.gguf", "big-draft.gguf"):
         (tmp_path / name).symlink_to(BUNDLED_MODEL)
-    kv = opened(tmp_path / "big.gguf", draft_model=None)
+    kv = opened(tmp_path / "big.gguf", scorer_model=None)
     read(kv, brief.text)
     assert drafter_of(kv).path == tmp_path / "big-draft.gguf"
     assert inner(kv).model.path == tmp_path / "big-draft.gguf"
@@ -491,9 +492,9 @@ def test_rollback_of_the_target_rolls_the_drafter_back(
 
 def test_a_hybrid_drafter_begins_anew(tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state cannot go back: it reads the whole sequence again, and no more than that."""
-    monkeypatch.setattr(drafter, "same_tokenizer", lambda _a, _b: True)  # these have none
+    monkeypatch.setattr(reader, "same_tokenizer", lambda _a, _b: True)  # these have none
     tokens = np.random.default_rng(1).integers(0, 512, 4000).astype(np.int32)
-    options = {**SMALL, "n_ctx": 16384, "draft_model": str(tiny_path("qwen35")), "tau": 1 << 20, "replay": 0}
+    options = {**SMALL, "n_ctx": 16384, "scorer_model": str(tiny_path("qwen35")), "tau": 1 << 20, "replay": 0}
     with KVFlash.from_file(tiny_path("qwen3"), **options) as kv:
         events = list(kv.prefill(tokens[:3000]))
         assert warnings(events) == []

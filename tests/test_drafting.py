@@ -26,12 +26,15 @@ from rounding import Chosen, held
 from test_engine import CutAtLine, text_of
 from test_relevance import plain, shuffled
 
-from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, drafting, engine
-from pyllama_kvflash.drafting import Drafts, Spec
+from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token
+from pyllama_kvflash.engine import engine
+from pyllama_kvflash.engine import speculation as drafting
+from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ModelError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import ALL, Context, Model, Sampler, Speculator, devices
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 

@@ -24,7 +24,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from test_cli import Geometry, model_file
 
-import pyllama_kvflash.engine
+import pyllama_kvflash.engine.engine
 from pyllama_kvflash import Done, KVFlash, KVFlashError, Paged, Prefill, Sampling, Token, as_dict
 from pyllama_kvflash.errors import (
     HostMemoryError,

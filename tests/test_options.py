@@ -105,8 +105,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("qk_query", "first", "'first'"),
     ("qk_rerank", -1, "-1"),
     ("qk_rerank", BIG, str(BIG)),
-    ("draft_pool", 0, "0"),
-    ("draft_pool", BIG, str(BIG)),
+    ("scorer_pool", 0, "0"),
+    ("scorer_pool", BIG, str(BIG)),
     ("type_k", "f17", "'f17'"),
     ("type_k", "q8", "'q8'"),
     ("type_v", "", "''"),
@@ -179,7 +179,7 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"qk_aggregate": name} for name in AGGREGATES),
         *({"qk_query": query} for query in ("last", "last:1", "last:999", "question")),
         {"qk_rerank": 0},
-        {"draft_model": "other.gguf", "draft_pool": 1},
+        {"scorer_model": "other.gguf", "scorer_pool": 1},
         {"type_k": "q8_0", "type_v": "q4_0"},
         *({"flash_attn": mode} for mode in ("auto", "on", "off")),
         *({"pool": size} for size in ("auto", "off", 1, 1 << 30)),
@@ -222,7 +222,7 @@ def test_resolved_batch_fits_the_context(options: type["Options"], n_ctx: int, n
 @pytest.mark.native
 def test_scoring_by_default(options: type["Options"]) -> None:
     """Every second token, unless a batch of guesses would end there; what is asked for stays."""
-    from pyllama_kvflash.drafting import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
+    from pyllama_kvflash.options import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
 
     made = options()
     assert (made.interval, made.share, made.again, made.swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")

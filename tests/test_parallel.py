@@ -20,7 +20,7 @@ from pyllama_kvflash.native import ALL, Context, Model, Sampler
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt
 from pyllama_kvflash.policy import Blocks, Ledger, Lru, State, make_room
 from pyllama_kvflash.policy.sizing import pool_floor
-from pyllama_kvflash.residency import resident
+from pyllama_kvflash.pool.residency import resident
 
 pytestmark = pytest.mark.native
 

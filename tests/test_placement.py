@@ -17,16 +17,16 @@ import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import KVFlash, placement
-from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.engine import placement
+from pyllama_kvflash.engine.loading import Loaded, load, probe
+from pyllama_kvflash.engine.placement import holdings, on_host
+from pyllama_kvflash.engine.refusals import MODELS
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
-from pyllama_kvflash.loading import Loaded, load, probe
 from pyllama_kvflash.native import Context, Device, Model, PoolParams
 from pyllama_kvflash.native.model import Weight
-from pyllama_kvflash.options import Options
-from pyllama_kvflash.placement import holdings, on_host
+from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.sizing import RESERVE
-from pyllama_kvflash.refusals import MODELS
 
 pytestmark = pytest.mark.native
 
@@ -106,7 +106,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @contextmanager
 def loaded(path: Path, **options: Any) -> Iterator[Loaded]:
     """What a KVFlash is made of."""
-    res = load(path, Options(**{**SMALL, **options}))
+    res = load(path, Options(**{**SMALL, **options}), KVFlash.open)
     try:
         yield res
     finally:
@@ -316,12 +316,12 @@ def test_a_drafter_that_cannot_draft_says_so_before_the_model_is_read(
 ) -> None:
     gpu(1 << 40)
     with pytest.raises(UsageError, match=r"none\.gguf does not exist"):
-        load(tiny_path(MOE), Options(**SMALL, spec=Spec(kind="draft", model=str(tmp_path / "none.gguf"))))
+        load(tiny_path(MOE), Options(**SMALL, spec=Spec(kind="draft", model=str(tmp_path / "none.gguf"))), KVFlash.open)
     assert loads == []
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(KVFlashError, match=r"bad\.gguf"):
-        load(tiny_path(MOE), Options(**SMALL, n_cpu_moe="auto", spec=Spec(kind="draft", model=str(bad))))
+        load(tiny_path(MOE), Options(**SMALL, n_cpu_moe="auto", spec=Spec(kind="draft", model=str(bad))), KVFlash.open)
     assert all(options["no_alloc"] for options in loads)
 
 
@@ -394,7 +394,7 @@ def test_refusals_stay_what_they_are(
     def refused(name: str, n_cpu_moe: int | str) -> str:
         loads.clear()
         with pytest.raises(UnsupportedError) as err:
-            load(tiny_path(name), Options(**{**SMALL, "pool": "auto"}, n_cpu_moe=n_cpu_moe))
+            load(tiny_path(name), Options(**{**SMALL, "pool": "auto"}, n_cpu_moe=n_cpu_moe), KVFlash.open)
         assert [options.get("no_alloc", False) for options in loads] == [n_cpu_moe != 0]
         return str(err.value)
 

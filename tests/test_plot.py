@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from pyllama_kvflash.bench.plot import FORMATS, render, residency_figure
+from pyllama_kvflash.bench.trace import MAX_MOMENTS, read_trace
 from pyllama_kvflash.errors import OutputError, UsageError
-from pyllama_kvflash.plot import FORMATS, render, residency_figure
-from pyllama_kvflash.trace import MAX_MOMENTS, read_trace
 
 CHUNK = 64
 Lines = list[dict[str, Any]]

@@ -23,12 +23,13 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from test_oracles import TOKENS, Run, assert_equal
 
-from pyllama_kvflash import KVFlash, refusals
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.engine import refusals
+from pyllama_kvflash.engine.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
-from pyllama_kvflash.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS
 
 pytestmark = pytest.mark.native
 

@@ -25,16 +25,17 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from test_engine import GREEDY, CutAtLine, NoMemory, check_residency, cut_off, out, place, text_of
 
-from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View, Warn, pager, registry
-from pyllama_kvflash.demo import answer_all, positions
-from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View, Warn, registry
+from pyllama_kvflash.bench.demo import answer_all, positions
 from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError, RecordError, UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model, PoolParams, Summaries, summary
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Qk, Schedule, State, n_queries
-from pyllama_kvflash.selector import FADES
+from pyllama_kvflash.pool import pager
+from pyllama_kvflash.pool.selector import FADES
 
 pytestmark = pytest.mark.native
 
@@ -1194,7 +1195,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, **made: Any) -> None:
     points = {name: EntryPoint(name, f"third_party:{name}", registry.GROUP) for name in made}
     points["gone"] = EntryPoint("gone", "no_such_package:make", registry.GROUP)
     points["qk"] = EntryPoint("qk", "no_such_package:make", registry.GROUP)
-    monkeypatch.setattr(registry, "_registered", lambda: points)
+    monkeypatch.setattr(registry, "registered", lambda: points)
 
 
 def test_registered_scorers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

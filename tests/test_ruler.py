@@ -30,7 +30,7 @@ from pyllama_kvflash.bench.grid import Results, Variant
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.bench.ruler import Cell, Prompts, Ruler, answer, parse_tasks, run_text
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, Question, Questions, make_text, score
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Done, Token
 from pyllama_kvflash.native import Model, Sampling

@@ -35,8 +35,9 @@ import uvicorn
 from click.testing import CliRunner
 from rounding import Chosen, relative_rms
 
-from pyllama_kvflash import KVFlash, Sampling, engine
+from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.engine import engine
 from pyllama_kvflash.errors import ModelError, NativeError, PoolError, SnapshotError, UnsupportedError
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Context, Model, Sampler

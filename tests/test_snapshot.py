@@ -21,16 +21,17 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from rounding import Chosen, held, relative_rms
 from snapshots import GREEDY, MORE, SMALL, TOKENS, Case, Other, answer, assert_same, flat, go_on, ids, seen
 
-from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, View, Warn, as_dict, pager
-from pyllama_kvflash.demo import ask
-from pyllama_kvflash.drafting import Spec
+from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, View, Warn, as_dict
+from pyllama_kvflash.bench.demo import ask
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule, Scores, State
+from pyllama_kvflash.pool import pager
 from pyllama_kvflash.snapshot.file import SnapshotFile
-from pyllama_kvflash.snapshot.format import record_place
+from pyllama_kvflash.snapshot.layout import record_place
 
 pytestmark = pytest.mark.native
 

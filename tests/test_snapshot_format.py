@@ -19,8 +19,9 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.pool.store import HostMemory, HostStore
 from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
-from pyllama_kvflash.snapshot.format import (
+from pyllama_kvflash.snapshot.layout import (
     CHUNK,
     DIGEST,
     HEADER,
@@ -36,7 +37,6 @@ from pyllama_kvflash.snapshot.format import (
     record_place,
     write,
 )
-from pyllama_kvflash.store import HostMemory, HostStore
 
 pytestmark = pytest.mark.native
 

@@ -26,7 +26,7 @@ from pyllama_kvflash.bench.paging import Copies, Measured, Paging, Stream, Swap
 from pyllama_kvflash.bench.shapes import SHAPES, shape_file, write_shape
 from pyllama_kvflash.bench.speed import Cache, Row, Speed, flatness, speed_variant, stop_writing_back, summarise
 from pyllama_kvflash.bench.steps import decode_steps, near, python_loop
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, OutputError, UsageError
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import ALL, Context, Model, PoolParams

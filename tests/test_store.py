@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyllama_kvflash import store as module
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.store import HostMemory, HostStore
+from pyllama_kvflash.pool import store as module
+from pyllama_kvflash.pool.store import HostMemory, HostStore
 
 CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from pyllama_kvflash.bench.grid import Variant
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import pool_floor

@@ -6,8 +6,8 @@ from typing import Any
 
 from pyllama_kvflash.bench.grid import short
 from pyllama_kvflash.bench.paging import Copies, Measured, Stream
+from pyllama_kvflash.bench.plot import figure
 from pyllama_kvflash.bench.speed import Row
-from pyllama_kvflash.plot import figure
 
 _FULL, _PLAIN = "#555555", "#999999"
 _OUT, _IN, _STEP = "#4477aa", "#e0702a", "#4477aa"

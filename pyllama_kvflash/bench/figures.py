@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyllama_kvflash.bench.grid import short
+from pyllama_kvflash.bench.plot import figure
 from pyllama_kvflash.bench.sweep import Row
-from pyllama_kvflash.plot import figure
 
 if TYPE_CHECKING:
     from pyllama_kvflash.bench.kld import KldRow

@@ -166,9 +166,9 @@ def model_mark(path: Path) -> str:
 def setting(common: dict[str, Any]) -> dict[str, Any]:
     """What of the options of all variants belongs in a key: a drafter by its content, and this version."""
     res: dict[str, Any] = {k: v for k, v in common.items() if k != "n_threads"}
-    draft = res.get("draft_model")
+    draft = res.get("scorer_model")
     if draft and Path(draft).is_file():
-        res["draft_model"] = model_mark(Path(draft))
+        res["scorer_model"] = model_mark(Path(draft))
     return {**res, "version": __version__}
 
 

@@ -26,7 +26,7 @@ from pyllama_kvflash.bench.grid import (
     setting,
 )
 from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt

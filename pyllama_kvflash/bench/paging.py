@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from pyllama_kvflash.bench.grid import Results, comma_separated, command, markdown, short
 from pyllama_kvflash.bench.steps import WARM_UP, Steps, decode_steps, hardware, near
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.loading import load
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
-from pyllama_kvflash.loading import load
 from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Scores, State, View, pool_floor
 from pyllama_kvflash.policy.sizing import CELLS
-from pyllama_kvflash.store import HostMemory, Record
+from pyllama_kvflash.pool.store import HostMemory, Record
 
 CHUNK = 64
 AT_ONCE = (1, 4, 16, 32)  # chunks that are begun before any of them is waited for
@@ -170,7 +170,7 @@ def measure(paging: Paging, path: Path, on_prefill: OnPrefill, done: Callable[[]
 
     Raises what KVFlash.from_file does.
     """
-    loaded = load(path, Options(**paging.engine("lru")))
+    loaded = load(path, Options(**paging.engine("lru")), KVFlash.open)
     with loaded.model, loaded.ctx as ctx:
         _fill(ctx, paging.n_pool, loaded.n_batch)
         info = ctx.pool_info()

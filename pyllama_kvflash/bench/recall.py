@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash.bench.control import control_options
+from pyllama_kvflash.bench.demo import ask, positions
 from pyllama_kvflash.bench.grid import Variant, machine
-from pyllama_kvflash.demo import ask, positions
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
 from pyllama_kvflash.policy import Qk, QkZmax, Scorer, Scores, State, View

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.answer import Answer
 from pyllama_kvflash.bench.control import before_answer, before_prompt
 from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.bench.ruler_texts import TASKS, Question, Questions, make_text, score
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.answer import Answer
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.native import Model, Sampler, Sampling, Tokens

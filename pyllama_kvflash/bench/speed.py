@@ -25,7 +25,7 @@ from pyllama_kvflash.bench.grid import (
 )
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.bench.steps import AFTER, WARM_UP, decode_steps, device_used, hardware, near, python_loop
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, UsageError
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.native import Record, Tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyllama_kvflash.bench.demo import QUESTION_ROOM
 from pyllama_kvflash.bench.grid import (
     Key,
     Result,
@@ -21,8 +22,7 @@ from pyllama_kvflash.bench.grid import (
     short,
 )
 from pyllama_kvflash.bench.recall import open_variant, run_cell
-from pyllama_kvflash.demo import QUESTION_ROOM
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.needle import NeedlePrompt, make_facts, make_prompt
 

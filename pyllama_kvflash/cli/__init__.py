@@ -11,6 +11,7 @@ import click
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli.bench import bench
+from pyllama_kvflash.cli.bench_spec import spec
 from pyllama_kvflash.cli.cache import cache
 from pyllama_kvflash.cli.chat import chat
 from pyllama_kvflash.cli.convert import convert_draft
@@ -19,7 +20,6 @@ from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
-from pyllama_kvflash.cli.spec import spec
 from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.errors import KVFlashError
 

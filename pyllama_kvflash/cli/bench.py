@@ -20,8 +20,8 @@ from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.run import model_path, read_text
 from pyllama_kvflash.cli.serve import check_extra
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.loading import check_file
 
 HELP = """Measure answers: does a pool say what the full cache says?
 
@@ -135,7 +135,7 @@ COMMON = params.options(
                  show_default=True, help="Type of the V cache."),
     click.option("-b", "--batch-size", "n_batch", type=params.TokenCount(), default=0, show_default=True,
                  help="Prompt tokens per decode call, 0: as many as the pool can hold."),
-    click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, help="For variants of policy drafter."),
+    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None, help="For variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
                  show_default=True, help="Layers to offload to the GPU."),
@@ -325,7 +325,7 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
     model = model_path(options["model_arg"], options["model"], reporter)
     check_file(model)
     folder = Path(options["output"] or f"kvflash-{kind}")
-    names = ("type_k", "type_v", "n_batch", "draft_model", "n_threads", "n_gpu_layers", "n_cpu_moe")
+    names = ("type_k", "type_v", "n_batch", "scorer_model", "n_threads", "n_gpu_layers", "n_cpu_moe")
     return model, folder, {n: options[n] for n in names}, _variants(options["variants"]), reporter
 
 

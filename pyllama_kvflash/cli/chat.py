@@ -13,7 +13,7 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
@@ -93,7 +93,7 @@ def chat(
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
     sampling = params.sampling(options, None)
-    options["spec"] = params.drafting(options)
+    options["spec"] = params.spec(options)
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
     path = model_path(model_arg, model, reporter)

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.convert import OUTTYPES, Plan, find_source, resolve, write
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.loading import check_file
 
 HELP = """Convert a DFlash drafter (DFlash, DFlash2, DSpark) from safetensors to a GGUF that llama.cpp drafts with.
 

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash import native
+from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, answer_all, positions
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
-from pyllama_kvflash.demo import QUESTION_ROOM, Answers, answer_all, positions
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt

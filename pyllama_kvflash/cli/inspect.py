@@ -12,7 +12,7 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.loading import Probe, check_file, probe, rooms
+from pyllama_kvflash.engine.loading import Probe, check_file, probe, rooms
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import auto_pool

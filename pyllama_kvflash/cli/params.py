@@ -10,10 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pyllama_kvflash.drafting import KINDS, Spec
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Sampling
-from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
+from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, SPEC_KINDS, Spec
 from pyllama_kvflash.policy import AGGREGATES
 from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
@@ -157,13 +156,13 @@ def env(name: str, llama: str | None = None) -> list[str]:
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of Options from the values of POOL and SCORERS: pins put together, a drafter taken at its word."""
+    """Fields of Options from the values of POOL and SCORERS: pins put together, and a scorer's model as its policy."""
     res = dict(values)
     res["chunk"] = int(res["chunk"])
     prefix, spans = res.pop("pin_prefix"), res.pop("pin_spans")
     res["pins"] = (((0, prefix),) if prefix else ()) + spans
     typed = click.get_current_context().get_parameter_source("policy")
-    if res["draft_model"] and typed == ParameterSource.DEFAULT:
+    if res["scorer_model"] and typed == ParameterSource.DEFAULT:
         res["policy"] = "drafter"
     return res
 
@@ -175,13 +174,13 @@ def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
     return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))
 
 
-def drafting(values: dict[str, Any]) -> Spec | None:
+def spec(values: dict[str, Any]) -> Spec | None:
     """The options of SPEC, taken out of the values; None: no drafting. Raises UsageError."""
     given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec)}
     if given["kind"] != "off":
         return Spec(**given)
     if given["model"] is not None:
-        msg = f"a drafter is given (-md {given['model']}), but not how it drafts: add --spec {' or '.join(KINDS[:-1])}"
+        msg = f"a drafter is given (-md {given['model']}), but not how it drafts: add --spec {' or '.join(SPEC_KINDS[:-1])}"
         raise UsageError(msg)
     return None
 
@@ -293,15 +292,17 @@ SCORERS = options(
                  help="Whose queries score: last, last:N (tokens) or question (all that are run again)."),
     click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",
                  help="At the end of the prompt, rank this many times the pool's chunks again by all their keys, 0: none."),
-    click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, envvar="KVFLASH_DRAFT_SCORER",
-                 help="The drafter, and policy drafter.  [default: MODEL-draft.gguf or draft-scorer.gguf next to the"
+    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None,
+                 envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
+                 help="A small model that reads along, and policy drafter.  [default: MODEL-draft.gguf or draft-scorer.gguf next to the"
                  " model, in $KVFLASH_DRAFT_DIR, or in ~/.cache/kvflash]"),
-    click.option("--draft-pool", type=TokenCount(), default=2048, show_default=True, envvar="KVFLASH_DRAFT_POOL",
-                 help="The drafter's own pool in tokens."),
+    click.option("--scorer-pool", "--draft-pool", "scorer_pool", type=TokenCount(), default=2048, show_default=True,
+                 envvar=["KVFLASH_SCORER_POOL", "KVFLASH_DRAFT_POOL"],
+                 help="Its own pool in tokens."),
 )  # fmt: skip
 
 SPEC = options(
-    click.option("--spec", "spec_kind", metavar="TYPE", type=click.Choice(["off", *KINDS]), default="off", show_default=True,
+    click.option("--spec", "spec_kind", metavar="TYPE", type=click.Choice(["off", *SPEC_KINDS]), default="off", show_default=True,
                  envvar="KVFLASH_SPEC",
                  help="Speculative decoding: guess what follows, and check the guesses in one batch. draft: by a smaller model"
                  " with the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"

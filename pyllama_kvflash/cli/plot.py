@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
+from pyllama_kvflash.bench.plot import FORMATS, render
+from pyllama_kvflash.bench.trace import read_trace
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.errors import OutputError, UsageError
-from pyllama_kvflash.plot import FORMATS, render
-from pyllama_kvflash.trace import read_trace
 
 HELP = """Draw a run: which chunks were in the pool at every position, and what they were worth.
 

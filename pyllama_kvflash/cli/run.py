@@ -17,7 +17,7 @@ from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -111,7 +111,7 @@ def run(
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can tell it
-    options["spec"] = params.drafting(options)
+    options["spec"] = params.spec(options)
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter)

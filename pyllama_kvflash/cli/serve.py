@@ -13,9 +13,9 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.loading import check_file
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 HELP = """Serve a model to clients of the OpenAI protocol.

@@ -18,8 +18,8 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.bench import Numbers, picture
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError
-from pyllama_kvflash.loading import check_file
 from pyllama_kvflash.options import FLASH_ATTN
 
 SPEED_HELP = """Decode and prefill speed against the context, for the full cache and for pools in one run.
@@ -115,11 +115,18 @@ class Source:
 @click.option("--pools", type=Numbers(), default="4K", show_default=True, help="Pool sizes, in tokens.")
 @click.option("--variants", default="full,lru,qk", show_default=True, help="Lines of the table, see above.")
 @click.option("--steps", type=click.IntRange(8), default=256, show_default=True, help="Tokens to decode at each.")
-@click.option("--draft-scorer", "draft_model", metavar="FILE", default=None, help="For variants of policy drafter.")
+@click.option(
+    "--scorer-model",
+    "--draft-scorer",
+    "scorer_model",
+    metavar="FILE",
+    default=None,
+    help="For variants of policy drafter.",
+)
 def speed(**options: Any) -> None:
     """Run the speed bench."""
     reporter, source = Reporter(), _source(options)
-    common = {name: options[name] for name in (*_ENGINE, "draft_model")}
+    common = {name: options[name] for name in (*_ENGINE, "scorer_model")}
     variants = tuple({part: speed_bench.speed_variant(part) for part in options["variants"].split(",")}.values())
     contexts = tuple(sorted(options["contexts"]))
     plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common)

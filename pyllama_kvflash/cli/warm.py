@@ -10,7 +10,7 @@ import numpy as np
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.snapshot.cache import PrefixCache

@@ -17,7 +17,7 @@ from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_byt
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.sampler import Sampler, Sampling
-from pyllama_kvflash.native.spec import Speculator
+from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
 __all__ = [

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.lib import check, ffi, lib
 
@@ -28,25 +28,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _within("temperature (--temp)", self.temperature, -math.inf, 1e3)
-        _within("top_k (--top-k)", self.top_k, 0, 2**31 - 1)
-        _within("top_p (--top-p)", self.top_p, 0, 1)
-        _within("min_p (--min-p)", self.min_p, 0, 1)
-        _within("repeat_penalty (--repeat-penalty)", self.repeat_penalty, 1e-3, 1e3)
-        _within("repeat_last_n (--repeat-last-n)", self.repeat_last_n, 0, 2**20)
+        errors.check_range(self.temperature, -math.inf, 1e3, "temperature (--temp)")
+        errors.check_range(self.top_k, 0, 2**31 - 1, "top_k (--top-k)")
+        errors.check_range(self.top_p, 0, 1, "top_p (--top-p)")
+        errors.check_range(self.min_p, 0, 1, "min_p (--min-p)")
+        errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty (--repeat-penalty)")
+        errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n (--repeat-last-n)")
         if self.seed is not None:
-            _within("seed (-s/--seed)", self.seed, 0, 2**32 - 2)
+            errors.check_range(self.seed, 0, 2**32 - 2, "seed (-s/--seed)")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature <= 0
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # a NaN is within nothing
-        msg = f"{name} is {value}, and must be from {low} to {high}"
-        raise UsageError(msg)
 
 
 _DEFAULT_SEED = 0xFFFFFFFF  # llama.cpp's word for "a random one"

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyllama_kvflash.chat import ChatTemplate, check_text
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.serve import schema

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.native import Sampling, Tokens
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, PoolError, SnapshotError, UsageError
 from pyllama_kvflash.serve.job import Cache, Failed, Job
 from pyllama_kvflash.serve.metrics import Metrics

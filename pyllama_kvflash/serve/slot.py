@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from pyllama_kvflash.answer import Answer
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.answer import Answer
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.events import Event, Prefill
 from pyllama_kvflash.native import Sampler, Tokens

@@ -16,11 +16,11 @@ from threading import Lock
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.saved import SavedSequence
-from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.snapshot import layout
+from pyllama_kvflash.snapshot.capture import Capture, usable
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
-from pyllama_kvflash.snapshot.format import SUFFIX, Chunks, Identity, Source, n_lent
-from pyllama_kvflash.snapshot.ledger import Capture, usable
+from pyllama_kvflash.snapshot.layout import SUFFIX, Chunks, Identity, Source, n_lent
+from pyllama_kvflash.snapshot.saved import SavedSequence
 from pyllama_kvflash.text import n_common
 
 try:

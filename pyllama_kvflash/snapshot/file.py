@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.native import Record, Tokens
-from pyllama_kvflash.snapshot import format as layout
-from pyllama_kvflash.snapshot.format import CHUNK, DIGEST, HEADER, SECTIONS, SOURCE, Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot import layout
+from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SECTIONS, SOURCE, Chunks, Contents, Identity, Source
 
 
 class OrphanError(SnapshotError):

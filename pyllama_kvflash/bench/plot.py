@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pyllama_kvflash.bench.trace import Trace
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,13 +11,13 @@ import numpy as np
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context, Record, Tokens
-from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Scoring
-from pyllama_kvflash.snapshot import format as layout
+from pyllama_kvflash.pool.pager import Pager
+from pyllama_kvflash.pool.store import HostStore
+from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
-from pyllama_kvflash.snapshot.format import Chunks, Contents, Identity, Source
-from pyllama_kvflash.snapshot.pool import SavedPool
-from pyllama_kvflash.store import HostStore
+from pyllama_kvflash.snapshot.layout import Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot.saved_pool import SavedPool
 from pyllama_kvflash.text import n_common
 
 States = Sequence[tuple[int, bytes]]

@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import native
-from pyllama_kvflash.answer import Answer
-from pyllama_kvflash.drafting import DraftStats
+from pyllama_kvflash.engine.answer import Answer
+from pyllama_kvflash.engine.loading import Loaded, load
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Warn
-from pyllama_kvflash.loading import Loaded, load
-from pyllama_kvflash.native import Sampler, Sampling, Tokens
+from pyllama_kvflash.events import Done, DraftStats, Event, Paged, Prefill, Reselect, Stats, Warn
+from pyllama_kvflash.native import Sampler, Sampling, Summaries, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, n_queries
-from pyllama_kvflash.saved import SavedSequence
+from pyllama_kvflash.snapshot.saved import SavedSequence
 
 _ROUNDS = 3  # a token is decoded again, at most
 _AHEAD = 4096  # tokens of an answer of any length for which host memory is taken at once
@@ -41,7 +40,12 @@ class KVFlash(SavedSequence):
 
         Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled).
         """
-        return cls(load(Path(path), Options(**options), progress))
+        return cls.open(Path(path), Options(**options), progress)
+
+    @classmethod
+    def open(cls, path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Self:
+        """from_file(), with the options in one object."""
+        return cls(load(path, options, cls.open, progress))
 
     def __init__(self, loaded: Loaded, beside: Self | None = None) -> None:
         """Use from_file."""
@@ -413,6 +417,11 @@ class KVFlash(SavedSequence):
             seed=seed,
             **(asdict(drafts) if drafts else {}),
         )
+
+    @property
+    def summaries(self) -> Summaries | None:
+        """Of the keys of sealed chunks, None if the scorer wants none."""
+        return self._pager.summaries if self._pager else None
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
         """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for."""

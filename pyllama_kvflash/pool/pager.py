@@ -10,15 +10,15 @@ from contextlib import suppress
 
 import numpy as np
 
-from pyllama_kvflash.disk import slabs_in
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Blocks, Ledger, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
-from pyllama_kvflash.residency import Residency, compare, held, look, n_landing, resident
-from pyllama_kvflash.store import HostMemory, HostStore
-from pyllama_kvflash.summariser import Summariser
+from pyllama_kvflash.pool.disk import slabs_in
+from pyllama_kvflash.pool.residency import Residency, compare, held, look, n_landing, resident
+from pyllama_kvflash.pool.store import HostMemory, HostStore
+from pyllama_kvflash.pool.summariser import Summariser
 
 # That begin to come back in one step: half a ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
 FLIGHT_BYTES = 24 << 20

@@ -6,14 +6,14 @@ from typing import Any
 import click
 
 from pyllama_kvflash import native
-from pyllama_kvflash.bench import spec as spec_bench
+from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.bench import Numbers, picture
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.loading import check_file
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 

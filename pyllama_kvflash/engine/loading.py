@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.drafting import Drafts
+from pyllama_kvflash.engine.placement import on_host, place
+from pyllama_kvflash.engine.refusals import of_memory, of_model
+from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.placement import on_host, place
 from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, pool_floor, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks, usual_batch
-from pyllama_kvflash.refusals import of_memory, of_model
-from pyllama_kvflash.registry import make_scorer
+from pyllama_kvflash.scorers.factory import make_scorer
+from pyllama_kvflash.scorers.reader import OpenEngine
 
 _GGUF_MAGIC = b"GGUF"
 _NO_MEMORY = "none"
@@ -52,8 +53,13 @@ class Probe:
     refusal: str | None
 
 
-def load(path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Loaded:
-    """Load a model and make its context. Raises UsageError, ModelError, UnsupportedError and NativeError."""
+def load(
+    path: Path, options: Options, open_engine: OpenEngine, progress: Callable[[float], None] | None = None
+) -> Loaded:
+    """Load a model and make its context. open_engine: loads a scorer's model, if the policy has one.
+
+    Raises UsageError, ModelError, UnsupportedError and NativeError.
+    """
     check_file(path)
     if options.spec is not None and options.spec.model is not None:
         check_file(Path(options.spec.model))
@@ -68,7 +74,7 @@ def load(path: Path, options: Options, progress: Callable[[float], None] | None 
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
     model = Model.load(path, **where, on_host=on_host(placed.n_cpu_moe), progress=progress)
     try:
-        return _load(model, _resolved(model, options), placed)
+        return _load(model, _resolved(model, options), placed, open_engine)
     except BaseException:
         model.close()
         raise
@@ -96,7 +102,7 @@ def _probed(model: Model, options: Options) -> Probe:
     return seen
 
 
-def _load(model: Model, options: Options, placed: Placement) -> Loaded:
+def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine) -> Loaded:
     seen = _probed(model, options)
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
@@ -107,7 +113,7 @@ def _load(model: Model, options: Options, placed: Placement) -> Loaded:
     if size.n_pool is None:
         _check_memory(rooms(seen, options), n_all)
     else:
-        scorers = tuple(make_scorer(options, model) for _ in range(options.n_parallel))
+        scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
         q_tap = 0 if scorers[0].name == "lru" else max(1 + options.n_draft, _n_asking(scorers[0], options))
         mark = fingerprint(model.path)
         n_layer = len(seen.geometry.rows)

@@ -8,15 +8,15 @@ from typing import Self
 
 import numpy as np
 
+from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.errors import KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Scoring
-from pyllama_kvflash.sequence import PooledSequence
+from pyllama_kvflash.pool.sequence import PooledSequence
+from pyllama_kvflash.snapshot.capture import Capture, OnRecord, capture, identity_of, put_back, usable
 from pyllama_kvflash.snapshot.file import SnapshotFile
-from pyllama_kvflash.snapshot.format import Identity
-from pyllama_kvflash.snapshot.ledger import Capture, OnRecord, capture, identity_of, put_back, usable
+from pyllama_kvflash.snapshot.layout import Identity
 
 _CHECKPOINTS = 4  # that are kept: of a model of 27 B one takes some 150 MiB
 

@@ -20,12 +20,11 @@ from pyllama_kvflash.bench.grid import (
     setting,
     short,
 )
+from pyllama_kvflash.bench.plot import figure
 from pyllama_kvflash.bench.steps import hardware
-from pyllama_kvflash.drafting import KINDS, Spec
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.options import Options
-from pyllama_kvflash.plot import figure
+from pyllama_kvflash.options import SPEC_KINDS, Options, Spec
 from pyllama_kvflash.policy import pool_floor
 from pyllama_kvflash.policy.sizing import CELLS
 
@@ -53,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to decode. kind: as in drafting.KINDS, or "plain". gate: whether it may decode plainly where drafts do not pay."""
+    """A way to decode. kind: as in options.SPEC_KINDS, or "plain". gate: whether it may decode plainly where drafts do not pay."""
 
     kind: str = PLAIN
     n_max: int = 0
@@ -87,7 +86,7 @@ class SpecBench:
 
     def __post_init__(self) -> None:
         """Check what the engine cannot."""
-        for name, given, known in (("kind", self.kinds, KINDS), ("text", self.texts, TEXTS)):
+        for name, given, known in (("kind", self.kinds, SPEC_KINDS), ("text", self.texts, TEXTS)):
             for word in given:
                 if word not in known:
                     msg = f"there is no {name} {word!r}: give some of {','.join(known)}"

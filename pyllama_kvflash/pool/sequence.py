@@ -12,15 +12,15 @@ from typing import Self
 import numpy as np
 
 from pyllama_kvflash import native
+from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Reselect, Warn
-from pyllama_kvflash.loading import Loaded
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.options import check_span
-from pyllama_kvflash.pager import Pager, Shared
 from pyllama_kvflash.policy import Queries, Scorer
-from pyllama_kvflash.residency import Residency
-from pyllama_kvflash.selector import Selector
+from pyllama_kvflash.pool.pager import Pager, Shared
+from pyllama_kvflash.pool.residency import Residency
+from pyllama_kvflash.pool.selector import Selector
 
 
 class PooledSequence:

@@ -1,31 +1,71 @@
-"""The drafter: a small model that reads along, and whose attention says which chunks of the target matter."""
+"""A small model that reads along: its attention says which chunks of the target matter."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.crosstok import Retokenizer, char_spans, spread
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, UsageError
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Model, Summaries, Tokens
 from pyllama_kvflash.options import MAX_TOKENS, Options
 from pyllama_kvflash.policy import QkZmax, Queries, Scores, View
-
-if TYPE_CHECKING:
-    from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.scorers.crosstok import Retokenizer, char_spans, spread
 
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
-"""What a drafter is called that lies next to its target, or in the cache folder."""
+"""What a scorer's model is called that lies next to its target, or in the cache folder."""
 
 _CONTEXT = 8  # times the target's
 _TAIL = 4  # tokens whose queries score, as in QkZmax
 
 
-def find_drafter(given: str | None, target: Path) -> Path:
-    """The drafter's file: the one given, or the first that exists of NAMES next to the target, then in the folder that
+class SmallEngine(Protocol):
+    """What a reader needs of an engine: a KVFlash is one."""
+
+    options: Options
+    model: Model
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens that it has read, (n,) int32."""
+
+    @property
+    def n_tokens(self) -> int:
+        """How many."""
+
+    @property
+    def summaries(self) -> Summaries | None:
+        """Of the keys of its full chunks."""
+
+    def tokenize(self, text: str | bytes, *, add_special: bool = True) -> Tokens:
+        """Token ids of a text."""
+
+    def prefill(self, tokens: Tokens) -> Iterator[object]:
+        """Read tokens in batches."""
+
+    def decode(self, tokens: Tokens) -> object:
+        """Read tokens in one batch."""
+
+    def queries(self) -> Queries:
+        """Queries of the last token."""
+
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+OpenEngine = Callable[[Path, Options], SmallEngine]
+
+
+def find_scorer_model(given: str | None, target: Path) -> Path:
+    """The file of a scorer's model: the one given, or the first that exists of NAMES next to the target, then in the folder that
     KVFLASH_DRAFT_DIR names, then in $XDG_CACHE_HOME/kvflash (~/.cache/kvflash). Raises UsageError.
     """
     if given is not None:
@@ -36,23 +76,26 @@ def find_drafter(given: str | None, target: Path) -> Path:
     for place in places:
         if place.is_file():
             return place
-    msg = f"no drafter is found: give one with --draft-scorer, or put it at {' or '.join(map(str, places))}"
+    msg = f"no scorer model is found: give one with --scorer-model, or put it at {' or '.join(map(str, places))}"
     raise UsageError(msg)
 
 
-class Drafter:
-    """Scores chunks by the attention of a small model's last tokens, z-normalised as in `QkZmax`.
+class Reader:
+    """Policies "drafter" and "crosstok": scores chunks by the attention of a small model's last tokens, z-normalised as in `QkZmax`.
 
-    The drafter runs in a pool of its own and keeps what it has read: scoring again costs the tokens that are new. Its
-    model is loaded when it is first asked. With another tokenizer than the target's ("crosstok") it reads the target's
-    text in its own tokens, and its scores come back by the spans of characters.
+    The small model runs in a pool of its own and keeps what it has read: scoring again costs the tokens that are new. It
+    is loaded when it is first asked. With another tokenizer than the target's ("crosstok") it reads the target's text in
+    its own tokens, and its scores come back by the spans of characters.
     """
 
     summary: str | None = None
     query = "last"
 
-    def __init__(self, path: Path, target: Model, options: Options, *, retokenize: bool = False) -> None:
-        """target: whose tokens are scored. options: the target's; n_ctx, n_threads, chunk and draft_pool are used.
+    def __init__(
+        self, path: Path, target: Model, options: Options, open_engine: OpenEngine, *, retokenize: bool = False
+    ) -> None:
+        """target: whose tokens are scored. options: the target's; n_ctx, n_threads, chunk and scorer_pool are used.
+        open_engine: loads the small model.
 
         retokenize: go by the text even if the tokenizers are the same.
         """
@@ -60,8 +103,9 @@ class Drafter:
         self.path = path
         self._target = target
         self._options = options
+        self._open = open_engine
         self._retokenize = retokenize
-        self._kv: KVFlash | None = None
+        self._kv: SmallEngine | None = None
         self._queries: list[Queries] = []
         self._retokenizer: Retokenizer | None = None
 
@@ -72,9 +116,9 @@ class Drafter:
             self._kv = None
 
     def score(self, view: View) -> Scores:
-        """Scores of the chunks that the drafter has read to their end; the lowest of these for the others.
+        """Scores of the chunks that the small model has read to their end; the lowest of these for the others.
 
-        Raises ScorerError if the drafter does not load or run, and Interrupted.
+        Raises ScorerError if the small model does not load or run, and Interrupted.
         """
         try:
             kv = self._loaded()
@@ -91,17 +135,21 @@ class Drafter:
         res[: len(scores)] = scores[: len(res)]
         return res
 
-    def _loaded(self) -> "KVFlash":
+    def _loaded(self) -> SmallEngine:
         if self._kv is None:
-            from pyllama_kvflash.engine import KVFlash  # noqa: PLC0415 (the engine has a scorer, and this one an engine)
-
             o = self._options
             # positions cost a pool nothing; another tokenizer may need more of them
-            n_ctx = min(_CONTEXT * (o.n_ctx + o.draft_pool), MAX_TOKENS)
-            options: dict[str, Any] = {"n_ctx": n_ctx, "chunk": o.chunk, "n_threads": o.n_threads}
-            kv = KVFlash.from_file(
-                self.path, pool=o.draft_pool, policy=QkZmax(), prefill_reselect=False, replay=0, **options
+            n_ctx = min(_CONTEXT * (o.n_ctx + o.scorer_pool), MAX_TOKENS)
+            small = Options(
+                n_ctx=n_ctx,
+                chunk=o.chunk,
+                n_threads=o.n_threads,
+                pool=o.scorer_pool,
+                policy=QkZmax(),
+                prefill_reselect=False,
+                replay=0,
             )
+            kv = self._open(self.path, small)
             if self._retokenize or not same_tokenizer(kv.model, self._target):
                 self.name = "crosstok"
                 self._retokenizer = Retokenizer(
@@ -110,8 +158,8 @@ class Drafter:
             self._kv = kv
         return self._kv
 
-    def _read(self, kv: "KVFlash", tokens: npt.NDArray[np.int32]) -> None:
-        """Bring the drafter to the end of these tokens: what it has read of them stays."""
+    def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
+        """Bring the small model to the end of these tokens: what it has read of them stays."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
@@ -133,9 +181,9 @@ class Drafter:
             kv.decode(np.array([token], np.int32))
             self._queries.append(kv.queries())
 
-    def _chunk_scores(self, kv: "KVFlash") -> Scores:
-        """A score for each full chunk of the drafter's; its first has none of its own, since all heads look there."""
-        summaries = kv.pager.summaries
+    def _chunk_scores(self, kv: SmallEngine) -> Scores:
+        """A score for each full chunk of the small model's; its first has none of its own, since all heads look there."""
+        summaries = kv.summaries
         n = len(summaries) if summaries is not None else 0
         candidates = np.ones(n, np.bool_)
         candidates[: kv.options.sinks] = False
@@ -143,11 +191,11 @@ class Drafter:
         scores = QkZmax().score(view)
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
-    def _through_text(self, kv: "KVFlash", retokenizer: Retokenizer, view: View) -> Scores:
-        """Read the target's text in the drafter's tokens; the best score of what a target's chunk says."""
+    def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:
+        """Read the target's text in the small model's tokens; the best score of what a target's chunk says."""
         pieces = _pieces(self._target, view.tokens)
         retokenizer.update(b"".join(pieces))
-        special = kv.tokenize("", add_special=True)  # BOS, if the drafter has one
+        special = kv.tokenize("", add_special=True)  # BOS, if the small model has one
         self._read(kv, np.concatenate([special, retokenizer.tokens]).astype(np.int32))
         scores = self._chunk_scores(kv)
         if len(scores) == 0:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from pyllama_kvflash.drafting import drafter_bytes
+from pyllama_kvflash.engine.speculation import drafter_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options

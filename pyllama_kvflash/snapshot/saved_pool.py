@@ -7,9 +7,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import State, bring_in
 from pyllama_kvflash.policy.ledger import Scores
+from pyllama_kvflash.pool.pager import Pager
 
 Lend = Callable[[int], None]
 """Puts the record of a chunk into the store."""

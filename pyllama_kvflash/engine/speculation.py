@@ -7,67 +7,21 @@ remembers a window only, and that reads along only where it is needed.
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.events import DraftStats
 from pyllama_kvflash.native import Context, Model, Speculator, Tokens
+from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy.gate import Gate
 
-KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
-MAX_DRAFT = 64
 _GLANCE = 256  # tokens that a drafter reads for a try of a closed gate: most tries are in vain
 N_GRAM = 4  # tokens that must have been there before; llama.cpp takes 12, and drafts no shorter than that
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """How tokens are drafted. Names are llama.cpp's where it has one.
-
-    kind: "draft" (a smaller model with the same tokens), "dflash" (DFlash, DFlash2 and DSpark), "eagle3", "mtp" (the model's own
-    heads, or those in a file) or "ngram" (what followed the last tokens earlier in the text). model: the drafter's file. n_max:
-    tokens of a draft; every draft is checked in a batch of n_max + 1. p_min: a token that the drafter finds less likely ends
-    the draft. window: positions that the drafter remembers. gate: what a drafted step must be worth in plain ones, 0: draft
-    always; sustain: steps in a row that may be worth less.
-    """
-
-    kind: str
-    model: str | None = None
-    n_max: int = 8
-    p_min: float = 0.0
-    window: int = 2048
-    gate: float = 1.0
-    sustain: int = 4
-
-    def __post_init__(self) -> None:
-        """Check every value. Raises UsageError."""
-        if self.kind not in KINDS:
-            msg = f"spec (--spec) is {self.kind!r}, and must be one of {', '.join(KINDS)}"
-            raise UsageError(msg)
-        if self.model is None and self.kind in ("draft", "dflash", "eagle3"):
-            msg = f"spec (--spec) is {self.kind!r}, which needs a drafter: give its file with -md/--model-draft"
-            raise UsageError(msg)
-        if self.model is not None and self.kind == "ngram":
-            msg = (
-                "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
-            )
-            raise UsageError(msg)
-        _within(self.n_max, 1, MAX_DRAFT, "n_max (--draft-max)", "8 is usual")
-        _within(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
-        _within(self.window, 256, 1 << 20, "window (--draft-window)", "2048 is usual")
-        _within(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
-        _within(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
-
-
-def _within(value: float, low: float, high: float, name: str, hint: str) -> None:
-    if not low <= value <= high:
-        msg = f"{name} is {value}, and must be from {low} to {high}: {hint}"
-        raise UsageError(msg)
 
 
 @contextmanager
@@ -137,17 +91,6 @@ def _check_dflash(model: Model, target: Model) -> None:
 
 def _width(model: Model) -> str | None:
     return model.meta(f"{model.meta('general.architecture')}.embedding_length")
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """Counts of an answer, as in events.Stats."""
-
-    drafted: int = 0
-    accepted: int = 0
-    draft_steps: int = 0
-    plain_steps: int = 0
-    gated_steps: int = 0
 
 
 class Drafts:

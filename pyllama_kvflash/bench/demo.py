@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyllama_kvflash.engine import KVFlash
+from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.events import Done, Prefill, Stats, Token
 from pyllama_kvflash.native import Sampling

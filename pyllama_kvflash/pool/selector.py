@@ -13,8 +13,8 @@ from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, Snaps
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.pager import Pager
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
+from pyllama_kvflash.pool.pager import Pager
 
 FADES = 0.8
 """Of its share a chunk keeps so much at the next scoring, while decoding: what an answer was chosen for may be asked for again."""

@@ -1,0 +1,1 @@
+"""A model and its sequences: loading, generation, speculation."""
