@@ -43,7 +43,7 @@ def masses(kv: KVFlash, asked: list[list[npt.NDArray[np.float32]]], n_chunk: int
     for i, layer in enumerate(layers):
         summaries = Summaries([layer], kv.options.chunk, kind)
         for chunk in range(n_chunk):
-            summaries.put(chunk, kv.pager.store.get(chunk))
+            summaries.put(chunk, kv.pager.records.get(chunk))
         for t, queries in enumerate(asked):
             res[i, t] = summaries.mass([0], [queries[i][None]], [float(scales[i])])[0]
     return res

@@ -71,7 +71,7 @@ def flat(event: Reselect) -> npt.NDArray[np.float64]:
 
 def seen(kv: KVFlash) -> Arrays:
     """Where everything is now: nothing moves for it."""
-    kv.pager.stored()
+    kv.pager.wait_stored()
     where, ledger, info = kv.residency(), kv.pager.ledger, kv.ctx.pool_info()
     summaries = kv.pager.summaries
     entries = [row.ravel() for chunk in range(len(summaries or ())) for row in summaries.entry(chunk)]

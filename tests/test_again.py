@@ -141,8 +141,8 @@ def test_it_is_as_if_the_chunks_had_been_brought_in_by_hand(opened: Open, place:
     for one in (kv, control):
         one.check_integrity()
         feed(one, 1408)
-        one.pager.stored()
-    mine, want = (one.pager.store.get((at - 1) // 64) for one in (kv, control))
+        one.pager.wait_stored()
+    mine, want = (one.pager.records.get((at - 1) // 64) for one in (kv, control))
     layers = kv.ctx.layers()
     for layer in layers:
         for begin, size in ((layer.offs_k, layer.size_k), (layer.offs_v, layer.size_v)):

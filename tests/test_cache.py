@@ -117,7 +117,7 @@ def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: P
 
 def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
     """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left."""
-    size = opened().pager.store.record_bytes
+    size = opened().pager.records.record_bytes
     cache, text, n_written = PrefixCache(tmp_path, LARGE), RNG.integers(0, 4000, 2560).astype(np.int32), []
     before: set[tuple[int, int]] = set()
     for n in range(1280, 2560, 64):
@@ -134,7 +134,7 @@ def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
         assert len(file.contents.sources) <= 5
         assert new.restore(path) == n
         for chunk in range(n // 64):
-            np.testing.assert_array_equal(new.pager.store.get(chunk), kv.pager.store.get(chunk))
+            np.testing.assert_array_equal(new.pager.records.get(chunk), kv.pager.records.get(chunk))
         if n % 320 == 0:
             assert say(new, OTHER[:70]) == say(kv, OTHER[:70])
         kv.close()
@@ -325,7 +325,7 @@ def test_two_may_save_and_evict_at_once(opened: Open, tmp_path: Path) -> None:
     """Each file that is there is whole, and the folder is no larger than it may be."""
     texts = [np.roll(TEXT, i)[:300] for i in range(8)]
     kvs = [opened(), opened()]
-    size = kvs[0].pager.store.record_bytes * 6
+    size = kvs[0].pager.records.record_bytes * 6
     errors: list[Exception] = []
 
     def work(kv: KVFlash, order: list[int]) -> None:
@@ -370,14 +370,14 @@ def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
     """Bit for bit: the answers, and the records; a few in memory, the rest in files without names."""
     kv = opened()
     want = say(kv, TEXT, 40, append=False)
-    limit = 5 * kv.pager.store.record_bytes
+    limit = 5 * kv.pager.records.record_bytes
     spilled = opened(host_limit=limit, disk=str(tmp_path))
     assert say(spilled, TEXT, 40, append=False) == want
     for chunk in range(kv.pager.ledger.n_sealed):
-        assert np.array_equal(kv.pager.store.get(chunk), spilled.pager.store.get(chunk))
+        assert np.array_equal(kv.pager.records.get(chunk), spilled.pager.records.get(chunk))
     s = spilled.stats()
     assert s.host_bytes <= limit
-    assert s.disk_bytes >= (kv.pager.ledger.n_sealed - 5) * kv.pager.store.record_bytes
+    assert s.disk_bytes >= (kv.pager.ledger.n_sealed - 5) * kv.pager.records.record_bytes
     assert kv.stats().disk_bytes == 0
     assert list(tmp_path.iterdir()) == []
     assert say(spilled, OTHER, 20, append=False) == say(kv, OTHER, 20, append=False), "places are used again"

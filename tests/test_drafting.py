@@ -482,7 +482,7 @@ def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., fl
         assert np.array_equal(kv.tokens, TOKENS[: kv.n_tokens])
         kv.check_integrity()
     for chunk in range(500 // CHUNK, kvs[0].n_tokens // CHUNK):
-        assert np.array_equal(kvs[0].pager.store.get(chunk), kvs[1].pager.store.get(chunk))
+        assert np.array_equal(kvs[0].pager.records.get(chunk), kvs[1].pager.records.get(chunk))
 
 
 @pytest.mark.parametrize("drafter", ["draft", "dflash", "ngram"])

@@ -300,16 +300,16 @@ def test_rollback_into_a_chunk_that_is_out(opened: Open, sinks: int, cut: int) -
     assert kv.n_tokens == cut
     kv.check_integrity()
     assert out(kv) == []
-    stale = kv.pager.store.get(0).copy() if cut >= 64 else None
+    stale = kv.pager.records.get(0).copy() if cut >= 64 else None
 
     for size in (1, 64, 64):
         assert np.array_equal(feed(kv, kv.n_tokens + size), feed(control, control.n_tokens + size))
     assert np.array_equal(feed(kv, 1200), feed(control, 1200))
     assert out(kv) == out(control)
     for chunk in range(1200 // 64):
-        assert np.array_equal(kv.pager.store.get(chunk), control.pager.store.get(chunk))
+        assert np.array_equal(kv.pager.records.get(chunk), control.pager.records.get(chunk))
     if stale is not None:
-        assert np.array_equal(kv.pager.store.get(0), stale)
+        assert np.array_equal(kv.pager.records.get(0), stale)
     kv.check_integrity()
 
 
@@ -324,8 +324,8 @@ def test_rollback_and_another_continuation(opened: Open) -> None:
         for one in (kv, control):
             one.decode(other[at : at + 50])
     for chunk in range(1500 // 64):
-        head = kv.pager.store.get(chunk)[:1024]
-        assert np.array_equal(head, control.pager.store.get(chunk)[:1024])
+        head = kv.pager.records.get(chunk)[:1024]
+        assert np.array_equal(head, control.pager.records.get(chunk)[:1024])
     assert out(kv) == out(control)
     kv.check_integrity()
 
@@ -654,7 +654,7 @@ def test_check_integrity_sees_a_chunk_brought_in_behind_the_engine(opened: Open)
     kv = opened()
     feed(kv, 700)
     kv.page_out(3)
-    kv.ctx.page_in(3, kv.pager.store.get(3))
+    kv.ctx.page_in(3, kv.pager.records.get(3))
     with pytest.raises(LedgerError, match=r"differ about chunks \[3\]"):
         kv.check_integrity()
 
@@ -670,7 +670,7 @@ def test_check_integrity_sees_positions_removed_behind_the_engine(opened: Open) 
 def test_check_integrity_sees_a_lost_record(opened: Open) -> None:
     kv = opened()
     feed(kv, 700)
-    del kv.pager.store._entries[4]
+    del kv.pager.records._entries[4]
     with pytest.raises(LedgerError, match=r"no record in the store for chunks \[4\]"):
         kv.check_integrity()
 
@@ -754,7 +754,7 @@ STEPS = [
 
 def place(kv: KVFlash, step: str) -> tuple[Any, str]:
     owner, name = step.split(".")
-    return {"ctx": kv.ctx, "ledger": kv.pager.ledger, "store": kv.pager.store, "memory": kv.pager.store.memory}[
+    return {"ctx": kv.ctx, "ledger": kv.pager.ledger, "store": kv.pager.records, "memory": kv.pager.records.memory}[
         owner
     ], name
 
@@ -796,7 +796,7 @@ def test_batch_that_is_cut_off(
     assert np.array_equal(got, want[-len(got) :])
     assert out(kv) == out(control)
     for chunk in range(800 // 16):
-        assert np.array_equal(kv.pager.store.get(chunk), control.pager.store.get(chunk))
+        assert np.array_equal(kv.pager.records.get(chunk), control.pager.records.get(chunk))
     check_residency(kv, 16)
 
 
@@ -1044,7 +1044,7 @@ def test_out_of_host_memory_loses_nothing(opened: Open, monkeypatch: pytest.Monk
     feed(kv, 350, 10)
     want = feed(control, 700, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(kv.pager.store.memory, "_allocate", no_memory)
+        patch.setattr(kv.pager.records.memory, "_allocate", no_memory)
         with pytest.raises(
             HostMemoryError, match=r"no host memory for another [\d.]+ MiB of chunk records, with [\d.]+ MiB held"
         ):
@@ -1101,7 +1101,7 @@ def test_device_bytes_are_those_of_the_pool(
 
 def test_host_bytes_are_those_of_the_records(opened: Open) -> None:
     kv = opened(chunk=16)
-    record = kv.pager.store.record_bytes
+    record = kv.pager.records.record_bytes
     rows = 16 * kv.resident_bytes // 768
     assert rows < record < 1.25 * rows  # the head of a record is small, even of a small one
     assert kv.host_bytes == 0

@@ -78,7 +78,7 @@ def ledgers(n_block: int, *lengths: int) -> list[Ledger]:
     for ledger, n in zip(res, lengths, strict=True):
         ledger.write(16 * n + 1)
         for chunk in range(n):
-            ledger.store(chunk)
+            ledger.mark_stored(chunk)
     return res
 
 
@@ -126,7 +126,7 @@ def test_blocks_are_shared_fairly(steps: list[tuple[int, int]], n_seq: int, extr
                 all_[j].drop(chunk)
         ledger.write(n)
         for chunk in ledger.to_store():
-            ledger.store(chunk)
+            ledger.mark_stored(chunk)
         for each in all_:
             each.check_integrity()
         assert blocks.n_free + sum(each.n_resident for each in all_) == n_block

@@ -246,7 +246,7 @@ class Paging(RuleBasedStateMachine):
     def seal(self, at_most: int | None = None) -> None:
         for c in self.ledger.to_store()[:at_most]:
             self.world.read(c)
-            self.ledger.store(c)
+            self.ledger.mark_stored(c)
 
     def bring(self, chunks: list[int], seed: int | None) -> None:
         self.seal()
@@ -473,7 +473,7 @@ class Exact(Paging):
                 steps.append(lambda c=c: ledger.commit_page_in(c))  # type: ignore[misc]
                 steps.append(lambda c=c: ledger.abort_page_in(c))  # type: ignore[misc]
             if state != State.RESIDENT or c >= ledger.n_sealed:
-                steps.append(lambda c=c: ledger.store(c))  # type: ignore[misc]
+                steps.append(lambda c=c: ledger.mark_stored(c))  # type: ignore[misc]
             if state is not None and state != State.RESIDENT and ledger.chunk > 1:
                 steps.append(lambda c=c: ledger.rollback(c * ledger.chunk + 1))  # type: ignore[misc]
         for step in steps:
@@ -562,7 +562,7 @@ def filled(n_block: int = 8, chunk: int = 16, *, n_tokens: int | None = None, sc
     ledger = Ledger(n_block, chunk, n_sinks=1, n_tail=2)
     ledger.write(n_tokens or n_block * chunk)
     for c in ledger.to_store():
-        ledger.store(c)
+        ledger.mark_stored(c)
     ledger.rate(np.array(list(scores), np.float64))
     return ledger
 
@@ -605,7 +605,7 @@ def test_bring_in_never_drops_what_it_was_asked_for() -> None:
         ledger.drop(c)
     ledger.write(2 * 16)
     for c in ledger.to_store():
-        ledger.store(c)
+        ledger.mark_stored(c)
     ledger.rate(np.arange(10.0))
     plan = bring_in(ledger, [3, 1, 4, 1, 2, 9])
     assert plan == Plan(drops=(5, 6), page_ins=(1, 2))
@@ -808,7 +808,7 @@ def test_reselect_brings_the_best_back_hottest_first() -> None:
         ledger.drop(c)
     ledger.write(3 * 16)
     for c in ledger.to_store():
-        ledger.store(c)
+        ledger.mark_stored(c)
     ledger.rate(np.array([0, 7, 9, 1, 3, 2, 8, 4, 0, 0, 0]))  # 0 a sink, 9 and 10 the tail
     assert reselect(ledger, 1) == Plan(drops=(8, 5, 4), page_ins=(2, 1))
     assert reselect(ledger, 0) == Plan(drops=(8, 5), page_ins=(2, 1))
@@ -834,7 +834,7 @@ def test_a_chunk_without_a_record_never_leaves() -> None:
     assert not ledger.evictable().any()
     with pytest.raises(LedgerError, match="chunk 4 has no record: it would be lost"):
         ledger.drop(4)
-    ledger.store(4)
+    ledger.mark_stored(4)
     ledger.drop(4)
 
 

@@ -368,7 +368,7 @@ def place_by_hand(kv: KVFlash, blocks: npt.NDArray[np.int32]) -> None:
             kv.ctx.drop(int(chunk))
     for block, chunk in enumerate(blocks):
         if chunk >= 0:
-            kv.ctx.page_in(int(chunk), kv.pager.store.get(int(chunk)), block)
+            kv.ctx.page_in(int(chunk), kv.pager.records.get(int(chunk)), block)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -1063,7 +1063,7 @@ def test_a_scorer_that_fails_while_decoding(opened: Open) -> None:
     assert len(kv.pager.summaries) == 2200 // 64  # type: ignore[arg-type]
     fresh = Summaries(kv.ctx.layers(), 64, "centroid:4")
     for chunk in range(2200 // 64):
-        fresh.put(chunk, kv.pager.store.get(chunk))
+        fresh.put(chunk, kv.pager.records.get(chunk))
         for mine, its in zip(kv.pager.summaries.entry(chunk), fresh.entry(chunk), strict=True):  # type: ignore[union-attr]
             assert np.array_equal(mine, its)
 
@@ -1462,7 +1462,7 @@ def as_it_was(control: KVFlash, blocks: npt.NDArray[np.int32]) -> None:
             control.ctx.drop(int(chunk))
     for block in differ:
         if blocks[block] >= 0:
-            control.ctx.page_in(int(blocks[block]), control.pager.store.get(int(blocks[block])), int(block))
+            control.ctx.page_in(int(blocks[block]), control.pager.records.get(int(blocks[block])), int(block))
 
 
 def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
@@ -1597,7 +1597,7 @@ def test_summaries_follow_the_sequence(opened: Open, name: str) -> None:
         assert one.pager.summaries is not None
         return one.pager.summaries
 
-    kv.pager.stored()
+    kv.pager.wait_stored()
     assert len(kept(kv)) == 31
     if name == "qwen35":
         kv.clear()
@@ -1611,11 +1611,11 @@ def test_summaries_follow_the_sequence(opened: Open, name: str) -> None:
             one.decode(other[pos : pos + 50])
     n = (at + 500) // 64
     for one in (kv, control):
-        one.pager.stored()
+        one.pager.wait_stored()
     assert len(kept(kv)) == len(kept(control)) == n
     fresh = Summaries(kv.ctx.layers(), 64, "centroid:4")
     for chunk in range(n):
-        fresh.put(chunk, kv.pager.store.get(chunk))
+        fresh.put(chunk, kv.pager.records.get(chunk))
     for chunk in range(n):
         for mine, want in zip(kept(kv).entry(chunk), fresh.entry(chunk), strict=True):
             assert np.array_equal(mine, want), chunk
@@ -1696,7 +1696,7 @@ def test_no_host_memory_for_another_slab(opened: Open, monkeypatch: pytest.Monke
     data = np.resize(TOKENS, 6000)
     for pos in range(0, 4096, 128):
         kv.decode(data[pos : pos + 128])
-    kv.pager.stored()
+    kv.pager.wait_stored()
     assert len(kv.pager.summaries) == 256  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr(summary, "np", NoMemory())
@@ -1762,7 +1762,7 @@ def test_qk_scores_what_a_fresh_run_would(opened: Open) -> None:
     queries, kept = kv.queries(), []
     fresh = Summaries(kv.ctx.layers(), 64, "centroid:4")
     for chunk in range(3000 // 64):
-        fresh.put(chunk, kv.pager.store.get(chunk))
+        fresh.put(chunk, kv.pager.records.get(chunk))
     for _ in range(40):
         before = kv.residency().score
         event = kv.reselect()

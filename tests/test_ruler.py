@@ -397,7 +397,7 @@ def test_control_reads_as_the_pool_and_answers_with_all(policy: str, ids: Any) -
         last = kv.logits()
         assert np.array_equal(last, pooled.logits()), "it was read as through a pool of that size"
         assert not np.array_equal(last, full.logits())
-        records = [bytes(kv.pager.store.get(c)) for c in range(len(prompt) // 64)]
+        records = [bytes(kv.pager.records.get(c)) for c in range(len(prompt) // 64)]
 
         before_answer(kv, control)
         assert np.all(kv.residency().state == State.RESIDENT)
@@ -409,7 +409,7 @@ def test_control_reads_as_the_pool_and_answers_with_all(policy: str, ids: Any) -
         assert kv.pager.n_out == n_out
         kv.check_integrity()
         n_kept = (len(prompt) - kv.options.replay) // 64
-        assert records[:n_kept] == [bytes(kv.pager.store.get(c)) for c in range(n_kept)], (
+        assert records[:n_kept] == [bytes(kv.pager.records.get(c)) for c in range(n_kept)], (
             "the rest is as the pool read it"
         )
     assert not any(np.array_equal(a, b) for a, b in zip(said, pool_said, strict=True))

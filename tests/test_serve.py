@@ -44,7 +44,7 @@ from pyllama_kvflash.native import Context, Model, Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from pyllama_kvflash.serve.app import Server, Settings
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.scheduler import NotReady, QueueFull, Scheduler, State
+from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 from pyllama_kvflash.serve.server import bound
 from pyllama_kvflash.serve.slot import Slot
 
@@ -99,7 +99,7 @@ class Running:
         self._thread.start()
         until(lambda: self._server.started)
         if ready:
-            until(lambda: self.scheduler.state != State.LOADING)
+            until(lambda: self.scheduler.phase != Phase.LOADING)
         self.http = httpx.Client(
             base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {}
         )
@@ -705,7 +705,7 @@ def scheduling(**options: Any) -> Iterator[Scheduler]:
     open_ = options.pop("open_", None) or open_needle(**options)
     scheduler = Scheduler(open_, **{"n_queue": 100, **own})
     scheduler.start()
-    until(lambda: scheduler.state != State.LOADING)
+    until(lambda: scheduler.phase != Phase.LOADING)
     try:
         yield scheduler
     finally:
@@ -889,7 +889,7 @@ def test_the_end_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             asked = [Asked(scheduler, tokens_of(10, i)) for i in range(4)]
             assert {a.failed.status for a in asked} == {500}
             assert scheduler.join(30)
-        assert scheduler.state == State.FAILED
+        assert scheduler.phase == Phase.FAILED
         assert str(scheduler.error) == "the device is gone"
         with pytest.raises(NotReady):
             scheduler.admit()
@@ -1070,7 +1070,7 @@ def test_ending_ends_answers_as_they_are() -> None:
         assert text.endswith("data: [DONE]\n\n")
         assert '"finish_reason":"stop"' in text
         assert running.scheduler.join(30)
-        assert running.scheduler.state == State.CLOSED
+        assert running.scheduler.phase == Phase.CLOSED
 
 
 @contextlib.contextmanager

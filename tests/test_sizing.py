@@ -16,7 +16,7 @@ from pyllama_kvflash.policy.sizing import (
     CELLS,
     RESERVE,
     SPARE_BLOCKS,
-    Room,
+    DeviceMemory,
     largest_batch,
     pinned_chunks,
     usual_batch,
@@ -75,7 +75,7 @@ def write(ledger: Ledger, n: int, rng: np.random.Generator, n_batch: int) -> Non
         ledger.drop(c)
     ledger.write(n)
     for c in ledger.to_store():
-        ledger.store(c)
+        ledger.mark_stored(c)
 
 
 def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
@@ -179,7 +179,7 @@ def test_the_batch_in_use_is_one_that_the_pool_holds(
 
 
 def auto(free: int, n_ctx: int, cap: int = AUTO_CAP) -> int:
-    return auto_pool([Room("CPU", free, KIB)], n_ctx, cap)[0]
+    return auto_pool([DeviceMemory("CPU", free, KIB)], n_ctx, cap)[0]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_auto_takes_another_cap(cap: int, tokens: int) -> None:
 
 
 def test_auto_says_how_it_came_to_its_number() -> None:
-    tokens, note = auto_pool([Room("CPU", RESERVE + (3 << 20), 1536)], 32_768)
+    tokens, note = auto_pool([DeviceMemory("CPU", RESERVE + (3 << 20), 1536)], 32_768)
     assert tokens == 1024
     assert note == (
         "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1024 tokens,"
@@ -227,7 +227,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("rooms", "name", "tokens"),
+    ("devices", "name", "tokens"),
     [
         ([(GIB, KIB), (RESERVE + 2 * 2048 * KIB, KIB)], "b", 2048),  # less free
         ([(RESERVE + 2 * 2048 * KIB, KIB), (GIB, KIB)], "a", 2048),
@@ -237,38 +237,40 @@ GIB = 1 << 30
         ([(PLENTY, KIB), (PLENTY, 2 * KIB), (PLENTY, KIB)], None, AUTO_CAP),  # each holds more than the cap
     ],
 )
-def test_auto_takes_what_the_tightest_device_holds(rooms: list[tuple[int, int]], name: str | None, tokens: int) -> None:
-    found, note = auto_pool([Room("abc"[i], *room) for i, room in enumerate(rooms)], 1 << 20)
+def test_auto_takes_what_the_tightest_device_holds(
+    devices: list[tuple[int, int]], name: str | None, tokens: int
+) -> None:
+    found, note = auto_pool([DeviceMemory("abc"[i], *room) for i, room in enumerate(devices)], 1 << 20)
     assert found == tokens
-    assert f", the tightest of {len(rooms)} devices" in note
+    assert f", the tightest of {len(devices)} devices" in note
     assert name is None or f"MiB free on {name}, the tightest" in note
 
 
 frees = st.integers(0, RESERVE + (1 << 26))
 sizes = st.integers(1, 1 << 16)
-room_lists = st.lists(st.builds(Room, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
+room_lists = st.lists(st.builds(DeviceMemory, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
 
 
-@given(rooms=room_lists, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
+@given(memory=room_lists, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
 @CHECK
-def test_auto_fits_every_device(rooms: list[Room], n_ctx: int, cap: int) -> None:
-    tokens, _ = auto_pool(rooms, n_ctx, cap)
-    assert tokens == min(auto_pool([room], n_ctx, cap)[0] for room in rooms)
+def test_auto_fits_every_device(devices: list[DeviceMemory], n_ctx: int, cap: int) -> None:
+    tokens, _ = auto_pool(devices, n_ctx, cap)
+    assert tokens == min(auto_pool([room], n_ctx, cap)[0] for room in devices)
     assert 0 <= tokens <= cap
     assert tokens < n_ctx + CELLS
-    for room in rooms:
+    for room in devices:
         assert tokens == 0 or RESERVE + 2 * tokens * room.token_bytes <= room.free
 
 
-@given(rooms=room_lists, n_ctx=st.integers(1, 1 << 18))
+@given(memory=room_lists, n_ctx=st.integers(1, 1 << 18))
 @CHECK
-def test_the_note_adds_up(rooms: list[Room], n_ctx: int) -> None:
+def test_the_note_adds_up(devices: list[DeviceMemory], n_ctx: int) -> None:
     """Whoever follows its arithmetic, by the figures it shows, comes to its number."""
-    tokens, note = auto_pool(rooms, n_ctx, cap=4096)
+    tokens, note = auto_pool(devices, n_ctx, cap=4096)
     free, reserve, kib, quotient, cap, context, result = map(
         float, re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?= |:|$)", plain(note))
     )
-    room = min(rooms, key=lambda r: r.tokens)
+    room = min(devices, key=lambda r: r.tokens)
     assert (reserve, cap, context, result) == (512, 4096, n_ctx, tokens)
     assert abs(free * 2**20 - room.free) <= 2**19
     assert abs(kib * 1024 - room.token_bytes) <= 6
@@ -285,8 +287,8 @@ def test_a_device_without_kv_does_not_count() -> None:
     """Of three devices the second has no memory left, and no layers either."""
     free = [GIB, 0, RESERVE + 2 * 1024 * 2 * KIB]
     geometry = Geometry(((256, 256), (256, 256), (256, 256), (256, 256)), (0, 2, 2, 0))
-    rooms = [Room(f"GPU{i}", free[i], n) for i, n in geometry.by_device(lambda _, n: 2 * n, 1, 1).items()]
-    tokens, note = auto_pool(rooms, 1 << 20)
+    devices = [DeviceMemory(f"GPU{i}", free[i], n) for i, n in geometry.by_device(lambda _, n: 2 * n, 1, 1).items()]
+    tokens, note = auto_pool(devices, 1 << 20)
     assert tokens == 1024
     assert "on GPU2, the tightest of 2 devices" in note
 
@@ -299,7 +301,7 @@ def test_a_device_without_kv_does_not_count() -> None:
 def pool(
     request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY, cap: int = AUTO_CAP
 ) -> PoolSize:
-    return resolve(request, n_ctx=n_ctx, floor=floor, rooms=[Room("CPU", free, KIB)], cap=cap)
+    return resolve(request, n_ctx=n_ctx, floor=floor, memory=[DeviceMemory("CPU", free, KIB)], cap=cap)
 
 
 def test_off_is_the_full_cache_without_a_word() -> None:
@@ -402,16 +404,16 @@ def test_a_number_is_taken_whatever_auto_would_choose() -> None:
     n_ctx=st.integers(1, 100_000),
     n_batch=st.integers(1, 4096),
     n_pinned=counts,
-    rooms=room_lists,
+    memory=room_lists,
     cap=st.integers(1, 100_000),
 )
 @CHECK
 def test_outcome_is_always_a_pool_that_works(
-    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, rooms: list[Room], cap: int
+    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, devices: list[DeviceMemory], cap: int
 ) -> None:
     """At least the floor, at least what was asked for, whole steps of 256, less than the context; or no pool."""
     floor = pool_floor(64, n_batch, 1, 4, n_pinned)
-    size = resolve(request_, n_ctx=n_ctx, floor=floor, rooms=rooms, cap=cap)
+    size = resolve(request_, n_ctx=n_ctx, floor=floor, memory=devices, cap=cap)
     if size.n_pool is not None:
         assert request_ != "off"
         assert request_ != "auto" or size.n_pool <= max(floor, cap)

@@ -976,7 +976,7 @@ def test_a_save_that_is_broken_off(opened: Open, snap: Path, error: type[BaseExc
         kv.save(snap, on_record=stop)
     assert list(snap.parent.iterdir()) == []
     kv.rollback(100)
-    assert kv.pager.store.memory._held == []
+    assert kv.pager.records.memory._held == []
     kv.save(snap)
     whole(snap)
 
@@ -1056,9 +1056,9 @@ def test_a_thread_writes_while_the_sequence_goes_on(opened: Open, tmp_path: Path
         kv.check_integrity()
         future.result(30)
         assert np.array_equal(whole(path).contents.tokens, np.roll(TOKENS, i)[:1200])
-    assert kv.pager.store._holders == []
-    kv.pager.store.memory.reserve(0)
-    assert kv.pager.store.memory._held == []
+    assert kv.pager.records._holders == []
+    kv.pager.records.memory.reserve(0)
+    assert kv.pager.records.memory._held == []
 
 
 # a process that has a sequence, and has a child of its own save it, which it kills after so many seconds, from the

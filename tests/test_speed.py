@@ -252,7 +252,7 @@ def test_without_write_back_all_is_the_same_but_the_records(shape_path: Callable
             for token in (3, 4, 5):
                 kv.decode([token])
             kv.check_integrity()
-            records = [kv.pager.store.get(c).copy() for c in range(1500 // 64)]
+            records = [kv.pager.records.get(c).copy() for c in range(1500 // 64)]
             assert all(not r.any() for r in records) == lossy
             assert all(r.any() for r in records) != lossy
             seen.append((kv.n_tokens, kv.logits(), kv.residency().state, kv.host_bytes))

@@ -910,12 +910,12 @@ def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[s
         def check() -> list[bytes]:
             pager = kv._pager
             assert pager is not None
-            pager.stored()
+            pager.wait_stored()
             assert pager.summaries is not None
-            assert len(pager.summaries) == kv.n_tokens // 64 == len(pager.store)
+            assert len(pager.summaries) == kv.n_tokens // 64 == len(pager.records)
             again = Summaries(kv.ctx.layers(), 64, pager.summaries.kind)
             for chunk in range(len(pager.summaries)):
-                again.put(chunk, pager.store.get(chunk))
+                again.put(chunk, pager.records.get(chunk))
             found = bits(pager.summaries)
             assert found == bits(again)
             assert len(set(found)) == len(found)
@@ -944,13 +944,13 @@ def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], na
         for _ in kv.prefill(tokens):
             pass
         pager, layers = kv.pager, kv.ctx.layers()
-        pager.stored()
+        pager.wait_stored()
         assert pager.summaries is not None
         n, scales, q = len(pager.summaries), kv.ctx.query_scales(), kv.queries()
         assert n == 900 // 16
         assert scales.tolist() == pytest.approx([SCALES.get(name, layer.n_embd_head_k**-0.5) for layer in layers])
         for i, layer in enumerate(layers):
-            keys = np.stack([keys_of(layer, pager.store.get(c), type_k) for c in range(n)]).astype(np.float64)
+            keys = np.stack([keys_of(layer, pager.records.get(c), type_k) for c in range(n)]).astype(np.float64)
             group = layer.n_head // layer.n_head_kv
             heads = [float(scales[i]) * keys[:, :, h // group] @ x for h, x in enumerate(q[i].astype(np.float64))]
             np.testing.assert_allclose(

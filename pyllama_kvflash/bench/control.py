@@ -33,7 +33,7 @@ def control_options(options: dict[str, Any], pool: int) -> dict[str, Any]:
 def pool_size(o: Options, pool: int) -> PoolSize:
     """The pool that a prompt is read through where one of so many tokens is asked for, as KVFlash.from_file would make it."""
     floor = pool_floor(o.chunk, o.n_batch or o.chunk, o.sinks, o.tail)
-    return resolve_pool(pool, n_ctx=o.n_ctx, floor=floor, rooms=(), keep=True)
+    return resolve_pool(pool, n_ctx=o.n_ctx, floor=floor, memory=(), keep=True)
 
 
 def before_prompt(kv: KVFlash, variant: Variant, pool: int | None) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.engine.loading import Probe, check_file, probe, rooms
+from pyllama_kvflash.engine.loading import Probe, check_file, device_memory, probe
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import auto_pool
-from pyllama_kvflash.policy.sizing import Room
+from pyllama_kvflash.policy.sizing import DeviceMemory
 
 HELP = """Look at a model: architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
 
@@ -36,7 +36,7 @@ class Findings:
     n_ctx: int
     probe: Probe
     token_bytes: dict[str, int]  # by cache type
-    rooms: list[Room]  # the devices that hold the f16 cache
+    devices: list[DeviceMemory]  # the devices that hold the f16 cache
     auto_tokens: int
     auto_note: str
 
@@ -70,7 +70,7 @@ def _look(model: Model, options: Options) -> Findings:
     options = options.resolved(model.n_ctx_train)
     seen = probe(model, options)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    found = rooms(seen, options)
+    found = device_memory(seen, options)
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     return Findings(model, options.n_ctx, seen, sizes, found, tokens, note)
 
@@ -96,10 +96,10 @@ def _table(f: Findings) -> Table:
     ]
     for name, size in f.token_bytes.items():
         rows.append((f"{name} cache", f"{size:,} bytes a token, {mib(size * f.n_ctx)} for the context"))
-    if len(f.rooms) > 1:
-        for room in f.rooms:
-            share = f"{room.token_bytes:,} of the f16 cache's bytes a token, {mib(room.free)} free"
-            rows.append((f"KV on {room.name}", share))
+    if len(f.devices) > 1:
+        for device in f.devices:
+            share = f"{device.token_bytes:,} of the f16 cache's bytes a token, {mib(device.free)} free"
+            rows.append((f"KV on {device.name}", share))
     if f.probe.refusal is None:
         rows.append(("auto pool", f.auto_note))
     for row in rows:
@@ -123,7 +123,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "pooled_layers": f.probe.layers,
         "n_swa": f.model.n_swa,
         "token_bytes": f.token_bytes,
-        "devices": [asdict(room) for room in f.rooms],
+        "devices": [asdict(device) for device in f.devices],
         "auto_pool": f.auto_tokens if f.probe.refusal is None else None,
         "auto_note": f.auto_note,
     }

@@ -15,7 +15,7 @@ from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, pool_floor, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import BATCH, Room, largest_batch, n_pinned, pinned_chunks, usual_batch
+from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory, largest_batch, n_pinned, pinned_chunks, usual_batch
 from pyllama_kvflash.scorers.factory import make_scorer
 from pyllama_kvflash.scorers.reader import OpenEngine
 
@@ -111,7 +111,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     pool, scorers = None, tuple[Scorer, ...]()
     n_all = options.n_ctx * options.n_parallel
     if size.n_pool is None:
-        _check_memory(rooms(seen, options), n_all)
+        _check_memory(device_memory(seen, options), n_all)
     else:
         scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
         q_tap = 0 if scorers[0].name == "lru" else max(1 + options.n_draft, _n_asking(scorers[0], options))
@@ -177,26 +177,28 @@ def _pool_size(seen: Probe, options: Options) -> PoolSize:
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
         floor=_floor(options),
-        rooms=rooms(seen, options),
+        memory=device_memory(seen, options),
         cap=options.auto_cap,
         keep=options.snapshots,
     )
 
 
-def rooms(seen: Probe, options: Options) -> list[Room]:
+def device_memory(seen: Probe, options: Options) -> list[DeviceMemory]:
     """The devices that hold the KV, with the weights resident."""
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     found = devices()
-    return [Room(found[i].name, found[i].free, n) for i, n in seen.geometry.by_device(row_bytes, *types).items()]
+    return [
+        DeviceMemory(found[i].name, found[i].free, n) for i, n in seen.geometry.by_device(row_bytes, *types).items()
+    ]
 
 
-def _check_memory(rooms: Sequence[Room], n_ctx: int) -> None:
+def _check_memory(memory: Sequence[DeviceMemory], n_ctx: int) -> None:
     """Say so before the allocation does: the system may grant it, and end some process when it is used."""
-    for room in rooms:
-        if room.token_bytes * n_ctx > room.free:
-            need, have = f"{room.token_bytes * n_ctx / 2**30:.1f} GiB", f"{room.free / 2**30:.1f} GiB"
+    for device in memory:
+        if device.token_bytes * n_ctx > device.free:
+            need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
             msg = (
-                f"the full cache of {n_ctx} tokens takes {need} on {room.name}, and {have} are free: use a pool"
+                f"the full cache of {n_ctx} tokens takes {need} on {device.name}, and {have} are free: use a pool"
                 " (--kvflash) or a smaller -c"
             )
             raise NativeError(msg)

@@ -227,7 +227,7 @@ class Ledger:
         """Sealed chunks that have no record yet: the store must take them before they can be evicted."""
         return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
 
-    def store(self, chunk: int) -> None:
+    def mark_stored(self, chunk: int) -> None:
         """A sealed, resident chunk's record is in the host store."""
         if chunk >= self.n_sealed:
             raise LedgerError(f"chunk {chunk} is not sealed")

@@ -30,7 +30,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceMemory:
     """A device for `auto`: its free bytes, and those that a token of the pool takes there."""
 
     name: str
@@ -72,17 +72,17 @@ def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: 
     return max(1, min(blocks * chunk, BATCH))
 
 
-def auto_pool(rooms: Sequence[Room], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
+def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
     """Half of (free - reserve) device bytes over bytes per token, at most cap and n_ctx; and the arithmetic in words.
 
     Of several devices, each with its own layers, the one that holds the fewest tokens counts.
     """
-    room = min(rooms, key=lambda r: r.tokens)
-    tokens = min(room.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
-    others = f", the tightest of {len(rooms)} devices" if len(rooms) > 1 else ""
+    device = min(memory, key=lambda r: r.tokens)
+    tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
+    others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
     note = (
-        f"auto: half of ({room.free / 2**20:.0f} MiB free on {room.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"
-        f" {room.token_bytes / 1024:.2f} KiB a token = {room.tokens} tokens, at most {cap} (--kvflash-auto-cap) and the"
+        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"
+        f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens} tokens, at most {cap} (--kvflash-auto-cap) and the"
         f" context of {n_ctx}: {tokens}"
     )
     return tokens, note
@@ -93,11 +93,11 @@ def resolve_pool(
     *,
     n_ctx: int,
     floor: int,
-    rooms: Sequence[Room],
+    memory: Sequence[DeviceMemory],
     cap: int = AUTO_CAP,
     keep: bool = False,
 ) -> PoolSize:
-    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much room. keep: have one even
+    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much memory. keep: have one even
     if it covers the context, and no larger than that.
     """
     if request == "off":
@@ -105,7 +105,7 @@ def resolve_pool(
     notes: list[str] = []
     warnings: list[str] = []
     if request == "auto":
-        wanted, note = auto_pool(rooms, n_ctx, cap)
+        wanted, note = auto_pool(memory, n_ctx, cap)
         notes.append(note)
     else:
         wanted = int(request)

@@ -57,16 +57,16 @@ class Pager:
         summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be.
         """
         self.n_out = self.n_in = self.n_stored = 0
-        self.store = HostStore(shared.memory)
+        self.records = HostStore(shared.memory)
         self.ctx = ctx
         self._shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
         self.landing: dict[int, int] = {}  # chunks on their way in, and their blocks
         self.todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
         self._layers = ctx.tapped()
-        self._summariser = Summariser(self._layers, options.chunk, self.store.get, options.n_threads or 1)
+        self._summariser = Summariser(self._layers, options.chunk, self.records.get, options.n_threads or 1)
         self._summariser.use(summary, ())
-        self.keys = Keys(self._layers, options.chunk, self.store.get)
+        self.keys = Keys(self._layers, options.chunk, self.records.get)
         self._min_batch = options.n_batch or options.chunk
         self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
@@ -93,13 +93,13 @@ class Pager:
         """End the copies and the threads, and free the records."""
         self.ctx.wait()
         self._summariser.close()
-        self.store.close()
+        self.records.close()
 
     def expect(self, n_tokens: int) -> None:
         """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
         ledger = self.ledger
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
-        self._shared.memory.expect(n_full - len(self.store))
+        self._shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
 
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0)) -> Plan:
@@ -168,13 +168,13 @@ class Pager:
 
         Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
         """
-        self.stored()
+        self.wait_stored()
         self._summariser.use(kind, [int(c) for c in np.flatnonzero(self.ledger.stored)])
 
     def _seal(self) -> None:
         for chunk in self.ledger.to_store():
-            self._reads.append((chunk, self.ctx.begin_read(chunk, self.store.put(chunk))))
-            self.ledger.store(chunk)
+            self._reads.append((chunk, self.ctx.begin_read(chunk, self.records.put(chunk))))
+            self.ledger.mark_stored(chunk)
             self.n_stored += 1
 
     def _arrived(self, n: int) -> None:
@@ -189,9 +189,9 @@ class Pager:
     def settle(self) -> None:
         """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
         self._bring_rest()
-        self.stored()
+        self.wait_stored()
 
-    def stored(self) -> None:
+    def wait_stored(self) -> None:
         """Wait until all records are whole, and summarised."""
         self._arrived(len(self._reads))
         self._summariser.finish()
@@ -218,7 +218,7 @@ class Pager:
         self.n_out += 1
 
     def _begin(self, chunk: int) -> None:
-        record = self.store.get(chunk)  # first: one that was damaged is said to be before anything moved
+        record = self.records.get(chunk)  # first: one that was damaged is said to be before anything moved
         self.ledger.begin_page_in(chunk)
         self.landing[chunk] = -1  # before it is: reconcile() looks for it here
         self.landing[chunk] = self.ctx.begin_page_in(chunk, record)
@@ -240,7 +240,7 @@ class Pager:
         masked block, and is seen by the next step. n_taken: free blocks that the batch does use, for new chunks.
         """
         drops, page_ins = self.todo
-        n = max(1, FLIGHT_BYTES // self.store.record_bytes)
+        n = max(1, FLIGHT_BYTES // self.records.record_bytes)
         n_kept = 1 if drops else 0  # for the chunk that begins next
         for _ in range(min(n, len(page_ins), self.ledger.n_free - n_taken - n_kept)):
             self._begin(page_ins.popleft())
@@ -296,7 +296,7 @@ class Pager:
         Returns what moved.
         """
         ledger = self.ledger
-        self.stored()
+        self.wait_stored()
         cut, rest = divmod(n_tokens, ledger.chunk)
         whole = Plan()
         if rest and ledger.state_of(cut) == State.OUT:
@@ -305,7 +305,7 @@ class Pager:
             self.apply(whole)
             self.ctx.attn_seq_rm(n_tokens, -1)
         ledger.rollback(n_tokens)
-        self.store.forget(cut)
+        self.records.forget(cut)
         self._summariser.truncate(cut)
         tail = bring_in(ledger, range(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_chunks))
         self.apply(tail)
@@ -318,7 +318,7 @@ class Pager:
         self._summariser.give_up()
         self._forget_flights()
         self.ledger.clear()
-        self.store.forget(0)
+        self.records.forget(0)
         self._summariser.truncate(0)
         self.n_out = self.n_in = self.n_stored = 0
 
@@ -335,7 +335,7 @@ class Pager:
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
         for chunk in resident(self.ledger) - held(self.ctx).keys():
-            self.ctx.page_in(chunk, self.store.get(chunk))
+            self.ctx.page_in(chunk, self.records.get(chunk))
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)
@@ -373,7 +373,7 @@ class Pager:
     def loaded(self) -> None:
         """A sequence was put back: begin to summarise its chunks."""
         if self.summaries is not None:
-            self.store.check_ahead()
+            self.records.check_ahead()
             self._summariser.reserve(self.ledger.n_sealed)
             self._summariser.begin(self.ledger.n_sealed)
 
@@ -437,4 +437,4 @@ class Pager:
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""
-        compare(self.ledger, self.store, self.ctx)
+        compare(self.ledger, self.records, self.ctx)

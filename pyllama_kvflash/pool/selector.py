@@ -189,7 +189,7 @@ class Selector:
         self._ticked = ticked
         self._adrift = True
         self._pager.cut_short()
-        self._pager.stored()
+        self._pager.wait_stored()
         self.begin(tokens, queries, n_free, close=reason == "question")
         event = self.finish(reason, len(tokens), n_free, n_most)
         self.schedule.restart()
@@ -249,7 +249,7 @@ class Selector:
         if reason == "prefill":
             self.schedule.grown(score_s)
         elif reason == "decode":
-            copied = 0 if self._on_cpu else len(plan.page_ins) * self._pager.store.record_bytes
+            copied = 0 if self._on_cpu else len(plan.page_ins) * self._pager.records.record_bytes
             self.schedule.scored(score_s, apply_s, copied / COPIED)
         self.n_done += 1
         self.seconds += score_s + apply_s

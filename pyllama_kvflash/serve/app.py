@@ -27,7 +27,7 @@ from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.job import Finished, Job
 from pyllama_kvflash.serve.replies import Reply
-from pyllama_kvflash.serve.scheduler import NotReady, QueueFull, Scheduler, State
+from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 
 _BODY_SECONDS = 60.0  # in which a body must have come
 _READERS = 2  # requests that are tokenized at once: a text takes some 75 bytes a character then
@@ -77,8 +77,8 @@ class Server:
     #
 
     async def _health(self, _request: Request) -> Response:
-        state = self._scheduler.state
-        if state != State.READY:
+        state = self._scheduler.phase
+        if state != Phase.READY:
             return JSONResponse({"status": state.value}, 503)
         f, n_busy = self._scheduler.metrics.figures, self._scheduler.n_busy
         waiting = max(0, self._scheduler.n_admitted - n_busy)
@@ -129,19 +129,19 @@ class Server:
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
         """A place in the queue and the body, within which it is looked at; the place is given up if that fails."""
-        if self._scheduler.state != State.READY:  # before megabytes are sent for nothing
-            raise _not_ready(self._scheduler.state)
+        if self._scheduler.phase != Phase.READY:  # before megabytes are sent for nothing
+            raise _not_ready(self._scheduler.phase)
         body = await _body(request, self._settings.max_body)
         try:
             self._scheduler.admit()
         except NotReady:
-            raise _not_ready(self._scheduler.state) from None
+            raise _not_ready(self._scheduler.phase) from None
         except QueueFull as full:
             msg = f"as many requests wait as may: try again in {full.seconds} s"
             raise Fault(429, msg, code="queue_full", headers={"Retry-After": str(full.seconds)}) from None
         try:
             if self._scheduler.kv is None:
-                raise _not_ready(self._scheduler.state)
+                raise _not_ready(self._scheduler.phase)
             yield self._scheduler.kv, body
         except BaseException:
             self._scheduler.leave()
@@ -221,8 +221,8 @@ def _check_length(n: int, n_ctx: int) -> None:
         raise invalid(msg, code="context_length_exceeded")
 
 
-def _not_ready(state: State) -> Fault:
-    what = "the model is loading" if state == State.LOADING else "the server is stopping"
+def _not_ready(state: Phase) -> Fault:
+    what = "the model is loading" if state == Phase.LOADING else "the server is stopping"
     return Fault(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})
 
 

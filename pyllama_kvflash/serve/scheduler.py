@@ -27,7 +27,7 @@ _LEAVE_SECONDS = 5.0  # that requests have to leave which were admitted as the e
 log = logging.getLogger("kvflash.serve")
 
 
-class State(Enum):
+class Phase(Enum):
     """Of the scheduler. FAILED: `error` says why."""
 
     LOADING = "loading"
@@ -66,7 +66,7 @@ class Scheduler:
     ) -> None:
         """n_queue: requests that may wait. cache: prefixes on disk; cache_min: new tokens that are worth writing there."""
         self.metrics = Metrics()
-        self.state = State.LOADING
+        self.phase = Phase.LOADING
         self.error: BaseException | None = None
         self.kv: KVFlash | None = None
         self._open, self._n_queue = open_, n_queue
@@ -92,7 +92,7 @@ class Scheduler:
     def admit(self) -> None:
         """Take a place for a request. Raises NotReady and QueueFull."""
         with self._changed:
-            if self.state != State.READY:
+            if self.phase != Phase.READY:
                 raise NotReady
             n_waiting = self._n_admitted - len(self._slots)
             if n_waiting >= self._n_queue:
@@ -109,7 +109,7 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Have an admitted request served. Its place is given up at its end."""
         with self._changed:
-            if self.state not in {State.CLOSED, State.FAILED}:
+            if self.phase not in {Phase.CLOSED, Phase.FAILED}:
                 self._waiting.append(job)
                 self._changed.notify_all()
                 return
@@ -125,8 +125,8 @@ class Scheduler:
     def stop(self) -> None:
         """Admit no more; what was admitted goes on."""
         with self._changed:
-            if self.state in {State.LOADING, State.READY}:
-                self.state = State.STOPPING
+            if self.phase in {Phase.LOADING, Phase.READY}:
+                self.phase = Phase.STOPPING
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -161,14 +161,14 @@ class Scheduler:
             self._slots = [Slot(seq) for seq in kv.sequences]
             self._look()
             with self._changed:
-                if self.state == State.LOADING:
-                    self.state = State.READY
+                if self.phase == Phase.LOADING:
+                    self.phase = Phase.READY
             while self._wait():
                 self._turn()
             if self._end_all():
                 kv.close()
             with self._changed:
-                self.state = State.CLOSED
+                self.phase = Phase.CLOSED
             self._refuse_all(_STOPPING)
         except BaseException as err:  # noqa: BLE001 (whoever waits must hear of it)
             self._die(err)
@@ -372,7 +372,7 @@ class Scheduler:
         """Nothing works any more: everyone hears of it, and whoever comes from now on."""
         with self._changed:
             self.error = None if isinstance(err, Interrupted) else err
-            self.state = State.CLOSED if self.error is None else State.FAILED
+            self.phase = Phase.CLOSED if self.error is None else Phase.FAILED
         for slot in self._slots:
             if job := slot.job:
                 slot.leave()

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pyllama_kvflash.errors import Interrupted, UsageError
-from pyllama_kvflash.serve.scheduler import Scheduler, State
+from pyllama_kvflash.serve.scheduler import Phase, Scheduler
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 5  # for answers that are ready to be sent
@@ -104,8 +104,8 @@ def _signals() -> Iterator[threading.Event]:
 async def _until_asked(scheduler: Scheduler, asked: threading.Event, note: Callable[[str], None]) -> None:
     """Until a signal comes, or the scheduler has ended by itself. Says when the model is loaded."""
     loading = True
-    while not asked.is_set() and scheduler.state in {State.LOADING, State.READY}:
-        if loading and scheduler.state == State.READY:
+    while not asked.is_set() and scheduler.phase in {Phase.LOADING, Phase.READY}:
+        if loading and scheduler.phase == Phase.READY:
             loading = False
             note("ready")
         await asyncio.sleep(_POLL_SECONDS)
@@ -113,7 +113,7 @@ async def _until_asked(scheduler: Scheduler, asked: threading.Event, note: Calla
 
 async def _wind_up(scheduler: Scheduler, grace: float, note: Callable[[str], None]) -> None:
     """Let answers be finished, for so many seconds, then end them as they are."""
-    was_loading = scheduler.state == State.LOADING
+    was_loading = scheduler.phase == Phase.LOADING
     scheduler.stop()
     if n := scheduler.n_admitted:
         note(f"stopping: {n} request{'s' if n > 1 else ''} may take {grace:g} s more; once more ends at once")

@@ -134,7 +134,7 @@ class PrefixCache:
     def _wanted(self, path: Path, sequence: SavedSequence) -> bool:
         """Whether its file is to be written: it is not there, and not too large."""
         pager = sequence.pager
-        if pager.ledger.n_chunks * pager.store.record_bytes > self.limit:
+        if pager.ledger.n_chunks * pager.records.record_bytes > self.limit:
             return False
         if path.exists():
             with suppress(OSError):

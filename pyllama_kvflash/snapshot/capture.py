@@ -101,12 +101,12 @@ def capture(
     if n == 0:
         msg = "there is nothing to save: the context is empty"
         raise UsageError(msg)
-    pager.stored()
+    pager.wait_stored()
     saved = SavedPool.of(pager).first(n, chunk)
-    full = [pager.store.unchecked(c) for c in range(n // chunk)]
+    full = [pager.records.unchecked(c) for c in range(n // chunk)]
     records = [record for record, _ in full]
     if n % chunk:
-        last = np.empty(pager.store.record_bytes, np.uint8)
+        last = np.empty(pager.records.record_bytes, np.uint8)
         pager.ctx.read(n // chunk, last)
         records.append(last)
     sequence = np.zeros((), layout.SEQUENCE)
@@ -118,9 +118,9 @@ def capture(
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
-    pager.store.hold()
+    pager.records.hold()
     contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
-    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.store)
+    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.records)
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
@@ -164,7 +164,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
 
     def lend(chunk: int) -> None:
         digest = chunks["digest"][chunk].tobytes()
-        pager.store.lend(chunk, snapshot.record(chunk), digest, partial(snapshot.check, chunk))
+        pager.records.lend(chunk, snapshot.record(chunk), digest, partial(snapshot.check, chunk))
 
     saved.first(n, pager.ledger.chunk).put_back(pager, lend)
     pager.loaded()

@@ -88,12 +88,12 @@ class SavedPool:
         else:
             self._anew(pager)
         pager.ctx.wait()
-        pager.store.forget(self.n_tokens // ledger.chunk)  # the last one is not full
+        pager.records.forget(self.n_tokens // ledger.chunk)  # the last one is not full
         return same
 
     def _in_place(self, pager: Pager) -> None:
         for chunk in np.flatnonzero(self.state != State.OUT).tolist():
-            pager.ctx.begin_page_in(chunk, pager.store.get(chunk), int(self.block[chunk]))
+            pager.ctx.begin_page_in(chunk, pager.records.get(chunk), int(self.block[chunk]))
             if self.state[chunk] == State.RESIDENT:
                 pager.ctx.commit(chunk)
             else:
