@@ -8,16 +8,22 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
            $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
 
-.PHONY: help run test lint format build build-cuda wheel vendor vendor-check patches bench docs clean
+# where ccache is installed, CMake uses it: a clone elsewhere compiles the same
+export CCACHE_BASEDIR ?= $(CURDIR)
+
+.PHONY: help run test mutants lint format build build-cuda wheel vendor vendor-check patches bench docs clean
 
 help:               ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-run: build          ## set up, then a 32K-token prompt through a 2,048-token pool beside the full cache
+run: build          ## set up, then a 32K-token prompt through a 2,048-token pool, and through the full cache
 	$(BIN)/kvflash demo
 
-test: build         ## set up, then all tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test: build         ## set up, then all tests, but only the mutants of C++ that has changed
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=30
+
+mutants: build      ## every small change to our C++ that the fuzz test must notice: some 10 minutes
+	KVFLASH_MUTANTS=all $(BIN)/python -m pytest --durations=30 tests/test_fuzz.py
 
 build: $(VENV)/.installed  ## build and install into .venv, with what the tests need
 
@@ -67,5 +73,5 @@ docs: build         ## write docs/CLI.md, docs/REFUSALS.md and, in some minutes,
 	$(BIN)/python docs/refusals.py
 	$(BIN)/python docs/families.py
 
-clean:              ## remove what was built; vendor/cache and .venv stay
+clean:              ## remove what was built; vendor/cache, .venv and the kept sanitizer build stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

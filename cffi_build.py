@@ -1,7 +1,7 @@
-"""What Python may call: the cffi declarations of llama.h and kvflash.h (API mode).
+"""The cffi declarations of llama.h and kvflash.h that Python may call (API mode).
 
 CMake runs cffi's source generator on this file and compiles the result against the real headers, so a declaration that
-has drifted from them does not compile, and `...` lets the compiler fill in layouts and values.
+differs from them does not compile, and `...` lets the compiler fill in layouts and values.
 """
 
 from cffi import FFI

@@ -29,7 +29,7 @@ from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import tiny
+from support import tiny
 
 MIB = 2**20
 WARM_UP = 4  # tokens at the beginning of a turn that are not timed

@@ -111,7 +111,7 @@ moe)
     ;;
 drafts)
     mkdir -p $at
-    python3 -m pytest -q -p no:cacheprovider tests/test_drafting.py tests/test_draft_heads.py || true
+    python3 -m pytest -q -p no:cacheprovider tests/test_drafting*.py tests/test_draft_heads.py || true
     kvflash bench spec -o $at/spec --rounds 3 "${@:2}"
     python3 bench/verify_cost.py --shape 8b --shape-dir /dev/shm/kvflash-shapes
     results

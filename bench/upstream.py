@@ -25,8 +25,7 @@ from pyllama_kvflash.bench.grid import machine, markdown
 from pyllama_kvflash.native.lib import _kvflash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import refused
-import tiny
+from support import refused, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "upstream"

@@ -12,7 +12,7 @@ TARGET = Path(__file__).with_name("CLI.md")
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     parts = ["# Command line\n\nMade from `--help` by `make docs`.\n"]
     for name in ("", *main.commands):
         command = main.commands[name] if name else main

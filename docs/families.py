@@ -1,4 +1,6 @@
-"""Write docs/FAMILIES.md: run the oracles of tests/test_families.py, some two minutes. Its tests keep the page true."""
+"""Write docs/FAMILIES.md by running the oracles of tests/test_families.py (about two minutes). They keep the page
+true.
+"""
 
 import sys
 import tempfile
@@ -8,7 +10,7 @@ from pyllama_kvflash.native import Model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import test_families as cells
-import tiny
+from support import tiny
 
 TARGET = Path(__file__).with_name("FAMILIES.md")
 
@@ -16,8 +18,8 @@ INTRO = """\
 # Families and cache types
 
 Made by `python docs/families.py`; `tests/test_families.py` runs the same checks, and compares each verdict with its cell here.
-A row is a tiny random model of an architecture of llama.cpp ([tests/tiny.py](../tests/tiny.py),
-[tests/families.py](../tests/families.py)). A column is the type of K and V, or K/V; "no FA" is without flash attention, "not rotated"
+A row is a tiny random model of an architecture of llama.cpp ([tests/support/tiny.py](../tests/support/tiny.py),
+[tests/support/families.py](../tests/support/families.py)). A column is the type of K and V, or K/V; "no FA" is without flash attention, "not rotated"
 without the Hadamard rotation of quantised caches.
 
 **exact**: on the CPU, a pool and a stock cache of the same library give the same logits, bit for bit, (a) after all chunks
@@ -29,7 +31,7 @@ what the order of sums makes of a stock cache at other batch sizes, 0.1 % at lea
 
 
 def render(verdicts: dict[tuple[str, str], str]) -> str:
-    """The page."""
+    """Return the page."""
     rows = [["", *(f"`{cache}`" for cache in cells.CACHES)], ["---"] * (1 + len(cells.CACHES))]
     rows += [[f"`{name}`", *(verdicts[name, cache] for cache in cells.CACHES)] for name in cells.FAMILIES]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -38,7 +40,7 @@ def render(verdicts: dict[tuple[str, str], str]) -> str:
 
 
 def run() -> dict[tuple[str, str], str]:
-    """The verdicts. Raises AssertionError if an oracle fails."""
+    """Return the verdicts, by family and cache type. Raises AssertionError if an oracle fails."""
     res = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in cells.FAMILIES:

@@ -1,4 +1,4 @@
-"""Write docs/REFUSALS.md from the sentences of errors; with --check, fail if it is out of date."""
+"""Write docs/REFUSALS.md from the error messages; with --check, fail if it is out of date."""
 
 import sys
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ TARGET = Path(__file__).with_name("REFUSALS.md")
 
 HEAD = """# What is refused
 
-Made from `pyllama_kvflash/refusals.py` by `make docs`. A refusal is an error (`UnsupportedError` unless it says otherwise)
+Made from `pyllama_kvflash/engine/refusals.py` by `make docs`. A refusal is an error (`UnsupportedError` unless it says otherwise)
 before anything is changed, and its sentence says what is said here. `N` stands for a number.
 """
 
 
 def table(first: str, refusals: Mapping[str, Refusal]) -> str:
-    """The refusals of one kind."""
+    """Return the table of one kind of refusal."""
     rows = [f"| {name} | {r.reason} | {r.alternative} |".replace("{}", "N") for name, r in refusals.items()]
     return "\n".join([f"| {first} | Why | Instead |", "|---|---|---|", *rows])
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     memories = {f"`{name}`": refusal for name, refusal in MEMORIES.items()}
     memories["`llama_kv_cache_iswa`, `llama_memory_hybrid_iswa` without a layer of full attention"] = WINDOWS
     parts = [

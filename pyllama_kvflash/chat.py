@@ -1,4 +1,6 @@
-"""Conversations as prompts: a model's own chat template, rendered in a sandbox. It needs jinja2, of the extra `serve`."""
+"""Conversations as prompts: a model's own chat template, rendered in a sandbox. Needs jinja2, from the extra
+`serve`.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,16 +18,16 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model, Tokens
 
 Message = Mapping[str, str]
-"""Of a conversation: role and content."""
+"""A message of a conversation: role and content."""
 
-MAX_TEXT = 64 << 20  # characters of a rendered conversation, and of a text that a template makes on its way
-_MAX_POWER = 4096  # bits of a number that a template raises to a power
+MAX_TEXT = 64 << 20  # characters of a rendered conversation, and of any text that a template makes on its way
+_MAX_POWER = 4096  # bits of a power that a template computes
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For a model that has none."""
+"""The template for a model that has none."""
 
 NO_TEMPLATE = (
     'the model has no chat template: each message is given to it as a line "role: text", which a model that was trained'
@@ -34,16 +36,20 @@ NO_TEMPLATE = (
 
 
 class ChatTemplate:
-    """Renders conversations. warning: what the user should know of it, "" if nothing. stop: strings that end an answer, beside
-    the model's own end of text.
+    """Renders conversations.
 
-    The template is part of the model file, and not trusted: it runs in jinja2's sandbox, which lets it reach no attribute
-    of Python and change nothing, and ranges of at most 100,000. What it writes is limited to MAX_TEXT. The time that it
-    takes is not.
+    warning: what the user should know of the template; "" if nothing.
+    stop: strings that end an answer, beside the model's own end of text.
+
+    The template is part of the model file, and not trusted. It runs in jinja2's sandbox: it can reach no attribute of
+    Python and change nothing, ranges have at most 100,000 items, and its output is limited to MAX_TEXT. Its time is not
+    limited.
     """
 
     def __init__(self, source: str | None, *, bos: str = "", eos: str = "") -> None:
-        """source: None: a plain one. bos, eos: texts of these tokens. Raises UsageError if it is no template."""
+        """source: None: a plain template. bos, eos: texts of these tokens. Raises UsageError if the source is no
+        template.
+        """
         self.warning = NO_TEMPLATE if source is None else ""
         self.stop = ("\nuser:", "\nsystem:") if source is None else ()
         self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
@@ -54,12 +60,12 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, model: Model, source: str | None = None) -> Self:
-        """The template of a model, or another one for it. Raises UsageError if it is no template."""
+        """Return the template of a model, or `source` as its template. Raises UsageError if it is no template."""
         texts = {name: _special(model, name) for name in ("bos", "eos")}
         return cls(source if source is not None else model.meta("tokenizer.chat_template"), **texts)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """The text of a conversation. answer: with the beginning of what the assistant says next.
+        """Return the text of a conversation. answer: add the beginning of the assistant's next message.
 
         Raises UsageError if the template does not take these messages, or fails.
         """
@@ -77,7 +83,8 @@ class ChatTemplate:
         return "".join(parts)
 
     def tokens(self, model: Model, messages: Sequence[Message], *, answer: bool = True) -> Tokens:
-        """Token ids (n,) int32 of a conversation, special tokens among them; BOS as the model wants it, and not twice.
+        """Return the token ids (n,) int32 of a conversation, with special tokens, and with BOS as the model wants it,
+        but only once.
 
         Raises UsageError as render() does, and if a message is no UTF-8 text.
         """
@@ -85,19 +92,19 @@ class ChatTemplate:
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
-    """Token ids (n,) int32 of a rendered conversation."""
+    """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is no UTF-8 text."""
     check_text(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # none, if the model's prompts do not begin with it
     if len(bos) and str(bos[0]) == model.meta("tokenizer.ggml.eos_token_id") != _id(model, "bos"):
-        bos = bos[:0]  # it ends prompts, which a conversation that goes on does not
+        bos = bos[:0]  # such a BOS ends prompts, and a conversation goes on
     if len(bos) == 0 or (len(ids) and ids[0] == bos[0]):
         return ids
     return np.concatenate([bos, ids]).astype(np.int32)
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise UsageError for a text that has no UTF-8 form: JSON allows half of a surrogate pair."""
+    """Raise UsageError for a text without a UTF-8 form: JSON allows half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as err:
@@ -110,7 +117,7 @@ def _id(model: Model, name: str) -> str | None:
 
 
 def _special(model: Model, name: str) -> str:
-    """The text of BOS or EOS, "" if the model has none."""
+    """Return the text of BOS or EOS, "" if the model has none."""
     token = _id(model, name)
     if token is None or not token.isdecimal() or not int(token) < model.n_vocab:
         return ""
@@ -118,7 +125,7 @@ def _special(model: Model, name: str) -> str:
 
 
 def _failure(err: Exception) -> UsageError:
-    """One sentence for whatever a template raised."""
+    """Return one sentence for any exception that a template raised."""
     what = (str(err).strip().splitlines() or [type(err).__name__])[0][:300]
     if isinstance(err, RecursionError | MemoryError):
         what = "it needs too much memory"
@@ -132,23 +139,23 @@ def _failure(err: Exception) -> UsageError:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training: here it is what it encloses."""
+    """`{% generation %}` marks what the assistant said, for training. Here only its content is kept."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Take the tags off."""
+        """Return the content of the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses the operators that make gigabytes of a few characters."""
+    """Refuses operators that make gigabytes out of a few characters."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Check sizes first."""
+        """Check the size of the result before computing it. Raises SecurityError."""
         large = _too_high(left, right) if operator == "**" else _too_long(left, right) or _too_long(right, left)
         if large:
             msg = f"the result of {operator} is too large"
@@ -179,7 +186,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """jinja2's own escapes HTML."""
+    """Return JSON without escaping HTML, as jinja2's own filter does."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""A number that tells models apart."""
+"""Compute a number that tells models apart."""
 
 import hashlib
 from pathlib import Path
@@ -8,9 +8,10 @@ _SAMPLE_BYTES = 64 << 10
 
 
 def fingerprint(path: Path) -> int:
-    """64 bits of blake2b over a model file's size and 256 evenly spaced samples of 64 KiB, the first and last included.
+    """Return 64 bits of blake2b over a model file's size and 256 evenly spaced samples of 64 KiB, the first and last
+    included.
 
-    All of a file of up to 16 MiB is read; of a larger one, enough to see its metadata and a part of every large tensor.
+    A file of up to 16 MiB is read whole; of a larger one, enough to see its metadata and a part of every large tensor.
     Raises OSError.
     """
     size = path.stat().st_size

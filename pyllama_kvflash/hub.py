@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: what a name means, which of a repository's files is the model, the Hub's errors as ours.
+"""Models of the Hugging Face Hub: parse their names, choose a repository's model file, and translate the Hub's errors.
 
 Files lie in the Hub's own cache. huggingface_hub is imported when it is needed, and may be missing.
 """
@@ -21,11 +21,11 @@ from pyllama_kvflash.errors import KVFlashError, ModelError, UsageError
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's
 
-Progress = Callable[[str, int, int | None], None]  # a file's name, bytes done, bytes in all
+Progress = Callable[[str, int, int | None], None]  # called with a file's name, bytes done, bytes in all
 Note = Callable[[str], None]
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^@:]+))?(?::([\w.-]+))?", re.ASCII)
-_NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # as llama.cpp
+_NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # as in llama.cpp
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TAG = re.compile(
     r"(?<![^\W_])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?(?:16|32)|(?:MX|NV)FP4\w*))(?=[-./]|$)", re.IGNORECASE
@@ -35,10 +35,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _UNREACHABLE = {
     "LocalEntryNotFoundError",
     "OfflineModeIsEnabled",
-    "ConnectionError",  # of requests, and of the system
+    "ConnectionError",  # from requests, and from the system
     "Timeout",
     "TimeoutError",
-    "ConnectError",  # of httpx
+    "ConnectError",  # from httpx
     "NetworkError",
     "ProxyError",
     "RemoteProtocolError",
@@ -47,7 +47,10 @@ _UNREACHABLE = {
 
 
 class Wanted(NamedTuple):
-    """A model of the Hub: a repository, at a revision (None: main), and its file, or the quantisation that it has."""
+    """A model on the Hub: a repository, a revision (None: main), and its file or its quantisation.
+
+    offline: take it from the cache only.
+    """
 
     repo: str
     revision: str | None = None
@@ -57,7 +60,10 @@ class Wanted(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, file: str | None = None, *, offline: bool = False) -> "Wanted":
-        """user/model, user/model:quant or user/model@revision:quant; a file goes before a quant. Raises UsageError."""
+        """Parse user/model, user/model:quant or user/model@revision:quant; a file takes precedence over a quant.
+
+        Raises UsageError.
+        """
         match = _NAME.fullmatch(text)
         if not match:
             msg = f"-hf {text} is no model of the Hub: give user/model, user/model:quant or user/model@revision:quant"
@@ -70,7 +76,7 @@ class Wanted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages: the repository at its revision."""
+        """The repository at its revision, for messages."""
         return "hf:" + str(self._replace(quant=None))
 
 
@@ -80,7 +86,9 @@ class Wanted(NamedTuple):
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The files that can be the model, sorted: of a split one the first part, and no projector, imatrix or draft head."""
+    """Return the files that can be the model, sorted: no projector, imatrix or draft head, and only the first of a
+    split one.
+    """
     res = []
     for name in sorted(names):
         split = _SPLIT.fullmatch(name)
@@ -90,17 +98,17 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def tag(name: str) -> str:
-    """The quantisation that a file's name tells, in capitals: the last one in it, or else in its folder; or ""."""
+    """Return the quantisation in a file's name, in capitals: the last one in the name, else in its folder, else ""."""
     stem = _stem(name)
     found = _TAG.findall(_base(stem)) or _TAG.findall(stem)
     return str(found[-1]).upper() if found else ""
 
 
 def choose(names: Iterable[str], quant: str | None = None) -> str | None:
-    """The model among a repository's files; None: there is none of this quantisation.
+    """Return the model among a repository's files, None if there is none of this quantisation.
 
-    Without a quantisation Q4_K_M, else Q8_0, else the first file. Where several have it: the one with just this tag, then one
-    in a single file, then the shortest name.
+    Without a quantisation it is Q4_K_M, else Q8_0, else the first file. If several have it: the one with exactly this
+    tag, then one in a single file, then the shortest name.
     """
     files = models(names)
     for wanted in [quant.upper()] if quant else DEFAULT_QUANTS:
@@ -112,7 +120,7 @@ def choose(names: Iterable[str], quant: str | None = None) -> str | None:
 
 
 def parts(name: str) -> list[str]:
-    """All files of a model, in their order: one, or those of a split one, whichever part is named."""
+    """Return all files of a model, in order: one, or the parts of a split one, whichever part is named."""
     split = _SPLIT.fullmatch(name)
     if not split:
         return [name]
@@ -134,9 +142,9 @@ def _stem(name: str) -> str:
 
 
 def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda _: None) -> Path:
-    """The file of a model, downloaded into the Hub's cache unless it is there; of a split one the first part.
+    """Return the file of a model (the first part of a split one), downloaded into the Hub's cache unless it is there.
 
-    If the Hub does not give it, what the cache has is taken, with a note. Raises UsageError and ModelError.
+    If the Hub does not give it, the cached one is taken, with a note. Raises UsageError and ModelError.
     """
     hub = library("-hf", "hub", "a file")
     if wanted.offline or _constants().HF_HUB_OFFLINE:
@@ -146,12 +154,14 @@ def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda 
             return _download(hub, wanted, progress, note)
     except KVFlashError:
         raise
-    except Exception as err:  # noqa: BLE001 (of the library, of what carries its requests, and of the system)
+    except Exception as err:  # noqa: BLE001 (from the library, from what carries its requests, and from the system)
         return _instead(wanted, err, note)
 
 
 def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    """The folder of a repository's files that fit the patterns, downloaded. Raises UsageError and ModelError."""
+    """Download a repository's files that fit the patterns, and return their folder. Raises UsageError and
+    ModelError.
+    """
     hub = library("hf:", "convert", "a folder")
     try:
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -160,7 +170,12 @@ def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def library(what: str, extra: str, instead: str) -> Any:
-    """huggingface_hub. Raises UsageError: what needs it, the extra that installs it, and what to give instead."""
+    """Return huggingface_hub. Raises UsageError if it is missing, in a sentence from these words:
+
+    what: the option that needs it.
+    extra: the extra that installs it.
+    instead: what to give instead.
+    """
     try:
         return import_module("huggingface_hub")
     except ImportError:
@@ -175,7 +190,7 @@ def _constants() -> Any:
 def _download(hub: Any, wanted: Wanted, progress: Progress | None, note: Note) -> Path:
     first, *others = _chosen(hub, wanted, note)
     path = Path(_get(hub, wanted.repo, first, wanted.revision, progress))
-    # the branch may move while a large model is downloaded: all parts are of the first one's commit
+    # the branch may move during a long download: take all parts from the first one's commit
     commit = path.parents[first.count("/")].name
     for name in others:
         _get(hub, wanted.repo, name, commit, progress)
@@ -185,7 +200,7 @@ def _download(hub: Any, wanted: Wanted, progress: Progress | None, note: Note) -
 def _get(hub: Any, repo: str, name: str, revision: str | None, progress: Progress | None) -> str:
     if progress is None:
         hub.utils.disable_progress_bars()
-    takes_bar = "tqdm_class" in signature(hub.hf_hub_download).parameters  # an old one shows its own
+    takes_bar = "tqdm_class" in signature(hub.hf_hub_download).parameters  # an old version shows its own bar
     bar = {"tqdm_class": _bar(partial(progress, _base(name)))} if progress and takes_bar else {}
     return str(hub.hf_hub_download(repo, name, revision=revision, **bar))
 
@@ -202,7 +217,9 @@ def _offline(wanted: Wanted, note: Note) -> Path:
 
 
 def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
-    """What the cache has when the Hub does not give it. Raises what the error means if that is nothing, or no help."""
+    """Return the cached file when the Hub does not give it. Raise what the error means if there is none, or if it is no
+    help.
+    """
     kinds = _kinds(err)
     problem = translated(wanted.name, err, "a file")
     path = None if kinds & {"RevisionNotFoundError", "HFValidationError"} else _cached(wanted)
@@ -214,7 +231,7 @@ def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
 
 
 def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
-    """The parts of the model in the repository. Raises UsageError, and what the library raises."""
+    """Return the parts of the model in the repository. Raises UsageError, and the library's own errors."""
     info = hub.HfApi().model_info(wanted.repo, revision=wanted.revision)
     names = [file.rfilename for file in info.siblings or ()]
     name = wanted.file or choose(names, wanted.quant)
@@ -230,7 +247,7 @@ def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
 
 
 def _cached(wanted: Wanted) -> Path | None:
-    """The model among what was downloaded before; None: not all of it is there."""
+    """Return the model if it was downloaded before, None unless all of it is there."""
     root = Path(_constants().HF_HUB_CACHE) / f"models--{wanted.repo.replace('/', '--')}"
     revision = wanted.revision or "main"
     try:
@@ -246,7 +263,7 @@ def _cached(wanted: Wanted) -> Path | None:
 
 @contextmanager
 def _tamed(note: Note) -> Iterator[None]:
-    """The library's log off, and of its warnings only that of a disk that is too small, as a note."""
+    """Silence the library's log and its warnings, except that the disk is too small, which becomes a note."""
     import_module("huggingface_hub.utils.logging").set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -256,7 +273,7 @@ def _tamed(note: Note) -> Iterator[None]:
 
 
 def _bar(progress: Callable[[int, int | None], None]) -> Any:
-    """A tqdm class that shows nothing itself, and tells where it is."""
+    """Return a tqdm class that shows nothing itself and reports its progress."""
     base: Any = import_module("tqdm").tqdm
 
     class Bar(base):  # type: ignore[misc]
@@ -271,7 +288,7 @@ def _bar(progress: Callable[[int, int | None], None]) -> Any:
             return True
 
         def update_transfer(self, n: float = 1) -> None:
-            """Bytes on the wire, which Xet counts beside those of the file."""
+            """Ignore the bytes on the wire, which Xet counts beside those of the file."""
 
     Bar.set_lock(threading.RLock())  # the default one starts a process
     return Bar
@@ -300,7 +317,9 @@ def _kinds(err: BaseException) -> set[str]:
 
 
 def translated(name: str, err: Exception, instead: str) -> KVFlashError:
-    """An error of huggingface_hub as one sentence. Its classes have moved between modules, and kept their names."""
+    """Return an error of huggingface_hub as one sentence. Its classes have moved between modules but kept their
+    names.
+    """
     kinds = _kinds(err)
     if "RevisionNotFoundError" in kinds:
         return UsageError(f"{name} has no such revision: give a branch, a tag or a commit of it after the @")
@@ -312,7 +331,7 @@ def translated(name: str, err: Exception, instead: str) -> KVFlashError:
 
 
 def _reason(name: str, err: Exception) -> str:
-    """Why the Hub does not give something that it has, or why it cannot be stored."""
+    """Return why the Hub does not give something that it has, or why it cannot be stored."""
     if "GatedRepoError" in _kinds(err):
         page = f"https://huggingface.co/{name.removeprefix('hf:').partition('@')[0]}"
         return f", for it is gated: accept its terms on {page}, and log in with `hf auth login`"

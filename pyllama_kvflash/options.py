@@ -8,7 +8,7 @@ from typing import Self
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
-from pyllama_kvflash.policy.sizing import AUTO_CAP
+from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
@@ -130,9 +130,6 @@ class Options:
         check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
         check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
-        if self.spec is not None and self.n_parallel > 1:
-            msg = f"spec drafts for one sequence, and n_parallel is {self.n_parallel}: leave one of the two out"
-            raise UsageError(msg)
         check_range(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         check_range(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 
@@ -213,6 +210,12 @@ class Options:
     def interval(self) -> int:
         """Tokens from one scoring to the next: tau, or 2; with spec 64, since a batch of guesses ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
+
+    @property
+    def shape(self) -> PoolShape:
+        """What a pool must hold."""
+        pinned = n_pinned(pinned_chunks(self.pins, self.chunk), self.sinks)
+        return PoolShape(self.chunk, self.sinks, self.tail, self.n_parallel * pinned, self.n_parallel)
 
     @property
     def n_draft(self) -> int:

@@ -1,4 +1,4 @@
-"""From token bytes to text that can be shown."""
+"""Turn token bytes into text that can be shown."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 
 def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many elements two arrays (n,) and (m,) begin with in common: tokens of texts, digests of records."""
+    """Return how many leading elements two arrays (n,) and (m,) share: tokens of texts, digests of records."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
 class TextStream:
-    """Joins token bytes into text: holds back what may be the beginning of a UTF-8 sequence or of a stop string."""
+    """Joins token bytes into text. It holds back what may be the beginning of a UTF-8 sequence or of a stop string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped = False
@@ -25,10 +25,12 @@ class TextStream:
         self._held = ""
 
     def push(self, piece: bytes) -> str:
-        """Text that can be shown after these bytes. After a stop string `stopped` is True; it is not shown."""
+        """Return the text that can be shown after these bytes. After a stop string, which is not shown, `stopped` is
+        True.
+        """
         self._held += self._decode(piece)
         found = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
-        if found:  # the one that is complete first, however the bytes are cut
+        if found:  # take the one that is complete first, however the bytes are cut
             self.stopped = True
             shown, self._held = self._held[: min(found)[1]], ""
             return shown
@@ -38,12 +40,12 @@ class TextStream:
         return shown
 
     def flush(self) -> str:
-        """What was held back, at the end of the generation; an incomplete UTF-8 sequence becomes U+FFFD."""
+        """Return the text held back, at the end of the generation. An incomplete UTF-8 sequence becomes U+FFFD."""
         rest = self._held + self._decode(b"", final=True)
         self._held = ""
         return "" if self.stopped else rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop` that `text` ends with."""
+    """Return the length of the longest beginning of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,7 @@
-"""Fixtures that several test files use, and how the tests are shared out to several processes (make test)."""
+"""Fixtures that most test files use, and how the tests are shared out to several processes (make test).
+
+A fixture that only some files use is in tests/support: a file takes it by a name of its own, `opened = drafting.opened`.
+"""
 
 import contextlib
 import functools
@@ -8,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
+
+pytest.register_assert_rewrite("support")  # a failed check there shows its values, as in a test
+
+from support import tiny  # noqa: E402 (rewritten from here on)
 
 if TYPE_CHECKING:
     from pyllama_kvflash import KVFlash

@@ -1,93 +1,41 @@
 """Tokens that are decoded again: chunks that have much of a token's attention came in after it, and so it was decoded without them.
 
-Equal logits mean equal bits, unless it is said otherwise. When chunks are scored, and which come in, is tested in test_relevance.py.
+Equal logits mean equal bits, unless it is said otherwise. When chunks are scored, and which come in, is tested in test_relevance_when.py.
 """
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_engine import GREEDY, CutAtLine, check_residency, out
-from test_relevance import SMALL as PLAIN
-from test_relevance import TOKENS, Decoded, Given, as_it_was, feed, plain, read, registered, reselects
+from support.again import PLACES, START, Hot, Restless, Shares, before, once, rounds
+from support.runs import (
+    SCORED,
+    TOKENS,
+    Decoded,
+    Open,
+    check_residency,
+    feed,
+    out,
+    place_by_hand,
+    read,
+    reselects,
+    spell,
+)
+from support.scorers import registered
 
-from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View
-from pyllama_kvflash.engine import engine
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError
-from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import LAST, Context, Model, Sampler
-from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash import Token
+from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import Schedule, State
+from pyllama_kvflash.policy import Schedule
 from pyllama_kvflash.pool.selector import FADES
 
 pytestmark = pytest.mark.native
 
-Scores = npt.NDArray[np.float64]
-Open = Callable[..., KVFlash]
-Hot = Callable[[int, int], dict[int, float]]
-
-SMALL: dict[str, Any] = {**PLAIN, "tau": 1, "prefill_reselect": False}  # 16 blocks; scored after every token
-START = 1250  # 20 chunks, of which those after the first are out
-PLACES = {"in a chunk": 1300, "fills a chunk": 1344, "begins a chunk": 1345}  # positions there are with the token
-
-
-class Shares(Given):
-    """What it gives are shares: the newer a chunk, the more, and hardly any; but for what `hot` says: of a text of so many tokens,
-    scored for the n-th time.
-    """
-
-    name = "shares"
-    summary: str | None = "mean"
-    shares = True
-
-    def __init__(self, hot: Hot = lambda _n, _nth: {}) -> None:
-        super().__init__(self.of)
-        self.hot = hot
-
-    def of(self, view: View) -> Scores:
-        res = 1e-6 * np.arange(len(view.candidates))
-        nth = sum(len(seen.tokens) == len(view.tokens) for seen in self.views) - 1
-        for chunk, share in self.hot(len(view.tokens), nth).items():
-            res[chunk] = share
-        return res
-
-
-class Restless(Given):
-    """Shares that mean nothing, other ones for each text, and all of them much."""
-
-    name = "restless"
-    summary: str | None = "mean"
-    shares = True
-
-    def __init__(self) -> None:
-        super().__init__(lambda view: np.random.default_rng(len(view.tokens)).random(len(view.candidates)))
-
-
-def once(at: int, *chunks: int, share: float = 0.9) -> Shares:
-    """These chunks are asked for by the token with which there are `at`, and by those after it."""
-    return Shares(lambda n, _: dict.fromkeys(chunks, share / len(chunks)) if n >= at else {})
-
-
-def before(opened: Open, at: int, policy: Given, name: str = "qwen3", **options: Any) -> KVFlash:
-    """A run that is to decode the token with which there are `at`; the first chunks are out."""
-    kv = opened(name, policy=policy, **options)
-    read(kv, START)
-    feed(kv, at - 1)
-    assert {1, 2, 3, 4} <= set(out(kv))
-    return kv
-
-
-def rounds(events: list[Event]) -> list[tuple[int, tuple[int, ...], float]]:
-    """Of each scoring: where, what came in, and what was missed."""
-    return [(e.pos, e.page_ins, e.missed) for e in reselects(events)]
+SMALL: dict[str, Any] = {**SCORED, "tau": 1, "prefill_reselect": False}  # 16 blocks; scored after every token
 
 
 #
@@ -109,10 +57,10 @@ def test_a_token_is_decoded_again_with_what_it_missed(
     assert rounds(events) == [(at, (3, 2, 1), pytest.approx(0.9)), (at, (), 0)]
     assert kv.n_tokens == at
     assert np.array_equal(kv.tokens, TOKENS[:at])
-    assert kv._pending is None
+    assert kv.sequence.pending is None
     assert {1, 2, 3} <= set(seen.blocks[-1]) - set(seen.blocks[0])
 
-    as_it_was(control, seen.blocks[-1])
+    place_by_hand(control, seen.blocks[-1])
     control.ctx.decode(TOKENS[at - 1 : at], at - 1, 1)
     want = control.ctx.logits()
     if name == "gemma4":  # the sliding window may lie in other cells, and sums run in another order
@@ -157,7 +105,7 @@ def test_at_most_three_rounds(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
     kv = before(opened, 1300, Shares(lambda n, nth: {1 + nth: 0.9} if n == 1300 else {}))
     seen = Decoded(kv, monkeypatch)
     events = kv.decode(TOKENS[1299:1300])
-    assert engine._ROUNDS == 3
+    assert decoder._ROUNDS == 3
     assert seen.calls == [(1299, 1)] * 4
     assert rounds(events) == [(1300, (1 + i,), 0.9) for i in range(4)]
     assert 4 not in seen.blocks[-1]
@@ -224,7 +172,7 @@ def test_what_was_written_since_scoring_began_has_no_share(
     monkeypatch.setattr(Schedule, "_behind", lambda _self: lag)
     kv = opened(policy=Shares(), again=0, chunk=16, pool=256, n_batch=16, tail=1)
     read(kv, 600)
-    selector = kv._selector
+    selector = kv.sequence.selector
     assert selector is not None
     while selector._job is None:
         feed(kv, kv.n_tokens + 1)
@@ -388,9 +336,9 @@ def test_the_last_token_of_a_prompt_may_be_decoded_again(
         return
     assert chosen == [("question", (1,)), ("decode", (2,)), ("decode", ())]
     assert last == [(1236, 64), (1236, 64), (1299, 1)]
-    assert (kv.n_tokens, kv._pending) == (1300, None)
+    assert (kv.n_tokens, kv.sequence.pending) == (1300, None)
     control.rollback(1299)
-    as_it_was(control, seen.blocks[-1])
+    place_by_hand(control, seen.blocks[-1])
     control.ctx.decode(TOKENS[1299:1300], 1299, 1)
     assert np.abs(kv.logits() - control.ctx.logits()).max() < (0.02 if name == "gemma4" else 1e-9)
     check_residency(kv)
@@ -424,242 +372,9 @@ def test_a_prompt_whose_last_token_was_taken_back_goes_on(opened: Open, monkeypa
         patch.setattr(kv.ctx, "decode", cut)
         with pytest.raises(KeyboardInterrupt):
             list(kv.generate(TOKENS[:1300], max_tokens=5))
-    assert (kv.n_tokens, kv._pending) == (1299, int(TOKENS[1299]))
+    assert (kv.n_tokens, kv.sequence.pending) == (1299, int(TOKENS[1299]))
     kv.check_integrity()
     events = list(kv.generate([], max_tokens=5, append=True))
     assert [e.id for e in events if isinstance(e, Token)] == TOKENS[1300:1305].tolist()
     assert np.array_equal(kv.tokens, TOKENS[:1304])
     check_residency(kv)
-
-
-#
-# answers
-#
-
-
-def spell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is what follows in TOKENS, whatever the logits are; the tiny models have no vocabulary."""
-    decode, ends = Context.decode, [0]
-
-    def noted(ctx: Context, tokens: Any, pos: int, outputs: int = LAST) -> None:
-        decode(ctx, tokens, pos, outputs)
-        ends.append(pos + len(tokens))
-
-    class Spelling(Sampler):
-        def sample(self, ctx: Context, i: int = -1) -> int:
-            super().sample(ctx, i)  # there are logits
-            return int(TOKENS[ends[-1]])
-
-    monkeypatch.setattr(Context, "decode", noted)
-    monkeypatch.setattr(engine, "Sampler", Spelling)
-    monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-    monkeypatch.setattr(Model, "piece", lambda *_: b"")
-
-
-@pytest.fixture(scope="module")
-def document() -> NeedlePrompt:
-    """2,048 tokens with four codes."""
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        return make_prompt(2048, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=2)
-
-
-@pytest.mark.parametrize("name", ["needle", "qwen3", "gemma4"])
-def test_the_same_seed_gives_the_same_text(
-    opened: Open, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """In a run of its own, and after another one: with all that happens, and where."""
-    if name != "needle":
-        monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-        monkeypatch.setattr(Model, "piece", lambda *_: b"")
-    prompt = document.text + document.needles[1].question if name == "needle" else TOKENS[:1500]
-    sampling, runs = Sampling(temperature=0.8, seed=7), []
-    policy = "qk" if name == "needle" else None
-    kvs = [opened(name, policy=policy or Restless(), tau=2, again=1e-3) for _ in range(2)]
-    for kv in (*kvs, kvs[0]):
-        with monkeypatch.context() as patch:
-            seen = Decoded(kv, patch)
-            runs.append([plain(e) for e in kv.generate(prompt, max_tokens=100, sampling=sampling)])
-        again = [a for a, b in itertools.pairwise(seen.calls) if a == b and a[1] == 1]
-        assert len(again) > 10, "nothing was decoded again"
-        kv.check_integrity()
-    for other in runs[1:]:
-        assert [type(e) for e in other] == [type(e) for e in runs[0]]
-        assert other[:-1] == runs[0][:-1]
-        assert isinstance(other[-1], Done)
-
-
-def moved(resident: set[int], events: list[Event]) -> set[int]:
-    """What is resident, by what the events tell."""
-    for event in events:
-        if isinstance(event, Paged | Reselect):
-            resident = resident - set(event.drops) | set(event.page_ins)
-    return resident
-
-
-def resident_in(kv: KVFlash) -> set[int]:
-    return set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
-
-
-def test_events_tell_what_comes_back_as_a_token_is_taken_out(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It began a chunk, so that another one was no longer of the tail, and the first to go: without the token it is again, and it is
-    brought back.
-    """
-
-    def hot(n: int, nth: int) -> dict[int, float]:
-        return {1: 0.9, 17: 0.5 if nth else 0.0} if n == 1345 else {}
-
-    kv = before(opened, 1345, Shares(hot))
-    was, seen = resident_in(kv), Decoded(kv, monkeypatch)
-    assert 17 in was
-    events = kv.decode(TOKENS[1344:1345])
-    first, *_ = reselects(events)
-    assert (first.drops[0], first.page_ins) == (17, (1,))
-    assert seen.calls == [(1344, 1)] * 2
-    assert {1, 17} <= set(seen.blocks[-1].tolist())
-    assert moved(was | {21}, events) == resident_in(kv)
-    check_residency(kv)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-def test_events_tell_all_that_moved(opened: Open, name: str) -> None:
-    """Where every chunk is can be told from them alone, at any token: those that begin a chunk and those that fill one, too."""
-    kv = opened(name, policy=Restless(), chunk=16, pool=256, n_batch=16)
-    read(kv, 600)
-    resident = resident_in(kv)
-    n_again = 0
-    for end in range(601, 760):
-        events = kv.decode(TOKENS[end - 1 : end])
-        resident = moved(resident | {(end - 1) // 16}, events)
-        n_again += len(reselects(events)) > 1
-        assert resident == resident_in(kv), end
-        check_residency(kv, 16)
-    assert n_again > 100
-
-
-def test_the_pool_and_the_records_stay_whole(opened: Open) -> None:
-    """Through chunks that begin and fill up, in batches in between, with pins, and after going back."""
-    rng = np.random.default_rng(3)
-    kv = opened(policy=Restless(), chunk=16, pool=512, n_batch=16)
-    read(kv, 1000)
-    kv.pin(100, 130)
-    n_again = 0
-    while kv.n_tokens < 1800:
-        for _ in range(int(rng.integers(1, 20))):
-            n_again += len(reselects(feed(kv, kv.n_tokens + 1))) > 1
-        feed(kv, kv.n_tokens + 16, int(rng.choice([1, 7, 16])))
-        if rng.random() < 0.2:
-            kv.rollback(kv.n_tokens - int(rng.integers(1, 60)))
-        check_residency(kv, 16)
-        assert np.array_equal(kv.tokens, TOKENS[: kv.n_tokens])
-    assert n_again > 100
-    assert len(kv.pager.summaries or ()) == kv.n_tokens // 16
-
-
-#
-# wherever it is cut off
-#
-
-
-@pytest.mark.parametrize("error", [Interrupted("enough"), HostMemoryError("none"), NativeError("broken")], ids=repr)
-def test_a_token_that_cannot_be_decoded_again_comes_next(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """It was taken out, and is pending: an answer goes on with it, and none is lost or told twice."""
-    spell(monkeypatch)
-    kv = before(opened, 1300, once(1302, 1))
-    kv._pending = int(TOKENS[1299])
-    decode, n = kv.ctx.decode, 0
-
-    def fails(tokens: Any, pos: int, outputs: int) -> None:
-        nonlocal n
-        n += pos == 1301
-        if n == 2:
-            raise error
-        decode(tokens, pos, outputs)
-
-    told: list[Event] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(kv.ctx, "decode", fails)
-        if isinstance(error, Interrupted):
-            told.extend(kv.generate([], max_tokens=9, append=True))
-            assert isinstance(told[-1], Done)
-            assert told[-1].reason == "interrupted"
-        else:
-            with pytest.raises(type(error), match=str(error)):
-                told.extend(kv.generate([], max_tokens=9, append=True))
-    assert (kv.n_tokens, kv._pending) == (1301, int(TOKENS[1301]))
-    assert [e.id for e in told if isinstance(e, Token)] == TOKENS[1300:1302].tolist()
-    kv.check_integrity()
-    events = list(kv.generate([], max_tokens=9, append=True))
-    assert [e.id for e in events if isinstance(e, Token)] == TOKENS[1302:1311].tolist()
-    assert np.array_equal(kv.tokens, TOKENS[:1310])
-    check_residency(kv)
-
-
-class Missing(Shares):
-    """What is out is hot, the first time that a text is scored after `anew`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv: KVFlash | None = None
-        self.n_left = 0
-
-    def of(self, view: View) -> Scores:
-        res = super().of(view)
-        self.views.clear()
-        if self.kv is not None and self.n_left:
-            self.n_left -= 1
-            res[np.flatnonzero(self.kv.pager.ledger.state == State.OUT)[:2]] = 0.4
-        return res
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-@pytest.mark.parametrize("at", [325, 336, 337], ids=list(PLACES))
-def test_cut_off_at_every_line_of_a_token_that_is_decoded_again(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, at: int
-) -> None:
-    """Ctrl-C anywhere in an answer of one token: what was to be decoded is in the context or comes next, once."""
-    spell(monkeypatch)
-    scorer = Missing()
-
-    def fresh() -> Iterator[KVFlash]:
-        while True:
-            kv = opened(name, policy=scorer, pool=256, chunk=16, n_batch=16)
-            read(kv, at - 1)
-            yield kv
-
-    opening = fresh()
-    kv, lost, n, n_again = next(opening), [], 0, 0
-    while n < 4000:
-        n += 1
-        kv.rollback(at - 1)
-        kv._pending = int(TOKENS[at - 1])
-        scorer.kv, scorer.n_left = kv, 1
-        cut = CutAtLine(n)
-        sys.settrace(cut)
-        try:
-            list(kv.generate([], max_tokens=1, sampling=GREEDY, append=True))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        if cut.where is None:
-            break
-        n_again += "_take_back" in cut.where or "_again" in cut.where
-        try:
-            kv.check_integrity()
-            left = [*kv.tokens.tolist(), *([] if kv._pending is None else [kv._pending])]
-            assert left in (TOKENS[:at].tolist(), TOKENS[: at + 1].tolist()), f"{len(left)} of {at} are left"
-            scorer.n_left = 1
-            if kv._pending is None:
-                feed(kv, kv.n_tokens + 1)
-            else:
-                list(kv.generate([], max_tokens=1, append=True))
-            assert np.array_equal(kv.tokens, TOKENS[: kv.n_tokens])
-            kv.check_integrity()
-        except Exception as err:  # noqa: BLE001 (all of them are counted)
-            lost.append(f"{cut.where}: {err!r}")
-            kv = next(opening)
-    assert n > 300, "nothing was cut off"
-    assert n_again > 10
-    assert lost == []

@@ -1,4 +1,7 @@
-"""Who may import whom, read from the source: native owns bytes, policy owns decisions, and they meet in the engine."""
+"""Who may import whom, read from the source: native owns bytes, policy owns decisions, and they meet in the engine.
+
+What tests share is in tests/support: no test file imports another.
+"""
 
 import ast
 import subprocess
@@ -9,6 +12,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyllama_kvflash"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).resolve().parent
+TEST_MODULES = sorted(TESTS.rglob("*.py"))
 IO = {
     "os",
     "io",
@@ -24,6 +29,7 @@ IO = {
     "time",
 }
 MAX_LINES = 450
+MAX_TEST_LINES = 650
 WORD_LISTS = {"needle/words.py"}  # data; its logic is 60 lines
 
 
@@ -84,6 +90,70 @@ def test_needle_stands_alone(path: Path) -> None:
     assert from_package(imports_of(path)) <= {"needle"}
 
 
+ORDER = [
+    "errors",
+    "events",
+    "text",
+    "fingerprint",
+    "needle",
+    "registry",
+    "policy",
+    "native",
+    "hub",
+    "chat",
+    "options",
+    "pool",
+    "snapshot",
+    "scorers",
+    "engine",
+    "convert",
+    "serve",
+    "bench",
+    "cli",
+    "__main__",
+]
+"""Each part may import those before it. `__init__` gives names of all of them, when they are used."""
+ANYWHERE = {"", "__version__"}  # of the package itself
+
+
+@each()
+def test_parts_import_those_below_them(path: Path) -> None:
+    """Imports within a function count, too."""
+    here = part(path).removesuffix(".py")
+    if here != "__init__":
+        below = ORDER[: ORDER.index(here)]
+        assert from_package(imports_of(path)) <= {here, *below, *ANYWHERE}
+
+
+def circles(uses: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, directly or through others: those that reach themselves."""
+    reach = {module: set(used) for module, used in uses.items()}
+    for via in uses:
+        for module in uses:
+            if via in reach[module]:
+                reach[module] |= reach[via]
+    return [module for module in uses if module in reach[module]]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    def name(path: Path) -> str:
+        return ".".join([PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+    modules = {name(path): path for path in MODULES}
+    uses = {
+        module: {
+            found if found in modules else found.rpartition(".")[0]
+            for found in imports_of(path)
+            if found in modules or found.rpartition(".")[0] in modules
+        }
+        - {PACKAGE.name, module}
+        for module, path in modules.items()
+        if module != PACKAGE.name
+    }
+    assert circles(uses) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
 @each()
 def test_only_native_imports_the_compiled_module(path: Path) -> None:
     compiled = {name for name in imports_of(path) if {"_kvflash", "cffi", "_cffi_backend"} & set(name.split("."))}
@@ -94,6 +164,22 @@ def test_only_native_imports_the_compiled_module(path: Path) -> None:
 def test_a_module_is_read_in_one_sitting(path: Path) -> None:
     n = len(path.read_text("utf-8").splitlines())
     assert n <= MAX_LINES or str(path.relative_to(PACKAGE)) in WORD_LISTS
+
+
+def each_test() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", TEST_MODULES, ids=[str(path.relative_to(TESTS)) for path in TEST_MODULES])
+
+
+@each_test()
+def test_no_test_imports_another(path: Path) -> None:
+    names = imports(path.read_text("utf-8"), f"tests.{path.stem}")
+    files = {path.stem for path in TEST_MODULES if path.stem.startswith("test_")}
+    assert not {part for name in names for part in name.split(".")} & files
+
+
+@each_test()
+def test_a_test_is_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= MAX_TEST_LINES
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from benches import good, isolate, refused, type_examples
-from rounding import Chosen
-from test_drafting import width_noise
+from support.benches import FILES, good, isolate, refused, type_examples
+from support.drafting import width_noise
+from support.rounding import Chosen
 
 from pyllama_kvflash.bench import answers as answers_bench
 from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import batch_costs, context, difference, in_turns, make_text
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.bench.speculation import Cell, Row, SpecBench, Way, agreements, as_markdown, spec_figure, summarise
-from pyllama_kvflash.engine import engine
+from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
 from pyllama_kvflash.events import Done
@@ -33,7 +33,6 @@ from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
 
-FILES = {f"results.{kind}" for kind in ("md", "csv", "json", "png", "jsonl")}
 SOME = ("--texts", "copy,needles", "--kinds", "ngram")
 SIZES = ("--pool", "256", "--kvflash-chunk", "16", "-n", "144", "--questions", "2", "--rounds", "1", "-t", "1")
 BENCH = SpecBench(
@@ -89,8 +88,8 @@ def test_models_take_turns(opened: Callable[..., KVFlash], monkeypatch: pytest.M
     seen: list[int] = []
     kvs = [opened("needle"), opened("needle")]
     for i, kv in enumerate(kvs):
-        real = kv._further
-        monkeypatch.setattr(kv, "_further", lambda *a, i=i, real=real: seen.append(i) or real(*a))
+        real = kv.decoder.decode
+        monkeypatch.setattr(kv.decoder, "decode", lambda *a, i=i, real=real: seen.append(i) or real(*a))
     (first, _), (second, _) = in_turns(kvs, "copy", 256, 140, ignore)
     assert first == second
     assert [len(t) for t in first] == [140]
@@ -370,7 +369,7 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
                 chosen.hold(ctx, i, self.n)
             return super().sample(ctx, i)
 
-    monkeypatch.setattr(engine, "Sampler", Held)
+    monkeypatch.setattr(generation, "Sampler", Held)
     args = ("--texts", "entropy", "--kinds", "draft", "--draft-max", "4", "-m", str(BUNDLED_MODEL))
     res = good("spec", *SIZES, *args, "-o", "out")
     rows = json.loads(Path("out/results.json").read_text())["rows"]

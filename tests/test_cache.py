@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import KVFlash, Sampling, Token, Warn
+from support.runs import GREEDY, Open
+
+from pyllama_kvflash import KVFlash, Token, Warn
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import HostMemoryError, UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool import disk
 from pyllama_kvflash.pool.disk import slabs_in
-from pyllama_kvflash.pool.store import HostMemory, HostStore
+from pyllama_kvflash.pool.host_memory import HostMemory
+from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
@@ -33,14 +36,11 @@ from pyllama_kvflash.snapshot.file import SnapshotFile
 pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_threads": 1, "n_batch": 256, "share": 0, "snapshots": True}
-GREEDY = Sampling(temperature=0)
 N_CODE = 5  # tokens of a code and of the end of its line: what follows is less certain
 RNG = np.random.default_rng(7)
 TEXT = RNG.integers(0, 4000, 2000).astype(np.int32)
 OTHER = RNG.integers(0, 4000, 2000).astype(np.int32)
 LARGE = 1 << 40
-
-Open = Callable[..., KVFlash]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ pytest.importorskip("jinja2")
 
 import gguf
 from click.testing import CliRunner, Result
+from support.commands import SCRIPT, forget_settings
 
 from pyllama_kvflash import chat
 from pyllama_kvflash.chat import ChatTemplate
@@ -31,7 +32,6 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
 
-SCRIPT = Path(sys.executable).with_name("kvflash")
 SMALL = ("-c", "2K", "--kvflash", "1K", "-b", "128", "-t", "1", "--temp", "0")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -48,9 +48,7 @@ CHATML = """{{ bos_token }}{% for message in messages %}
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the caller's settings."""
-    for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")):
-            monkeypatch.delenv(name)
+    forget_settings(monkeypatch)
     monkeypatch.setenv("COLUMNS", "200")
 
 

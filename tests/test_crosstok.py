@@ -7,24 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.properties import CHECK
+from support.texts import SAMPLE, cut
 
 from pyllama_kvflash.scorers.crosstok import Retokenizer, Spans, char_spans, spread
-
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-SAMPLE = "aé€😀 ß\U0010ffff漢e\u0301z"  # of 1, 2, 3 and 4 bytes, and a combining accent
 
 chars = st.sampled_from([*SAMPLE, "\ufffd"]) | st.characters(exclude_categories=["Cs"])
 texts = st.text(chars, max_size=40)
 broken = st.lists(texts.map(str.encode) | st.binary(max_size=4) | st.sampled_from([b"\xe2\x82", b"\xf0\x9f", b"\xed"]))
 cuts = st.lists(st.integers(0, 160), max_size=40)
-
-
-def cut(data: bytes, at: list[int]) -> list[bytes]:
-    edges = [0, *sorted(min(i, len(data)) for i in at), len(data)]
-    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def check_partition(spans: Spans, length: int) -> None:

@@ -17,8 +17,9 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-import test_transfers
-from test_oracles import CACHES, MEMORY, Run
+from support import transfers
+from support.models import MEMORY
+from support.oracles import CACHES, Logits, Run
 
 from pyllama_kvflash import native
 from pyllama_kvflash.native import Model
@@ -26,8 +27,6 @@ from pyllama_kvflash.native import Model
 N_GPU = sum(d.gpu for d in native.devices())
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(N_GPU == 0, reason="there is no GPU")]
-
-Logits = npt.NDArray[np.float32]
 
 N_PROMPT, N_STEPS = 300, 48
 # relative RMS. A quantised key that rounds to its other neighbour moves these small models by up to 0.12 (q4_0), f16 by
@@ -103,9 +102,9 @@ def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, elsewh
     stock = logits(model, cache)
     assert distance(stock, elsewhere(name, cache, *ON_CPU)).max() < WRONG
     np.testing.assert_array_equal(logits(model, cache, pool=1024), stock)
-    test_transfers.test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
-    test_transfers.test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
-    test_transfers.test_queries_are_those_of_the_token_before_the_next(model)
+    transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
+    transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
+    transfers.check_queries_are_those_of_the_token_before_the_next(model)
 
 
 if __name__ == "__main__":

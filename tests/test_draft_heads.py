@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-import tiny_drafters
+from support import tiny, tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from rounding import Chosen, held
-from test_drafting import width_noise
+from support.drafting import width_noise
+from support.rounding import Chosen, held
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import UnsupportedError

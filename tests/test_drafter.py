@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_engine import GREEDY, check_residency, out, text_of
+from support import needles
+from support.runs import GREEDY, Open, check_residency, out, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
 from pyllama_kvflash.bench.demo import answer_all, positions
@@ -19,7 +20,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.native.lib import lib
-from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
+from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.scorers import reader
 from pyllama_kvflash.scorers.crosstok import char_spans
 from pyllama_kvflash.scorers.reader import Reader, find_scorer_model, same_tokenizer
@@ -34,7 +35,6 @@ SMALL: dict[str, Any] = {
     "share": 0,
     "policy": "drafter",
 }
-Open = Callable[..., KVFlash]
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +61,19 @@ def opened() -> Iterator[Open]:
 @pytest.fixture(scope="module")
 def document() -> NeedlePrompt:
     """2,048 tokens with four codes."""
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        return make_prompt(2048, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=2)
+    return needles.document(2048)
 
 
 @pytest.fixture(scope="module")
 def brief() -> NeedlePrompt:
     """1,200 tokens with two codes, where the pool holds 768."""
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        return make_prompt(1200, lambda s: len(model.tokenize(s, add_special=False)), n_needles=2, seed=2)
+    return needles.document(1200, n_needles=2)
 
 
 @pytest.fixture(scope="module")
 def long_document() -> NeedlePrompt:
     """3,072 tokens."""
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        return make_prompt(3072, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=2)
+    return needles.document(3072)
 
 
 def rewrite(path: Path) -> Path:
@@ -114,9 +111,9 @@ def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter_of(kv: KVFlash) -> Reader:
-    assert kv._selector is not None
-    assert isinstance(kv._selector.scorer, Reader)
-    return kv._selector.scorer
+    assert kv.sequence.selector is not None
+    assert isinstance(kv.sequence.selector.scorer, Reader)
+    return kv.sequence.selector.scorer
 
 
 def inner(kv: KVFlash) -> KVFlash:

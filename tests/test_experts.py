@@ -4,13 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import CHECK
 
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
 from pyllama_kvflash.policy.sizing import CELLS, RESERVE
-
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 KIB, MIB = 1 << 10, 1 << 20
 FLOOR, N_CTX, CAP = 1024, 32_768, 4096

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import families
 import numpy as np
 import pytest
-import tiny
+from support import families, tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from rounding import n_flips
-from test_oracles import TOKENS, Cache, Case, Logits, Run, Step, assert_equal, difference, rows
+from support.oracles import TOKENS, Cache, Case, Logits, Run, Step, assert_equal, difference, rows
+from support.rounding import n_flips
 
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import CACHE_TYPES, Model, Record

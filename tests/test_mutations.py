@@ -1,4 +1,4 @@
-"""The checks of test_oracles.py can fail: each is shown sabotaged data, through the calls that any caller has.
+"""The checks of support/oracles.py can fail: each is shown sabotaged data, through the calls that any caller has.
 
 What a forged record holds cannot be seen by page_in(), which knows the head only; so the logits must tell. Left out is
 what only changes the order of sums, since RoPE is in K already: two whole chunks exchanged, or K and V rolled alike.
@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny
+from support import tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-import test_oracles as oracles
-from test_oracles import CACHES, TOKENS, Case, Difference, Reference, Step, forge, rope, rows
+from support import numpy_models, oracles
+from support.models import NAMES
+from support.numpy_models import Reference, rope
+from support.oracles import CACHES, TOKENS, Case, Difference, Step, forge, rows
 
 from pyllama_kvflash.errors import PoolError, RecordError
 from pyllama_kvflash.native import Layer, Model, Record
@@ -164,7 +166,7 @@ def test_sabotaged_record(control: Control, sabotage: Sabotage) -> None:
     assert_differs(out_and_in(control, sabotage))
 
 
-@pytest.mark.parametrize("name", oracles.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_types_that_changed_places(tiny_model: Callable[[str], Model], name: str) -> None:
     """K of one type is taken for V of another, and the other way round: by its head it is refused, by its rows it shows."""
     case, other = (Case(tiny_model(name), oracles.Cache(k, type_v=v)) for k, v in (("q8_0", "q4_0"), ("q4_0", "q8_0")))
@@ -224,7 +226,7 @@ def late(schedule: Sequence[Step], i: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("change", [without, with_another, late], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", oracles.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_schedule(
     tiny_model: Callable[[str], Model], name: str, change: Callable[[Sequence[Step], int], list[Step]]
 ) -> None:
@@ -238,7 +240,7 @@ def test_another_schedule(
     case.assert_replayed(logits, schedule, 1024, n_batch=256)
 
 
-@pytest.mark.parametrize("name", oracles.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_chunk_makes_room(tiny_model: Callable[[str], Model], name: str) -> None:
     """After a refused batch another chunk is dropped than in the run without one."""
     case = Case(tiny_model(name), CACHES["f16"])
@@ -271,12 +273,14 @@ def test_queries_of_something_else(dense: Case, monkeypatch: pytest.MonkeyPatch)
     with dense.pool(1024, q_tap=True) as run:
         run.feed(300)
         got, token = run.ctx.queries()[0], int(TOKENS[299])
-    assert oracles.error(got, reference.qwen3(token, 299)) < 1e-2
+    assert numpy_models.error(got, reference.qwen3(token, 299)) < 1e-2
     errors = {
-        "the position before": oracles.error(got, reference.qwen3(token, 298)),
-        "another token": oracles.error(got, reference.qwen3(token ^ 1, 299)),
-        "the basis of a quantised cache": oracles.error(got @ oracles.hadamard(64), reference.qwen3(token, 299)),
+        "the position before": numpy_models.error(got, reference.qwen3(token, 298)),
+        "another token": numpy_models.error(got, reference.qwen3(token ^ 1, 299)),
+        "the basis of a quantised cache": numpy_models.error(
+            got @ numpy_models.hadamard(64), reference.qwen3(token, 299)
+        ),
     }
-    monkeypatch.setattr(oracles, "rope", rope_of_pairs)
-    errors["another RoPE"] = oracles.error(got, reference.qwen3(token, 299))
+    monkeypatch.setattr(numpy_models, "rope", rope_of_pairs)
+    errors["another RoPE"] = numpy_models.error(got, reference.qwen3(token, 299))
     assert min(errors.values()) > 0.1, str(errors)

@@ -7,278 +7,46 @@ A GPU cuts its sums by the width of the attention, and fuses other operations wh
 is as wide as the pool that it is compared with, and a run with the Q tap is held to the noise of that machine.
 """
 
-import functools
-import os
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import tiny
+from support import tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import gguf
-from rounding import n_flips
+from support.models import MEMORY
+from support.numpy_models import Array, Reference, error, hadamard
+from support.oracles import (
+    CACHES,
+    FIELDS,
+    FINGERPRINT,
+    HEAD,
+    N_POOL,
+    N_PROMPT,
+    N_STEPS,
+    ON_GPU,
+    TOKENS,
+    Cache,
+    Case,
+    Logits,
+    Run,
+    assert_equal,
+    forge,
+    head,
+    params,
+    rows,
+)
 
 from pyllama_kvflash.errors import ModelError, PoolError, RecordError, UnsupportedError, UsageError
-from pyllama_kvflash.native import ALL, CACHE_TYPES, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record, devices
+from pyllama_kvflash.native import CACHE_TYPES, Model, Record
 from pyllama_kvflash.native.lib import ffi, lib
 
 pytestmark = pytest.mark.native
-
-Logits = npt.NDArray[np.float32]
-Array = npt.NDArray[np.float64]
-
-N_THREADS = int(os.environ.get("KVFLASH_TEST_THREADS", "2"))  # 1 is much faster where others keep the cores busy
-N_CTX = 65536
-N_POOL = 2048  # holds all of a short run
-N_PROMPT, N_STEPS = 1000, 100
-ON_GPU = any(d.gpu for d in devices())
-FINGERPRINT = 0x0123456789ABCDEF
-SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
-
-TOKENS = np.random.default_rng(7).integers(0, tiny.N_VOCAB, N_CTX).astype(np.int32)
-
-
-class Cache(NamedTuple):
-    """How a cache is stored; type_v None: V as K."""
-
-    type: str
-    flash_attn: str = "on"
-    type_v: str | None = None
-
-
-CACHES = {"f16": Cache("f16"), "q8_0": Cache("q8_0"), "q4_0": Cache("q4_0"), "f16-nofa": Cache("f16", "off")}
-MEMORY = {"qwen3": "llama_kv_cache", "qwen35": "llama_memory_hybrid", "gemma4": "llama_kv_cache_iswa"}
-NAMES = tuple(MEMORY)
-
-
-class Step(NamedTuple):
-    """A batch of n tokens, and the chunks that were dropped before it."""
-
-    n: int
-    drops: tuple[int, ...] = ()
-
-
-class Run:
-    """A context, and how many of the tokens it has read. A context manager."""
-
-    def __init__(
-        self,
-        model: Model,
-        cache: Cache = CACHES["f16"],
-        *,
-        pool: int | None = None,
-        n_ctx: int = N_CTX,
-        n_batch: int = 512,
-        n_seq: int = 1,
-        chunk: int = 64,
-        q_tap: bool = False,
-        fingerprint: int = FINGERPRINT,
-        tokens: npt.NDArray[np.int32] = TOKENS,
-    ) -> None:
-        """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256."""
-        params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
-        self.ctx = Context(
-            model,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_ubatch=min(n_batch, 256),
-            n_seq=n_seq,
-            n_threads=N_THREADS,
-            type_k=cache.type,
-            type_v=cache.type_v or cache.type,
-            flash_attn=cache.flash_attn,
-            pool=params,
-        )
-        self.n_batch, self.chunk, self.tokens, self.pos = n_batch, chunk, tokens, 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.ctx.close()
-
-    def decode(self, n: int, outputs: int = LAST) -> None:
-        """One batch."""
-        self.ctx.decode(self.tokens[self.pos : self.pos + n], self.pos, outputs)
-        self.pos += n
-
-    def feed(self, n: int, size: int | None = None) -> Logits:
-        """n tokens in batches of size (None: the largest); the last logits of each."""
-        end, res = self.pos + n, []
-        while self.pos < end:
-            self.decode(min(size or self.n_batch, end - self.pos))
-            res.append(self.ctx.logits())
-        return np.array(res)
-
-    def feed_at_once(self, n: int) -> Logits:
-        """n tokens in one batch; the logits of all."""
-        self.decode(n, ALL)
-        return np.array([self.ctx.logits(i) for i in range(n)])
-
-    def resident(self) -> list[int]:
-        """The chunks in the pool."""
-        return sorted(int(c) for c in self.ctx.blocks()[0] if c >= 0)
-
-    def read(self, chunk: int) -> Record:
-        """A chunk's record."""
-        record = np.full(self.ctx.pool_info().record_bytes, 0xEE, np.uint8)
-        self.ctx.read(chunk, record)
-        return record
-
-    def out(self, chunks: Sequence[int]) -> dict[int, Record]:
-        """Take chunks out of the pool, and overwrite where they were."""
-        records = {c: self.read(c) for c in chunks}
-        for c in chunks:
-            self.ctx.drop(c)
-        self.ctx.scribble(SCRIBBLE)
-        return records
-
-    def make_room(self, n: int, keep: int = 4) -> tuple[int, ...]:
-        """Drop the oldest chunks but the first and the last few, as many as n more tokens need."""
-        resident = self.resident()
-        chunks = range(self.pos // self.chunk, (self.pos + n - 1) // self.chunk + 1)
-        n_short = len(set(chunks) - set(resident)) - self.ctx.pool_info().n_block_free
-        drops = tuple(c for c in resident if 0 < c <= resident[-1] - keep)[: max(n_short, 0)]
-        for c in drops:
-            self.ctx.drop(c)
-        return drops
-
-    def feed_through(self, n: int, n_steps: int) -> tuple[Logits, list[Step], list[PoolInfo]]:
-        """A prompt of n tokens and n_steps more through a pool too small for them; with what was dropped, and when."""
-        logits, schedule, infos = [], [], []
-        while self.pos < n + n_steps:
-            size = min(self.n_batch, n - self.pos) if self.pos < n else 1
-            schedule.append(Step(size, self.make_room(size)))
-            logits.append(self.feed(size))
-            infos.append(self.ctx.pool_info())
-        return np.concatenate(logits), schedule, infos
-
-    def replay(self, schedule: Sequence[Step]) -> Logits:
-        """The same in a stock cache, from which the same positions are removed at the same times.
-
-        One as large as the pool is enough: it writes to the cells that become free, and so keeps the pool's width.
-        """
-        logits = []
-        for step in schedule:
-            for c in step.drops:
-                self.ctx.attn_seq_rm(c * self.chunk, (c + 1) * self.chunk)
-            logits.append(self.feed(step.n))
-        return np.concatenate(logits)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Between two runs' logits. rms is relative to the reference's."""
-
-    rms: float
-    largest: float
-    flips: int
-    n: int
-
-    def __str__(self) -> str:
-        """The numbers for a failed check."""
-        return f"relative RMS {self.rms:.3g}, largest {self.largest:.3g}, argmax flips {self.flips}/{self.n}"
-
-
-def difference(got: Logits, want: Logits) -> Difference:
-    """How far got is from the reference."""
-    assert got.shape == want.shape, f"{got.shape} logits, not {want.shape}"
-    delta = got.astype(np.float64) - want
-    rms = float(np.sqrt(np.sum(delta**2) / np.sum(want.astype(np.float64) ** 2)))
-    return Difference(rms, float(np.abs(delta).max()), int(np.sum(got.argmax(1) != want.argmax(1))), len(want))
-
-
-def assert_equal(got: Logits, want: Logits) -> None:
-    """Bit for bit, and numbers at all."""
-    assert np.isfinite(want).all(), f"{np.sum(~np.isfinite(want))} of {want.size} logits are not finite"
-    assert want.std() > 0.1, f"the logits say nothing: their standard deviation is {want.std():.3g}"
-    same = np.array_equal(got, want)
-    assert same, str(difference(got, want))
-
-
-class Case:
-    """A model and a cache type, with what the stock cache makes of the tokens of a short run: a prompt, then steps."""
-
-    def __init__(
-        self, model: Model, cache: Cache, *, n_prompt: int = N_PROMPT, n_steps: int = N_STEPS, n_ctx_min: int = 0
-    ) -> None:
-        """n_ctx_min: in a smaller context, the model is another one."""
-        self.model, self.cache = model, cache
-        self.n_prompt, self.n_steps, self.n_ctx_min = n_prompt, n_steps, n_ctx_min
-
-    def stock(self, n_ctx: int = 4096, n_batch: int = 512, n_seq: int = 1) -> Run:
-        """A stock context."""
-        return Run(self.model, self.cache, n_ctx=n_ctx, n_batch=n_batch, n_seq=n_seq)
-
-    def pool(self, pool: int = N_POOL, n_batch: int = 512, **options: Any) -> Run:
-        """A pooled context."""
-        return Run(self.model, self.cache, pool=pool, n_batch=n_batch, **options)
-
-    def assert_replayed(
-        self, logits: Logits, schedule: Sequence[Step], pool: int, n_batch: int, chunk: int = 64
-    ) -> None:
-        """A pool's logits are those of a stock cache that loses the same positions at the same times.
-
-        On a GPU they are equal if that cache is as wide as the pool, which it cannot be if the window is wider.
-        """
-        narrow = ON_GPU and pool > max(self.model.n_swa, self.n_ctx_min)
-        with Run(self.model, self.cache, n_ctx=pool if narrow else 8192, n_batch=n_batch, chunk=chunk) as run:
-            want = run.replay(schedule)
-        if ON_GPU and not narrow:
-            self.assert_close(logits, want)
-        else:
-            assert_equal(logits, want)
-
-    @functools.cached_property
-    def stock_logits(self) -> Logits:
-        """Of the short run: its batches, then its steps."""
-        with self.stock() as run:
-            return np.concatenate([run.feed(self.n_prompt), run.feed(self.n_steps, 1)])
-
-    @functools.cached_property
-    def noisy_logits(self) -> Logits:
-        """Of the steps, in sums of another order: in a stock cache where the last tokens lie before the others, in cells that
-        another sequence had, and are read at other batch sizes.
-
-        Some of the prompt one by one, the steps at once. Without AVX, or for quantised caches, that alone changes nothing:
-        those kernels compute each row alike, however many there are.
-        """
-        with self.stock(n_batch=300, n_seq=2) as run:
-            other = run.ctx.sequence(1)
-            other.decode(TOKENS[-300:], 0)
-            run.feed(self.n_prompt - 2 * self.n_steps)
-            other.attn_seq_rm(0, 300)
-            run.feed(2 * self.n_steps, 1)
-            return run.feed_at_once(self.n_steps)
-
-    @functools.cached_property
-    def noise(self) -> Difference:
-        """What the order of sums makes of the steps."""
-        return difference(self.noisy_logits, self.stock_logits[-self.n_steps :])
-
-    def assert_close(self, got_logits: Logits, want: Logits | None = None) -> Difference:
-        """Within twice the noise, and at most 2 % of the tokens differ by more. want: None for the short run's steps."""
-        want = self.stock_logits[-self.n_steps :] if want is None else want
-        got = difference(got_logits, want)
-        text = f"{got}; noise floor: {self.noise}"
-        assert got.rms <= 2 * self.noise.rms + 1e-6, text
-        assert n_flips(got_logits, want, tie=4 * self.noise.largest) <= 0.02 * got.n, text
-        return got
-
-
-def params(names: Sequence[str] = NAMES, caches: Sequence[str] = tuple(CACHES)) -> list[Any]:
-    """All pairs of models and caches, for a fixture."""
-    return [pytest.param((name, cache), id=f"{name}-{cache}") for name in names for cache in caches]
 
 
 @pytest.fixture(scope="module", params=params())
@@ -484,31 +252,6 @@ def test_no_free_block(case: Case) -> None:
 #
 # records
 #
-
-HEAD = struct.Struct("<IHHQQQiIIiiIII")
-FIELDS = (
-    *("magic", "version", "head_bytes", "record_bytes", "fingerprint", "mask", "chunk"),
-    *("n_chunk", "n_layer", "type_k", "type_v", "flags", "meta_bytes", "reserved"),
-)
-
-
-def head(record: Record) -> dict[str, int]:
-    """The fields of a record's head."""
-    return dict(zip(FIELDS, HEAD.unpack_from(record.tobytes()), strict=True))
-
-
-def forge(record: Record, **fields: int) -> Record:
-    """A copy with other fields in its head."""
-    res = record.copy()
-    res[: HEAD.size] = np.frombuffer(HEAD.pack(*(head(record) | fields).values()), np.uint8)
-    return res
-
-
-def rows(record: Record, layer: Layer, which: str, *, transposed: bool = False) -> npt.NDArray[np.uint8]:
-    """K or V of a layer in a record, a view: a row of bytes for each position (transposed: for each channel)."""
-    start, size = (layer.offs_k, layer.size_k) if which == "k" else (layer.offs_v, layer.size_v)
-    n = layer.n_embd_v if transposed else head(record)["n_chunk"]
-    return record[start : start + size].reshape(n, -1)
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -754,93 +497,6 @@ def test_unknown_architecture(tiny_path: Callable[[str], Path]) -> None:
 #
 # queries
 #
-
-
-def rms_norm(x: Array, weight: Array | float = 1.0) -> Array:
-    """RMS norm over the last dimension."""
-    return np.asarray(x / np.sqrt(np.mean(x**2, -1, keepdims=True) + tiny.EPS) * weight)
-
-
-def rope(x: Array, pos: int, base: float, n_rot: int) -> Array:
-    """NeoX rotary embedding of the first n_rot channels: i turns with i + n_rot/2."""
-    half = n_rot // 2
-    turn = np.exp(1j * pos * base ** (-np.arange(half) / half))
-    turned = (x[..., :half] + 1j * x[..., half:n_rot]) * turn
-    return np.concatenate([turned.real, turned.imag, x[..., n_rot:]], -1)
-
-
-def silu(x: Array) -> Array:
-    """x * sigmoid(x)."""
-    return np.asarray(x / (1 + np.exp(-x)))
-
-
-def gelu(x: Array) -> Array:
-    """The tanh approximation."""
-    return np.asarray(x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
-
-
-def hadamard(n: int) -> Array:
-    """The orthogonal matrix with which llama.cpp turns Q and K of a quantised cache."""
-    res = np.ones((1, 1))
-    while len(res) < n:
-        res = np.block([[res, res], [res, -res]])
-    return np.asarray(res / np.sqrt(n))
-
-
-class Reference:
-    """Up to the first attention layer, in numpy, from the tensors of the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.tensors = {t.name: np.asarray(t.data, np.float64) for t in gguf.GGUFReader(path).tensors}
-
-    def __getitem__(self, name: str) -> Array:
-        return self.tensors[name + ".weight"]
-
-    def ffn(self, blk: str, h: Array, act: Callable[[Array], Array] = silu) -> Array:
-        """A gated feed-forward network."""
-        return self[blk + "ffn_down"] @ (act(self[blk + "ffn_gate"] @ h) * (self[blk + "ffn_up"] @ h))
-
-    def heads(self, blk: str, which: str, h: Array, n_dim: int) -> Array:
-        """Normalised Q or K, before RoPE."""
-        return rms_norm((self[f"{blk}attn_{which}"] @ h).reshape(-1, n_dim), self[f"{blk}attn_{which}_norm"])
-
-    def qwen3(self, token: int, pos: int, which: str = "q") -> Array:
-        """Q or K of layer 0, which depends on the token and its position alone."""
-        h = rms_norm(self["token_embd"][token], self["blk.0.attn_norm"])
-        return rope(self.heads("blk.0.", which, h, 64), pos, 1e6, 64)
-
-    def qwen35(self, token: int, pos: int) -> Array:
-        """Q of layer 1 for a token that is alone: the delta net of layer 0 starts from nothing."""
-        x, n_group, n_value, n_state = self["token_embd"][token], 2, 4, 64
-        h = rms_norm(x, self["blk.0.attn_norm"])
-        mixed = silu((self["blk.0.attn_qkv"] @ h) * self["blk.0.ssm_conv1d"][:, -1])
-        q, k, v = np.split(mixed.reshape(-1, n_state), [n_group, 2 * n_group])
-        q, k = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
-        qk = np.tile(np.sum(q * k, -1), n_value // n_group) * n_state**-0.5
-        beta = 1 / (1 + np.exp(-(self["blk.0.ssm_beta"] @ h)))
-        out = rms_norm((qk * beta)[:, None] * v, self["blk.0.ssm_norm"])
-        out *= silu(self["blk.0.attn_gate"] @ h).reshape(out.shape)
-        x = x + self["blk.0.ssm_out"] @ out.ravel()
-        x = x + self.ffn("blk.0.", rms_norm(x, self["blk.0.post_attention_norm"]))
-        h = rms_norm(x, self["blk.1.attn_norm"])
-        q = (self["blk.1.attn_q"] @ h).reshape(-1, 2, 64)[:, 0]  # the other half is the gate
-        return rope(rms_norm(q, self["blk.1.attn_q_norm"]), pos, 1e6, 32)
-
-    def gemma4(self, token: int, pos: int) -> Array:
-        """Q of layer 1 for a token that is alone: the attention of layer 0 returns its V."""
-        x = self["token_embd"][token] * np.sqrt(256)
-        h = rms_norm(x, self["blk.0.attn_norm"])
-        v = np.repeat(rms_norm((self["blk.0.attn_v"] @ h).reshape(2, 64)), 2, axis=0)
-        x = x + rms_norm(self["blk.0.attn_output"] @ v.ravel(), self["blk.0.post_attention_norm"])
-        h = rms_norm(x, self["blk.0.ffn_norm"])
-        x = x + rms_norm(self.ffn("blk.0.", h, gelu), self["blk.0.post_ffw_norm"])
-        h = rms_norm(x, self["blk.1.attn_norm"])
-        return rope(self.heads("blk.1.", "q", h, 128), pos, 1e6, 128)
-
-
-def error(got: npt.NDArray[Any], want: Array) -> float:
-    """RMS of the difference, relative to the reference's."""
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -4,43 +4,31 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import tiny
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from rounding import n_flips
+from support.properties import CHECK
+from support.rounding import n_flips
+from support.runs import GREEDY, LRU, Logits, Open
 
-from pyllama_kvflash import KVFlash, Sampling
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
 from pyllama_kvflash.native import ALL, Context, Model, Sampler
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt
 from pyllama_kvflash.policy import Blocks, Ledger, Lru, State, make_room
-from pyllama_kvflash.policy.sizing import pool_floor
+from pyllama_kvflash.policy.sizing import PoolShape
 from pyllama_kvflash.pool.residency import resident
 
 pytestmark = pytest.mark.native
 
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-Logits = npt.NDArray[np.float32]
-Open = Callable[..., KVFlash]
-
 N_SEQ = 4
 TOKENS = np.random.default_rng(11).integers(0, tiny.N_VOCAB, (N_SEQ, 8000)).astype(np.int32)
-SMALL: dict[str, Any] = {
-    "n_ctx": 8192,
-    "pool": 4096,
-    "n_batch": 64,
-    "n_threads": 1,
-    "policy": "lru",
-    "n_parallel": N_SEQ,
-}
+SMALL: dict[str, Any] = {**LRU, "n_ctx": 8192, "pool": 4096, "n_parallel": N_SEQ}
 TIGHT: dict[str, Any] = {"chunk": 16, "pool": 768, "n_batch": 32}  # 48 blocks: 12 each
-GREEDY = Sampling(temperature=0)
 
 
 def feed(kv: KVFlash, n: int, size: int = 64) -> Logits:
@@ -111,7 +99,7 @@ def test_no_tail_is_given() -> None:
 @CHECK
 def test_blocks_are_shared_fairly(steps: list[tuple[int, int]], n_seq: int, extra: int) -> None:
     """Any order of batches finds room in a pool of the least size, and nobody gives to one who holds more."""
-    n_block = pool_floor(16, 100, 1, 4, 0, n_seq) // 16 + extra
+    n_block = PoolShape(16, 1, 4, 0, n_seq).floor(100) // 16 + extra
     blocks = Blocks(n_block)
     all_ = [Ledger(blocks, 16) for _ in range(n_seq)]
     for i, n in steps:
@@ -380,7 +368,7 @@ def test_batch_of_all_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPa
                     break
                 step(control, 0, 1, 2, 3)
             assert cut, "it never came to that"
-        kv._recover()
+        kv.sequence.recover()
         check(kv)
         for s, at in zip(kv.sequences, places, strict=True):
             assert s.n_tokens in {at, at + 1}

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-import tiny_drafters
+from support import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.runs import LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import placement
@@ -30,9 +31,7 @@ from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
 
-Open = Callable[..., KVFlash]
-TOKENS = np.random.default_rng(5).integers(0, tiny.N_VOCAB, 1500).astype(np.int32)
-SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_batch": 64, "n_threads": 1, "policy": "lru"}
+SMALL: dict[str, Any] = {**LRU, "n_ctx": 4096}
 MOE = "qwen3moe"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.")
 NO_GPU = "experts: all are in host memory as it is, there is no GPU to save memory on"
@@ -133,8 +132,7 @@ def test_experts_on_the_host_give_the_same_logits(opened: Open, loads: list[dict
     for n in (0, 1, 99):
         loads.clear()
         kv = opened(name, n_cpu_moe=n)
-        for start in range(0, len(TOKENS), 64):
-            kv.decode(TOKENS[start : start + 64])
+        feed(kv, 1500, 64)
         n_layer = kv.model.n_layer
         patterns = loads[-1]["on_host"]
         here = [w.name for w in kv.model.weights() if any(re.search(p, w.name) for p in patterns)]

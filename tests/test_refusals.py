@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import refused
 from click.testing import CliRunner
+from support import refused
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_oracles import TOKENS, Run, assert_equal
+from support.oracles import TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main

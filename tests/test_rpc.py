@@ -20,8 +20,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-import test_transfers as transfers
-from test_oracles import CACHES, N_THREADS, Case, Logits, Run, assert_equal, difference
+from support import transfers
+from support.oracles import CACHES, N_THREADS, Case, Logits, Run, assert_equal, difference
 
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError
@@ -152,9 +152,9 @@ def check(endpoint: str, path: str, n_gpu_layers: str, cache: str) -> None:
         check_eviction(case)
         check_out_and_in(case, stock)
         if cache == "f16":  # the others take their time on the CPU, and go the same way
-            transfers.test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
-            transfers.test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
-            transfers.test_queries_are_those_of_the_token_before_the_next(model)
+            transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
+            transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
+            transfers.check_queries_are_those_of_the_token_before_the_next(model)
     with Model.load(Path(path), n_gpu_layers=0) as model, Case(model, CACHES[cache]).stock() as run:
         got = difference(stock, feed(run))
         print(got)

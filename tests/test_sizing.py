@@ -5,10 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import CHECK
 
-from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room, pool_floor
+from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room
 from pyllama_kvflash.policy import resolve_pool as resolve
 from pyllama_kvflash.policy.sizing import (
     AUTO_CAP,
@@ -17,14 +18,25 @@ from pyllama_kvflash.policy.sizing import (
     RESERVE,
     SPARE_BLOCKS,
     DeviceMemory,
-    largest_batch,
+    PoolShape,
     pinned_chunks,
-    usual_batch,
 )
 
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
 KIB = 1024
+
+
+def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
+    return PoolShape(chunk, n_sinks, n_tail, n_pinned, n_seq).floor(n_batch)
+
+
+def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
+    return PoolShape(chunk, n_sinks, n_tail, n_pinned, n_seq).largest_batch(n_pool)
+
+
+def usual_batch(n_pool: int, chunk: int) -> int:
+    return PoolShape(chunk, 0, 0).usual_batch(n_pool)
+
+
 FLOOR = pool_floor(64, 512, 1, 4)
 PLENTY = RESERVE + (1 << 40)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import CHECK
 
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.pool import store as module
-from pyllama_kvflash.pool.store import HostMemory, HostStore
-
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from pyllama_kvflash.pool import host_memory as module
+from pyllama_kvflash.pool.host_memory import HostMemory
+from pyllama_kvflash.pool.host_store import HostStore
 
 N = 64  # bytes of a record
 

@@ -1,122 +1,36 @@
 """Summaries of keys against numpy, on made-up layers and records: what they are, what they depend on, what they score."""
 
 import dataclasses
-import itertools
-import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny
-from gguf import quants
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from pyllama_kvflash import KVFlash, native
-from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
-from pyllama_kvflash.native import CACHE_TYPES, Layer, Record, Summaries, row_bytes
+from support.summaries import (
+    BF16,
+    KINDS,
+    META,
+    asked_while_appended,
+    bits,
+    geometry,
+    kept,
+    keys_of,
+    layer_of_keys,
+    queries,
+    record_of,
+)
+
+from pyllama_kvflash.errors import UnsupportedError, UsageError
+from pyllama_kvflash.native import Layer, Record, Summaries
 from pyllama_kvflash.native.summary import SLAB
 
 pytestmark = pytest.mark.native
 
-Keys = npt.NDArray[np.float32]  # row, head of K, dimension
-KINDS = (
-    *(f"centroid:{n}" for n in (1, 2, 4, 8, 16)),
-    *(f"runs:{n}" for n in (1, 4, 16)),
-    *("mean", "direction", "minmax", "exact"),
-)
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-
-META = 832  # bytes of a record before its first layer
-N_EMBD_V = 48
-BF16 = 2**-8  # bf16 has 8 significant bits: it is at most half of the last one off, relative to what was rounded
-
-
-def geometry(
-    *, n_layer: int = 2, n_head: int = 4, n_head_kv: int = 2, d: int = 64, n_chunk: int = 16, type_k: str = "f16"
-) -> list[Layer]:
-    """Layers as a record has them: K rows and V rows in turn."""
-    res, offset = [], META
-    size_k = row_bytes(CACHE_TYPES[type_k], n_head_kv * d) * n_chunk
-    size_v = 2 * N_EMBD_V * n_chunk
-    for il in range(n_layer):
-        res.append(
-            Layer(
-                il=il,
-                type_k=CACHE_TYPES[type_k],
-                type_v=CACHE_TYPES["f16"],
-                n_embd_k=n_head_kv * d,
-                n_embd_v=N_EMBD_V,
-                n_head=n_head,
-                n_head_kv=n_head_kv,
-                n_embd_head_k=d,
-                device=0,
-                offs_k=offset,
-                size_k=size_k,
-                offs_v=offset + size_k,
-                size_v=size_v,
-            )
-        )
-        offset += size_k + size_v
-    return res
-
-
-def encode(values: Keys, type_k: str) -> Record:
-    """Rows as the cache holds them."""
-    kind = gguf.GGMLQuantizationType[type_k.upper()]
-    return np.ascontiguousarray(quants.quantize(values, kind)).view(np.uint8).reshape(-1)
-
-
-def record_of(layers: Sequence[Layer], seed: int = 0, type_k: str = "f16", n_chunk: int = 16) -> Record:
-    """Random bytes, and random keys around three places, so near each other that Lloyd steps would go on changing them."""
-    rng = np.random.default_rng(seed)
-    res = rng.integers(0, 256, layers[-1].offs_v + layers[-1].size_v).astype(np.uint8)
-    for layer in layers:
-        places = 0.5 * rng.standard_normal((3, layer.n_embd_k))
-        keys = places[rng.integers(0, 3, n_chunk)] + rng.standard_normal((n_chunk, layer.n_embd_k))
-        res[layer.offs_k : layer.offs_k + layer.size_k] = encode(keys.astype(np.float32), type_k)
-    return res
-
-
-def keys_of(layer: Layer, record: Record, type_k: str = "f16") -> Keys:
-    """The keys in a record."""
-    raw = record[layer.offs_k : layer.offs_k + layer.size_k]
-    kind = gguf.GGMLQuantizationType[type_k.upper()]
-    n_chunk = layer.size_k // row_bytes(layer.type_k, layer.n_embd_k)
-    flat = {"f32": np.float32, "f16": np.float16}.get(type_k)
-    values = raw.view(flat) if flat else quants.dequantize(raw.reshape(n_chunk, -1), kind)
-    return values.astype(np.float32).reshape(n_chunk, layer.n_head_kv, layer.n_embd_head_k)
-
-
-def layer_of_keys(keys: Keys) -> tuple[list[Layer], Record]:
-    """One layer, and a record with exactly these keys."""
-    n_chunk, n_head_kv, d = keys.shape
-    layers = geometry(n_layer=1, n_head=n_head_kv, n_head_kv=n_head_kv, d=d, n_chunk=n_chunk, type_k="f32")
-    record = np.zeros(layers[-1].offs_v + layers[-1].size_v, np.uint8)
-    record[META : META + layers[0].size_k] = keys.astype(np.float32).reshape(-1).view(np.uint8)
-    return layers, record
-
-
-def kept(layers: Sequence[Layer], kind: str, records: Sequence[Record], n_chunk: int = 16) -> Summaries:
-    res = Summaries(layers, n_chunk, kind)
-    for chunk, record in enumerate(records):
-        res.put(chunk, record)
-    return res
-
-
-def bits(summaries: Summaries, layer: int | None = None, n: int | None = None) -> list[bytes]:
-    """Of each chunk, in one layer or in all."""
-    entries = [summaries.entry(chunk) for chunk in range(len(summaries) if n is None else n)]
-    return [b"".join(x.tobytes() for x in (e if layer is None else [e[layer]])) for e in entries]
-
-
-#
-# the reference
-#
 
 
 def centroids(keys: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
@@ -182,10 +96,6 @@ def check_scores(summaries: Summaries, q: npt.NDArray[np.float32], layer: int, n
     assert found.dtype == np.float32
     want, off = want_scores([summaries.entry(c)[layer] for c in range(count)], q, summaries.kind)
     assert (np.abs(found - want) <= off).all()
-
-
-def queries(layer: Layer, seed: int = 3) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal((layer.n_head, layer.n_embd_head_k)).astype(np.float32)
 
 
 #
@@ -423,30 +333,6 @@ def test_queries_may_lie_anywhere_and_nothing_is_scored_for_nothing() -> None:
     assert Summaries(layers, 16, "mean").score(1, q).shape == (4, 0)
 
 
-def asked_while_appended(
-    summaries: Summaries, records: Sequence[npt.NDArray[np.uint8]], ask: Callable[[], bool]
-) -> list[bool]:
-    """What a thread is told that asks again and again, while chunks are appended until there are three slabs."""
-    found: list[bool] = []
-    stop = threading.Event()
-
-    def asking() -> None:
-        while not stop.is_set():
-            found.append(ask())
-
-    thread = threading.Thread(target=asking)
-    thread.start()
-    try:
-        for chunk in itertools.count(len(summaries)):
-            if chunk >= 3 * SLAB and len(found) >= 20:
-                break
-            summaries.put(chunk, records[(chunk + 1) % 8])
-    finally:
-        stop.set()
-        thread.join()
-    return found
-
-
 def test_scores_do_not_change_while_chunks_are_appended() -> None:
     """In a thread, as they are asked for beside decode, across several slabs."""
     layers = geometry(n_layer=1, d=128)
@@ -456,260 +342,6 @@ def test_scores_do_not_change_while_chunks_are_appended() -> None:
     want = summaries.score(0, q)
     assert all(asked_while_appended(summaries, records, lambda: np.array_equal(summaries.score(0, q, n), want)))
     assert np.array_equal(summaries.score(0, q, n), want)
-
-
-#
-# mass
-#
-
-
-def counts(summaries: Summaries, layer: int, chunk: int) -> npt.NDArray[np.float64]:
-    """How many keys each row (n_head_kv, n_row) of a chunk stands for, as it is kept."""
-    slab, i = divmod(chunk, SLAB)
-    n_head_kv, d, n_row = summaries._layers[layer].n_head_kv, summaries._layers[layer].n_embd_head_k, summaries._n_row
-    last = summaries._slabs[slab][layer].reshape(-1, n_head_kv, d + 1, 16)[:, :, -1]
-    flat = last.transpose(1, 0, 2).reshape(n_head_kv, -1)[:, i * n_row : (i + 1) * n_row]
-    return np.exp((flat.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
-
-
-def shares(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The softmax of (chunk, row) over all of them, summed over rows."""
-    weights = np.exp(logits - logits.max())
-    res: npt.NDArray[np.float64] = weights.sum(axis=1) / weights.sum()
-    return res
-
-
-def want_mass(summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scale: float, n: int) -> Any:
-    """By the words of the docstring, from the rows and counts that are kept."""
-    rows = np.stack([summaries.entry(c)[layer] for c in range(n)]).astype(np.float64)  # chunk, head, row, dimension
-    weight = np.log(np.maximum([counts(summaries, layer, c) for c in range(n)], 1e-300))
-    group = q.shape[1] // rows.shape[1]
-    each = [
-        sum(shares(scale * rows[:, h // group] @ x + weight[:, h // group]) for h, x in enumerate(of_token))
-        for of_token in q.astype(np.float64)
-    ]
-    return np.max(each, axis=0)
-
-
-def check_mass(
-    summaries: Summaries, layer: int, q: npt.NDArray[np.float32], scale: float, n: int | None = None
-) -> None:
-    found = mass_of(summaries, layer, q, scale, n)
-    count = len(summaries) if n is None else n
-    assert (found.shape, found.dtype) == ((count,), np.float32)
-    np.testing.assert_allclose(found, want_mass(summaries, layer, q, scale, count), rtol=3e-4, atol=1e-6)
-
-
-def mass_of(summaries: Summaries, layer: int, q: Keys, scale: float, n: int | None = None) -> Keys:
-    """In one layer."""
-    return summaries.mass([layer], [q], [scale], n)[0]
-
-
-def some_queries(layer: Layer, n: int, size: float = 1) -> npt.NDArray[np.float32]:
-    return size * np.stack([queries(layer, 10 + i) for i in range(n)])
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "minmax"])
-@pytest.mark.parametrize("d", [2, 64, 128])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
-def test_mass_is_the_share_of_the_attention(kind: str, d: int, group: int) -> None:
-    """Of any number of query heads to a head of keys, of the first chunks or of all, for one token and the most of several."""
-    layers = geometry(n_head=2 * group, d=d)
-    summaries = kept(layers, kind, [record_of(layers, seed) for seed in range(7)])
-    for layer in (0, 1):
-        for n in (None, 1, 4, 6):
-            for n_token in (1, 3):
-                check_mass(summaries, layer, some_queries(layers[layer], n_token), 2 * d**-0.5, n)
-
-
-@pytest.mark.parametrize("n_chunk", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "centroid:16", "exact", "mean"])
-def test_mass_of_chunks_of_any_size(kind: str, n_chunk: int) -> None:
-    """Chunks of more rows than a panel has, and panels of several chunks."""
-    layers = geometry(n_head=3, n_head_kv=1, d=32, n_chunk=n_chunk)
-    summaries = kept(layers, kind, [record_of(layers, seed, n_chunk=n_chunk) for seed in range(9)], n_chunk)
-    for n in range(1, 10):
-        check_mass(summaries, 1, some_queries(layers[1], 2), 0.3, n)
-
-
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "exact"])
-def test_mass_across_slabs(kind: str) -> None:
-    """The share is of all chunks, wherever they lie."""
-    layers = geometry(n_layer=1, n_head=2, n_head_kv=1, d=16)
-    records = [record_of(layers, seed) for seed in range(20)]
-    summaries = Summaries(layers, 16, kind)
-    for chunk in range(600):
-        summaries.put(chunk, records[chunk * 7 % 20])
-    for n in (1, 255, 256, 257, 511, 512, 513, 599, 600):
-        check_mass(summaries, 0, some_queries(layers[0], 2), 0.5, n)
-        assert mass_of(summaries, 0, some_queries(layers[0], 1), 0.5, n).sum() == pytest.approx(2, rel=1e-5)
-
-
-def test_mass_follows_slabs_that_come_and_go() -> None:
-    """Where the slabs are is remembered: of as many as there are now."""
-    layers = geometry(n_layer=1, n_head=1, n_head_kv=1, d=16)
-    records = [record_of(layers, seed) for seed in range(4)]
-    summaries, q = Summaries(layers, 16, "mean"), some_queries(layers[0], 1)
-    for chunk in range(520):
-        summaries.put(chunk, records[chunk % 3])
-        if chunk in {0, 255, 256, 300, 519}:
-            check_mass(summaries, 0, q, 1)
-    for n in (519, 300, 256, 3):
-        summaries.truncate(n)
-        check_mass(summaries, 0, q, 1)
-        for chunk in range(n, 520):
-            summaries.put(chunk, records[(chunk + n) % 4])
-        check_mass(summaries, 0, q, 1)
-
-
-@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0", "q4_0"])
-def test_mass_of_exact_summaries_is_the_softmax_of_the_keys(type_k: str) -> None:
-    """Of the keys themselves, but for their rounding to bf16, which moves a product by 1/256 of it at most."""
-    layers = geometry(n_head=6, n_head_kv=2, d=128, type_k=type_k)
-    records = [record_of(layers, seed, type_k) for seed in range(12)]
-    summaries = kept(layers, "exact", records)
-    for i, layer in enumerate(layers):
-        q = some_queries(layer, 1)
-        keys = np.stack([keys_of(layer, r, type_k) for r in records]).astype(np.float64)  # chunk, row, head, dimension
-        logits = [128**-0.5 * keys[:, :, h // 3] @ x for h, x in enumerate(q[0].astype(np.float64))]
-        terms = max(float((np.abs(keys[:, :, h // 3]) @ np.abs(x)).max()) for h, x in enumerate(q[0]))
-        off = np.expm1(2 * BF16 / 2 * 128**-0.5 * terms)  # numerator and denominator
-        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=off)
-        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=0.02)
-
-
-def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
-    """Twelve keys here and four there: the same product for both, and a share of three to one. Centroids without keys have none."""
-    keys = np.zeros((16, 1, 2), np.float32)
-    keys[:12, 0], keys[12:, 0] = (1, 0), (0, 1)
-    layers, record = layer_of_keys(keys)
-    summaries = kept(layers, "centroid:4", [record])
-    assert np.allclose(np.sort(counts(summaries, 0, 0)[0]), [0, 0, 4, 12], rtol=0.01)
-    assert np.allclose(counts(kept(layers, "runs:4", [record]), 0, 0), 4, rtol=0.01)
-    assert np.allclose(counts(kept(layers, "mean", [record]), 0, 0), 16, rtol=0.01)
-    assert np.allclose(counts(kept(layers, "exact", [record]), 0, 0), 1)
-
-    other = np.zeros((16, 1, 2), np.float32)
-    other[:4, 0], other[4:, 0] = (1, 0), (0, 1)
-    two = kept(layers, "centroid:2", [record, layer_of_keys(other)[1]])
-    for q, share in (((50.0, 0.0), [12 / 16, 4 / 16]), ((0.0, 50.0), [4 / 16, 12 / 16]), ((0.0, 0.0), [0.5, 0.5])):
-        np.testing.assert_allclose(mass_of(two, 0, np.array([[q]], np.float32), 1), share, rtol=0.01)
-
-
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e8, 1e15])
-def test_very_large_products_do_not_overflow(size: float) -> None:
-    """All of a head's attention is on its best key then, of either sign; and none of it is lost."""
-    layers = geometry(n_layer=1, n_head=4, n_head_kv=2, d=64)
-    records = [record_of(layers, seed) for seed in range(300)]
-    for kind in ("exact", "centroid:4"):
-        summaries = kept(layers, kind, records)
-        q = some_queries(layers[0], 1, size)
-        for sign in (1, -1):
-            found = mass_of(summaries, 0, sign * q, 1)
-            assert np.isfinite(found).all()
-            assert found.sum() == pytest.approx(4, rel=1e-5)
-            if size >= 1e4:
-                best = {int(c) for c in summaries.score(0, sign * q[0]).argmax(axis=1)}
-                assert {int(c) for c in np.flatnonzero(found > 0.5)} <= best
-                assert found[sorted(best)].sum() == pytest.approx(4, rel=1e-3)
-
-
-def test_no_product_at_all_is_an_even_share() -> None:
-    """A scale of zero, and keys of zero: each chunk has as much as any other."""
-    layers = geometry(n_layer=1)
-    summaries = kept(layers, "exact", [record_of(layers, seed) for seed in range(5)])
-    np.testing.assert_allclose(mass_of(summaries, 0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
-    layers, record = layer_of_keys(np.zeros((16, 2, 4), np.float32))
-    for kind in ("centroid:4", "centroid:16", "runs:4", "exact", "mean"):
-        found = mass_of(kept(layers, kind, [record] * 7), 0, np.full((1, 2, 4), 1e3, np.float32), 1)
-        np.testing.assert_allclose(found, 2 / 7, rtol=1e-5)
-
-
-def test_mass_is_of_several_queries_the_most() -> None:
-    """Of the sums over heads, not of each head's."""
-    layers = geometry(n_layer=1)
-    summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(30)])
-    q = some_queries(layers[0], 5, 3)
-    each = [mass_of(summaries, 0, q[i : i + 1], 0.5) for i in range(5)]
-    assert np.array_equal(mass_of(summaries, 0, q, 0.5), np.max(each, axis=0))
-    assert np.array_equal(mass_of(summaries, 0, np.asfortranarray(q), 0.5), np.max(each, axis=0))
-
-
-def test_mass_of_nothing_and_errors() -> None:
-    layers = geometry()
-    summaries = kept(layers, "mean", [record_of(layers)] * 3)
-    q = some_queries(layers[0], 2)
-    assert mass_of(summaries, 0, q, 1, 0).shape == (0,)
-    assert mass_of(Summaries(layers, 16, "mean"), 1, q, 1).shape == (0,)
-    for shape in ((4, 64), (2, 4, 63), (2, 3, 64), (2, 8, 64)):
-        with pytest.raises(UsageError, match=r"^queries \(.*\) for 3 chunks, where layer 1 has \(4, 64\) and 3$"):
-            mass_of(summaries, 1, np.zeros(shape, np.float32), 1)
-    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
-        mass_of(summaries, 0, q, 1, 4)
-    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
-        mass_of(summaries, 0, q[:0], 1)
-
-
-def unlike() -> list[Layer]:
-    """Three layers, of which each has other heads."""
-    res, offset = [], 0
-    for n_head, n_head_kv, d in ((4, 2, 64), (6, 1, 32), (8, 8, 80)):
-        (layer,) = geometry(n_layer=1, n_head=n_head, n_head_kv=n_head_kv, d=d)
-        res.append(dataclasses.replace(layer, il=len(res), offs_k=layer.offs_k + offset, offs_v=layer.offs_v + offset))
-        offset += layer.size_k + layer.size_v
-    return res
-
-
-@pytest.mark.parametrize("kind", ["centroid:4", "runs:2", "mean", "exact"])
-def test_mass_of_several_layers_at_once_is_that_of_each(kind: str) -> None:
-    """Bit for bit: whatever heads they have, in any order, across slabs, with a scale of its own for each."""
-    layers = unlike()
-    records = [record_of(layers, seed) for seed in range(7)]
-    summaries = kept(layers, kind, [records[i * 5 % 7] for i in range(SLAB + 30)])
-    scales = (0.125, 0.5, 1.0)
-    for n_query in (1, 3):
-        q = [some_queries(layer, n_query) for layer in layers]
-        for n in (0, 1, 16, SLAB, SLAB + 1, None):
-            each = [mass_of(summaries, i, q[i], scales[i], n) for i in range(3)]
-            for order in ([0, 1, 2], [2, 0], [1], [1, 2, 1], range(3), []):
-                found = summaries.mass(order, [q[i] for i in order], [scales[i] for i in order], n)
-                assert found.shape == (len(order), SLAB + 30 if n is None else n)
-                assert found.dtype == np.float32
-                assert all(np.array_equal(mine, each[i]) for mine, i in zip(found, order, strict=True))
-    assert not np.array_equal(each[0], mass_of(summaries, 0, q[0], scales[1])), "the scale matters"
-
-
-def test_mass_of_several_layers_is_refused_whole() -> None:
-    """One of them is wrong: it is said which."""
-    layers = unlike()
-    summaries = kept(layers, "centroid:2", [record_of(layers)] * 3)
-    q = [some_queries(layer, 2) for layer in layers]
-    with pytest.raises(UsageError, match=r"^queries \(2, 4, 64\) for 3 chunks, where layer 1 has \(6, 32\) and 3$"):
-        summaries.mass([0, 1], [q[0], q[0]], [1, 1])
-    with pytest.raises(UsageError, match=r"^queries \(1, 8, 80\) for 3 chunks, where layer 2 has"):
-        summaries.mass([0, 1, 2], [q[0], q[1], q[2][:1]], [1, 1, 1])
-    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 2 has \(8, 80\) and 3$"):
-        summaries.mass([2, 0], [q[2], q[0]], [1, 1], 4)
-    with pytest.raises(UsageError, match="for -1 chunks"):
-        summaries.mass([0], [q[0]], [1], -1)
-    for short in ([q[0]], [*q, q[0]]):
-        with pytest.raises(ValueError, match=r"argument 2 is (longer|shorter)"):
-            summaries.mass([0, 1, 2], short, [1, 1, 1])
-    for scales in ([1, 1], [1] * 4):
-        with pytest.raises(ValueError, match=r"argument 3 is (longer|shorter)"):
-            summaries.mass([0, 1, 2], q, scales)
-    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
-        summaries.mass([0, 1], [x[:0] for x in q[:2]], [1, 1])
-
-
-def test_mass_does_not_change_while_chunks_are_appended() -> None:
-    """In a thread, as it is asked for beside decode, across several slabs."""
-    layers = geometry(n_layer=1, d=64)
-    records = [record_of(layers, seed) for seed in range(8)]
-    summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
-    n, q = len(summaries), some_queries(layers[0], 1)
-    want = mass_of(summaries, 0, q, 1)
-    assert all(asked_while_appended(summaries, records, lambda: np.array_equal(mass_of(summaries, 0, q, 1, n), want)))
 
 
 #
@@ -886,156 +518,3 @@ def test_more_chunks_than_there_are() -> None:
     summaries.truncate(2)
     with pytest.raises(UsageError, match=r"for 3 chunks, where layer 0 has \(4, 64\) and 2$"):
         summaries.score(0, queries(layers[0]), 3)
-
-
-#
-# in use
-#
-
-
-@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
-def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[str], Path], type_k: str) -> None:
-    """While it pages, after a rollback into a chunk, and going on from there with other tokens."""
-    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB, 4000).astype(np.int32)
-    options: dict[str, Any] = {"n_ctx": 16384, "pool": 768, "n_batch": 64, "n_threads": 1}
-    with KVFlash.from_file(tiny_path("qwen3"), policy="qk", type_k=type_k, type_v=type_k, **options) as kv:
-
-        def feed(end: int, first: int) -> list[bytes]:
-            while kv.n_tokens < end:
-                size = min(64, end - kv.n_tokens)
-                kv.decode(tokens[first : first + size])
-                first += size
-            return check()
-
-        def check() -> list[bytes]:
-            pager = kv._pager
-            assert pager is not None
-            pager.wait_stored()
-            assert pager.summaries is not None
-            assert len(pager.summaries) == kv.n_tokens // 64 == len(pager.records)
-            again = Summaries(kv.ctx.layers(), 64, pager.summaries.kind)
-            for chunk in range(len(pager.summaries)):
-                again.put(chunk, pager.records.get(chunk))
-            found = bits(pager.summaries)
-            assert found == bits(again)
-            assert len(set(found)) == len(found)
-            return found
-
-        first = feed(1500, 0)
-        assert (kv.residency().state == 0).any()
-        kv.rollback(6 * 64 + 13)  # chunk 6 was out
-        assert check() == first[:6]
-        second = feed(1300, 2000)
-        assert second[:6] == first[:6]
-        assert not set(second[6:]) & set(first[6:])
-        kv.rollback(1280)
-        assert check() == second
-        kv.clear()
-        assert check() == []
-
-
-@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4", "gemma3", "llama"])
-def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], name: str, type_k: str) -> None:
-    """The softmax of the queries from the tap and the keys from the records, with the scale that the graph has; made in numpy."""
-    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 900).astype(np.int32)
-    options: dict[str, Any] = {"n_ctx": 4096, "pool": 512, "chunk": 16, "n_threads": 1, "qk_summary": "exact"}
-    with KVFlash.from_file(tiny_path(name), policy="qk", type_k=type_k, type_v=type_k, **options) as kv:
-        for _ in kv.prefill(tokens):
-            pass
-        pager, layers = kv.pager, kv.ctx.layers()
-        pager.wait_stored()
-        assert pager.summaries is not None
-        n, scales, q = len(pager.summaries), kv.ctx.query_scales(), kv.queries()
-        assert n == 900 // 16
-        assert scales.tolist() == pytest.approx([SCALES.get(name, layer.n_embd_head_k**-0.5) for layer in layers])
-        for i, layer in enumerate(layers):
-            keys = np.stack([keys_of(layer, pager.records.get(c), type_k) for c in range(n)]).astype(np.float64)
-            group = layer.n_head // layer.n_head_kv
-            heads = [float(scales[i]) * keys[:, :, h // group] @ x for h, x in enumerate(q[i].astype(np.float64))]
-            np.testing.assert_allclose(
-                mass_of(pager.summaries, i, q[i][None], scales[i]), sum(map(shares, heads)), rtol=0.1, atol=1e-4
-            )
-
-
-SCALES = {"gemma4": 1.0, "gemma3": 1.0}
-"""What products are multiplied by, where it is not 1/sqrt(d): Gemma's queries come scaled, or need none."""
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.015625, 0.3])
-def test_the_scale_is_that_of_the_metadata(tmp_path: Path, scale: float) -> None:
-    """Granite has its own in the file; none is 1/sqrt(d). The text depends on it, and so does what is said of it."""
-    path = tmp_path / "granite.gguf"
-    writer = tiny.Writer(path, "granite")
-    tiny.families.geometry(writer, 2, logit_scale=1.0, **({"attention__scale": scale} if scale else {}))
-    tiny.families.dense_layers(writer)
-    writer.close()
-    tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 40).astype(np.int32)
-    with KVFlash.from_file(path, n_ctx=1024, pool=512, chunk=16, n_threads=1) as kv:
-        kv.decode(tokens)
-        d = kv.ctx.layers()[0].n_embd_head_k
-        assert kv.ctx.query_scales().tolist() == pytest.approx([scale or d**-0.5] * 2)
-
-
-def test_there_are_no_scales_where_nothing_was_computed_or_tapped(tiny_path: Callable[[str], Path]) -> None:
-    options: dict[str, Any] = {"n_ctx": 1024, "pool": 512, "chunk": 16, "n_threads": 1}
-    with KVFlash.from_file(tiny_path("qwen3"), policy="lru", **options) as kv:
-        kv.decode(np.arange(40, dtype=np.int32))
-        with pytest.raises(KVFlashError, match="no queries: nothing was decoded, or the pool has no Q tap"):
-            kv.ctx.query_scales()
-    with (
-        KVFlash.from_file(tiny_path("qwen3"), policy="qk", **options) as kv,
-        pytest.raises(KVFlashError, match="no queries: nothing was decoded"),
-    ):
-        kv.ctx.query_scales()
-
-
-#
-# all keys, from the records
-#
-
-
-@pytest.mark.parametrize("n_token", [1, 3])
-def test_all_keys_are_looked_at(n_token: int) -> None:
-    """As the exact summaries, but for their rounding."""
-    layers = geometry()
-    records = [record_of(layers, seed) for seed in range(5)]
-    exact = kept(layers, "exact", records)
-    keys = native.Keys(layers, 16, records.__getitem__)
-    for i, layer in enumerate(layers):
-        q = np.stack([queries(layer, seed) for seed in range(n_token)])
-        found = keys.score(i, q, [4, 0, 2])
-        want = np.concatenate([exact.score(i, one)[:, [4, 0, 2]] for one in q])
-        assert found.shape == (n_token * layer.n_head, 3)
-        np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
-    with pytest.raises(UsageError, match="are not those of layer 0"):
-        keys.score(0, q[0], [1])
-
-
-@pytest.mark.parametrize(("scale", "edge"), [(0.05, 0), (1.0, 0), (1e4, 0), (0.05, 4), (0.2, 1), (0.05, 16)])
-@pytest.mark.parametrize("n_token", [1, 2, 9])
-def test_all_keys_are_summed_up(n_token: int, scale: float, edge: int) -> None:
-    """With a scale, the logarithm of what all keys of a chunk weigh, and those at its borders; large products do not overflow."""
-    layers = geometry()
-    records = [record_of(layers, seed) for seed in range(5)]
-    keys = native.Keys(layers, 16, records.__getitem__)
-    parts = [slice(None), slice(edge), slice(16 - edge, None)] if edge else [slice(None)]
-    for i, layer in enumerate(layers):
-        q = some_queries(layer, n_token)
-        found = keys.score(i, q, [4, 0, 2], scale, edge).reshape(len(parts), n_token, layer.n_head, 3)
-        group = layer.n_head // layer.n_head_kv
-        for (part, t, h, c), value in np.ndenumerate(found):
-            k = keys_of(layer, records[[4, 0, 2][c]])[parts[part], h // group].astype(np.float64)
-            x = scale * k @ q[t, h].astype(np.float64)
-            want = x.max() + np.log(np.exp(x - x.max()).sum())
-            assert value == pytest.approx(want, rel=1e-5, abs=1e-4)
-
-
-def test_edges_of_all_keys_are_checked() -> None:
-    layers = geometry()
-    keys = native.Keys(layers, 16, [record_of(layers, 0)].__getitem__)
-    with pytest.raises(UsageError, match="no such edges"):
-        keys.score(0, some_queries(layers[0], 1), [0], 1.0, 17)
-    with pytest.raises(UsageError, match="no such edges"):
-        keys.score(0, some_queries(layers[0], 1), [0], 0.0, 4)
-    assert keys.score(0, some_queries(layers[0], 1), [], 1.0, 4).shape == (3, layers[0].n_head, 0)

@@ -1,16 +1,12 @@
 """Text comes out whole: no broken character, nothing of a stop string, nothing lost, however the bytes are cut."""
 
-import itertools
-
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from support.properties import CHECK
+from support.texts import SAMPLE, cut
 
 from pyllama_kvflash.text import TextStream
-
-CHECK = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-SAMPLE = "aé€😀 ß\U0010ffff漢e\u0301z"  # of 1, 2, 3 and 4 bytes, and a combining accent
 
 
 def run(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
@@ -22,11 +18,6 @@ def run(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
             break
     shown.append(stream.flush())
     return shown, stream.stopped
-
-
-def cut(data: bytes, at: list[int]) -> list[bytes]:
-    edges = [0, *sorted(min(i, len(data)) for i in at), len(data)]
-    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def until(text: str, stops: list[str]) -> str:

@@ -11,14 +11,16 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_oracles import CACHES, NAMES, Run
+from support import transfers
+from support.models import NAMES
+from support.oracles import CACHES, Run
+from support.transfers import CHUNK, POOL
 
 from pyllama_kvflash.errors import PoolError, UsageError
-from pyllama_kvflash.native import Model, Record, split_queries
+from pyllama_kvflash.native import Model, Record
 
 pytestmark = pytest.mark.native
 
-CHUNK, POOL = 64, 1024
 TYPES = ("f16", "q8_0", "f16-nofa")
 
 
@@ -31,54 +33,13 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) ->
 @pytest.mark.parametrize("cache", TYPES)
 def test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model: Model, cache: str) -> None:
     """Write-back as the pager does it, against one that waits: the same records, the same logits."""
-    with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
-        got, want = {}, {}
-        place = quick.ctx.host_buffer(64 * quick.ctx.pool_info().record_bytes).reshape(64, -1)
-        for step in range(24):
-            n = 128 if step < 12 else 1 + 63 * (step % 2)
-            full = range(quick.pos // CHUNK, (quick.pos + n) // CHUNK)
-            for chunk in victims(quick, n):
-                for run in (quick, slow):
-                    run.ctx.drop(chunk)
-            quick.decode(n)
-            slow.decode(n)
-            for chunk in full:
-                quick.ctx.begin_read(chunk, place[chunk])
-                got[chunk] = place[chunk]
-                want[chunk] = slow.read(chunk)
-        quick.ctx.wait()
-        np.testing.assert_array_equal(quick.ctx.logits(), slow.ctx.logits())
-        assert len(got) > POOL // CHUNK  # blocks were used again
-        for chunk, record in want.items():
-            np.testing.assert_array_equal(got[chunk], record, f"chunk {chunk}")
-
-
-def victims(run: Run, n: int) -> list[int]:
-    """The oldest chunks, as many as n more tokens take."""
-    need = -(-(run.pos + n) // CHUNK) - -(-run.pos // CHUNK) - run.ctx.pool_info().n_block_free
-    return run.resident()[1 : 1 + max(0, need)]
+    transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
 
 
 @pytest.mark.parametrize("cache", TYPES)
 def test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model: Model, cache: str) -> None:
     """Landing beside a decode that must not see it, then committed without a wait."""
-    with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
-        for run in (quick, slow):
-            run.feed(900)
-        records = {c: r for run in (quick, slow) for c, r in run.out([2, 3, 5, 7]).items()}
-        for some in ([2, 3], [5, 7]):
-            for c in some:
-                quick.ctx.begin_page_in(c, records[c])
-            assert quick.ctx.pool_info().n_landing == 2
-            assert not set(some) & set(quick.resident())
-            np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
-            for c in some:
-                quick.ctx.commit(c)
-                slow.ctx.page_in(c, records[c])
-            assert set(some) <= set(quick.resident())
-            np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
-        for c, record in records.items():
-            np.testing.assert_array_equal(quick.read(c), record)
+    transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
 
 
 @pytest.mark.parametrize("cache", TYPES)
@@ -150,17 +111,7 @@ def test_blocks_go_round_without_a_wait(tiny_model: Callable[[str], Model]) -> N
 
 def test_queries_are_those_of_the_token_before_the_next(model: Model) -> None:
     """A tap that is read while the next token is computed."""
-    with Run(model, pool=POOL, q_tap=True) as run:
-        run.feed(200)
-        for _ in range(20):
-            shapes = [(layer.n_head, layer.n_embd_head_k) for layer in run.ctx.layers()]
-            into = run.ctx.host_buffer(4 * sum(a * b for a, b in shapes)).view(np.float32)
-            want = run.ctx.queries()
-            ticket = run.ctx.begin_queries(into)
-            run.decode(1)
-            run.ctx.wait(ticket)
-            for got, expected in zip(split_queries(into, shapes), want, strict=True):
-                np.testing.assert_array_equal(got, expected)
+    transfers.check_queries_are_those_of_the_token_before_the_next(model)
 
 
 def test_what_is_on_its_way_in_holds_its_block(tiny_model: Callable[[str], Model]) -> None:

@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import families
 import numpy as np
 import pytest
-import tiny
+from support import families, tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from test_oracles import CACHES, N_CTX, Case, Logits, Run, Step, assert_equal
+from support.oracles import CACHES, N_CTX, Case, Logits, Run, Step, assert_equal
 
 from pyllama_kvflash.errors import PoolError, UnsupportedError
 from pyllama_kvflash.native import Model

@@ -35,12 +35,12 @@ STAMP_NAME = ".kvflash-vendor.json"
 
 
 class VendorError(Exception):
-    """Something the user has to put right; the message is one sentence."""
+    """A problem that the user has to fix; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are, below the root of the repository (an absolute path)."""
+    """The paths of the repository, below its root (an absolute path)."""
 
     root: Path
 
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pin:
-    """The one requirement that the lock holds."""
+    """The single requirement that the lock holds."""
 
     name: str
     version: str
@@ -75,7 +75,7 @@ class Pin:
 
     @classmethod
     def read(cls, layout: Layout) -> "Pin":
-        """Read the lock; raises VendorError when it is not exactly one pinned and hashed requirement."""
+        """Read the lock. Raises VendorError unless it is exactly one pinned and hashed requirement."""
         line = layout.lock.read_text("utf-8", "replace").strip()
         match = re.fullmatch(r"([\w.-]+)==([\w.]+) --hash=sha256:([0-9a-f]{64})", line)
         if not match:
@@ -93,16 +93,16 @@ class Patch:
 
     @property
     def digest(self) -> str:
-        """The digest of what is applied: the header does not count."""
+        """The digest of what is applied, without the header."""
         return _digest(self.diff)
 
     def claims(self) -> set[str]:
-        """The files that the header's `Files:` lines name."""
+        """Return the files that the header's `Files:` lines name."""
         lines = re.findall(rb"^(?:# ?)?Files:(.*)$", self.header, re.MULTILINE)
         return {name.decode("utf-8", "replace") for line in lines for name in line.split()}
 
     def files(self) -> set[str]:
-        """The files that it claims or changes; raises VendorError when it is malformed."""
+        """Return the files that it claims or changes. Raises VendorError if it is malformed."""
         names = self.claims()
         if self.diff:
             names |= {item.source[2:].decode() for item in _parse(self.name, self.diff)}
@@ -124,7 +124,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the tree was made from, and the digest that each of its files then had."""
+    """The pin and patches that the tree was made from, and the digest that each file had then."""
 
     pin: str
     patches: dict[str, str]
@@ -132,7 +132,7 @@ class Stamp:
 
     @classmethod
     def read(cls, layout: Layout) -> "Stamp":
-        """Read it from the tree; raises VendorError when the tree is not one that `fill` finished."""
+        """Read it from the tree. Raises VendorError if `fill` did not finish the tree."""
         if not os.path.lexists(layout.tree):
             raise VendorError(f"{layout.tree} does not exist: run `make vendor`")
         try:
@@ -149,9 +149,9 @@ class Stamp:
 
 
 def fill(layout: Layout) -> str:
-    """Make the tree the pinned source plus the patches, unless it is; returns what was done, in one line.
+    """Make the tree the pinned source plus the patches, unless it is. Returns what was done, in one line.
 
-    The old tree is replaced only at the very end. Raises VendorError, or OSError for the disk's troubles.
+    The old tree is replaced only at the very end. Raises VendorError, or OSError for disk errors.
     """
     with _alone(layout) as staging:
         pin, patches = Pin.read(layout), Patch.read_all(layout)
@@ -187,9 +187,9 @@ def fill(layout: Layout) -> str:
 
 
 def check(layout: Layout) -> str:
-    """Compare the tree with the pinned source plus the patches, made afresh; returns one line.
+    """Compare the tree with a fresh copy of the pinned source plus the patches. Returns one line.
 
-    Raises VendorError when a patch does not apply or a file differs, is missing or is not expected.
+    Raises VendorError if a patch does not apply, or a file differs, is missing or is not expected.
     """
     with _alone(layout) as staging:
         Stamp.read(layout)
@@ -201,10 +201,10 @@ def check(layout: Layout) -> str:
 
 
 def regenerate(layout: Layout) -> str:
-    """Rewrite the diffs in the patches from the tree, keeping their headers; returns one line.
+    """Rewrite the diffs in the patches from the tree, and keep their headers. Returns one line.
 
-    Raises VendorError, with no patch touched, when a file that differs from upstream is in no patch or
-    in two, or when an edit cannot be said in a patch.
+    Raises VendorError, with no patch touched, if a file that differs from upstream is in no patch or in two, or if no
+    patch can express an edit.
     """
     with _alone(layout) as staging:
         pin, patches, stamp = Pin.read(layout), Patch.read_all(layout), Stamp.read(layout)
@@ -236,15 +236,15 @@ def regenerate(layout: Layout) -> str:
 
 
 def _rewritten(patch: Patch, tree: Path, pristine: Path) -> Patch:
-    """The patch with the diff between `pristine` and `tree`; applies it to `pristine` as a proof."""
+    """Return the patch with the diff between `pristine` and `tree`, and prove it by applying it to `pristine`."""
     diff = b""
     for name in sorted(patch.files()):
         old, new = (io.BytesIO((top / name).read_bytes()).readlines() for top in (pristine, tree))
         path = name.encode()
-        # One line of context: patches carry as little of upstream's text as applies.
+        # One line of context: a patch carries as little of upstream's text as possible.
         part = b"".join(difflib.diff_bytes(difflib.unified_diff, old, new, b"a/" + path, b"b/" + path, n=1))
         if part:
-            with contextlib.suppress(VendorError):  # the comparison tells
+            with contextlib.suppress(VendorError):  # the comparison below reports it
                 _apply(patch.name, part, pristine)
         if (pristine / name).read_bytes() != (tree / name).read_bytes():
             raise VendorError(f"no patch can say the edits in {name}: do its lines end in plain newlines?")
@@ -256,7 +256,7 @@ def _rewritten(patch: Patch, tree: Path, pristine: Path) -> Patch:
 
 
 def _owners(patches: list[Patch]) -> dict[str, str]:
-    """Which patch has which file; raises VendorError when two patches have the same one."""
+    """Return which patch has which file. Raises VendorError if two patches have the same one."""
     owners: dict[str, str] = {}
     for patch in patches:
         for name in sorted(patch.files()):
@@ -267,7 +267,7 @@ def _owners(patches: list[Patch]) -> dict[str, str]:
 
 
 class _Collector(logging.Handler):
-    """Keeps what patch_ng logs, which is the only way in which it says what is wrong."""
+    """Keeps what patch_ng logs, because it reports errors in no other way."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -279,7 +279,7 @@ class _Collector(logging.Handler):
 
 
 def _patch_ng(name: str, problem: str, action: Callable[[Any], Any]) -> Any:
-    """Call `action` with patch_ng; a false result, a warning or a crash becomes a VendorError."""
+    """Call `action` with patch_ng, and turn a false result, a warning or a crash into a VendorError."""
     try:
         import patch_ng  # type: ignore[import-untyped]
     except ImportError:
@@ -293,7 +293,7 @@ def _patch_ng(name: str, problem: str, action: Callable[[Any], Any]) -> Any:
         collector.messages.append(repr(error))
     finally:
         logger.removeHandler(collector)
-    # Warnings count whatever the result is: apply() changes nothing and returns True if "already patched".
+    # Warnings count whatever the result: if "already patched", apply() changes nothing and returns True.
     if not result or collector.messages:
         raise VendorError(f"patches/{name} {problem}: {', '.join(collector.messages[:2])}")
     return result
@@ -301,7 +301,7 @@ def _patch_ng(name: str, problem: str, action: Callable[[Any], Any]) -> Any:
 
 def _parse(name: str, diff: bytes) -> Any:
     patch_set = _patch_ng(name, "is malformed", lambda patch_ng: patch_ng.fromstring(diff))
-    # patch_ng skips text between and after hunks, and so hunks whose line counts are too small.
+    # patch_ng skips text between and after hunks, and with it the end of a hunk whose line counts are too small.
     if patch_set.warnings or any(item.header for item in patch_set):
         raise VendorError(f"patches/{name} is malformed: its diff has lines that belong to no hunk")
     for item in patch_set:
@@ -311,7 +311,7 @@ def _parse(name: str, diff: bytes) -> Any:
 
 
 def _apply(name: str, diff: bytes, tree: Path) -> None:
-    """Apply a diff exactly: patch_ng accepts an offset never, and fuzz only when told to."""
+    """Apply a diff exactly: patch_ng never accepts an offset, and fuzz only when told to."""
     patch_set = _parse(name, diff)
     with contextlib.chdir(tree):
         _patch_ng(name, "does not apply", lambda _: patch_set.apply(strip=1))
@@ -346,7 +346,7 @@ def _build(layout: Layout, pin: Pin, patches: list[Patch], target: Path) -> None
 
 
 def _sdist(layout: Layout, pin: Pin) -> Path:
-    """The verified sdist: the file that the environment names, else the cached one, else a download."""
+    """Return the verified sdist: the file that the environment names, else the cached one, else a download."""
     if named := os.environ.get(SDIST_VARIABLE):
         path, origin, remedy = Path(named).absolute(), f"{SDIST_VARIABLE}={named}", "name the right file"
     else:
@@ -398,11 +398,11 @@ def _download(layout: Layout, pin: Pin, path: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(layout: Layout) -> Iterator[Path]:
-    """Keep other runs on this repository waiting; gives a directory beside the tree, removed at the end."""
+    """Keep other runs on this repository waiting. Yields a directory beside the tree, which is removed at the end."""
     with (layout.vendor / ".lock").open("w") as file:
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX)
-        for stale in layout.vendor.glob(".llama.cpp.staging-*"):  # of a killed run, as the lock is ours
+        for stale in layout.vendor.glob(".llama.cpp.staging-*"):  # from killed runs, because the lock is ours
             shutil.rmtree(stale, ignore_errors=True)
         staging = layout.vendor / f".llama.cpp.staging-{os.getpid()}"
         staging.mkdir()
@@ -427,7 +427,7 @@ def _digest(content: bytes) -> str:
 
 
 def _digests(tree: Path) -> dict[str, str]:
-    """The digest of every file in the tree but the stamp, by name."""
+    """Return the digest of every file in the tree but the stamp, by name."""
     files = {path.relative_to(tree).as_posix(): path for path in tree.rglob("*") if path.is_file()}
     files.pop(STAMP_NAME, None)
     return {name: _digest(path.read_bytes()) for name, path in files.items()}
@@ -442,7 +442,7 @@ def _list(names: Sequence[str], limit: int = 3) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command on the repository that holds this script; returns the exit status."""
+    """Run one command on the repository that holds this script. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Keep vendor/llama.cpp equal to the pinned source + patches.")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, function, text in (

@@ -1,1 +1,1 @@
-"""Benchmarks of answers: does the pool say what the full cache says? `kvflash bench` is their command line."""
+"""Benchmarks of answers: does the pool give the full cache's answers? `kvflash bench` is their command line."""

@@ -1,4 +1,6 @@
-"""Answers that speculative decoding is measured on: the texts, their answers' tokens and figures, what a batch costs."""
+"""The answers on which speculative decoding is measured: texts, tokens and figures of the answers, and costs of
+batches.
+"""
 
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -17,14 +19,14 @@ from pyllama_kvflash.needle import Needle, make_prompt
 
 TEXTS = ("copy", "entropy", "needles")
 ANSWER = 16  # tokens of an answer to a question
-COUNTS = ("drafted", "accepted", "draft_steps", "plain_steps", "gated_steps")  # of events.Stats
+COUNTS = ("drafted", "accepted", "draft_steps", "plain_steps", "gated_steps")  # counters of events.Stats
 
-_SEED = 2  # of documents, and of the sampler: needle-7m goes on copying, and draws no end of text
-_REPEATED = 8  # times that the line is there which a copy-heavy text goes on with
-_LINE = 64  # tokens of such a line, or of a question, at most
-_DOCUMENT = 4  # pools that the questions' document fills; half of one is what the other texts begin with
-_TURN = 64  # tokens after which it is another's turn
-_TRIES = 9  # batches timed for what one costs, of each width
+_SEED = 2  # of documents and of the sampler: with it, needle-7m keeps copying and draws no end of text
+_REPEATED = 8  # times that a copy-heavy text repeats the line that it goes on with
+_LINE = 64  # most tokens of such a line, or of a question
+_DOCUMENT = 4  # pools that the questions' document fills; the other texts begin with half a pool
+_TURN = 64  # tokens of a turn
+_TRIES = 9  # batches timed for each width
 
 OnPrefill = Callable[[Prefill], None]
 Answers = tuple[list[list[int]], list[Result]]  # tokens and figures of each
@@ -32,12 +34,12 @@ Turns = Generator[None, None, Answers]
 
 
 def context(text: str, pool: int, n: int) -> int:
-    """Positions that a text and its answer take at most. n: as for in_turns."""
+    """Return the most positions that a text and its answer take. n: as for in_turns."""
     return _DOCUMENT * pool + _LINE + ANSWER if text == "needles" else pool // 2 + _LINE * _REPEATED + n
 
 
 def make_text(kv: KVFlash, text: str, pool: int, questions: int) -> tuple[str, tuple[Needle, ...]]:
-    """A prompt, and the questions about it. Raises UsageError."""
+    """Return a prompt, and the questions about it. Raises UsageError."""
 
     def count(part: str) -> int:
         return len(kv.tokenize(part, add_special=False))
@@ -55,7 +57,10 @@ def make_text(kv: KVFlash, text: str, pool: int, questions: int) -> tuple[str, t
 
 
 def in_turns(kvs: Sequence[KVFlash], text: str, pool: int, n: int, on_prefill: OnPrefill) -> list[Answers]:
-    """What each model answers to a text's prompt, some tokens of each in turn. n: tokens of the one answer, or questions."""
+    """Return each model's answers to a text's prompt; the models take turns of some tokens each.
+
+    n: tokens of the one answer, or number of questions.
+    """
     running = {i: _all(kv, text, pool, n, on_prefill) for i, kv in enumerate(kvs)}
     found: dict[int, Answers] = {}
     while running:
@@ -93,7 +98,7 @@ def _all(kv: KVFlash, text: str, pool: int, n: int, on_prefill: OnPrefill) -> Tu
 def _answer(
     kv: KVFlash, prompt: str, on_prefill: OnPrefill, **options: Any
 ) -> Generator[None, None, tuple[list[int], Result]]:
-    """Its tokens, and seconds from the first one on, the others' turns left out."""
+    """Return the tokens and figures of an answer. Its seconds start at the first token, without the others' turns."""
     tokens: list[int] = []
     begin = seconds = 0.0
     for event in kv.generate(prompt, **options):
@@ -120,12 +125,15 @@ def _answer(
 
 
 def difference(text: Sequence[int], right: Sequence[int]) -> int | None:
-    """The first token at which two texts differ, None: they do not."""
+    """Return the index of the first token at which two texts differ, None if they do not."""
     return next((i for i, (a, b) in enumerate(zip_longest(text, right)) if a != b), None)
 
 
 def batch_costs(kv: KVFlash, widths: Sequence[int]) -> dict[int, float]:
-    """What batches of these widths cost after what is there, in single tokens; all go back. Empty: the model cannot."""
+    """Return what batches of these widths cost after the present text, in single tokens, by width. All are rolled back.
+
+    The result is empty if the model cannot go back.
+    """
     start = kv.n_tokens
     seconds: dict[int, list[float]] = {n: [] for n in (1, *widths)}
     try:

@@ -1,4 +1,4 @@
-"""Pictures of speed and paging."""
+"""Plots of speed and paging."""
 
 import io
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _BAR = 0.38  # width
 
 
 def speed_figure(rows: Sequence[Row], title: str) -> bytes:
-    """Decode and prefill against the context, a line for each cache: a PNG."""
+    """Plot decode and prefill speed against the context, a line for each cache: a PNG."""
     fig = figure(11, 4.4)
     panels = fig.subplots(1, 2)
     shown = [r for r in rows if r.error is None]
@@ -50,7 +50,7 @@ def speed_figure(rows: Sequence[Row], title: str) -> bytes:
 
 
 def paging_figure(found: Measured, title: str) -> bytes:
-    """Bandwidth beside the plain copy's, and each step of the token streams with its reselects: a PNG."""
+    """Plot the bandwidth beside that of a plain copy, and each step of the token streams with its reselects: a PNG."""
     fig = figure(11, 7)
     left, right = fig.subplots(2, 1)
     _bandwidth(left, found.copies)

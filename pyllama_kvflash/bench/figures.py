@@ -1,4 +1,4 @@
-"""Pictures of benchmark results."""
+"""Plots of benchmark results."""
 
 import io
 from collections.abc import Sequence
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from pyllama_kvflash.bench.kld import KldRow
     from pyllama_kvflash.bench.ruler_tables import Row as RulerRow
 
-_PANELS = 4  # beside each other
+_PANELS = 4  # in a row
 
 
 def heat_map(rows: Sequence[Row], title: str) -> bytes:
-    """Share of codes found, depth in the text (down) by context and pool (across), a panel for each variant: a PNG."""
+    """Plot the share of codes found, by depth in the text (down) and by context and pool (across), a panel for each
+    variant: a PNG.
+    """
     variants = list(dict.fromkeys(r.variant for r in rows))
     pooled = any(r.pool is not None for r in rows)
     columns = list(dict.fromkeys((r.n_ctx, r.pool) for r in rows if r.pool is not None or not pooled))
@@ -48,7 +50,7 @@ def heat_map(rows: Sequence[Row], title: str) -> bytes:
 
 
 def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
-    """Mean KLD by device memory, a line for each kind of row: a PNG."""
+    """Plot the mean KLD against device memory, a line for each kind of row: a PNG."""
     fig = figure(width=7.5, height=5)
     axis = fig.subplots()
     contexts = sorted({r.n_ctx for r in rows})
@@ -74,8 +76,8 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
 
 
 def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -> bytes:
-    """Points by task (across) and variant with its pool (down), beside it the gap to the full cache; a panel for each
-    context: a PNG.
+    """Plot the points by task (across) and by variant with its pool (down), with the gap to the full cache, a panel for
+    each context: a PNG.
     """
     contexts = sorted({r.n_ctx for r in rows})
     panels = [[r for r in rows if r.n_ctx == n] for n in contexts]

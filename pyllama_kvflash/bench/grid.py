@@ -1,4 +1,4 @@
-"""Cells of a benchmark: variants by name, results that survive an interruption, and tables of them."""
+"""Cells of a benchmark: variants by name, results that survive an interruption, and tables of results."""
 
 import csv
 import hashlib
@@ -30,8 +30,10 @@ _CONTROL = "answer=full"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of a table: a policy, or "full", and the options that it has of its own. control: the prompt is read through the
-    pool, and then all of it is brought back for the answer (see bench.control).
+    """A row of a table: a policy, or "full", with options of its own.
+
+    control: True if the prompt is read through the pool and then all of it is brought back for the answer
+    (bench.control).
     """
 
     label: str
@@ -41,15 +43,14 @@ class Variant:
 
     @property
     def full(self) -> bool:
-        """The full cache, whatever the pool."""
+        """Whether it is the full cache, whatever the pool."""
         return self.policy == "full"
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read "policy/option=value/...", the options being fields of Options: "qk/replay=0", "full/type_k=q8_0"; or
-        answer=full, which makes it a control.
+        """Parse "policy/option=value/..." with fields of Options, such as "qk/replay=0" or "full/type_k=q8_0".
 
-        Raises UsageError.
+        The option answer=full makes it a control. Raises UsageError.
         """
         policy, *parts = text.split("/")
         known = ("full", "oracle", *policy_names())
@@ -91,7 +92,7 @@ def _option(part: str, text: str) -> tuple[str, Any]:
 
 
 def refuse_controls(bench: str, variants: Iterable[Variant]) -> None:
-    """Raise UsageError for a bench that does not tell the prompt from the answer."""
+    """Raise UsageError for a control in a bench that does not separate prompt and answer."""
     for variant in variants:
         if variant.control:
             msg = f"{variant.label!r} is a control of bench ruler and bench kld: leave it out of bench {bench}"
@@ -99,10 +100,10 @@ def refuse_controls(bench: str, variants: Iterable[Variant]) -> None:
 
 
 class Results:
-    """Results by cell, appended to a file as they come: what is there is not measured again."""
+    """Results by cell, appended to a file as they come. A cell that is in the file is not measured again."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is there. Raises UsageError (not a folder, a damaged line) and OutputError."""
+        """Read the results in the folder. Raises UsageError (not a folder, a damaged line) and OutputError."""
         self.folder = folder
         self._path = folder / "results.jsonl"
         self._known: dict[str, Result] = {}
@@ -125,7 +126,7 @@ class Results:
                     raise UsageError(msg) from None
 
     def get(self, key: Key) -> Result | None:
-        """The result of a cell, if it was measured."""
+        """Return the result of a cell, None if it was not measured."""
         return self._known.get(_canonical(key))
 
     def add(self, key: Key, result: Result) -> None:
@@ -135,7 +136,7 @@ class Results:
         self.write("results.jsonl", "".join(lines))
 
     def write(self, name: str, data: str | bytes) -> Path:
-        """Write a file of the folder, whole or not at all. Raises OutputError."""
+        """Write a file into the folder, whole or not at all. Raises OutputError."""
         path, part = self.folder / name, self.folder / f".{name}.part"
         try:
             part.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -148,23 +149,23 @@ class Results:
 
 
 def digest(text: str | None) -> str | None:
-    """A text's mark in a key."""
+    """Return a text's mark in a key, None for None."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text is not None else None
 
 
 def short(n: int) -> str:
-    """A number of tokens as 8K where it is a multiple of 1,024."""
+    """Return a number of tokens in words: 8K if it is a multiple of 1,024."""
     return f"{n >> 10}K" if n % 1024 == 0 else str(n)
 
 
 @cache
 def model_mark(path: Path) -> str:
-    """A model's mark in a key. Read once: every cell's key has it."""
+    """Return a model's mark in a key. It is cached, because every cell's key has it."""
     return f"{fingerprint(path):016x}"
 
 
 def setting(common: dict[str, Any]) -> dict[str, Any]:
-    """What of the options of all variants belongs in a key: a drafter by its content, and this version."""
+    """Return the part of the common options that belongs in a key: a scorer model by its content, and this version."""
     res: dict[str, Any] = {k: v for k, v in common.items() if k != "n_threads"}
     draft = res.get("scorer_model")
     if draft and Path(draft).is_file():
@@ -177,26 +178,26 @@ def _canonical(key: Key) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
+    """Return a table in Markdown: the first column to the left, the others to the right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
 def comma_separated(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """The same as CSV."""
+    """Return a table as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([head, *rows])
     return out.getvalue()
 
 
 def command(rows: Iterable[Any]) -> str:
-    """The machines that rows were measured on, and this command, for the foot of a table."""
+    """Return the machines that rows were measured on and this command, for the foot of a table."""
     machines = "; ".join(dict.fromkeys(row.machine for row in rows))
     return f"{machines}: `kvflash {' '.join(sys.argv[1:])}`"
 
 
 def machine() -> str:
-    """The machine we are on, in a few words."""
+    """Return a description of this machine in a few words."""
     gpus = [d.description for d in devices() if d.gpu]
     where = f"{len(gpus)} x {gpus[0]}" if gpus else cpu_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -204,7 +205,7 @@ def machine() -> str:
 
 
 def cpu_name() -> str:
-    """The processor as Linux names it, or as Python does."""
+    """Return the processor's name as Linux gives it, or else as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

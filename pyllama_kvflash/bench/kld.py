@@ -1,4 +1,4 @@
-"""Closeness to the full cache: teacher-forced on a text, how far the next-token distributions are apart."""
+"""Closeness to the full cache: the distance of next-token distributions, teacher-forced on a text."""
 
 import json
 import math
@@ -37,7 +37,7 @@ OnPrefill = Callable[[Prefill], None]
 
 @dataclass(frozen=True, slots=True)
 class KldCell:
-    """A variant at a context. pool None: the full cache."""
+    """A variant at a context. pool: tokens; None: the full cache."""
 
     n_ctx: int
     pool: int | None
@@ -46,10 +46,13 @@ class KldCell:
 
 @dataclass(frozen=True, slots=True)
 class KldRow:
-    """How close a variant is to the full cache with f16, whose own row has 0 and 1.
+    """Closeness of a variant to the full f16 cache, whose own row has KLD 0 and share 1.
 
-    share: device KV bytes over those of the full f16 cache. kld: mean of KL(full ‖ this) in nats; kld_99: its 99th
-    percentile. same_top: share of tokens whose most likely next token is the same. ppl: perplexity of the text.
+    share: device KV bytes divided by those of the full f16 cache.
+    kld: mean of KL(full ‖ this) in nats.
+    kld_99: its 99th percentile.
+    same_top: share of tokens with the same most likely next token.
+    ppl: perplexity of the text.
     """
 
     variant: str
@@ -69,9 +72,10 @@ class KldRow:
 
 @dataclass(frozen=True, slots=True)
 class KldSweep:
-    """What is to be measured: the last n_score tokens of the first n_ctx of a text, given one by one as in decoding.
+    """The plan of a measurement on the first n_ctx tokens of a text; the last n_score are given one by one, as in
+    decoding.
 
-    text None: one of that length with codes, whose end are questions with their answers.
+    text: None: a text of that length with codes, which ends in questions with their answers.
     """
 
     model: Path
@@ -83,7 +87,7 @@ class KldSweep:
     common: dict[str, Any] = field(default_factory=dict)
 
     def cells(self) -> Iterator[KldCell]:
-        """All cells but the reference."""
+        """Yield all cells but the reference."""
         for n_ctx in self.contexts:
             for variant in self.variants:
                 if variant.full:
@@ -92,7 +96,7 @@ class KldSweep:
                     yield from (KldCell(n_ctx, int(n_ctx * share), variant) for share in self.shares)
 
     def key(self, cell: KldCell) -> Key:
-        """What a result is filed under."""
+        """Return the key under which a result is filed."""
         return {
             "bench": "kld",
             "model": model_mark(self.model),
@@ -106,7 +110,7 @@ class KldSweep:
 
 
 def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[KldCell]:
-    """Measure what is missing, the full cache first at each context; yields each cell that is done."""
+    """Measure the missing cells, at each context the full cache first. Yields each cell that is done."""
     reference = Variant("full", "full", {"type_k": "f16", "type_v": "f16"})
     for n_ctx in sweep.contexts:
         missing = [c for c in sweep.cells() if c.n_ctx == n_ctx and results.get(sweep.key(c)) is None]
@@ -120,7 +124,9 @@ def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPre
 
 
 def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits, npt.NDArray[np.int32], Result]:
-    """Logits (n_score, n_vocab) before each of the last tokens, those tokens (n_score,), and figures."""
+    """Return logits (n_score, n_vocab) float32 before each of the last tokens, those tokens (n_score,) int32, and
+    figures.
+    """
     with open_variant(sweep.model, cell.variant, cell.n_ctx, cell.pool or 0, sweep.common) as kv:
         tokens = kv.tokenize(questions(kv, cell.n_ctx) if sweep.text is None else sweep.text)[: cell.n_ctx]
         if sweep.text is not None and len(tokens) < cell.n_ctx:
@@ -147,7 +153,7 @@ def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits,
 
 
 def questions(kv: KVFlash, n_tokens: int) -> str:
-    """A text of nearly n_tokens with 16 codes, at whose end all are asked for and told."""
+    """Return a text of nearly n_tokens with 16 codes. At its end all are asked for and answered."""
 
     def count(text: str) -> int:
         return len(kv.tokenize(text, add_special=False))
@@ -175,9 +181,9 @@ def _forced(kv: KVFlash, tokens: npt.NDArray[np.int32]) -> tuple[Logits, float]:
 
 
 def compare(base: Logits, logits: Logits, truth: npt.NDArray[np.int32]) -> dict[str, float]:
-    """Closeness of logits (n, n_vocab) to the base's, and the perplexity of the true tokens (n,).
+    """Return how close logits (n, n_vocab) are to the base's, and the perplexity of the true tokens (n,).
 
-    KL(p ‖ q) = Σ p (log p - log q), p the base's distribution, as in llama.cpp's `--kl-divergence`.
+    KL(p ‖ q) = Σ p (log p - log q), where p is the base's distribution, as in llama.cpp's `--kl-divergence`.
     """
     p, q = _log_softmax(base), _log_softmax(logits)
     kld = np.maximum(np.sum(np.exp(p) * (p - q), axis=1), 0)
@@ -197,7 +203,7 @@ def _log_softmax(x: Logits) -> npt.NDArray[np.float64]:
 
 
 def rows(sweep: KldSweep, results: Results) -> list[KldRow]:
-    """All that was measured, by context and device memory."""
+    """Return all measured rows, by context and device memory."""
     found = []
     for cell in sweep.cells():
         if (r := results.get(sweep.key(cell))) is None:
@@ -212,7 +218,7 @@ def rows(sweep: KldSweep, results: Results) -> list[KldRow]:
 
 
 def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
-    """A table, most device memory first."""
+    """Return the table, most device memory first."""
     head = ["context", "variant", "pool", "device KV", "of full f16", "mean KLD", "99 % KLD", "same top", "perplexity"]
     lines = [
         [
@@ -235,7 +241,7 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
 
 
 def write(sweep: KldSweep, results: Results) -> str:
-    """Write results.md, .csv and .json; the Markdown."""
+    """Write results.md, .csv and .json. Return the Markdown."""
     found = rows(sweep, results)
     text = as_markdown(sweep, found)
     names = [f.name for f in fields(KldRow)]

@@ -19,20 +19,20 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Scores, State, View, pool_floor
+from pyllama_kvflash.policy import Scores, State, View
 from pyllama_kvflash.policy.sizing import CELLS
-from pyllama_kvflash.pool.store import HostMemory, Record
+from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 CHUNK = 64
-AT_ONCE = (1, 4, 16, 32)  # chunks that are begun before any of them is waited for
-PLAIN_BYTES = 256 << 20  # of the block that a plain copy moves
+AT_ONCE = (1, 4, 16, 32)  # chunks that begin to move before any is waited for
+PLAIN_BYTES = 256 << 20  # size of the block that a plain copy moves
 AFTER = 4  # steps after a reselect in which its copies may still run
 
 OnPrefill = Callable[[str], Callable[[Prefill], None]]
 
 
 class Swap:
-    """A scorer that never wants what it has: the n chunks that were out longest, for the n that came first."""
+    """A scorer that always swaps: it wants the n chunks that were out longest, in place of the n that came first."""
 
     name = "swap"
     summary: str | None = None
@@ -43,7 +43,9 @@ class Swap:
         self.state: Callable[[], npt.NDArray[np.int8]] = lambda: np.zeros(0, np.int8)
 
     def score(self, view: View) -> Scores:
-        """2 for those that shall come, 1 for as many residents, the latest, as the pool has room for beside them."""
+        """Return 2 for the chunks that are to come, and 1 for as many of the latest resident ones as fit beside
+        them.
+        """
         resident = self.state()[: len(view.candidates)] == State.RESIDENT
         by_age = np.argsort(view.touched, kind="stable")
         outside = [c for c in by_age if view.candidates[c] and not resident[c]]
@@ -57,8 +59,15 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What is to be measured. pool: tokens. repeat: rounds of copies, whose median counts. steps: tokens decoded while
-    n_swap chunks are swapped every tau of them. common: options of the engine. Raises UsageError.
+    """The plan of a measurement.
+
+    pool: tokens.
+    repeat: rounds of copies, whose median counts.
+    n_swap: chunks to swap every tau tokens.
+    steps: tokens to decode meanwhile.
+    common: options of the engine.
+
+    Raises UsageError.
     """
 
     pool: int
@@ -69,9 +78,9 @@ class Paging:
     common: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the pool holds what is protected, and what is swapped."""
-        usual = Options()
-        floor = pool_floor(CHUNK, self.common.get("n_batch") or CHUNK, usual.sinks, usual.tail)
+        """Check that the pool holds the protected chunks and the swapped ones."""
+        usual = Options(chunk=CHUNK)
+        floor = usual.shape.floor(self.common.get("n_batch") or 0)
         if self.pool < floor:
             msg = f"a pool of {self.pool} tokens (--pool) is too small to page: give at least {floor}"
             raise UsageError(msg)
@@ -88,16 +97,16 @@ class Paging:
 
     @property
     def n_pool(self) -> int:
-        """The pool in llama.cpp's steps."""
+        """The pool in tokens, rounded up to llama.cpp's steps."""
         return -(-self.pool // CELLS) * CELLS
 
     @property
     def n_block(self) -> int:
-        """Chunks that it holds."""
+        """Number of chunks that the pool holds."""
         return self.n_pool // CHUNK
 
     def engine(self, policy: str | Swap) -> dict[str, Any]:
-        """Options of the engine: for twice as many tokens as the pool holds, then the steps."""
+        """Return the engine's options, with a context for twice the pool's tokens and then the steps."""
         return {
             **self.common,
             "n_ctx": 2 * self.n_pool + WARM_UP + self.steps,
@@ -113,9 +122,10 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """So many chunks at once, "out" of the pool or "in". Rates are bytes a second, of K and V rows alone.
+    """Copies of `chunks` chunks at once, "out" of the pool or "in". Rates are bytes a second, of K and V rows alone.
 
-    plain_rate: of a large block between the same memories in the same run; small_rate: of one as large as a record.
+    plain_rate: of a large block between the same memories in the same run.
+    small_rate: of a block as large as a record.
     """
 
     direction: str
@@ -128,7 +138,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Decoded tokens, in milliseconds each. reselected: the steps after which chunks were swapped, and how many."""
+    """Decoded tokens, in milliseconds each. reselected: chunks swapped, by the step after which they were."""
 
     name: str
     steps_ms: list[float]
@@ -136,24 +146,29 @@ class Stream:
 
     @property
     def step_ms(self) -> float:
-        """The median step."""
+        """Median step in milliseconds."""
         return median(self.steps_ms)
 
     @property
     def worst_ms(self) -> float:
-        """The worst step."""
+        """Longest step in milliseconds."""
         return max(self.steps_ms)
 
     @property
     def worst_near_ms(self) -> float | None:
-        """The worst of the steps with a reselect and the AFTER next ones; None without reselects."""
+        """The longest of the steps with a reselect and the AFTER next ones, in milliseconds; None without reselects."""
         found = near(list(self.reselected), len(self.steps_ms), AFTER)
         return max(self.steps_ms[i] for i in found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All of it. record_bytes: of a chunk, meta_bytes of which are no rows; n_copy: copies that moving one takes."""
+    """All results of a run.
+
+    record_bytes: size of a chunk's record, meta_bytes of which are no K or V rows.
+    n_copy: copies that moving a chunk takes.
+    plain_bytes: size of the block of a plain copy.
+    """
 
     record_bytes: int
     meta_bytes: int
@@ -166,7 +181,7 @@ class Measured:
 
 
 def measure(paging: Paging, path: Path, on_prefill: OnPrefill, done: Callable[[], None]) -> Measured:
-    """Time the copies, then the streams. done is called after each round and each stream: repeat + 2 times.
+    """Time the copies, then the streams. done: called after each round and each stream, repeat + 2 times.
 
     Raises what KVFlash.from_file does.
     """
@@ -192,7 +207,7 @@ def measure(paging: Paging, path: Path, on_prefill: OnPrefill, done: Callable[[]
 
 
 def _fill(ctx: Context, n_pool: int, n_batch: int) -> None:
-    """Make all chunks of a pool written, and resident."""
+    """Fill a pool with written, resident chunks."""
     tokens = np.random.default_rng(0).integers(0, ctx.model.n_vocab, n_pool, dtype=np.int32)
     for pos in range(0, n_pool, n_batch):
         ctx.decode(tokens[pos : pos + n_batch], pos, NONE)
@@ -200,12 +215,15 @@ def _fill(ctx: Context, n_pool: int, n_batch: int) -> None:
 
 
 def _plain_bytes(record_bytes: int) -> int:
-    """A block that fits all memories, but no smaller than a record."""
+    """Return the size of a block that fits all memories, and is no smaller than a record."""
     return max(record_bytes, min(PLAIN_BYTES, min(d.free for d in devices()) // 4))
 
 
 def time_copies(ctx: Context, repeat: int, plain_bytes: int, done: Callable[[], None]) -> list[Copies]:
-    """Move chunks out and in, and plain blocks beside, in turns; the medians of `repeat` rounds. All is as before then."""
+    """Move chunks out and in, and plain blocks in turns with them. Return the medians of `repeat` rounds.
+
+    Afterwards everything is as before.
+    """
     info = ctx.pool_info()
     at_once = [k for k in AT_ONCE if k <= info.n_block]
     memory = HostMemory(info.record_bytes, ctx.host_buffer, meta_bytes=info.meta_bytes)
@@ -240,7 +258,7 @@ def time_copies(ctx: Context, repeat: int, plain_bytes: int, done: Callable[[], 
 
 
 def _round_trip(ctx: Context, chunks: Sequence[int], records: Sequence[Record]) -> tuple[float, float]:
-    """Seconds until the bytes of all are on the host, and until they are back on the device."""
+    """Return the seconds until the bytes of all chunks are on the host, and until they are back on the device."""
     begin = time.perf_counter()
     for chunk, record in zip(chunks, records, strict=False):
         ctx.begin_read(chunk, record)
@@ -266,7 +284,7 @@ def _round_trip(ctx: Context, chunks: Sequence[int], records: Sequence[Record]) 
 def _stream(
     path: Path, paging: Paging, name: str, n_swap: int, on_prefill: Callable[[Prefill], None], warnings: list[str]
 ) -> Stream:
-    """Decode after twice as many tokens as the pool holds. n_swap 0: with lru."""
+    """Decode after twice as many tokens as the pool holds. n_swap 0: use lru."""
     swap = Swap(n_swap)
     with KVFlash.from_file(path, **paging.engine(swap if n_swap else "lru")) as kv:
         swap.state = lambda: kv.pager.ledger.state
@@ -287,7 +305,7 @@ def _stream(
 
 
 def as_markdown(paging: Paging, found: Measured) -> str:
-    """The copies, the streams, the machine and the command."""
+    """Return the tables of copies and streams, with the machine and the command."""
     plain = f"{found.plain_bytes / 2**20:.0f} MiB block"
     head = ["copy", "chunks at once", "GB/s", "ms a chunk", f"plain {plain}", "x plain", "plain chunk", "x plain chunk"]
     text = markdown(head, [_copy_cells(c) for c in found.copies])
@@ -336,7 +354,7 @@ def _stream_cells(s: Stream, bare_ms: float) -> list[str]:
 
 
 def write(paging: Paging, found: Measured, results: Results) -> str:
-    """Write results.md, .csv (the copies) and .json (all, each step included); the Markdown."""
+    """Write results.md, .csv (the copies) and .json (everything, each step included). Return the Markdown."""
     text = as_markdown(paging, found)
     names = [f.name for f in fields(Copies)]
     whole = {"kind": "paging", "pool": paging.n_pool, "tau": paging.tau, "repeat": paging.repeat, **asdict(found)}

@@ -1,4 +1,6 @@
-"""A picture of a run: what was resident when, and what each chunk was worth. Needs matplotlib, when it is called."""
+"""A plot of a run: what was resident when, and what each chunk was worth. It needs matplotlib, which is loaded on
+use.
+"""
 
 import io
 import warnings
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 
 _SIZE, _DPI = (14, 9), 100
-_COLUMNS, _ROWS = 2000, 1000  # of the picture at most: about two to a pixel
-_MIN_SHARE = 0.22  # of the width, for the prompt and for what was decoded, however short
-_MIN_LABELLED = 0.4  # of the width: in less, only the end of the prompt is labelled
+_COLUMNS, _ROWS = 2000, 1000  # at most, in the picture: about two to a pixel
+_MIN_SHARE = 0.22  # least share of the width for the prompt and for the decoded tokens, however few
+_MIN_LABELLED = 0.4  # of the width: a narrower prompt has only its end labelled
 _MAX_NAME = 60  # characters of the model's name
 _OUT, _KEPT, _FLAT, _IN, _DROP, _INK = "#e4e4e4", "#8fb4d3", "#e0702a", "#0b7a4b", "#9a9a9a", "#333333"
 
@@ -30,17 +32,17 @@ Floats = npt.NDArray[np.float64]
 
 
 def render(trace: Trace, kind: str) -> bytes:
-    """The picture as a file of one of FORMATS. Raises UsageError if there is no matplotlib."""
+    """Return the picture as a file of one of FORMATS. Raises UsageError if there is no matplotlib."""
     fig = residency_figure(trace)
     data = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a model's name may have characters that the font has not
+        warnings.filterwarnings("ignore", "Glyph")  # a model's name may have characters that the font lacks
         fig.savefig(data, format=kind, dpi=_DPI)
     return data.getvalue()
 
 
 def figure(width: float, height: float, *, constrained: bool = True) -> "Figure":
-    """An empty figure of so many inches, to be saved. Raises UsageError if there is no matplotlib."""
+    """Return an empty figure, width by height in inches. Raises UsageError if there is no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an optional extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -53,7 +55,9 @@ def figure(width: float, height: float, *, constrained: bool = True) -> "Figure"
 
 
 def residency_figure(trace: Trace) -> "Figure":
-    """Residency over the run, page traffic below it, the last scores beside it. Raises UsageError (no matplotlib)."""
+    """Plot residency over the run, page traffic below it, and the last scores beside it. Raises UsageError (no
+    matplotlib).
+    """
     fig = figure(*_SIZE, constrained=False)
     scored = bool(np.isfinite(trace.scores).any())
     grid = fig.add_gridspec(
@@ -87,13 +91,13 @@ def residency_figure(trace: Trace) -> "Figure":
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """Where a position is drawn: the prompt in [0, split], what was decoded in [split, 1]. Neither is drawn too narrow.
+    """Horizontal scale: the prompt lies in [0, split], the decoded tokens in [split, 1]. Neither is drawn too narrow.
 
-    A prompt of 30,000 tokens would leave ten pixels for the three hundred that were decoded after it.
+    To scale, a prompt of 30,000 tokens would leave ten pixels for the 300 tokens decoded after it.
     """
 
     split: float
-    n_prompt: int  # positions of the prompt that were computed
+    n_prompt: int  # computed positions of the prompt
     n_decoded: int
     complete: bool  # the whole prompt was computed
 
@@ -113,19 +117,21 @@ class _Width:
         return res
 
     def position(self, x: Floats) -> Floats:
-        """The other way round."""
+        """Return the positions at x, the inverse of calling it."""
         res: Floats = np.interp(x, (0, self.split, 1), (0, self.n_prompt, self.n_prompt + self.n_decoded))
         return res
 
     @property
     def stretch(self) -> float:
-        """How much wider a decoded token is than one of the prompt."""
+        """Drawn width of a decoded token, relative to a token of the prompt."""
         return (1 - self.split) / self.n_decoded / (self.split / self.n_prompt) if self.n_decoded else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Raster:
-    """The large panel as a grid of at most _ROWS by _COLUMNS. Where chunks share a row, the hottest resident one shows."""
+    """The large panel as a grid of at most _ROWS by _COLUMNS. Of chunks that share a row, the hottest resident one
+    shows.
+    """
 
     state: npt.NDArray[np.int8]  # (rows, columns) as in Trace.residency
     score: npt.NDArray[np.float32]  # (rows, columns) NaN: not resident, or no score
@@ -136,7 +142,7 @@ class _Raster:
         n_chunks = trace.residency.shape[1]
         starts = np.arange(0, n_chunks, -(-n_chunks // _ROWS))
         at = width.position((np.arange(_COLUMNS) + 0.5) / _COLUMNS)
-        # a batch is drawn as the moment after it: what it could see
+        # draw a batch as the moment after it, which is what it could see
         moments = np.minimum(np.searchsorted(trace.positions, at, side="right"), len(trace.positions) - 1)
         state = np.empty((len(starts), _COLUMNS), np.int8)
         score = np.full(state.shape, np.nan, np.float32)
@@ -158,20 +164,22 @@ class _Raster:
 
 
 def _colours(raster: _Raster) -> "ScalarMappable":
-    """The scale of the scores: light is cold, dark is hot. Two in a hundred of what is resident may lie outside."""
+    """Return the colour scale of the scores: light is cold, dark is hot. 2 % of the resident chunks may lie outside
+    it.
+    """
     from matplotlib import colormaps  # noqa: PLC0415
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415
     from matplotlib.colors import LinearSegmentedColormap, Normalize  # noqa: PLC0415
 
     found = raster.score[np.isfinite(raster.score)]
     low, high = np.percentile(found, (1, 99)) if found.size else (0.0, 1.0)
-    steps = colormaps["inferno_r"](np.linspace(0.18, 0.9, 256))  # its ends are the background and the ink
+    steps = colormaps["inferno_r"](np.linspace(0.18, 0.9, 256))  # its ends look like the background and the ink
     scale = Normalize(float(low), float(high) if high > low else float(low) + 1.0)
     return ScalarMappable(scale, LinearSegmentedColormap.from_list("score", steps))
 
 
 def _residency(ax: "Axes", trace: Trace, raster: _Raster, colours: "ScalarMappable") -> bool:
-    """The large panel. Whether chunks are marked that were brought back."""
+    """Draw the large panel. Return whether it marks chunks that were brought back."""
     from matplotlib.colors import to_rgb  # noqa: PLC0415
 
     n = trace.residency.shape[1] * trace.chunk
@@ -180,13 +188,13 @@ def _residency(ax: "Axes", trace: Trace, raster: _Raster, colours: "ScalarMappab
     image[raster.state == 1] = to_rgb(_KEPT if len(trace.reselect_pos) else _FLAT)
     scored = np.isfinite(raster.score)
     image[scored] = colours.to_rgba(raster.score[scored])[:, :3]
-    repeat = max(1, _ROWS // len(image))  # never fewer rows than pixels: enlarged, it would be blurred
+    repeat = max(1, _ROWS // len(image))  # enough rows that the image is not enlarged, which would blur it
     image = (255 * np.repeat(image, repeat, axis=0)).astype(np.uint8)
     ax.imshow(image, extent=(0, 1, 0, n), origin="lower", aspect="auto")
     row, column = np.nonzero(raster.back)
     if len(row):
         y = (row + 0.5) * (n / len(raster.back))
-        size = min(9.0, max(1.5, 9 * 800 / len(row)))  # thousands of large ones would hide what they mark
+        size = min(9.0, max(1.5, 9 * 800 / len(row)))  # thousands of large marks would hide what they mark
         ax.scatter(column / _COLUMNS, y, s=size, marker=">", color=_IN, linewidths=0)
     ax.set_ylim(0, n)
     ax.set_xlim(0, 1)
@@ -198,13 +206,13 @@ def _residency(ax: "Axes", trace: Trace, raster: _Raster, colours: "ScalarMappab
 
 
 def _traffic(ax: "Axes", trace: Trace, width: _Width) -> None:
-    """Chunks brought back upwards, chunks dropped downwards, between each moment and the one before."""
+    """Draw the chunks brought back (up) and dropped (down) between each moment and the one before."""
     edges = width(np.concatenate([[0], trace.positions]))
     for moved, colour in ((trace.n_in, _IN), (-trace.n_out, _DROP)):
         y = np.concatenate([moved[:1], moved])
         ax.fill_between(edges, y, step="pre", color=colour, linewidth=0.6)
     most = max(int(trace.n_in.max()), int(trace.n_out.max()), 1)
-    ax.set_ylim(-1.5 * most, 1.5 * most)  # the words stand where no bar reaches
+    ax.set_ylim(-1.5 * most, 1.5 * most)  # leaves room for the words where no bar reaches
     ax.axhline(0, color=_INK, linewidth=0.6)
     ax.set_yticks([-most, 0, most], [f"{most:,}", "0", f"{most:,}"])
     ax.set_ylabel("chunks moved")
@@ -215,7 +223,7 @@ def _traffic(ax: "Axes", trace: Trace, width: _Width) -> None:
 
 
 def _phases(main: "Axes", below: "Axes", width: _Width) -> None:
-    """Where the prompt ends, what is left and right of it, and the ticks."""
+    """Draw the end of the prompt, the labels to its left and right, and the ticks."""
     n = width.n_prompt
     ticks = [float(t) for t in _whole(6).tick_values(0, n) if 0 <= t < 0.9 * n]
     labels = [f"{t:,.0f}" for t in ticks]
@@ -244,7 +252,7 @@ def _phases(main: "Axes", below: "Axes", width: _Width) -> None:
 
 
 def _scores(ax: "Axes", trace: Trace, colours: "ScalarMappable") -> None:
-    """The last scores: in colour what is resident, in grey what is out."""
+    """Draw the last scores: in colour for resident chunks, in grey for the others."""
     scores, resident = trace.scores[-1].astype(np.float64), trace.residency[-1] == 1
     y = (np.arange(len(scores)) + 0.5) * trace.chunk
     found = np.isfinite(scores)
@@ -268,7 +276,7 @@ def _whole(n: int, *, integer: bool = True) -> Any:
 
 
 def _heading(fig: "Figure", trace: Trace) -> None:
-    """What was run, and what share of it is on the device."""
+    """Write what was run, and which share of it is on the device."""
     meta, last = trace.meta, trace.residency[-1]
     pool = "full cache" if meta.get("n_pool") is None else f"pool of {meta['n_pool']:,} tokens"
     chunks, resident = int((last >= 0).sum()), int((last == 1).sum())
@@ -282,7 +290,7 @@ def _heading(fig: "Figure", trace: Trace) -> None:
 
 
 def _name(value: Any) -> str:
-    """A model's or policy's name in one short line."""
+    """Return a model's or policy's name in one short line."""
     name = "".join(c if c.isprintable() else " " for c in str(value))
     if name.endswith(".gguf"):
         name = PurePath(name).stem
@@ -290,7 +298,7 @@ def _name(value: Any) -> str:
 
 
 def _legend(fig: "Figure", trace: Trace, colours: "ScalarMappable", *, scored: bool, marks: bool) -> None:
-    """What the colours mean, in one line above the picture."""
+    """Draw the meaning of the colours, in one line above the picture."""
     from matplotlib.lines import Line2D  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 

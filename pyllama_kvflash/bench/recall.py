@@ -1,4 +1,4 @@
-"""Recall: codes hidden in a long text, asked for one by one. What was lost is blamed on what lost it."""
+"""Recall: ask for codes hidden in a long text, one by one, and find out what lost those that are not found."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ BLAMES = ("replay", "summary", "query", "scorer", "prefill")
 
 @dataclass(slots=True)
 class Oracle:
-    """Knows where the answer is: the wanted chunks are hottest, then the most recent. A control."""
+    """A control that knows where the answer is: the wanted chunks are hottest, then the most recent ones."""
 
     name: str = "oracle"
     summary: str | None = None
@@ -28,14 +28,14 @@ class Oracle:
     wanted: set[int] = field(default_factory=set)
 
     def score(self, view: View) -> Scores:
-        """1 for the wanted chunks, less for the others."""
+        """Return 1 for the wanted chunks, and less for the others."""
         scores: Scores = view.touched / (view.touched.max(initial=0) + 1.0)
         scores[[c for c in self.wanted if c < len(scores)]] = 1.0
         return scores
 
 
 def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dict[str, Any]) -> KVFlash:
-    """The model as a variant has it; `common` are options of all variants. Raises what KVFlash.from_file does.
+    """Open the model as a variant has it. `common`: options of all variants. Raises what KVFlash.from_file does.
 
     A control's pool holds all: see bench.control.
     """
@@ -51,9 +51,9 @@ def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dic
 def run_cell(
     kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None], session: int = 0
 ) -> dict[str, Any]:
-    """Read the text, ask for every code, each time from the end of the text, and find out what lost those that are lost.
+    """Read the text, ask for every code from the end of the text, and find out what lost those that are not found.
 
-    session: of that many codes, ask once more one after the other without going back. Returns plain JSON values.
+    session: ask for this many codes once more, one after the other without going back. Returns plain JSON values.
     """
     kv.clear()
     begin = time.perf_counter()
@@ -118,11 +118,13 @@ def _is_resident(kv: KVFlash, span: tuple[int, int]) -> bool:
 
 
 def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: int) -> str:
-    """What lost a needle: the first of BLAMES whose mending finds it.
+    """Return what lost a needle: the first of BLAMES whose repair finds it.
 
-    replay: asked once more, with the chunks that were chosen in their place from the beginning, it is found. summary: it
-    is with all keys. query: with all keys, and the queries of the whole question. scorer: with the chunk forced in; then
-    the way that scores become one is left. prefill: not even then, since the text was read without it.
+    replay: ask once more, with the chosen chunks resident from the beginning.
+    summary: score with all keys.
+    query: score with all keys, and with the queries of the whole question.
+    scorer: force the chunk in. The way that scores become one was to blame.
+    prefill: nothing finds it, because the text was read without the chunk.
     """
     mine = kv.scorer
     kind = QkZmax if isinstance(mine, QkZmax) else Qk
@@ -146,7 +148,9 @@ def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: 
 
 
 def _session(kv: KVFlash, prompt: NeedlePrompt, spans: list[tuple[int, int]], n: int) -> dict[str, int]:
-    """Ask for n codes, spread over the text, one after the other: how many are found, and have all chunks resident."""
+    """Ask for n codes, spread over the text, one after the other. Return how many are found, and how many have all
+    their chunks resident.
+    """
     n = min(n, len(spans))
     which = [i * len(spans) // n for i in range(n)]
     found = resident = 0

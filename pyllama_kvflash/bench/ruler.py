@@ -1,6 +1,5 @@
-"""RULER's tasks: texts of each, read and answered as each variant has it. Resumable, text by text."""
+"""RULER's tasks: texts of each, read and answered with each variant. It can be resumed, text by text."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,22 +12,21 @@ from pyllama_kvflash.bench.control import before_answer, before_prompt
 from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.bench.ruler_texts import TASKS, Question, Questions, make_text, score
-from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.events import Prefill, Warn
-from pyllama_kvflash.native import Model, Sampler, Sampling, Tokens
+from pyllama_kvflash.events import Prefill, Token, Warn
+from pyllama_kvflash.native import Model, Sampling, Tokens
 
 OnPrefill = Callable[[Prefill], None]
 
 _mark = cache(digest)  # every text's key has it
 
-_PREFIX = "niah_"  # of RULER's names, which is left out here
+_PREFIX = "niah_"  # prefix of RULER's names, left out here
 _SAID = "8d1e7c40"  # stands for an answer in a template
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Tasks with commas between them, also by RULER's own names. Raises UsageError for one that is not there."""
+    """Parse task names with commas between them; RULER's own names work, too. Raises UsageError for an unknown one."""
     found = tuple(dict.fromkeys(part.strip().removeprefix(_PREFIX) for part in text.split(",")))
     for task in found:
         if task not in TASKS:
@@ -39,7 +37,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A variant at one context and pool: opened once, for all texts. pool None: any, since the full cache has none."""
+    """A variant at one context and pool, opened once for all texts. pool None: any, since the full cache has none."""
 
     n_ctx: int
     pool: int | None
@@ -47,13 +45,13 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """For progress and warnings."""
+        """Name in progress and warnings."""
         return f"{self.variant.label} {self.n_ctx:,}/{self.pool or 'full'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """What is to be measured: a text of each task for each seed. Raises UsageError."""
+    """The plan of a measurement: a text of each task for each seed. Raises UsageError."""
 
     model: Path
     contexts: tuple[int, ...]
@@ -65,7 +63,7 @@ class Ruler:
     common: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that there is something."""
+        """Check that there is something to measure."""
         if any(v.policy == "oracle" for v in self.variants):
             msg = "the oracle is told where codes are, and has no place among RULER's tasks: leave it out of --variants"
             raise UsageError(msg)
@@ -74,7 +72,7 @@ class Ruler:
             raise UsageError(msg)
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, shorter contexts first, the full cache once for each."""
+        """Yield all cells, shorter contexts first, the full cache once for each."""
         for n_ctx in sorted(self.contexts):
             for variant in self.variants:
                 for pool in (None,) if variant.full else self.pools:
@@ -82,11 +80,11 @@ class Ruler:
                         yield Cell(n_ctx, pool, variant)
 
     def texts(self) -> list[tuple[str, int]]:
-        """Task and seed of all texts of a cell, those of all tasks first."""
+        """Return task and seed of all texts of a cell: of all tasks for one seed, then for the next."""
         return [(task, seed) for seed in self.seeds for task in self.tasks]
 
     def key(self, cell: Cell, task: str, seed: int) -> Key:
-        """What a result is filed under: all that it depends on."""
+        """Return the key under which a result is filed: all that it depends on."""
         return {
             "bench": "ruler",
             "model": model_mark(self.model),
@@ -100,14 +98,15 @@ class Ruler:
         }
 
     def missing(self, results: Results, cell: Cell) -> list[tuple[str, int]]:
-        """Texts of a cell that are not measured."""
+        """Return the texts of a cell that are not measured."""
         return [text for text in self.texts() if results.get(self.key(cell, *text)) is None]
 
 
 def measure(ruler: Ruler, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[tuple[Cell, Result]]:
-    """Measure what is missing; yields the cell and the result of each text that is done.
+    """Measure what is missing. Yields the cell and the result of each text that is done.
 
-    All texts of a context are made before the first of them is read: one that is too short for a task is said to be then.
+    All texts of a cell are made before the first of them is read, so that one that is too short for a task fails at
+    once.
     """
     made: dict[tuple[int, str, int], Questions] = {}
     for cell in ruler.cells():
@@ -128,17 +127,17 @@ def measure(ruler: Ruler, results: Results, on_prefill: Callable[[str], OnPrefil
 
 
 class Prompts:
-    """What a model is given: its chat template, or plain text if it has none, and after that how the answer begins."""
+    """Makes prompts for a model: its chat template, or plain text if it has none, then the beginning of the answer."""
 
     def __init__(self, model: Model) -> None:
-        """Raises UsageError for a template that cannot be used."""
+        """Load the chat template. Raises UsageError for one that cannot be used."""
         from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
 
         self._model = model
         self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
 
     def first(self, question: Question) -> Tokens:
-        """Token ids (n,) int32 of a prompt that ends where the first answer goes on."""
+        """Return the token ids (n,) int32 of a prompt that ends where the first answer goes on."""
         if self._template is None:
             return self._model.tokenize(question.text + question.prefix)
         from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (an extra)
@@ -147,7 +146,7 @@ class Prompts:
         return tokenize_chat(self._model, self._template.render([message]) + question.prefix)
 
     def further(self, question: Question) -> Tokens:
-        """Token ids (n,) int32 of what comes after an answer, up to where the next one goes on. Raises UsageError."""
+        """Return the token ids (n,) int32 from an answer's end to where the next answer goes on. Raises UsageError."""
         if self._template is None:
             return self._model.tokenize(f"\n{question.text}{question.prefix}", add_special=False)
         roles = (("user", "?"), ("assistant", _SAID), ("user", question.text))
@@ -161,7 +160,7 @@ class Prompts:
         return self._model.tokenize(rest + question.prefix, add_special=False, parse_special=True)
 
     def count(self, questions: Questions) -> int:
-        """Tokens of all of them, without the answers."""
+        """Return the tokens of all questions, without the answers."""
         first, *then = questions
         return len(self.first(first)) + sum(len(self.further(q)) for q in then)
 
@@ -194,7 +193,7 @@ def run_text(kv: KVFlash, cell: Cell, prompts: Prompts, questions: Questions, on
 
 
 def _read(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str]) -> float:
-    """Read tokens after what is there; the seconds it took."""
+    """Read tokens after what is there. Return the seconds it took."""
     seconds = 0.0
     for event in kv.prefill(tokens):
         if isinstance(event, Prefill):
@@ -207,8 +206,10 @@ def _read(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer. pending: its last token, which is not decoded yet, unless it ended the text. seconds: without the first
-    token, which comes out of what was read.
+    """An answer.
+
+    pending: its last token, which is not decoded yet, unless it ended the text.
+    seconds: time without the first token, which comes out of what was read.
     """
 
     text: str
@@ -219,15 +220,16 @@ class Said:
 
 
 def answer(kv: KVFlash, n_new: int) -> Said:
-    """The greedy answer to what was just read: what KVFlash.generate() says after its own prompt."""
-    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
-    said = Answer(kv.model, n_new, kv.options.n_ctx, ())
-    said.take(sampler.sample(kv.ctx), kv.n_tokens)
+    """Return the greedy answer to what was just read: what KVFlash.generate() says after its own prompt."""
+    run = kv.generation(np.empty(0, np.int32), max_tokens=n_new, sampling=Sampling(temperature=0))
+    text = "".join(token.text for token in run.answer.shown())
     warnings: list[str] = []
-    begin = time.perf_counter()
-    while said.reason is None and said.token is not None:
-        warnings += [event.text for event in kv.decode([said.token]) if isinstance(event, Warn)]
-        said.take(sampler.sample(kv.ctx), kv.n_tokens)
-    seconds = time.perf_counter() - begin
-    text = "".join(token.text for token in said.shown()) + said.flush()
-    return Said(text, said.n_tokens, () if said.token is None else (said.token,), seconds, tuple(warnings))
+    while not run.ended:
+        for event in run.step():
+            if isinstance(event, Warn):
+                warnings.append(event.text)
+            elif isinstance(event, Token):
+                text += event.text
+    said = run.answer
+    text += said.flush()
+    return Said(text, said.n_tokens, () if said.token is None else (said.token,), run.decode_s, tuple(warnings))

@@ -1,4 +1,4 @@
-"""Tables of RULER's tasks: points for each task, and how far from the full cache's on the same texts."""
+"""Tables of RULER's tasks: points for each task, and the gap to the full cache on the same texts."""
 
 import json
 import math
@@ -11,15 +11,17 @@ from pyllama_kvflash.bench.grid import Result, Results, comma_separated, command
 from pyllama_kvflash.bench.ruler import Cell, Ruler
 
 Found = dict[tuple[str, int], Result]
-"""By task and seed."""
+"""Results by task and seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variant at one context and pool, over all texts that were measured. Scores are points, 100 the most.
+    """A variant at one context and pool, over all measured texts. Scores are points, 100 at most.
 
-    mean: of the tasks. gap: from the full cache of this context to this, over the texts that both have, mean of the tasks;
-    None: this is it, or it was not measured. gap_se: its standard error, None with fewer than two texts.
+    mean: mean of the tasks.
+    gap: points less the full cache's at this context, over the texts that both have, mean of the tasks; None: this is
+        the full cache, or it was not measured.
+    gap_se: standard error of the gap; None with fewer than two texts.
     """
 
     variant: str
@@ -36,12 +38,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Of its line in a picture."""
+        """Name of its line in a plot."""
         return f"{self.variant}, {short(self.pool)}" if self.pool else self.variant
 
 
 def summarise(ruler: Ruler, results: Results) -> list[Row]:
-    """One row for each cell that has results."""
+    """Return one row for each cell that has results."""
     found = [(cell, _found(ruler, results, cell)) for cell in ruler.cells()]
     full = {cell.n_ctx: texts for cell, texts in found if cell.variant.label == "full"}
     return [_row(ruler, cell, texts, full.get(cell.n_ctx, {})) for cell, texts in found if texts]
@@ -76,7 +78,7 @@ def _row(ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row:
 
 
 def by_task(tasks: Sequence[str], values: dict[tuple[str, int], float]) -> dict[str, float]:
-    """The mean of each task that has values, which are by task and seed."""
+    """Return the mean of each task that has values. `values` is by task and seed."""
     each = {task: [v for (of, _), v in values.items() if of == task] for task in tasks}
     return {task: fmean(found) for task, found in each.items() if found}
 
@@ -87,7 +89,7 @@ def by_task(tasks: Sequence[str], values: dict[tuple[str, int], float]) -> dict[
 
 
 def as_markdown(ruler: Ruler, rows: Sequence[Row]) -> str:
-    """A table for each context, and what the numbers are."""
+    """Return a table for each context, and what the numbers mean."""
     return "".join(f"Context {short(n)}\n\n{_table(ruler, rows, n)}\n" for n in sorted(ruler.contexts)) + _notes(
         ruler, rows
     )
@@ -125,7 +127,7 @@ def _notes(ruler: Ruler, rows: Sequence[Row]) -> str:
 
 
 def write(ruler: Ruler, results: Results) -> str:
-    """Write results.md, .csv and .json; the Markdown."""
+    """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(ruler, results)
     text = as_markdown(ruler, rows)
     results.write("results.md", text)

@@ -1,10 +1,11 @@
 """The texts of RULER's tasks, made anew from their published formats for any tokenizer and any haystack.
 
-Source: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv 2404.06654),
-and the templates of its repository, github.com/NVIDIA/RULER (Apache-2.0). Numbers, keys and variable names are ours, and:
+Source: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?" (arXiv
+2404.06654), and the templates of its repository, github.com/NVIDIA/RULER (Apache-2.0). Numbers, keys and variable names
+are ours. These differ:
 
-- prose is a novel, and its words are those of `cwe`, instead of essays and a list of words;
-- the answer of `vt` does not begin with a space after its colon, which most tokenizers have as a part of the next word;
+- prose is a novel, and `cwe` takes its words from it, instead of essays and a list of words;
+- the answer of `vt` does not begin with a space after its colon, which most tokenizers make a part of the next word;
 - `qa_1` and `qa_2` need data sets, and are not here.
 """
 # ruff: noqa: S311 (random text, not secrets)
@@ -27,7 +28,9 @@ SAMPLE = Path(__file__).parent / "data" / "moby-dick.txt"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, how the answer begins, and the strings that it must have. n_new: tokens of an answer at most."""
+    """A question, the beginning of its answer, and the strings that the answer must have. n_new: most tokens of an
+    answer.
+    """
 
     text: str
     prefix: str
@@ -36,22 +39,23 @@ class Question:
 
 
 Questions = tuple[Question, ...]
-"""The first one has the whole text before it; the others come after the answer to the one before."""
+"""Questions about one text: the first has the whole text before it, the others follow the previous answer."""
 
 Count = Callable[[Questions], int]
-"""Tokens of questions as a model is given them, the answers left out."""
+"""Counts the tokens of questions as a model gets them, without the answers."""
 
 
 def score(answer: str, expected: Sequence[str]) -> float:
-    """RULER's `string_match_all`: the share of the expected strings that are in the answer, whatever their case."""
+    """Return RULER's `string_match_all`: the share of the expected strings that are in the answer, ignoring case."""
     return sum(e.lower() in answer.lower() for e in expected) / len(expected)
 
 
 def make_text(task: str, n_tokens: int, count: Count, haystack: str, seed: int) -> Questions:
-    """A text of a task that, with its questions and room for their answers, fills n_tokens and no more.
+    """Make a text of a task that, with its questions and room for their answers, fills n_tokens and no more.
 
-    haystack: prose to hide things in, from a place that the seed names; it begins again at its end. Raises UsageError if
-    the task is unknown, or n_tokens are too few for it.
+    haystack: prose to hide things in. It is read from a place that the seed names, and starts over at its end.
+
+    Raises UsageError if the task is unknown, or n_tokens are too few for it.
     """
     if task not in TASKS:
         msg = f"{task!r} is no task of RULER here: there are {', '.join(TASKS)}"
@@ -69,17 +73,17 @@ def make_text(task: str, n_tokens: int, count: Count, haystack: str, seed: int) 
 
 
 Build = Callable[[int], Questions]
-"""Makes a text of so many units (lines, words); the same things are hidden in it whatever its size."""
+"""Makes a text of a number of units (lines, words). It hides the same things whatever its size."""
 
-_FINE = 200  # a text is as long as it can be up to this part of it
+_FINE = 200  # a text is as long as it can be, to within 1/_FINE of it
 
 
 def _fit(build: Build, n_total: Count, n: int) -> Questions | None:
-    """The text of the most units, nearly, that has at most n tokens in all; None: the least has more."""
+    """Return the text of the most units, nearly, that has at most n tokens in all, None if the shortest has more."""
     best, few, many = None, 0, 8
     while n_total(text := build(many)) <= n:
         best, few, many = text, many, 2 * many
-        if many > n:  # what a text can have of them, as of different words, is all there
+        if many > n:  # it has no more units to add, such as different words
             return best
     while many - few > max(1, many // _FINE):
         middle = (few + many) // 2
@@ -96,7 +100,7 @@ def _fit(build: Build, n_total: Count, n: int) -> Questions | None:
 
 
 def _keys(rng: random.Random, n: int, but: Sequence[str] = ()) -> list[str]:
-    """So many different pairs of words, such as "wooden-harbour", or as many as there are; none of those in `but`."""
+    """Return n different pairs of words, such as "wooden-harbour", none of those in `but`, or as many as there are."""
     n_pairs = len(KEY_ADJECTIVES) * len(KEY_NOUNS)
     pairs = rng.sample(range(n_pairs), min(n + len(but), n_pairs))
     found = (f"{KEY_ADJECTIVES[i // len(KEY_NOUNS)]}-{KEY_NOUNS[i % len(KEY_NOUNS)]}" for i in pairs)
@@ -116,7 +120,7 @@ def _letters(rng: random.Random, n: int, alphabet: str) -> str:
 
 
 def _different(n: int, make: Callable[[], str]) -> list[str]:
-    """So many different ones of those that come."""
+    """Return n different results of make()."""
     found: dict[str, None] = {}
     while len(found) < n:
         found[make()] = None
@@ -125,13 +129,13 @@ def _different(n: int, make: Callable[[], str]) -> list[str]:
 
 _VALUES = {"numbers": _number, "uuids": _uuid}
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_DEPTHS = 40  # places, evenly apart, of which a needle has one
+_DEPTHS = 40  # evenly spaced places, of which a needle takes one
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 @cache
 def _words(haystack: str) -> tuple[list[str], list[int]]:
-    """The words of a text, and where its sentences begin."""
+    """Return the words of a text, and the index at which each sentence begins."""
     sentences = [s.split() for s in _SENTENCE_END.split(haystack.strip())]
     starts = [0]
     for sentence in sentences[:-1]:
@@ -140,14 +144,14 @@ def _words(haystack: str) -> tuple[list[str], list[int]]:
 
 
 def _prose(haystack: str, n: int, rng: random.Random) -> list[str]:
-    """Sentences of n words in all, from a place of its own; after the last word, the first one again."""
+    """Return sentences of n words in all, from a random sentence on. After the last word comes the first one again."""
     words, starts = _words(haystack)
     start = rng.choice(starts)
     return _SENTENCE_END.split(" ".join(words[(start + i) % len(words)] for i in range(n)))
 
 
 def _among(lines: Sequence[str], hidden: Sequence[str], places: Sequence[float]) -> list[str]:
-    """Lines with the hidden ones before those that are at these shares of the whole, in order."""
+    """Return the lines with the hidden ones put in before those at these shares of the whole, in order."""
     at = sorted(int(p * len(lines)) for p in places)
     res: list[str] = []
     before = 0
@@ -162,7 +166,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _ask(kind: str, keys: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
-    """A question, and how its answer begins."""
+    """Return a question, and the beginning of its answer."""
     one = len(expected) == 1
     what, verb, name = ("is the", "is", kind[:-1]) if one else ("are all the", "are", kind)
     query = _listed(keys)
@@ -174,8 +178,13 @@ def _ask(kind: str, keys: Sequence[str], expected: Sequence[str]) -> tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Niah:
-    """Needles in a haystack. hay: prose, noise or needles. n_keys: needles of different keys; n_values: of each; n_asked: keys
-    that are asked for, in one question, or one after the other.
+    """Needles in a haystack.
+
+    hay: "prose", "noise" or "needles".
+    kind: of the values: "numbers" or "uuids".
+    keys: "words" or "uuids".
+    n_keys: needles with different keys; n_values: needles for each key.
+    n_asked: keys that are asked for, in one question or, with in_turn, one after the other.
     """
 
     hay: str = "prose"
@@ -218,7 +227,7 @@ class _Niah:
         )
 
     def _lines(self, haystack: str, n: int, rng: random.Random, names: Sequence[str]) -> list[str]:
-        """What the needles are hidden in: needles, too, none of which has one of these names."""
+        """Return the lines that the needles are hidden in. If they are needles, too, none has one of these names."""
         if self.hay == "prose":
             return _prose(haystack, n, rng)
         if self.hay == "noise":
@@ -236,7 +245,10 @@ _CHAIN_INTRO = "Memorize and track the chain(s) of variable assignment hidden in
 
 
 def _variable_tracking(_haystack: str, rng: random.Random, _n_tokens: int) -> Build:
-    """A value, and five variables that have it, each by the one before: VAR B = VAR A. An example, answered, comes first."""
+    """Hide a value and five variables that have it, each through the one before: VAR B = VAR A.
+
+    An answered example comes first.
+    """
     shown = _different(_HOPS + 1, lambda: _letters(rng, 3, string.ascii_uppercase))
     names = _different(_HOPS + 1, lambda: _letters(rng, 5, string.ascii_uppercase))
     values = _different(2, lambda: str(rng.randint(10_000, 99_999)))
@@ -262,11 +274,11 @@ def _chain(names: Sequence[str], value: str, lines: Sequence[str], places: Seque
 
 
 _COMMON = 10
-_SHORT = 4096  # tokens: in a shorter text words are there less often
+_SHORT = 4096  # tokens: a shorter text repeats its words less often
 
 
 def _common_words(haystack: str, rng: random.Random, n_tokens: int) -> Build:
-    """A numbered list of words, ten of which are there thirty times, the others three times. An example, answered, comes
+    """Number a list of words of which ten appear thirty times, and the others three times. An answered example comes
     first.
     """
     n_shown, shown_times, times = (20, (3, 1), (6, 1)) if n_tokens < _SHORT else (40, (10, 3), (30, 3))
@@ -303,13 +315,13 @@ _CODED = 2000
 
 
 def _frequent_words(_haystack: str, rng: random.Random, _n_tokens: int) -> Build:
-    """Coded words by Zipf's law: the most frequent is dots, and the three after it are asked for."""
+    """Draw coded words by Zipf's law. The most frequent is dots; the three after it are asked for."""
     coded = ["....", *_different(_CODED, lambda: _letters(rng, 6, string.ascii_lowercase))]
     zeta = sum(k**-_ZIPF for k in range(1, len(coded) + 1))
     seed = rng.random()
 
     def build(n: int) -> Questions:
-        n_more = 4  # of the words that are asked for, the last one is there once more than the next
+        n_more = 4  # the last word that is asked for appears once more than the next
         words = [w for k, w in enumerate(coded, 1) for _ in range(int(n * k**-_ZIPF / zeta) + (k <= n_more))]
         random.Random(seed).shuffle(words)
         text = (
@@ -337,4 +349,4 @@ TASKS: dict[str, Callable[[str, random.Random, int], Build]] = {
     "cwe": _common_words,
     "fwe": _frequent_words,
 }
-"""By RULER's names, without their "niah"; in_turn is ours: two questions about one text, one after the other's answer."""
+"""Tasks by RULER's names without "niah_". in_turn is ours: two questions about one text, the second after an answer."""

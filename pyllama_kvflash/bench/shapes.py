@@ -1,6 +1,6 @@
 """Models of real shapes with random weights, written in seconds: for speed and exactness, never for quality.
 
-They have no vocabulary but token ids 0 to n_vocab - 1. Matrices are Q4_0. The same name always gives the same bytes.
+Their vocabulary has only token ids, 0 to n_vocab - 1. Matrices are Q4_0. The same name always gives the same bytes.
 """
 
 import math
@@ -18,23 +18,24 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import OutputError, UsageError
 
-VERSION = 1  # of what is written: a file that was kept is used again only if it is of this one
-N_CTX = 1 << 21  # that the models claim to be trained for
+VERSION = 1  # of the written files: a kept file is used again only if it has this version
+N_CTX = 1 << 21  # positions that the models claim to be trained for
 ALIGNMENT = 32
 
-_HEADER = 1 << 20  # bytes at most of metadata and padding
+_HEADER = 1 << 20  # most bytes of metadata and padding
 _BLOCK, _BLOCK_BYTES = 32, 18  # elements and bytes of a block of Q4_0: an f16 scale, then 32 numbers of 4 bits
-_SCALE = 0.004  # what a matrix of 4,096 columns multiplies keeps its size
-_N_RANDOM = 932_051  # blocks that are drawn, 16 MB; prime, so that no row of a matrix is another's copy
+_SCALE = 0.004  # a matrix of 4,096 columns then keeps the size of what it multiplies
+_N_RANDOM = 932_051  # random blocks, 16 MB; prime, so that no row of a matrix copies another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The geometry of a model: a qwen3, or a qwen35 if interval is above 1, with experts a qwen35moe. Sizes are numbers of
-    elements.
+    """The geometry of a model: a qwen3, or a qwen35 if interval is above 1; with experts, the moe of these. Sizes are
+    numbers of elements.
 
-    interval: every so-manyth layer has full attention, the others are gated delta nets of n_group key heads and n_value
-    value heads of n_state. n_expert: networks of n_ff each, of which a token takes n_used, and one that all take.
+    interval: every interval-th layer has full attention; the others are gated delta nets.
+    n_state, n_group, n_value: a delta net has n_group key heads and n_value value heads of n_state.
+    n_expert: experts of n_ff each; a token takes n_used of them, and one more that all tokens take.
     """
 
     n_layer: int
@@ -53,12 +54,12 @@ class Shape:
 
     @property
     def arch(self) -> str:
-        """llama.cpp's name of the architecture."""
+        """llama.cpp's name for the architecture."""
         return ("qwen35" if self.interval > 1 else "qwen3") + ("moe" if self.n_expert else "")
 
     @property
     def n_bytes(self) -> int:
-        """Of the file, about: never less than it takes."""
+        """Approximate size of the file in bytes, never too low."""
         return _HEADER + sum(t.n_bytes + ALIGNMENT for t in tensors(self))
 
 
@@ -82,12 +83,16 @@ SHAPES = {
         interval=2, n_state=64, n_group=2, n_value=4, n_expert=8, n_used=2,
     ),
 }  # fmt: skip
-"""The shapes by name: of an 8B dense model, of a 27B hybrid with 16 layers of attention, of a 35B one with experts and 10
-such layers, and three for tests on a CPU."""
+"""The shapes by name: an 8B dense model, a 27B hybrid with 16 attention layers, a 35B one with experts and 10 such
+layers, and three for tests on a CPU."""
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written. shape is in GGML's order, the contiguous dimension first. kind: "q4_0", or f32 values."""
+    """A tensor to be written.
+
+    shape: in GGML's order, the contiguous dimension first.
+    kind: "q4_0", or the kind of its f32 values.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -95,13 +100,13 @@ class Tensor(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         n = int(np.prod(self.shape))
         return n // _BLOCK * _BLOCK_BYTES if self.kind == "q4_0" else 4 * n
 
 
 def tensors(shape: Shape) -> Iterator[Tensor]:
-    """All tensors of a model, in the order of the file."""
+    """Yield all tensors of a model, in the order of the file."""
     s = shape
     yield Tensor("token_embd.weight", (s.n_embd, s.n_vocab), "q4_0")
     yield Tensor("output_norm.weight", (s.n_embd,), "ones")
@@ -113,7 +118,7 @@ def tensors(shape: Shape) -> Iterator[Tensor]:
 
 
 def _attention(s: Shape) -> Iterator[Tensor]:
-    """Grouped-query attention with QK norm; in a hybrid, Q carries an output gate."""
+    """Yield grouped-query attention with QK norm. In a hybrid, Q carries an output gate."""
     n_q, n_kv = s.n_head * s.n_head_dim, s.n_head_kv * s.n_head_dim
     yield Tensor("attn_q.weight", (s.n_embd, n_q * (2 if s.interval > 1 else 1)), "q4_0")
     yield Tensor("attn_k.weight", (s.n_embd, n_kv), "q4_0")
@@ -150,7 +155,7 @@ def _feed_forward(s: Shape) -> Iterator[Tensor]:
 
 
 def _keys(s: Shape) -> dict[str, int | float | list[int]]:
-    """Metadata of the architecture."""
+    """Return the metadata of the architecture."""
     res: dict[str, int | float | list[int]] = {
         "context_length": N_CTX,
         "embedding_length": s.n_embd,
@@ -190,7 +195,8 @@ def _keys(s: Shape) -> dict[str, int | float | list[int]]:
 
 @contextmanager
 def shape_file(name: str, folder: Path | None) -> Iterator[Path]:
-    """The file of a shape: in a folder, where it is kept and used again; None: in a temporary one, until the end.
+    """Yield the file of a shape: in a folder, where it is kept and used again; None: in a temporary one that is
+    removed.
 
     Raises UsageError (no such shape, no room, no gguf) and OutputError.
     """
@@ -224,7 +230,7 @@ def write_shape(name: str, path: Path) -> None:
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of a name. Raises UsageError."""
+    """Return a shape by its name. Raises UsageError."""
     if name not in SHAPES:
         msg = f"{name!r} is no shape: there are {', '.join(SHAPES)}"
         raise UsageError(msg)
@@ -280,23 +286,24 @@ def _announce(file: Any, tensor: Tensor, q4_0: Any) -> None:
 @cache
 def _random_blocks() -> npt.NDArray[np.uint8]:
     blocks = np.random.default_rng(0).integers(0, 256, (_N_RANDOM, _BLOCK_BYTES), np.uint8)
-    blocks |= ((blocks & 0x0F) == 0) * np.uint8(
-        0x08
-    )  # 4 bits are -8 to 7: without -8 the mean is 0, and what comes out
-    blocks |= ((blocks & 0xF0) == 0) * np.uint8(0x80)  # depends on what comes in
+    # 4 bits are -8 to 7: without -8 the mean is 0, and the output depends on the input
+    blocks |= ((blocks & 0x0F) == 0) * np.uint8(0x08)
+    blocks |= ((blocks & 0xF0) == 0) * np.uint8(0x80)
     blocks[:, :2] = np.frombuffer(np.float16(_SCALE).tobytes(), np.uint8)
     return blocks.reshape(-1)
 
 
 def _blocks(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Random blocks for tensors of at most n_bytes, wherever among the first they begin: drawing all would take minutes."""
+    """Return random blocks that fit tensors of n_bytes, starting at any of the first ones. Drawing all would take
+    minutes.
+    """
     return np.resize(_random_blocks(), _N_RANDOM * _BLOCK_BYTES + n_bytes)
 
 
 def _data(tensor: Tensor, i: int, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """The values of the i-th tensor."""
+    """Return the values of the i-th tensor."""
     if tensor.kind == "q4_0":
-        start = i * 40_503 % _N_RANDOM * _BLOCK_BYTES  # tensors of one size are not each other's copies
+        start = i * 40_503 % _N_RANDOM * _BLOCK_BYTES  # tensors of one size do not copy each other
         return blocks[start : start + tensor.n_bytes]
     n = int(np.prod(tensor.shape))
     noise = np.random.default_rng(i).standard_normal(n)

@@ -1,4 +1,4 @@
-"""Speculative decoding against plain, with its gate and without, full cache and pool: measuring, resuming, tables."""
+"""Speculative decoding against plain, with and without its gate, full cache and pool: measure, resume, tabulate."""
 
 import io
 import json
@@ -25,7 +25,6 @@ from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import SPEC_KINDS, Options, Spec
-from pyllama_kvflash.policy import pool_floor
 from pyllama_kvflash.policy.sizing import CELLS
 
 PLAIN = "plain"
@@ -33,7 +32,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is measured in one go, in turns. n: tokens to produce, or questions. pool None: the full cache."""
+    """A measurement that is made in one go, in turns. n: tokens to produce, or questions. pool None: the full cache."""
 
     text: str
     n: int
@@ -41,18 +40,20 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """As progress shows it."""
+        """Name in progress."""
         return f"{self.text} {self.n:,}, {self.cache}"
 
     @property
     def cache(self) -> str:
-        """As tables show it."""
+        """Name of the cache in tables."""
         return f"pool {short(self.pool)}" if self.pool else "full"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to decode. kind: as in options.SPEC_KINDS, or "plain". gate: whether it may decode plainly where drafts do not pay."""
+    """A way to decode. kind: one of options.SPEC_KINDS, or "plain". gate: it may decode plainly where drafts do not
+    pay.
+    """
 
     kind: str = PLAIN
     n_max: int = 0
@@ -60,16 +61,21 @@ class Way:
 
     @property
     def label(self) -> str:
-        """As progress shows it."""
+        """Name in progress."""
         return self.kind if self.kind == PLAIN else f"{self.kind} of {self.n_max}, gate {_switch(self.gate)}"
 
 
 @dataclass(frozen=True, slots=True)
 class SpecBench:
-    """What is to be measured: on each of TEXTS, with the full cache and a pool, plain decoding and all ways to draft.
+    """The plan of a measurement: plain decoding and all ways to draft, on each of TEXTS, with the full cache and a
+    pool.
 
-    lengths: tokens to produce, of "copy" and "entropy"; questions: of "needles". drafter: its file, for the kinds that take
-    one. common: options of all runs. Raises UsageError.
+    drafter: its file, for the kinds that take one.
+    lengths: tokens to produce of "copy" and "entropy".
+    questions: questions of "needles".
+    common: options of all runs.
+
+    Raises UsageError.
     """
 
     model: Path
@@ -85,7 +91,7 @@ class SpecBench:
     common: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what the engine cannot."""
+        """Check what the engine cannot check."""
         for name, given, known in (("kind", self.kinds, SPEC_KINDS), ("text", self.texts, TEXTS)):
             for word in given:
                 if word not in known:
@@ -96,8 +102,7 @@ class SpecBench:
             raise UsageError(msg)
         for way in self.ways():
             self.spec(way)
-        usual = Options(chunk=self.chunk)
-        floor = pool_floor(self.chunk, self.common.get("n_batch") or self.chunk, usual.sinks, usual.tail)
+        floor = Options(chunk=self.chunk).shape.floor(self.common.get("n_batch") or 0)
         if self.n_pool < floor:
             msg = f"a pool of {self.pool} (--pool) is too small for chunks of {self.chunk}: give at least {floor}"
             raise UsageError(msg)
@@ -110,29 +115,31 @@ class SpecBench:
 
     @property
     def n_pool(self) -> int:
-        """The pool's tokens, in whole steps of its size."""
+        """The pool in tokens, rounded up to whole steps."""
         return -(-self.pool // CELLS) * CELLS
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, the full cache before the pool."""
+        """Yield all cells, the full cache before the pool."""
         for text in self.texts:
             for n in (self.questions,) if text == "needles" else self.lengths:
                 for pool in (None, self.n_pool):
                     yield Cell(text, n, pool)
 
     def ways(self) -> list[Way]:
-        """All ways to draft: a round of a cell."""
+        """Return all ways to draft: one round of a cell."""
         return [Way(k, n, gate) for k in self.kinds for n in self.n_max for gate in (True, False)]
 
     def spec(self, way: Way) -> Spec | None:
-        """What the engine takes for a way. Raises UsageError."""
+        """Return the engine's option for a way, None for plain decoding. Raises UsageError."""
         if way.kind == PLAIN:
             return None
         model = None if way.kind == "ngram" else self.drafter
         return Spec(kind=way.kind, model=model, n_max=way.n_max, **({} if way.gate else {"gate": 0}))
 
     def key(self, cell: Cell) -> Key:
-        """What a result is filed under. The machine and its threads count: this is about speed."""
+        """Return the key under which a result is filed. The machine and its threads count, because this measures
+        speed.
+        """
         drafter = Path(self.drafter) if self.drafter else None
         return {
             "bench": "spec",
@@ -154,9 +161,10 @@ class SpecBench:
 
 
 def measure(bench: SpecBench, cell: Cell, on_prefill: Callable[[str], OnPrefill]) -> Result:
-    """Decode in each way beside plain decoding, some tokens of each in turn, round by round. Plain JSON values.
+    """Decode in each way beside plain decoding, some tokens of each in turn, round by round. Returns plain JSON values.
 
-    Both models were just opened: a gate knows nothing of earlier rounds. Raises what KVFlash.from_file does.
+    Both models are opened anew for every round, so that a gate knows nothing of earlier ones. Raises what
+    KVFlash.from_file does.
     """
     ways = bench.ways()
     runs: list[list[Result]] = [[] for _ in ways]
@@ -210,13 +218,18 @@ def _open(bench: SpecBench, cell: Cell, way: Way) -> KVFlash:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A way to decode a text. gate None: plain. Counts are of all rounds.
+    """A way to decode a text. gate None: plain decoding. Counts are of all rounds.
 
-    tokens: produced in a round. rate: tokens a second, the median round; x: over plain decoding beside it, the median, and
-    the least and the most. committed: tokens a drafted step. gated: share of the steps that were plain because of the gate.
-    cost: of a batch of n_max + 1 after the text, in single tokens; at: positions then. equal: how many of `answers` answers
-    are those of plain decoding beside it, token for token (of plain decoding: those of the first time); differs: the first
-    token that is not. found: codes told right.
+    tokens: produced in a round.
+    rate: tokens a second, in the median round.
+    x, x_low, x_high: rate over that of plain decoding beside it: median, least and most.
+    committed: tokens a drafted step.
+    gated: share of the steps that were plain because of the gate.
+    cost: of a batch of n_max + 1 after the text, in single tokens; at: positions then.
+    equal: how many of `answers` answers equal those of plain decoding beside it, token for token (for plain decoding:
+        those of the first time).
+    differs: the first token that differs.
+    found: codes told right.
     """
 
     text: str
@@ -243,7 +256,7 @@ class Row:
 
 
 def summarise(bench: SpecBench, results: Results) -> list[Row]:
-    """A row for each way and cell that was measured, plain decoding first."""
+    """Return a row for each measured way and cell, plain decoding first."""
     found: list[Row] = []
     for cell in bench.cells():
         if (result := results.get(bench.key(cell))) is not None:
@@ -292,8 +305,8 @@ def _row(cell: Cell, result: Result, way: Result, runs: list[list[Result]], plai
 
 
 def agreements(bench: SpecBench, results: Results) -> list[Result]:
-    """Of each way to draft, how many of the answers asked for are the same through the pool as with the full cache, and the
-    share of guesses that were right in those, "full" and "pool".
+    """Return, for each way to draft, how many of the answers to questions are the same through the pool and with the
+    full cache, and the share of right guesses in those, as "full" and "pool".
     """
     cells = [cell for cell in bench.cells() if cell.text == "needles"]
     both = [r for cell in cells if (r := results.get(bench.key(cell))) is not None]
@@ -316,7 +329,7 @@ _HEAD = (
 
 
 def as_markdown(bench: SpecBench, results: Results) -> str:
-    """The table, what the pool changed of the answers, the machine and the command."""
+    """Return the table, what the pool changed in the answers, the machine and the command."""
     rows = summarise(bench, results)
     text = markdown(_HEAD, [_cells(row) for row in rows])
     questions = [r for r in rows if r.found is not None and r.kind == PLAIN]
@@ -362,7 +375,7 @@ def _switch(on: bool) -> str:  # noqa: FBT001 (a word for it)
 
 
 def write(bench: SpecBench, results: Results) -> str:
-    """Write results.md, .csv and .json; the Markdown."""
+    """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(bench, results)
     text = as_markdown(bench, results)
     names = [f.name for f in fields(Row)]
@@ -379,7 +392,7 @@ def write(bench: SpecBench, results: Results) -> str:
 
 
 def spec_figure(rows: Sequence[Row], title: str) -> bytes:
-    """How many times as fast as plain decoding each way is, a group of bars for each text and cache: a PNG."""
+    """Plot how many times as fast as plain decoding each way is, a group of bars for each text and cache: a PNG."""
     groups = list(dict.fromkeys((r.text, r.tokens if r.found is None else 0, r.cache) for r in rows))
     ways = list(dict.fromkeys((r.kind, r.n_max, r.gate) for r in rows if r.gate is not None))
     fig = figure(2 + 0.25 * (len(ways) + 1) * len(groups), 4.6)

@@ -1,4 +1,6 @@
-"""Decode and prefill against the context, for the full cache and for pools in one run: measuring, resuming, tables."""
+"""Decode and prefill speed against the context, for the full cache and for pools in one run: measure, resume,
+tabulate.
+"""
 
 import json
 import time
@@ -39,14 +41,14 @@ OnPrefill = Callable[[Prefill], None]
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What is measured in one go, from the shortest context to the longest. pool None: the full cache."""
+    """A cache that is measured in one go, from the shortest context to the longest. pool None: the full cache."""
 
     variant: Variant
     pool: int | None
 
     @property
     def label(self) -> str:
-        """As tables show it."""
+        """Name in tables."""
         return self.variant.label + (f" {short(self.pool)}" if self.pool else "")
 
     @property
@@ -56,7 +58,7 @@ class Cache:
 
 
 def speed_variant(text: str) -> Variant:
-    """A variant as Variant.parse reads it, or "lru/write_back=0". Raises UsageError."""
+    """Parse a variant as Variant.parse does, or "lru/write_back=0". Raises UsageError."""
     parts = text.split("/")
     kept = [part for part in parts if part != _NO_WRITE_BACK]
     variant = replace(Variant.parse("/".join(kept)), label=text)
@@ -72,7 +74,11 @@ def speed_variant(text: str) -> Variant:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What is to be measured. model: its mark in a key. steps: tokens decoded at each context, which are ascending.
+    """The plan of a measurement.
+
+    model: its mark in a key.
+    contexts: ascending.
+    steps: tokens to decode at each context.
 
     Raises UsageError.
     """
@@ -102,11 +108,13 @@ class Speed:
                 raise UsageError(msg)
 
     def caches(self) -> list[Cache]:
-        """All that is measured, the full cache once."""
+        """Return all caches to measure, the full cache once."""
         return [Cache(v, pool) for v in self.variants for pool in ((None,) if v.full else self.pools)]
 
     def key(self, cache: Cache) -> Key:
-        """What a result is filed under. The machine and its threads count: this is about speed."""
+        """Return the key under which a result is filed. The machine and its threads count, because this measures
+        speed.
+        """
         return {
             "bench": "speed",
             "model": self.model,
@@ -119,7 +127,7 @@ class Speed:
         }
 
     def missing(self, results: Results) -> list[Cache]:
-        """What is not measured, or did not fit: maybe it does now."""
+        """Return the caches that are not measured, and those that did not fit: maybe they do now."""
         found = [(cache, results.get(self.key(cache))) for cache in self.caches()]
         return [c for c, r in found if r is None or any(p["error"] for p in r["points"])]
 
@@ -130,10 +138,10 @@ class Speed:
 
 
 def measure(speed: Speed, cache: Cache, path: Path, on_prefill: OnPrefill) -> Result:
-    """Fill one cache from context to context, and decode at each. Plain JSON values; times are seconds.
+    """Fill one cache from context to context, and decode at each. Returns plain JSON values; times are seconds.
 
-    Where memory does not do for the longest context, the next shorter one is tried. Raises what KVFlash.from_file does,
-    but for that.
+    If memory is too small for the longest context, the next shorter one is tried. Raises what KVFlash.from_file does,
+    but no such memory error.
     """
     before = device_used()
     failed: list[Result] = []
@@ -174,7 +182,7 @@ def _check_pool(kv: KVFlash, cache: Cache) -> None:
 
 
 def stop_writing_back(kv: KVFlash) -> None:
-    """From now on no record is written: what leaves the pool is lost."""
+    """Write no records from now on: what leaves the pool is lost."""
     kv.ctx.begin_read = _no_copy  # type: ignore[method-assign]
 
 
@@ -217,7 +225,7 @@ def _points(
 
 
 def _fill(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str]) -> float:
-    """Seconds that a stretch of prompt takes."""
+    """Return the seconds that a stretch of prompt takes."""
     begin = time.perf_counter()
     for event in kv.prefill(tokens):
         if isinstance(event, Prefill):
@@ -236,9 +244,11 @@ def _fill(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str
 class Row:
     """A cache at one context. Rates are tokens a second, times milliseconds, memory bytes.
 
-    decode_rate is that of the median step. prefill_rate is of the stretch from the context before, prefill_all of
-    everything so far. worst_moved_ratio: the worst of the steps at which chunks moved, and the AFTER next ones, over the
-    median. device_bytes: what is in use more than before the model was loaded. error: why there is nothing.
+    decode_rate: from the median step.
+    prefill_rate: of the stretch from the context before; prefill_all: of everything so far.
+    worst_moved_ratio: the worst of the steps at which chunks moved and the AFTER next ones, over the median.
+    device_bytes: memory in use beyond that before the model was loaded.
+    error: why there are no figures.
     """
 
     cache: str
@@ -266,7 +276,7 @@ class Row:
 
 
 def summarise(speed: Speed, results: Results) -> list[Row]:
-    """A row for each context and cache that was measured, by context; x is against the first full cache."""
+    """Return a row for each measured context and cache, by context. x is relative to the first full cache."""
     found = []
     for cache in speed.caches():
         if (result := results.get(speed.key(cache))) is not None:
@@ -316,7 +326,7 @@ def _row(cache: Cache, result: Result, point: Result) -> Row:
 
 
 def flatness(rows: Sequence[Row]) -> dict[str, float]:
-    """For each pool, its slowest decoding over its fastest, over all contexts: 1 is flat."""
+    """Return each pool's slowest decoding over its fastest, over all contexts: 1 is flat."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if row.pool is not None and row.decode_rate is not None:
@@ -331,7 +341,7 @@ _HEAD = (
 
 
 def as_markdown(speed: Speed, results: Results) -> str:
-    """The table, what it says about flatness and the Python loop, the machine and the command."""
+    """Return the table, what it says about flatness and the Python loop, the machine and the command."""
     rows = summarise(speed, results)
     text = markdown(_HEAD, [_cells(row) for row in rows])
     errors = {(r.cache, r.error): r.context for r in reversed(rows) if r.error}
@@ -383,7 +393,7 @@ def _number(value: float | None, form: str, unit: int = 1) -> str:
 
 
 def write(speed: Speed, results: Results) -> str:
-    """Write results.md, .csv and .json; the Markdown."""
+    """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(speed, results)
     text = as_markdown(speed, results)
     names = [f.name for f in fields(Row)]

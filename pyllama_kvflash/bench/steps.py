@@ -1,4 +1,4 @@
-"""Decoded tokens, one by one: how long each takes, at which of them chunks moved, and what the Python loop adds."""
+"""Time decoded tokens one by one: how long each takes, at which of them chunks moved, and what the Python loop adds."""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +13,19 @@ from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.events import Paged, Reselect, Warn
 from pyllama_kvflash.native import Sampler, Sampling, devices
 
-WARM_UP = 8  # steps at a context that are not timed: the first ones build graphs
-AFTER = 3  # steps after one at which chunks moved, in which their copies still run
-ROUNDS = 9  # of the Python loop's measurement
+WARM_UP = 8  # steps at a context that are not timed, because the first ones build graphs
+AFTER = 3  # steps after chunks moved in which their copies still run
+ROUNDS = 9  # rounds of the Python loop's measurement
 
 
 @dataclass(slots=True)
 class Steps:
-    """Decoded tokens: seconds of each; at which of them chunks moved; after which all were scored, and how many were then
-    to come back; how many did.
+    """Decoded tokens.
+
+    seconds: time of each.
+    moved: steps at which chunks moved.
+    reselected: steps after which all chunks were scored, with the number that was then to come back.
+    pages_in: chunks that did come back.
     """
 
     seconds: list[float]
@@ -58,9 +62,10 @@ def decode_steps(kv: KVFlash, n: int, warnings: list[str]) -> Steps:
 
 
 def python_loop(kv: KVFlash, rounds: int = ROUNDS) -> dict[str, float] | None:
-    """Seconds a token of the engine's loop, and of a bare one over the native calls, on the same tokens in turns.
+    """Return seconds a token of the engine's loop, and of a bare loop over the native calls, on the same tokens in
+    turns.
 
-    Both stay within a chunk, so nothing moves. None for a recurrent state, which cannot go back.
+    Both stay within a chunk, so nothing moves. Returns None for a recurrent state, which cannot go back.
     """
     chunk = kv.options.chunk
     n = chunk // 2
@@ -72,7 +77,7 @@ def python_loop(kv: KVFlash, rounds: int = ROUNDS) -> dict[str, float] | None:
     engine, bare = [], []
     try:
         for _ in range(rounds):
-            kv.rollback(start)  # forgets what is being scored, too
+            kv.rollback(start)  # this also forgets what is being scored
             begin = time.perf_counter()
             for i, token in enumerate(tokens):
                 kv.ctx.decode(token, start + i)
@@ -90,16 +95,16 @@ def python_loop(kv: KVFlash, rounds: int = ROUNDS) -> dict[str, float] | None:
 
 
 def device_used() -> int | None:
-    """Bytes in use of all GPUs' memory, whoever uses them; None without a GPU."""
+    """Return the bytes in use in all GPUs' memory, whoever uses them, or None without a GPU."""
     gpus = [d for d in devices() if d.gpu]
     return sum(d.total - d.free for d in gpus) if gpus else None
 
 
 def near(moved: Sequence[int], n: int, after: int = AFTER) -> list[int]:
-    """Of n steps, those at which something moved and the `after` next ones."""
+    """Return, of n steps, those at which something moved and the `after` next ones."""
     return sorted({i for at in moved for i in range(at, min(at + after + 1, n))})
 
 
 def hardware() -> str:
-    """The machine we are on: its GPUs and its processor."""
+    """Return a description of this machine: its GPUs and its processor."""
     return machine() + (f", {cpu_name()}" if any(d.gpu for d in devices()) else "")

@@ -1,4 +1,4 @@
-"""A sweep of recall cells: contexts x pools x variants x documents, resumable, and its tables."""
+"""A resumable sweep of recall cells, contexts x pools x variants x documents, and its tables."""
 
 import json
 from collections import Counter
@@ -39,7 +39,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is to be measured. kind: "niah" (codes at even depths) or "facts" (at random ones, among decoys)."""
+    """The plan of a measurement. kind: "niah" (codes at even depths) or "facts" (codes at random depths, among
+    decoys).
+    """
 
     kind: str
     model: Path
@@ -54,7 +56,7 @@ class Sweep:
     common: dict[str, Any] = field(default_factory=dict)
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, the full cache once for each context and document."""
+        """Yield all cells, the full cache once for each context and document."""
         for n_ctx in self.contexts:
             for variant in self.variants:
                 for pool in (None,) if variant.full else self.pools:
@@ -62,7 +64,7 @@ class Sweep:
                         yield from (Cell(n_ctx, pool, variant, seed) for seed in self.seeds)
 
     def key(self, cell: Cell) -> Key:
-        """What a result is filed under: all that it depends on."""
+        """Return the key under which a result is filed: all that it depends on."""
         return {
             "bench": self.kind,
             "model": model_mark(self.model),
@@ -78,7 +80,7 @@ class Sweep:
         }
 
     def measure(self, cell: Cell, on_prefill: Callable[[Prefill], None]) -> Result:
-        """Run a cell. Raises UsageError and all that the engine does."""
+        """Run a cell. Raises UsageError and all that the engine raises."""
         room = QUESTION_ROOM * (self.session + 1)
         with open_variant(self.model, cell.variant, cell.n_ctx + room, cell.pool or 0, self.common) as kv:
             return run_cell(kv, self._prompt(kv, cell), on_prefill, self.session)
@@ -99,7 +101,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variant at one context and pool, over all documents that were measured."""
+    """A variant at one context and pool, over all measured documents."""
 
     variant: str
     n_ctx: int
@@ -121,7 +123,7 @@ class Row:
 
 
 def summarise(sweep: Sweep, results: Results) -> list[Row]:
-    """One row for each variant, context and pool that has results."""
+    """Return one row for each variant, context and pool that has results."""
     groups: dict[tuple[str, int, int | None], list[Result]] = {}
     for cell in sweep.cells():
         if (result := results.get(sweep.key(cell))) is not None:
@@ -156,7 +158,9 @@ def _row(variant: str, n_ctx: int, pool: int | None, rs: list[Result]) -> Row:
 
 
 def as_markdown(sweep: Sweep, rows: list[Row]) -> str:
-    """Found of asked: a line for each variant, a column for each context and pool; and what lost those not found."""
+    """Return the codes found of those asked, a line for each variant, a column for each context and pool, and what lost
+    the others.
+    """
     columns: list[tuple[int, int | None]] = []
     for n_ctx in sweep.contexts:
         columns += [(n_ctx, pool) for pool in sweep.pools if pool < n_ctx] or [(n_ctx, None)]
@@ -201,7 +205,7 @@ _FIELDS = (
 
 
 def write(sweep: Sweep, results: Results) -> str:
-    """Write results.md, .csv and .json; the Markdown."""
+    """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(sweep, results)
     text = as_markdown(sweep, rows)
     results.write("results.md", text)

@@ -1,7 +1,7 @@
-"""What `kvflash run --trace` wrote, as arrays: where every chunk was, what it was worth, what moved.
+"""Read what `kvflash run --trace` wrote into arrays: where every chunk was, what it was worth, and what moved.
 
 A trace is one JSON object a line: "start" with the run's settings, then the engine's events in order. It may end
-anywhere, in the middle of a line too. `read_trace` keeps a bounded number of moments, however long the run was.
+anywhere, even in the middle of a line. `read_trace` keeps a bounded number of moments, however long the run was.
 """
 
 import json
@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import UsageError
 
-MAX_MOMENTS = 1000  # of the prompt, and as many of what was decoded: a picture has no room for more
-_MAX_CELLS = 1 << 24  # of an array of moments by chunks
-_MAX_START = 1 << 16  # bytes of the first line: a file that is no trace may be one line of many GB
+MAX_MOMENTS = 1000  # for the prompt, and as many for the decoded tokens: a picture has no room for more
+_MAX_CELLS = 1 << 24  # most cells of an array of moments by chunks
+_MAX_START = 1 << 16  # most bytes of the first line: a file that is no trace may be one line of many GB
 _RECORD = "record one with kvflash run --trace FILE"
 
 Ints = npt.NDArray[np.int64]
@@ -27,27 +27,29 @@ Scores = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A run. Moment i: positions[i] positions are written, and what had to move for that has moved."""
+    """A run. At moment i, positions[i] positions are written, and all that had to move for that has moved."""
 
     meta: dict[str, Any]  # the first line: model, policy, n_ctx, n_pool, chunk, tau
     n_prompt: int  # tokens of the prompt, computed or not
-    reason: str | None  # why it ended, None: the trace was cut off
-    positions: Ints  # (n_moments,) never falls
+    reason: str | None  # why it ended; None: the trace was cut off
+    positions: Ints  # (n_moments,) never decreasing
     residency: States  # (n_moments, n_chunks) -1: not written yet, 0: out, 1: resident
     n_in: Ints  # (n_moments,) chunks brought back since the moment before
     n_out: Ints  # (n_moments,) chunks dropped since the moment before
     reselect_pos: Ints  # (n_reselects,)
     scores: Scores  # (n_reselects, n_chunks) NaN: no candidate, or not written yet
-    last_reselect: Ints  # (n_moments,) index of the reselect whose choice the moment shows, -1: there was none
+    last_reselect: Ints  # (n_moments,) index of the reselect whose choice the moment shows; -1: none
 
     @property
     def chunk(self) -> int:
-        """Positions of a chunk."""
+        """Positions in a chunk."""
         return int(self.meta["chunk"])
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace, cut off or not. Raises UsageError: no such file, no trace, a bad line, or nothing happened in it."""
+    """Read a trace, cut off or not. Raises UsageError: no such file, no trace, a bad line, or nothing happened in
+    it.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -85,15 +87,15 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _BadEventError(Exception):
-    """A line that no run writes; what is wrong with it, as a clause."""
+    """A line that no run writes. Its message says in a clause what is wrong."""
 
 
 class _NotJSONError(_BadEventError):
-    """As the last line of a run that was cut off."""
+    """A line that is not JSON, such as the last one of a run that was cut off."""
 
 
 def _start(path: Path, file: BinaryIO) -> dict[str, Any]:
-    """The run's settings."""
+    """Return the run's settings. Raises UsageError."""
     line = file.readline(_MAX_START)
     if not line:
         msg = f"{path} is empty: {_RECORD}"
@@ -142,7 +144,7 @@ def _chunks(event: dict[str, Any], name: str, n_max: int) -> list[int]:
 
 
 class _Thinned:
-    """At most `limit` things of many, evenly spaced, the first and the last one always."""
+    """A sample of at most `limit` of many things, evenly spaced, always with the first and the last one."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._stride, self._seen = limit, 1, 0
@@ -186,14 +188,14 @@ class _Replay:
         self._state: States = np.zeros(0, np.int8)
         self._written = 0
         self._n_prompt = 0
-        self._first: int | None = None  # position of the first token that was produced
+        self._first: int | None = None  # position of the first produced token
         self._n_tokens = 0
         self._n_in = self._n_out = self._n_reselects = 0
-        self._moved = False  # since the last moment
+        self._moved = False  # something moved since the last moment
         self._reason: str | None = None
 
     def event(self, event: dict[str, Any]) -> None:
-        """A line after the first. Raises _BadEventError."""
+        """Take in a line after the first. Raises _BadEventError."""
         match event["event"]:
             case "prefill":
                 self._n_prompt = _integer(event, "total", high=self._n_ctx)
@@ -213,11 +215,11 @@ class _Replay:
                 self._reason = reason if isinstance(reason, str) else "done"
             case "start":
                 raise _BadEventError("starts another run")
-            case _:  # of a later version
+            case _:  # an event of a later version
                 pass
 
     def _token(self) -> None:
-        """A token was produced: those before it are written, and it itself will be with the next one."""
+        """Count a produced token: the tokens before it are written, and it will be with the next one."""
         if self._first is None:
             self._first = self._written
         else:
@@ -228,7 +230,7 @@ class _Replay:
             self._moment(self._decode)
 
     def _write(self, n_tokens: int) -> None:
-        """n_tokens positions are written: new chunks are resident."""
+        """Note that n_tokens positions are written: new chunks are resident."""
         self._written = max(self._written, n_tokens)
         n_new = -(-self._written // self._chunk) - len(self._state)
         if n_new > 0:
@@ -261,8 +263,8 @@ class _Replay:
         self._moved = False
 
     def trace(self) -> Trace:
-        """What was noted."""
-        if self._moved and self._written:  # nothing was computed after it
+        """Return what was noted."""
+        if self._moved and self._written:  # the last move has no moment yet
             self._moment(self._prefill if self._first is None else self._decode)
         moments: list[_Moment] = [*self._prefill, *self._decode]
         numbers, pos, scores = zip(*self._reselects, strict=True) if self._n_reselects else ((), (), ())

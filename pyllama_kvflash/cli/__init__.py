@@ -1,4 +1,4 @@
-"""The command line. Library errors become messages and exit codes here, and nowhere else."""
+"""The command line. Only here do library errors become messages and exit codes."""
 
 import errno
 import io
@@ -35,11 +35,11 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash run model.gguf -f long.txt                  a prompt file, pool chosen from free memory
   kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
-  kvflash run model.gguf -f long.txt --trace t.jsonl  and what stayed and came back, for the next line
-  kvflash plot t.jsonl                                a picture of it
+  kvflash run model.gguf -f long.txt --trace t.jsonl  record what stayed and came back, for the next line
+  kvflash plot t.jsonl                                a picture of the record
   kvflash chat model.gguf                             a conversation, kept in the context
-  kvflash serve model.gguf -np 4                      for clients of the OpenAI protocol, on one pool
-  kvflash bench niah                                  what a pool finds, and what the full cache does
+  kvflash serve model.gguf -np 4                      a server for the OpenAI protocol, on one pool
+  kvflash bench niah                                  what a pool finds, against the full cache
   kvflash inspect model.gguf                          what can be pooled, and what it costs
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
 
@@ -55,7 +55,7 @@ class Group(click.Group):
         """Run the command line and exit."""
         extra["standalone_mode"] = False
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+            sys.stdout.reconfigure(errors="replace")  # show a question mark for what the terminal cannot show
         try:
             sys.exit(super().main(args, **extra) or 0)
         except click.ClickException as err:
@@ -71,7 +71,9 @@ class Group(click.Group):
         except OSError as err:
             what = f"{err.filename}: {err.strerror}" if err.filename else str(err.strerror)
             if err.errno == errno.ENOSPC:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+                )  # otherwise the flush at exit fails again
                 what = "no space left on the device that the output goes to: free some, or write elsewhere"
             _fail(what, EXIT_RUNTIME)
         except MemoryError:

@@ -1,4 +1,4 @@
-"""`kvflash bench`: does the pool say what the full cache says?"""
+"""`kvflash bench`: does a pool give the full cache's answers?"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,20 +23,20 @@ from pyllama_kvflash.cli.serve import check_extra
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
 
-HELP = """Measure answers: does a pool say what the full cache says?
+HELP = """Compare the answers of pools with the full cache's.
 
 Each bench runs the full cache and the pools on the same text, and writes results.md, .csv, .json and a picture into a
-folder. It can be stopped at any time: what was measured is kept in results.jsonl there, and not measured again.
+folder. It can be stopped at any time: results.jsonl there keeps what was measured, and a new run goes on from it.
 
 A variant is a policy, with options of its own after slashes: full, lru, qk, qk-cos, oracle (forces in the chunk that
-holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... For kld and ruler
-also qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
+holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler
+also take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
 """
 
-NIAH_HELP = """Codes hidden at even depths of long texts, asked for one by one.
+NIAH_HELP = """Ask for codes hidden at even depths of long texts, one by one.
 
-Without MODEL.gguf, with the bundled needle-7m, which finds them all with the full cache. Other models get the same
-texts, or yours with -f; an answer counts if the code is in it.
+Without MODEL.gguf, the bundled needle-7m runs, which finds them all with the full cache. Other models get the same
+texts, or yours with -f. An answer counts if the code is in it.
 
 \b
   kvflash bench niah --contexts 8K --pools 1K --docs 1              a first look, half a minute
@@ -44,56 +44,56 @@ texts, or yours with -f; an answer counts if the code is in it.
   kvflash bench niah model.gguf -f book.txt --variants full,lru,qk
 """
 
-FACTS_HELP = """Facts at random depths, each among decoys that share its words, asked for one by one.
+FACTS_HELP = """Ask for facts at random depths, each among decoys that share its words, one by one.
 
-Then some are asked for one after the other, without going back: are their chunks there, as answers pile up?
+Then ask for some of them one after the other, without going back: are their chunks still there as answers pile up?
 
 \b
   kvflash bench facts --contexts 16K --pools 1K
 """
 
-KLD_HELP = """How far the next-token distributions are from the full cache's, on a text.
+KLD_HELP = """Measure how far the next-token distributions on a text are from the full cache's.
 
-The end of the text is given token by token, as in decoding. Compares pools with full caches quantised to q8_0 and q4_0,
-which take 53 % and 28 % of the memory. Without -f: a text with codes and, at its end, questions and answers.
+The end of the text is given token by token, as in decoding. Pools are compared with full caches quantised to q8_0 and
+q4_0, which take 53 % and 28 % of the memory. Without -f, the text has codes, and ends in questions and answers.
 
 \b
   kvflash bench kld model.gguf -f book.txt --contexts 16K
 """
 
 
-RULER_HELP = f"""The tasks of RULER: codes, variables and words in long texts, answered greedily.
+RULER_HELP = f"""Run the tasks of RULER: codes, variables and words in long texts, answered greedily.
 
-The model gets each text as its chat template has a user's message, and its answer begins as RULER says. Points are the
-share of the expected strings that are in the answer, times 100. Needs jinja2: pip install 'pyllama-kvflash[serve]'.
+The model gets each text as a user's message in its chat template, and its answer begins as RULER prescribes. Points are
+the share of the expected strings that are in the answer, times 100. Needs jinja2: pip install 'pyllama-kvflash[serve]'.
 
 \b
-  kvflash bench ruler model.gguf --quick                            a first look: 4 minutes for 135M weights on two cores
-  kvflash bench ruler model.gguf                                    8K and 16K, pools of 1K and 2K, 5 texts a task: hours
+  kvflash bench ruler model.gguf --quick                            a first look: 4 minutes for 135M weights, two cores
+  kvflash bench ruler model.gguf                                    8K and 16K, pools of 1K and 2K, 5 texts each: hours
   kvflash bench ruler model.gguf --tasks multikey_2,vt,cwe --docs 20
-  kvflash bench ruler model.gguf --variants full,qk,qk/answer=full  what reading through the pool costs, and what answering
+  kvflash bench ruler model.gguf --variants full,qk,qk/answer=full  what reading and answering through the pool cost
 
-Tasks: {", ".join(TASKS)}. The first eight hide needles in noise (single_1), in prose, or among other needles (multikey_2, with
-uuids multikey_3), and ask for one, for all values of one (multivalue) or for four (multiquery). in_turn is not RULER's: two
-questions, one after the other's answer, about one text. vt: the variables that have a value; cwe, fwe: the most frequent
-words. RULER's qa_1 and qa_2 need data sets, and are not here.
+Tasks: {", ".join(TASKS)}. The first eight hide needles in noise (single_1), in prose, or among other needles
+(multikey_2, with uuids multikey_3), and ask for one, for all values of one (multivalue) or for four (multiquery).
+in_turn is not RULER's: two questions about one text, the second after the answer to the first. vt: the variables that
+have a value. cwe, fwe: the most frequent words. RULER's qa_1 and qa_2 need data sets, and are not here.
 
-With answer=full the question, too, is read through the pool, and all that follows sees everything: what such a row loses
-beside full was lost in reading. It can be below the pool's own row: a question that was read among few chunks is answered
-among all.
+With answer=full, the prompt is read through the pool, then all of it is brought back, and its last tokens are read
+again (unless a recurrent state cannot go back). What such a row loses against full was lost in reading. It can score
+below the pool's own row, because a question that was read among few chunks is then answered among all.
 
-Columns: points of each task, their mean, the gap to the full cache of the same run on the same texts, the standard error
-of that gap, and how many texts there are. With few texts, some points are noise.
+Columns: points of each task, their mean, the gap to the full cache of the same run on the same texts, the standard
+error of that gap, and the number of texts. With few texts, differences of some points are noise.
 """
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """Numbers of tokens with commas between them."""
+    """Numbers of tokens, separated by commas."""
 
     name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
         found = (int(params.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
@@ -104,12 +104,12 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 class Shares(click.ParamType[tuple[float, ...]]):
-    """Percentages with commas between them."""
+    """Percentages, separated by commas."""
 
     name = "percent"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
         try:
@@ -128,27 +128,31 @@ def _variants(text: str) -> tuple[Variant, ...]:
 
 COMMON = params.options(
     params.MODEL,
-    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-NAME]"),
+    click.option("-o", "--output", metavar="FOLDER", default=None,
+                 help="Folder for the results.  [default: kvflash-NAME]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
-                 show_default=True, help="Type of the K cache of all variants that do not say."),
+                 show_default=True, help="KV cache data type for K, for variants that set none."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
-                 show_default=True, help="Type of the V cache."),
+                 show_default=True, help="KV cache data type for V, for variants that set none."),
     click.option("-b", "--batch-size", "n_batch", type=params.TokenCount(), default=0, show_default=True,
-                 help="Prompt tokens per decode call, 0: as many as the pool can hold."),
-    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None, help="For variants of policy drafter."),
+                 help="Logical batch size: prompt tokens per decode call, 0: as many as the pool can hold."),
+    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None,
+                 help="Scorer model for variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
                  show_default=True, help="Layers to offload to the GPU."),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=params.HostLayers(), default=0,
-                 show_default=True, help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few as"
-                 " leave room for the pool."),
+                 show_default=True, help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few"
+                 " layers as leave room for the pool."),
 )  # fmt: skip
 
 RECALL = params.options(
-    click.option("--contexts", type=Numbers(), default="8K,16K,32K,64K", show_default=True, help="Lengths of the text."),
-    click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes, in tokens."),
-    click.option("--docs", type=click.IntRange(1), default=3, show_default=True, help="Texts of each length."),
-    click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text."),
+    click.option("--contexts", type=Numbers(), default="8K,16K,32K,64K", show_default=True,
+                 help="Text lengths in tokens."),
+    click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes in tokens."),
+    click.option("--docs", type=click.IntRange(1), default=3, show_default=True, help="Texts per length."),
+    click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True,
+                 help="Number of the first text."),
 )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def bench() -> None:
 @bench.command(help=NIAH_HELP, short_help="Codes at even depths of long texts.")
 @COMMON
 @RECALL
-@click.option("--needles", type=click.IntRange(1, 1000), default=16, show_default=True, help="Codes in each text.")
+@click.option("--needles", type=click.IntRange(1, 1000), default=16, show_default=True, help="Codes per text.")
 @click.option(
     "--variants",
     default="full,lru,qk-cos,qk,oracle,oracle/replay=0",
@@ -177,10 +181,8 @@ def niah(needles: int, text_file: str | None, **options: Any) -> None:
 @bench.command(help=FACTS_HELP, short_help="Facts among decoys that share their words.")
 @COMMON
 @RECALL
-@click.option(
-    "--facts", "n_facts", type=click.IntRange(1, 64), default=8, show_default=True, help="Facts in each text."
-)
-@click.option("--decoys", type=click.IntRange(0, 8), default=2, show_default=True, help="Decoys of each fact.")
+@click.option("--facts", "n_facts", type=click.IntRange(1, 64), default=8, show_default=True, help="Facts per text.")
+@click.option("--decoys", type=click.IntRange(0, 8), default=2, show_default=True, help="Decoys per fact.")
 @click.option("--session", type=click.IntRange(0), default=7, show_default=True, help="Facts to ask for in one go.")
 @click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the table, see above.")
 def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
@@ -190,15 +192,19 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
 
 @bench.command(help=KLD_HELP, short_help="Distance from the full cache's distributions.")
 @COMMON
-@click.option("-f", "--file", "text_file", metavar="FILE", help="The text.")
-@click.option("--contexts", type=Numbers(), default="16K", show_default=True, help="Tokens of it to use.")
-@click.option("--score", "n_score", type=click.IntRange(1), default=256, show_default=True, help="Tokens to compare.")
+@click.option("-f", "--file", "text_file", metavar="FILE", help="The text to read.")
+@click.option(
+    "--contexts", type=Numbers(), default="16K", show_default=True, help="Context sizes: tokens of the text to use."
+)
+@click.option(
+    "--score", "n_score", type=click.IntRange(1), default=256, show_default=True, help="Tokens at the end to compare."
+)
 @click.option(
     "--shares",
     type=Shares(),
     default="50,28.1,25,12.5,6.25",
     show_default=True,
-    help="Pools, in percent of the context.",
+    help="Pool sizes in percent of the context.",
 )
 @click.option(
     "--variants",
@@ -229,7 +235,7 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
 
 
 _QUICK = {"contexts": (4096,), "pools": (768,), "docs": 1, "tasks": "single_2,multikey_1,in_turn,fwe"}
-_QUICK_HELP = f"--contexts 4K --pools 768 --docs 1 --tasks {_QUICK['tasks']}, but for what is given."
+_QUICK_HELP = f"--contexts 4K --pools 768 --docs 1 --tasks {_QUICK['tasks']}, except for options that are given."
 
 
 def _untyped(name: str) -> bool:
@@ -239,9 +245,11 @@ def _untyped(name: str) -> bool:
 @bench.command(help=RULER_HELP, short_help="RULER's tasks: codes, variables and words in long texts.")
 @COMMON
 @click.option("-f", "--file", "text_file", metavar="FILE", help="Prose to hide things in.  [default: Moby-Dick]")
-@click.option("--contexts", type=Numbers(), default="8K,16K", show_default=True, help="Lengths, with the answers.")
-@click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes, in tokens.")
-@click.option("--docs", type=click.IntRange(1), default=5, show_default=True, help="Texts of each task and length.")
+@click.option(
+    "--contexts", type=Numbers(), default="8K,16K", show_default=True, help="Text lengths in tokens, answers included."
+)
+@click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes in tokens.")
+@click.option("--docs", type=click.IntRange(1), default=5, show_default=True, help="Texts per task and length.")
 @click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text.")
 @click.option("--tasks", default=",".join(TASKS), metavar="NAMES", help="Tasks, see above.  [default: all]")
 @click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the tables, see above.")
@@ -330,7 +338,7 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
 
 
 def picture(results: Results, reporter: Reporter, draw: Callable[[], bytes]) -> None:
-    """Write results.png, and say what was written."""
+    """Write results.png, and report which files were written."""
     try:
         path = results.write("results.png", draw())
     except UsageError as err:  # no matplotlib: the tables are what counts

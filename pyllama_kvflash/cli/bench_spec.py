@@ -1,4 +1,4 @@
-"""`kvflash bench spec`: does speculative decoding pay, and does it change what is said?"""
+"""`kvflash bench spec`: does speculative decoding pay, and does it change the answers?"""
 
 from pathlib import Path
 from typing import Any
@@ -17,55 +17,57 @@ from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 
-SPEC_HELP = """Speculative decoding beside plain decoding, with its gate and without, full cache and pool, in one run.
+SPEC_HELP = """Compare speculative with plain decoding in one run, with and without the gate, full cache and pool.
 
-On three texts. copy: a line that repeats itself, continued greedily. entropy: prose, continued at temperature 2 with
-nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. Each way to
-draft runs beside plain decoding, some tokens of each in turn, both with a model that was just opened; medians over the
-rounds.
+There are three texts. copy: a line that repeats itself, continued greedily. entropy: prose, continued at temperature 2
+with nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. Each
+way to draft runs beside plain decoding, some tokens of each in turn, and both open their model anew for every round.
+Results are medians over the rounds.
 
-Without MODEL.gguf, with the bundled needle-7m and its drafter.
+Without MODEL.gguf, the bundled needle-7m runs with its drafter.
 
 \b
   kvflash bench spec -n 300 --rounds 2 -t 1                                   a first look, a minute
   kvflash bench spec --texts copy --kinds ngram --draft-max 4,8,16            how many tokens to guess
   kvflash bench spec model.gguf -md draft.gguf --kinds dflash,ngram --pool 4K -n 5000
 
-Writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
+It writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
 """
 
 
 class Words(click.ParamType[tuple[str, ...]]):
-    """Words with commas between them."""
+    """Words, separated by commas."""
 
     name = "words"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ARG002
-        """Take apart; SpecBench checks each."""
+        """Split the value; SpecBench checks each word."""
         return value if isinstance(value, tuple) else tuple(dict.fromkeys(p.strip() for p in str(value).split(",")))
 
 
 OPTIONS = params.options(
     params.MODEL,
     click.option("-md", "--model-draft", "drafter", metavar="FILE", default=None, envvar=params.env("MODEL_DRAFT"),
-                 help="The drafter, a .gguf file.  [default: of needle-7m, its own]"),
+                 help="Draft model, a .gguf file.  [default: for needle-7m, its own]"),
     click.option("--kinds", type=Words(), default="draft,ngram", show_default=True,
-                 help="How to draft, as --spec of kvflash run."),
+                 help="Ways to draft, as in --spec of kvflash run."),
     click.option("--draft-max", "n_max", type=Numbers(), default="8", show_default=True,
-                 help="Tokens to guess at most; several with commas."),
+                 help="Most tokens to draft; several with commas."),
     click.option("--texts", type=Words(), default=",".join(TEXTS), show_default=True, help="Texts, see above."),
     click.option("-n", "--predict", "--n-predict", "lengths", type=Numbers(), default="300,2000", show_default=True,
-                 help="Tokens to produce of the texts copy and entropy; several with commas."),
-    click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True, help="Questions of needles."),
-    click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size, in tokens."),
-    click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32", show_default=True,
-                 help="Tokens that are paged together; with 64, the smallest pool is 768."),
-    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; their median counts."),
-    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-spec]"),
+                 help="Tokens to predict in the texts copy and entropy; several with commas."),
+    click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True,
+                 help="Questions in needles."),
+    click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size in tokens."),
+    click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32",
+                 show_default=True, help="Tokens that are paged together; with 64, the smallest pool is 768."),
+    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, whose median counts."),
+    click.option("-o", "--output", metavar="FOLDER", default=None,
+                 help="Folder for the results.  [default: kvflash-spec]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
-                 show_default=True, help="Type of the K cache."),
+                 show_default=True, help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
-                 show_default=True, help="Type of the V cache; a quantised one needs -fa."),
+                 show_default=True, help="KV cache data type for V; a quantised one needs -fa."),
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto", show_default=True,
                  help="Flash attention."),
     params.COMPUTE,

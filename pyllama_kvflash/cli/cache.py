@@ -1,4 +1,4 @@
-"""`kvflash cache`: what the prefix cache has."""
+"""`kvflash cache`: list, check and empty the prefix cache."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 
 _ALL = 1 << 62
 
-HELP = """Look after the prefix cache: snapshots of texts that `run --prefix-cache` and `serve` begin with.
+HELP = """Manage the prefix cache: snapshots of prompts that `run --prefix-cache` and `serve` start from.
 
 \b
   kvflash cache ls
@@ -31,7 +31,7 @@ FOLDER = click.option(
     metavar="DIR",
     default=None,
     envvar="KVFLASH_PREFIX_CACHE",
-    help="The folder.  [default: ~/.cache/kvflash/prefix]",
+    help="Folder of the cache.  [default: ~/.cache/kvflash/prefix]",
 )
 
 
@@ -48,10 +48,10 @@ def _cache(folder: str | None) -> PrefixCache:
     return PrefixCache(path, _ALL)
 
 
-@cache.command("ls", short_help="What there is, the last used first.")
+@cache.command("ls", short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> None:
-    """List the snapshots of the cache, the one that was used last first. Size: without records that other files have."""
+    """List the snapshots in the cache, the last used first. The size leaves out records that other files have."""
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
     for entry in found.entries():
@@ -72,11 +72,11 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return entry.path.stem[:16], f"{len(file.tokens):,}", mib(entry.size), used, mark
 
 
-@cache.command("verify", short_help="Read every byte, and say what is damaged.")
+@cache.command("verify", short_help="Read every byte, and report what is damaged.")
 @FOLDER
-@click.option("--remove", is_flag=True, help="Remove what is damaged.")
+@click.option("--remove", is_flag=True, help="Remove damaged snapshots.")
 def verify(folder: str | None, *, remove: bool) -> int:
-    """Check every snapshot against its digests. Exit code 1 if one is damaged."""
+    """Check every snapshot against its digests. The exit code is 1 if one is damaged."""
     found, damaged, removed = _cache(folder), 0, list[Path]()
     reporter = Reporter()
     for entry in found.entries():
@@ -100,12 +100,16 @@ def verify(folder: str | None, *, remove: bool) -> int:
 @FOLDER
 @click.argument("names", nargs=-1)
 @click.option(
-    "--to", "limit", metavar="SIZE", type=params.ByteSize(), help="Remove the least recently used down to this."
+    "--to",
+    "limit",
+    metavar="SIZE",
+    type=params.ByteSize(),
+    help="Remove the least recently used ones, down to this size.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove all.")
 def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> None:
-    """Remove snapshots by name, as `kvflash cache ls` shows it, or the least recently used ones, or all. Those that go on
-    from one that is removed, and have records in it, go as well.
+    """Remove snapshots: by name, as `kvflash cache ls` shows it, the least recently used ones, or all. A snapshot that
+    goes on from a removed one, and has records in it, goes as well.
     """
     if bool(names) + (limit is not None) + everything != 1:
         msg = "say what to remove: names, --to SIZE, or --all"

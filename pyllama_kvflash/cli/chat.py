@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 HELP = """Talk with a model.
 
-The conversation stays in the context: of each message only what is new is read. Text over several lines begins and ends
-with \"\"\", or is pasted. Ctrl-C stops an answer, Ctrl-D leaves. With stdin from a file or a pipe each line is a message,
-and stdout has the answers and nothing else.
+The conversation stays in the context, and only what is new is read. A message of several lines begins and ends with
+\"\"\", or is pasted. Ctrl-C stops an answer, Ctrl-D quits. If stdin is a file or a pipe, each line is a message, and
+stdout carries only the answers.
 
 \b
   /clear    begin a new conversation
-  /stats    figures of the last answer
-  /exit     leave
+  /stats    show the figures of the last answer
+  /exit     quit
 
 \b
   kvflash chat model.gguf
@@ -42,14 +42,14 @@ The chat template is the model's own, and needs jinja2: pip install 'pyllama-kvf
 """
 
 _QUOTES = '"""'
-_PASTE_SECONDS = 0.03  # in which the next line is there if it is of the same paste
+_PASTE_SECONDS = 0.03  # within this time the next line of a paste is there
 _COMMANDS = ("/clear", "/stats", "/exit")
 
 
 @click.command(help=HELP, short_help="Talk with a model.")
 @params.MODEL
 @click.option(
-    "-sys", "--system-prompt", "system", metavar="TEXT", default=None, help="What the model is told at first."
+    "-sys", "--system-prompt", "system", metavar="TEXT", default=None, help="System prompt to use with the model."
 )
 @click.option(
     "-n",
@@ -60,7 +60,7 @@ _COMMANDS = ("/clear", "/stats", "/exit")
     default=-1,
     show_default=True,
     envvar=params.env("N_PREDICT"),
-    help="Tokens of an answer at most, -1: until the context is full.",
+    help="Most tokens to predict in an answer, -1: until the context is full.",
 )
 @TEMPLATE
 @params.POOL
@@ -69,7 +69,7 @@ _COMMANDS = ("/clear", "/stats", "/exit")
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but warnings and errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 def chat(
     model_arg: str | None,
@@ -82,7 +82,7 @@ def chat(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Talk."""
+    """Talk with a model in a terminal."""
     check_extra("kvflash chat", ("jinja2",))
     from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
 
@@ -130,7 +130,7 @@ class Talk:
         self._stats: Stats | None = None
 
     def run(self, lines: Iterator[str]) -> None:
-        """Until there is no more, or /exit."""
+        """Answer messages and obey commands until there are no more, or /exit."""
         for line in lines:
             if line == "/exit":
                 return
@@ -146,14 +146,14 @@ class Talk:
                 self._turn(line)
 
     def _turn(self, text: str) -> None:
-        """A message and its answer. One that fails, or has no answer, was not said."""
+        """Answer a message. A turn that fails, or has no answer, is left out of the conversation."""
         said = [*self._said, {"role": "user", "content": text}]
         answer = ""
         try:
             with native.interruptible():
                 answer, done = self._answer(said)
         except NativeError as err:
-            self._kv.clear()  # what is left in the context is not known
+            self._kv.clear()  # the state of the context is unknown
             self._reporter.warn(str(err))
             return
         except KVFlashError as err:
@@ -165,7 +165,9 @@ class Talk:
             self._said = [*said, {"role": "assistant", "content": answer.strip()}]
 
     def _answer(self, said: list[dict[str, str]]) -> tuple[str, Done]:
-        """Read what the context does not have, and show the answer as it comes."""
+        """Read what the context does not have, and show the answer as it comes. Return the answer and the last
+        event.
+        """
         kv = self._kv
         tokens = self._template.tokens(kv.model, said)
         n = self._keep(tokens)
@@ -181,7 +183,7 @@ class Talk:
                     self._reporter.warn(event.text)
                 elif isinstance(event, Token | Done):
                     bar.finish()
-                    shown = event.text if text else event.text.lstrip()  # a template may end in no space
+                    shown = event.text if text else event.text.lstrip()  # a template may end without a space
                     text += shown
                     click.echo(shown, nl=False)
                 if isinstance(event, Done):
@@ -191,7 +193,9 @@ class Talk:
         raise AssertionError(msg)
 
     def _keep(self, tokens: Tokens) -> int:
-        """Leave in the context what it has in common with tokens, but for the last one, and nothing else. How many."""
+        """Leave in the context only what it has in common with tokens, without the last one. Return the number of
+        tokens kept.
+        """
         try:
             self._kv.rollback(n_common(self._kv.tokens, tokens[:-1]))
         except KVFlashError:  # a recurrent state, say, cannot go back
@@ -200,7 +204,7 @@ class Talk:
 
 
 def messages(reporter: Reporter) -> Iterator[str]:
-    """What a person types, or what is in a file: messages and commands, without empty ones."""
+    """Yield what a person types, or the lines of a file: messages and commands, without empty ones."""
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with suppress(ImportError):
@@ -223,7 +227,7 @@ def messages(reporter: Reporter) -> Iterator[str]:
 
 
 def _message(*, asks: bool) -> str:
-    """One message, over several lines if it says so, or was pasted. Raises EOFError and KeyboardInterrupt."""
+    """Return one message, of several lines if it is quoted or pasted. Raises EOFError and KeyboardInterrupt."""
     text = _line("> " if asks else "")
     if not text.lstrip().startswith(_QUOTES):
         while asks and select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
@@ -233,7 +237,7 @@ def _message(*, asks: bool) -> str:
                 break
         return text
     text = text.lstrip().removeprefix(_QUOTES)
-    with suppress(EOFError):  # a file may end without them
+    with suppress(EOFError):  # a file may end without the quotes
         while not text.rstrip().endswith(_QUOTES):
             text += "\n" + _line("... " if asks else "")
     return text.rstrip().removesuffix(_QUOTES)

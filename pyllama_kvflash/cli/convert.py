@@ -1,4 +1,4 @@
-"""`kvflash convert-draft`: a DFlash drafter's safetensors into a GGUF."""
+"""`kvflash convert-draft`: convert a DFlash drafter's safetensors to GGUF."""
 
 from pathlib import Path
 from typing import Any
@@ -12,34 +12,34 @@ from pyllama_kvflash.convert import OUTTYPES, Plan, find_source, resolve, write
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
 
-HELP = """Convert a DFlash drafter (DFlash, DFlash2, DSpark) from safetensors to a GGUF that llama.cpp drafts with.
+HELP = """Convert a DFlash drafter (DFlash, DFlash2, DSpark) from safetensors to a GGUF that llama.cpp can draft with.
 
 SRC is the drafter's folder, or hf:owner/repo[@revision]. Every parameter is read from its config.json and compared with
-the shapes of the weights, and with the target. The tokenizer is the target's. docs/CONVERT.md has the table.
+the shapes of the weights and with the target. The tokenizer is the target's. docs/CONVERT.md lists the parameters.
 
 \b
   kvflash convert-draft drafter/ --dry-run
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
   kvflash convert-draft hf:owner/repo --target model.gguf -o draft.gguf --outtype q8_0
 
-Needs `pip install 'pyllama-kvflash[convert]'`. The file is written under another name, .NAME.part, and renamed at the end.
+Needs `pip install 'pyllama-kvflash[convert]'`. The file is written as .NAME.part, and renamed at the end.
 """
 
 
 @click.command("convert-draft", help=HELP, short_help="Convert a DFlash drafter to GGUF.")
 @click.argument("source", metavar="SRC")
-@click.option("-o", "--output", metavar="FILE", default=None, help="The GGUF to write.")
-@click.option("--target", metavar="FILE", default=None, help="The GGUF of the model that the drafter was made for.")
+@click.option("-o", "--output", metavar="FILE", default=None, help="GGUF file to write.")
+@click.option("--target", metavar="FILE", default=None, help="GGUF of the model that the drafter was made for.")
 @click.option(
     "--outtype",
     type=click.Choice(OUTTYPES, case_sensitive=False),
     default="auto",
     show_default=True,
     metavar="TYPE",
-    help=f"Type of the matrices: {', '.join(OUTTYPES)}. auto: bf16 or f16, as they are stored.",
+    help=f"Type of the matrices: {', '.join(OUTTYPES)}. auto: as they are stored, bf16 or f16.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what was read, and write nothing.")
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 def convert_draft(
     source: str, output: str | None, target: str | None, outtype: str, *, dry_run: bool, quiet: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which model a command line names, and its file: on this machine, or of the Hugging Face Hub."""
+"""Find the model that a command line names, and its file: on this machine, or on the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from pyllama_kvflash.hub import Wanted, fetch
 
 
 def named_model(argument: str | None, option: str | None, *, environment: bool = True) -> str | Wanted | None:
-    """What MODEL.gguf, -m or -hf name; None: there is none. What is typed goes before the environment. Raises UsageError.
+    """Return what MODEL.gguf, -m or -hf name, None if nothing does. What is typed takes precedence over the
+    environment.
 
-    environment: whether a model that only the environment names counts.
+    environment: whether a model that only the environment names counts. Raises UsageError.
     """
     typed = option if _typed("model") else None
     if argument and typed and argument != typed:
@@ -43,7 +44,7 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:
-    """The file of what named_model found; of the Hub, it is downloaded. Raises UsageError and ModelError."""
+    """Return the file of what named_model found, downloaded if it is on the Hub. Raises UsageError and ModelError."""
     if isinstance(model, str):
         return Path(model)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())

@@ -1,4 +1,4 @@
-"""`kvflash inspect`: what of a model can be pooled, and what it costs."""
+"""`kvflash inspect`: show what of a model can be pooled, and what it costs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,9 +18,9 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import auto_pool
 from pyllama_kvflash.policy.sizing import DeviceMemory
 
-HELP = """Look at a model: architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
+HELP = """Show a model's architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
 
-Reads the metadata only; no weights are loaded.
+It reads the metadata only, and loads no weights.
 
 \b
   kvflash inspect model.gguf
@@ -30,7 +30,7 @@ Reads the metadata only; no weights are loaded.
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What there is to say about a model."""
+    """The facts about a model."""
 
     model: Model
     n_ctx: int
@@ -41,7 +41,7 @@ class Findings:
     auto_note: str
 
 
-@click.command(help=HELP, short_help="What of a model can be pooled, and what it costs.")
+@click.command(help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
 @params.MODEL
 @click.option(
     "-c",
@@ -50,11 +50,11 @@ class Findings:
     type=params.TokenCount(),
     default=0,
     show_default=True,
-    help="Logical context in tokens, 0: the model's.",
+    help="Context size in tokens, 0: loaded from the model.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")  # fmt: skip
 def inspect(model_arg: str | None, model: str | None, n_ctx: int, *, as_json: bool) -> None:
-    """Print what there is to say about a model."""
+    """Print the facts about a model."""
     path = model_path(model_arg, model, Reporter())
     options = Options(n_ctx=n_ctx)
     check_file(path)
@@ -76,7 +76,7 @@ def _look(model: Model, options: Options) -> Findings:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """1,2,3,7 as "1-3, 7"."""
+    """Return numbers as text, with ranges: 1, 2, 3, 7 as "1-3, 7"."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda p: p[1] - p[0])]
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 

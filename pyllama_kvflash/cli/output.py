@@ -1,4 +1,4 @@
-"""Where generated text goes."""
+"""Write generated text to stdout or a file."""
 
 import os
 import stat
@@ -12,13 +12,15 @@ from pyllama_kvflash.errors import OutputError, UsageError
 
 
 class Output:
-    """Stdout, or a file. The file is opened at once, and emptied only when there is something to write to it.
+    """Stdout, or a file that is opened at once but emptied only when there is something to write.
 
-    So a run that cannot write says so before it works, and a run that fails has overwritten nothing.
+    So a run that cannot write fails before it works, and a run that fails has overwritten nothing.
     """
 
     def __init__(self, name: str | None, inputs: Sequence[Path] = ()) -> None:
-        """Name None: stdout. inputs: files that must not be written over. Raises UsageError and OutputError."""
+        """Open the output. name: None: stdout. inputs: files that must not be overwritten. Raises UsageError and
+        OutputError.
+        """
         self._path = Path(name) if name is not None else None
         self._begun = False
         self._file: IO[str] | None = None
@@ -47,13 +49,13 @@ class Output:
         try:
             self._file.close()
         except OSError as err:
-            if value is None:  # else the write has said so
+            if value is None:  # otherwise the write has raised the error
                 raise self._error(err) from None
         if not self._begun and not self._existed:
             self._path.unlink(missing_ok=True)
 
     def write(self, text: str) -> None:
-        """Write text, and let it be seen at once. Raises OutputError; on stdout OSError, which `kvflash` translates."""
+        """Write text, visible at once. Raises OutputError; on stdout OSError, which `kvflash` translates."""
         if self._file is None:
             sys.stdout.write(text)
             sys.stdout.flush()

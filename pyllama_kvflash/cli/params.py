@@ -1,4 +1,4 @@
-"""Option types and the options that several commands share. Names follow llama.cpp."""
+"""Option types, and the options that several commands share. Names follow llama.cpp."""
 
 import math
 import re
@@ -21,7 +21,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class TokenCount(click.ParamType[int | str]):
-    """A number of tokens: 4096, 4K or 1M (of 1,024)."""
+    """A number of tokens: 4096, or 4K or 1M in units of 1,024."""
 
     name = "tokens"
 
@@ -29,7 +29,7 @@ class TokenCount(click.ParamType[int | str]):
         self.words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, int):
             return value
         text = str(value).strip()
@@ -43,12 +43,12 @@ class TokenCount(click.ParamType[int | str]):
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes: 64GiB, 64G, 512M (of 1,024 each), or 1048576."""
+    """A number of bytes: 1048576, or 64GiB, 64G or 512M in units of 1,024."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:IB)?)?", str(value).strip().upper())
@@ -58,12 +58,12 @@ class ByteSize(click.ParamType[int]):
 
 
 class Split(click.ParamType[tuple[float, ...]]):
-    """Shares for devices, in their order: 3,1, or 3/1 as llama.cpp takes it, too."""
+    """Shares for devices, in their order: 3,1, or 3/1, which llama.cpp also takes."""
 
     name = "shares"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
         try:
@@ -76,12 +76,12 @@ class Split(click.ParamType[tuple[float, ...]]):
 
 
 class Servers(click.ParamType[tuple[str, ...]]):
-    """Servers with commas between them: host:port,host:port."""
+    """Servers, separated by commas: host:port,host:port."""
 
     name = "servers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ARG002
-        """Take apart; Options checks each."""
+        """Split the value; Options checks each server."""
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in value.split(",")) if value else ()
@@ -93,7 +93,7 @@ class Policy(click.ParamType[str]):
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check, or fail with what there is."""
+        """Check the name, or fail with the names that there are."""
         if value not in policy_names():
             self.fail(f"{value!r} is no policy: there are {', '.join(policy_names())}", param, ctx)
         return str(value)
@@ -107,7 +107,7 @@ class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[tuple[int, int], ...]:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
         count = TokenCount()
@@ -121,12 +121,12 @@ class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
 
 
 class Layers(click.ParamType[int]):
-    """A number of layers; all (or llama.cpp's auto, or a negative number) is -1."""
+    """A number of layers. "all", llama.cpp's "auto" and negative numbers give -1."""
 
     name = "layers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if value in ("all", "auto"):
             return -1
         try:
@@ -136,12 +136,12 @@ class Layers(click.ParamType[int]):
 
 
 class HostLayers(click.ParamType[int | str]):
-    """A number of layers, or auto."""
+    """A number of layers, or "auto"."""
 
     name = "layers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse, or fail with what is allowed."""
+        """Parse the value, or fail with what is allowed."""
         if value == "auto":
             return "auto"
         try:
@@ -151,12 +151,14 @@ class HostLayers(click.ParamType[int | str]):
 
 
 def env(name: str, llama: str | None = None) -> list[str]:
-    """Environment variables of an option: ours, then llama.cpp's."""
+    """Return the environment variables of an option: ours, then llama.cpp's."""
     return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of Options from the values of POOL and SCORERS: pins put together, and a scorer's model as its policy."""
+    """Return the fields of Options for values of POOL and SCORERS: pins joined, and policy drafter if a scorer model is
+    given.
+    """
     res = dict(values)
     res["chunk"] = int(res["chunk"])
     prefix, spans = res.pop("pin_prefix"), res.pop("pin_spans")
@@ -168,14 +170,14 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
-    """The options of SAMPLING, taken out of the values. seed: instead of a negative one."""
+    """Take the options of SAMPLING out of the values. seed: replaces a negative one."""
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
     given = {name: values.pop(name) for name in names}
     return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))
 
 
 def spec(values: dict[str, Any]) -> Spec | None:
-    """The options of SPEC, taken out of the values; None: no drafting. Raises UsageError."""
+    """Take the options of SPEC out of the values. Returns None for no drafting. Raises UsageError."""
     given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec)}
     if given["kind"] != "off":
         return Spec(**given)
@@ -186,60 +188,62 @@ def spec(values: dict[str, Any]) -> Spec | None:
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several click options as one decorator, shown in the order given."""
+    """Join several click options into one decorator. Help shows them in the order given."""
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    ctx.meta[f"kvflash.{param.name}"] = value  # for cli/fetch.py: no command has to hand it on
+    ctx.meta[f"kvflash.{param.name}"] = value  # for cli/fetch.py, so that no command has to pass it on
     return value
 
 
 MODEL = options(
     click.argument("model_arg", metavar="[MODEL.gguf]", required=False, default=None),
-    click.option("-m", "--model", metavar="FILE", envvar=env("MODEL"), help="The same as MODEL.gguf."),
+    click.option("-m", "--model", metavar="FILE", envvar=env("MODEL"), help="Model path; the same as MODEL.gguf."),
     click.option("-hf", "-hfr", "--hf-repo", "hf_repo", metavar="USER/MODEL[:QUANT]", envvar=env("HF_REPO"),
                  expose_value=False, callback=_keep,
-                 help="A model of the Hugging Face Hub, downloaded into its cache: user/model:Q8_0, or"
-                 " user/model@revision:Q8_0. Without QUANT Q4_K_M, else Q8_0, else the repository's first GGUF."),
+                 help="Hugging Face model repository, downloaded into the Hub's cache: user/model:Q8_0, or"
+                 " user/model@revision:Q8_0. Without QUANT: Q4_K_M, else Q8_0, else the repository's first GGUF."),
     click.option("-hff", "--hf-file", "hf_file", metavar="FILE", envvar=env("HF_FILE"),
-                 expose_value=False, callback=_keep, help="The file of that repository, instead of QUANT."),
+                 expose_value=False, callback=_keep, help="File of that repository, instead of QUANT."),
     click.option("--offline", is_flag=True, envvar=env("OFFLINE"),
-                 expose_value=False, callback=_keep, help="With -hf: only what was downloaded before."),
+                 expose_value=False, callback=_keep, help="With -hf: use only what was downloaded before."),
 )  # fmt: skip
 
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
-                 help="Logical context in tokens, 0: the model's. It costs device memory only without a pool."),
+                 help="Context size in tokens, 0: loaded from the model. It costs device memory only without a pool."),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(CACHE_TYPES)), default="f16",
-                 show_default=True, envvar=env("CACHE_TYPE_K"), help="Type of the K cache."),
+                 show_default=True, envvar=env("CACHE_TYPE_K"), help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(CACHE_TYPES)), default="f16",
-                 show_default=True, envvar=env("CACHE_TYPE_V"), help="Type of the V cache; a quantised one needs -fa."),
+                 show_default=True, envvar=env("CACHE_TYPE_V"),
+                 help="KV cache data type for V; a quantised one needs -fa."),
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto",
                  show_default=True, envvar=env("FLASH_ATTN"), help="Flash attention."),
 )  # fmt: skip
 
 COMPUTE = options(
     click.option("-b", "--batch-size", "n_batch", type=TokenCount(), default=0, show_default=True,
-                 envvar=env("BATCH"), help="Prompt tokens per decode call, which the pool must hold, 0: as many as it"
-                 " can, at most 2048."),
+                 envvar=env("BATCH"), help="Logical batch size: prompt tokens per decode call, which the pool must"
+                 " hold. 0: as many as it can hold, at most 2048."),
     click.option("-ub", "--ubatch-size", "n_ubatch", type=TokenCount(), default=512, show_default=True,
-                 envvar=env("UBATCH"), help="Prompt tokens computed at once."),
+                 envvar=env("UBATCH"), help="Physical batch size: prompt tokens computed at once."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=Layers(), default="all",
                  show_default=True, envvar=env("N_GPU_LAYERS"),
-                 help="Layers to offload to the GPU, with their KV; that of the other layers stays on the host."),
+                 help="Layers to offload to the GPU, with their KV; the KV of the other layers stays on the host."),
     click.option("-ts", "--tensor-split", "tensor_split", metavar="N0,N1,...", type=Split(), default="",
                  envvar=env("TENSOR_SPLIT"),
-                 help="Shares of the layers, and of their KV, for each GPU: 3,1 gives the first three quarters of them."
+                 help="Each GPU's share of the layers and their KV: 3,1 gives the first GPU three quarters of them."
                  " Devices of --rpc come first.  [default: by their free memory]"),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HostLayers(), default=0,
                  show_default=True, envvar=env("N_CPU_MOE"),
-                 help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few layers as leave room"
-                 " for the pool, and no pool if the full cache fits beside all experts, unless --kvflash is a number."),
+                 help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few layers as leave"
+                 " room for the pool, and without a pool if the full cache fits beside all experts, unless --kvflash is"
+                 " a number."),
     click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
-                 help="Use the devices of other machines, too. On each, start llama.cpp's rpc-server, which trusts"
+                 help="RPC servers whose devices are used, too. Start llama.cpp's rpc-server on each machine; it trusts"
                  " whoever reaches it."),
 )  # fmt: skip
 
@@ -250,78 +254,82 @@ POOL = options(
                  " --kvflash-auto-cap; off: the full cache."),
     click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
                  envvar="KVFLASH_AUTO_CAP",
-                 help="Tokens that auto takes at most. A larger pool keeps more, and makes decoding slower."),
+                 help="Largest pool that auto chooses, in tokens. A larger pool keeps more, but decodes more slowly."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
-                 help="Host memory that the records of chunks may take, such as 64GiB or 512M. A prompt that needs more is"
-                 " refused before it is run.  [default: what there is]"),
+                 help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
+                 " refused before it runs.  [default: what there is]"),
     click.option("--kvflash-disk", "disk", metavar="DIR", default=None, envvar="KVFLASH_DISK",
-                 help="A folder on a fast disk for the records beyond --kvflash-host, in files without a name that are gone"
-                 " when the process is."),
+                 help="Folder on a fast disk for the records beyond --kvflash-host. They are in unnamed files, which"
+                 " vanish with the process."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
                  show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,
                  envvar="KVFLASH_POLICY",
-                 help="Which chunks stay and come back. qk: those that the model's own attention asks for; drafter: those"
-                 " that a small model's does (crosstok: through its own tokenizer); lru: the most recent ones; qk-cos: a"
-                 " published formula, for comparison; or one that a package registered."),
+                 help="Policy that decides which chunks stay and come back. qk: those that the model's own attention"
+                 " asks for; drafter: those that a small model's attention asks for (crosstok: through its own"
+                 " tokenizer); lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that"
+                 " a package registered."),
     click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="2; 64 with --spec",
                  envvar="KVFLASH_TAU",
-                 help="Tokens from one scoring of all chunks to the next; more where it would cost too much."),
+                 help="Tokens from one scoring of all chunks to the next; more where scoring would cost too much."),
     click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=4, show_default=True, envvar="KVFLASH_SWAPS",
-                 help="Chunks that come back after a scoring, at most, while decoding."),
+                 help="Most chunks that come back after a scoring while decoding."),
     click.option("--kvflash-share", "share", type=float, default=0.03, show_default=True, envvar="KVFLASH_SHARE",
-                 help="Share of the decode time that scoring may take, 0: no limit."),
+                 help="Largest share of the decode time that scoring may take, 0: no limit."),
     click.option("--kvflash-again", "again", type=float, default=0.03, show_default=True, envvar="KVFLASH_AGAIN",
-                 help="Decode a token again if chunks come in that have more than this share of its attention, 0: never."),
+                 help="Decode a token again if it missed chunks with more than this share of its attention, 0: never."),
     click.option("--kvflash-replay", "replay", type=TokenCount(), default=64, show_default=True,
                  envvar="KVFLASH_REPLAY",
-                 help="Tokens at the end of the prompt to run again once the pool was chosen for them, 0: none."),
+                 help="Tokens at the end of the prompt to run again once the pool is chosen for them, 0: none."),
     click.option("--pin-prefix", metavar="N", type=TokenCount(), default=0, show_default=True,
                  help="Keep the first N tokens on the device."),
     click.option("--pin-spans", metavar="A:B,C:D", type=Spans(), default="",
-                 help="Keep these positions on the device, each from A up to B. BOS is position 0."),
+                 help="Keep these positions on the device, each span from A up to, not including, B. BOS is position"
+                 " 0."),
 )  # fmt: skip
 
 SCORERS = options(
     click.option("--qk-summary", metavar="KIND", default=None, envvar="KVFLASH_QK_SUMMARY",
-                 help="What qk and qk-zmax keep of a chunk's keys: centroid:N or runs:N (1, 2, 4, 8, 16), mean, exact, or, for"
-                 " qk-zmax, minmax.  [default: centroid:4]"),
+                 help="Summary of a chunk's keys that qk and qk-zmax keep: centroid:N or runs:N (1, 2, 4, 8, 16), mean,"
+                 " exact or, for qk-zmax, minmax.  [default: centroid:4]"),
     click.option("--qk-aggregate", type=click.Choice(AGGREGATES), default="zmax", show_default=True,
-                 envvar="KVFLASH_QK_AGGREGATE", help="How qk-zmax makes one score of all heads'."),
+                 envvar="KVFLASH_QK_AGGREGATE", help="How qk-zmax combines the heads' scores."),
     click.option("--qk-query", metavar="WHICH", default="last:4", show_default=True, envvar="KVFLASH_QK_QUERY",
-                 help="Whose queries score: last, last:N (tokens) or question (all that are run again)."),
+                 help="Tokens whose queries score: last, last:N or question (all that are run again)."),
     click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",
-                 help="At the end of the prompt, rank this many times the pool's chunks again by all their keys, 0: none."),
+                 help="At the end of the prompt, rerank this many times the pool's chunks by all their keys, 0: none."),
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None,
                  envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
-                 help="A small model that reads along, and policy drafter.  [default: MODEL-draft.gguf or draft-scorer.gguf next to the"
-                 " model, in $KVFLASH_DRAFT_DIR, or in ~/.cache/kvflash]"),
+                 help="Small model that reads along, for policy drafter, which it makes the default.  [default:"
+                 " MODEL-draft.gguf or draft-scorer.gguf next to the model, in $KVFLASH_DRAFT_DIR, or in"
+                 " ~/.cache/kvflash]"),
     click.option("--scorer-pool", "--draft-pool", "scorer_pool", type=TokenCount(), default=2048, show_default=True,
                  envvar=["KVFLASH_SCORER_POOL", "KVFLASH_DRAFT_POOL"],
-                 help="Its own pool in tokens."),
+                 help="Pool size of the scorer model in tokens."),
 )  # fmt: skip
 
 SPEC = options(
-    click.option("--spec", "spec_kind", metavar="TYPE", type=click.Choice(["off", *SPEC_KINDS]), default="off", show_default=True,
-                 envvar="KVFLASH_SPEC",
-                 help="Speculative decoding: guess what follows, and check the guesses in one batch. draft: by a smaller model"
-                 " with the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
-                 " the model's own heads; ngram: by what followed the last tokens earlier in the text. A tree of guesses is"
-                 " run as its best chain."),
+    click.option("--spec", "spec_kind", metavar="TYPE", type=click.Choice(["off", *SPEC_KINDS]), default="off",
+                 show_default=True, envvar="KVFLASH_SPEC",
+                 help="Speculative decoding: draft tokens, and verify them in one batch. draft: by a smaller model with"
+                 " the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
+                 " the model's own heads; ngram: by what followed the last tokens earlier in the text. Of a tree of"
+                 " drafts, only the best chain runs."),
     click.option("-md", "--model-draft", "spec_model", metavar="FILE", default=None, envvar=env("MODEL_DRAFT"),
-                 help="The drafter, a .gguf file."),
+                 help="Draft model, a .gguf file."),
     click.option("--draft-max", "spec_n_max", type=int, default=8, show_default=True, envvar=env("DRAFT_MAX"),
-                 help="Tokens to guess at most. Where a batch costs much, as on a CPU, fewer may pay more: `kvflash bench spec"
-                 " --draft-max 3,6,8` compares."),
+                 help="Most tokens to draft. Where a batch costs much, as on a CPU, fewer may be faster: `kvflash bench"
+                 " spec --draft-max 3,6,8` compares."),
     click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
-                 help="A guess that the drafter finds less likely ends the draft."),
+                 help="Minimum probability: a token that the drafter finds less likely ends the draft."),
     click.option("--draft-window", "spec_window", type=TokenCount(), default=2048, show_default=True,
-                 envvar="KVFLASH_DRAFT_WINDOW", help="Tokens that the drafter remembers."),
+                 envvar="KVFLASH_DRAFT_WINDOW", help="Last tokens that the drafter remembers."),
     click.option("--spec-gate", "spec_gate", type=float, default=1.0, show_default=True, envvar="KVFLASH_SPEC_GATE",
-                 help="Decode plainly while a drafted step is worth less than so many plain ones, as measured; 0: draft"
-                 " always."),
-    click.option("--spec-sustain", "spec_sustain", type=int, default=4, show_default=True, envvar="KVFLASH_SPEC_SUSTAIN",
-                 help="Drafted steps in a row that may be worth less."),
+                 help="Decode plainly while a drafted step is worth less than this many plain ones, as measured; 0:"
+                 " always draft."),
+    click.option("--spec-sustain", "spec_sustain", type=int, default=4, show_default=True,
+                 envvar="KVFLASH_SPEC_SUSTAIN",
+                 help="Drafted steps in a row that may be worth less before drafting stops."),
 )  # fmt: skip
 
 SAMPLING = options(
@@ -330,6 +338,6 @@ SAMPLING = options(
     click.option("--top-p", type=float, default=0.95, show_default=True, help="Top-p, 1: off."),
     click.option("--min-p", type=float, default=0.05, show_default=True, help="Min-p, 0: off."),
     click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Repeat penalty, 1: off."),
-    click.option("--repeat-last-n", type=int, default=64, show_default=True, help="Tokens it looks back, 0: off."),
+    click.option("--repeat-last-n", type=int, default=64, show_default=True, help="Last tokens to penalize, 0: off."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`kvflash plot`: a picture of a run."""
+"""`kvflash plot`: draw a run."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from pyllama_kvflash.errors import OutputError, UsageError
 
 HELP = """Draw a run: which chunks were in the pool at every position, and what they were worth.
 
-TRACE.jsonl is what kvflash run --trace wrote; one of a run that was cut off, or is still going, will do. Each row of the
-picture is a chunk, each column a position of the run. Below is how many chunks moved, to the right what the policy
-thought of each chunk in the end: a chunk that you know to matter and that is grey there was forgotten.
+TRACE.jsonl is what kvflash run --trace wrote, even if the run was cut off or is still going. Each row of the picture is
+a chunk, each column a position of the run. The panel below shows how many chunks moved, the one to the right each
+chunk's last score: a chunk that you know to matter, but that is grey there, was forgotten.
 
 \b
   kvflash run model.gguf -f long.txt --trace run.jsonl

@@ -1,4 +1,4 @@
-"""What a person sees on stderr: progress, notes, the closing line."""
+"""Show progress, notes and the closing line on stderr."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 
 
 def mib(n: int) -> str:
-    """Bytes as MiB, or GiB where that reads better."""
+    """Return bytes as MiB, or as GiB where that reads better."""
     return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
 
 
 class Reporter:
-    """Progress and notes on stderr: bars on a terminal, now and then a plain line elsewhere, nothing when quiet."""
+    """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, nothing if quiet."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -31,29 +31,29 @@ class Reporter:
         self._last = 0.0
 
     def note(self, text: str) -> None:
-        """A line of information."""
+        """Show a line of information."""
         self.console.print(f"kvflash: {text}", markup=False)
 
     def warn(self, text: str) -> None:
-        """A line that should be seen; shown when quiet, too."""
+        """Show a warning, even if quiet."""
         click.echo(f"kvflash: warning: {text}", err=True)
 
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:
-        """A bar for a model that loads, or is written."""
+        """Show a bar while a model loads or is written."""
         with self._progress("{task.percentage:>3.0f} %") as progress:
             yield LoadBar(progress, progress.add_task(f"{verb} {name}", total=1.0))
 
     @contextmanager
     def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:
-        """A bar for a prompt that is computed."""
-        self._last = time.monotonic()  # nothing is printed for a short prompt
+        """Show a bar while a prompt is computed."""
+        self._last = time.monotonic()  # so that nothing is printed for a short prompt
         with self._progress("{task.fields[info]}") as progress:
             yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator["CellBar"]:
-        """A bar for a bench of so many runs."""
+        """Show a bar for a bench of `total` runs."""
         self._last = 0.0
         with self._progress("{task.completed:.0f}/{task.total:.0f}  {task.fields[info]}") as progress:
             yield CellBar(self, progress, progress.add_task(label, total=total, info=""), label)
@@ -63,7 +63,7 @@ class Reporter:
         return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
 
     def plain(self, text: str, *, last: bool = False) -> None:
-        """A line of progress where there are no bars, at most one every few seconds."""
+        """Show a line of progress if there are no bars, at most one every few seconds."""
         now = time.monotonic()
         if self.bars or (now - self._last < _PLAIN_SECONDS and not last):
             return
@@ -78,7 +78,7 @@ class LoadBar:
         self._progress, self._task = progress, task
 
     def __call__(self, done: float) -> None:
-        """0.0 to 1.0 is loaded."""
+        """Show that the share `done`, 0.0 to 1.0, is loaded."""
         self._progress.update(self._task, completed=done)
 
 
@@ -89,11 +89,11 @@ class PrefillBar:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
 
     def finish(self) -> None:
-        """Take the bar away, before text is shown."""
+        """Remove the bar, before text is shown."""
         self._progress.stop()
 
     def __call__(self, ev: Prefill) -> None:
-        """A batch is done."""
+        """Show that a batch is done."""
         rate = ev.done / ev.seconds if ev.seconds else 0.0
         info = (
             f"{ev.done:,}/{ev.total:,} tok  {rate:,.0f} tok/s  device KV {mib(ev.resident_bytes)}"
@@ -112,19 +112,19 @@ class CellBar:
         self._done = 0
 
     def skip(self, n: int) -> None:
-        """So many runs were measured before."""
+        """Count n runs that were measured before."""
         self._done += n
         self._progress.update(self._task, completed=self._done)
         if n:
             self._reporter.note(f"{n} run{'s were' if n > 1 else ' was'} measured before")
 
     def done(self) -> None:
-        """A run is measured."""
+        """Count a run that is measured."""
         self._done += 1
         self._progress.update(self._task, completed=self._done)
 
     def prefill(self, name: str) -> Callable[[Prefill], None]:
-        """What to call with the progress of a run of this name."""
+        """Return a function that shows the prefill progress of the run `name`."""
 
         def show(ev: Prefill) -> None:
             info = f"{name}  {ev.done:,}/{ev.total:,} tok"
@@ -136,7 +136,7 @@ class CellBar:
 
 
 def banner(kv: KVFlash) -> list[str]:
-    """What is being run, in a line or two, with the arithmetic of the pool."""
+    """Return one or more lines that say what runs, with the arithmetic of the pool."""
     o, s = kv.options, kv.stats()
     head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {o.n_threads} threads"
     notes = list(kv.notes)
@@ -154,7 +154,7 @@ def banner(kv: KVFlash) -> list[str]:
 
 
 def closing_line(s: Stats, reason: str) -> str:
-    """The one line at the end of a run."""
+    """Return the line that ends a run."""
     parts = [
         f"prefill {s.n_prompt:,} tok at {s.prefill_rate:,.0f} tok/s",
         f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",
@@ -172,7 +172,7 @@ def closing_line(s: Stats, reason: str) -> str:
 
 
 def stats_table(s: Stats) -> Table:
-    """All of Stats, for `--stats`."""
+    """Return all of Stats as a table, for `--stats`."""
     table = Table(show_header=False, box=None, pad_edge=False)
     rows = [
         ("prompt", f"{s.n_prompt:,} tokens in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"),

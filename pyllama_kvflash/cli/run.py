@@ -1,4 +1,4 @@
-"""`kvflash run`: a prompt in, text out."""
+"""`kvflash run`: complete a prompt."""
 
 import json
 import random
@@ -24,9 +24,9 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 
 HELP = """Complete a prompt.
 
-A raw completion: BOS as the model's metadata says, no chat template. Only generated text goes to stdout; progress, notes
-and the closing line go to stderr. Without MODEL.gguf the bundled needle-7m runs: a 7 MB model that knows nothing but
-secret codes hidden in long texts, good for a first try.
+This is a raw completion: BOS as the model's metadata says, no chat template. Only generated text goes to stdout;
+progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled needle-7m runs: a 7 MB model that
+knows nothing but secret codes hidden in long texts, good for a first try.
 
 \b
   kvflash run model.gguf -p "Once upon a time"
@@ -37,21 +37,21 @@ secret codes hidden in long texts, good for a first try.
   kvflash run model.gguf -f book.txt --save-snapshot book.kvsnap -n 1
   kvflash run model.gguf --restore book.kvsnap --append -p "Who is the heir?"
 
-A pool smaller than what it must hold (first chunk, last four chunks, pins, one batch and two more) is raised, with a
-warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
+A pool too small for what it must hold (first chunk, last four chunks, pins, one batch and two more) is enlarged, with a
+warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
 """
 
 
 @click.command(help=HELP, short_help="Complete a prompt.")
 @params.MODEL
-@click.option("-p", "--prompt", help="The prompt.")
+@click.option("-p", "--prompt", help="Prompt to complete.")
 @click.option(
     "-f",
     "--file",
     "--prompt-file",
     "prompt_file",
     metavar="FILE",
-    help="Read the prompt from a UTF-8 file, - for stdin; one newline at its end is taken off.",
+    help="UTF-8 file with the prompt, - for stdin; one newline at its end is removed.",
 )
 @click.option(
     "-n",
@@ -62,7 +62,7 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
     default=256,
     show_default=True,
     envvar=params.env("N_PREDICT"),
-    help="Tokens to produce at most, -1: until the context is full.",
+    help="Most tokens to predict, -1: until the context is full.",
 )
 @click.option(
     "-r",
@@ -70,7 +70,7 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
     "stop",
     multiple=True,
     metavar="TEXT",
-    help="Stop at this text, which is not shown. Can be given several times.",
+    help="Stop at this text, which is not shown. It can be given several times.",
 )
 @params.POOL
 @params.SCORERS
@@ -79,12 +79,14 @@ warning. Sizes take K and M. Options can be set by environment: KVFLASH_CTX_SIZE
 @params.COMPUTE
 @params.SAMPLING
 @SNAPSHOT
-@click.option("-o", "--output", metavar="FILE", help="Write to a file instead of stdout.")
-@click.option("--trace", metavar="FILE", help="Write what is resident, scored and moved, for `kvflash plot FILE`.")
-@click.option("--stats", is_flag=True, help="Show all figures at the end, on stderr.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object with text, reason and figures at the end.")
+@click.option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
+@click.option("--trace", metavar="FILE", help="Record what is resident, scored and moved, for `kvflash plot FILE`.")
+@click.option("--stats", is_flag=True, help="Show all figures on stderr at the end.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="At the end, write one JSON object with text, reason and figures."
+)
 @click.option("--jsonl", "as_jsonl", is_flag=True, help="Write every event as a line of JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but warnings and errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")  # fmt: skip
 def run(
     model_arg: str | None,
@@ -103,14 +105,14 @@ def run(
     verbose: bool,
     **options: Any,
 ) -> int:
-    """Complete a prompt; the exit code."""
+    """Complete a prompt. Returns the exit code."""
     if as_json and as_jsonl:
         msg = "--json and --jsonl exclude each other"
         raise UsageError(msg)
     if n_predict < -1:
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
-    sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can tell it
+    sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
@@ -141,7 +143,7 @@ def run(
 
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """The model given as an argument, with -m or -hf, or the bundled one, and then say so."""
+    """Return the model given as an argument, with -m or -hf, or the bundled one with a note that says so."""
     model = named_model(argument, option)
     if model:
         return located(model, reporter)
@@ -157,7 +159,7 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         msg = "both -p/--prompt and -f/--file are given: give one"
         raise UsageError(msg)
     if prompt is not None:
-        if any("\ud800" <= c <= "\udfff" for c in prompt):  # bytes of the command line that are no UTF-8
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # bytes of the command line that are not UTF-8
             msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
             raise UsageError(msg)
         return prompt
@@ -168,7 +170,7 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """A UTF-8 text from a file, "-" for stdin; what: its name in errors. Raises UsageError."""
+    """Read a UTF-8 text from a file, or from stdin for "-". what: its name in errors. Raises UsageError."""
     name = "stdin" if file == "-" else file
     try:
         data = _stdin() if name == "stdin" else Path(name).read_bytes()
@@ -196,7 +198,9 @@ def _stdin() -> bytes:
 def _write(
     events: Iterator[Event], out: Output, reporter: Reporter, *, as_json: bool, as_jsonl: bool
 ) -> tuple[str, Done]:
-    """Consume the events: text or JSON lines to `out`, progress to the reporter. The text, and the last event."""
+    """Write the events to `out` as text or JSON lines, and progress to the reporter. Return the text and the last
+    event.
+    """
     plain = not as_json and not as_jsonl
     text = ""
     with reporter.prefilling() as bar:
@@ -222,7 +226,7 @@ def _write(
 
 @contextmanager
 def _traced(name: str | None, kv: KVFlash, events: Iterator[Event], inputs: list[Path]) -> Iterator[Iterator[Event]]:
-    """The events, on their way written to a trace if one is asked for."""
+    """Yield the events; if a trace is asked for, each is also written to it."""
     if name is None:
         yield events
         return

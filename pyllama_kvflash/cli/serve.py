@@ -1,4 +1,4 @@
-"""`kvflash serve`: the OpenAI protocol over one pool."""
+"""`kvflash serve`: serve the OpenAI protocol over one pool."""
 
 import logging
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from pyllama_kvflash.snapshot.cache import PrefixCache
 
 HELP = """Serve a model to clients of the OpenAI protocol.
 
-Several requests are answered at once, each in a sequence of its own, and all sequences share one pool. What a prompt has
-in common with an earlier one is not read again: not if that is still in a sequence, nor if it is in the prefix cache on
-disk. docs/SERVER.md has the endpoints and what is not supported.
+Several requests are answered at once, each in a sequence of its own, and all sequences share one pool. The beginning
+that a prompt shares with an earlier one is not read again if it is still in a sequence, or in the prefix cache on
+disk. docs/SERVER.md lists the endpoints, and what is not supported.
 
 \b
   kvflash serve model.gguf                                 http://127.0.0.1:8080/v1, two requests at once
   kvflash serve model.gguf -np 4 -c 128K --kvflash 16K     four, of up to 128K tokens each
   KVFLASH_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
 
-Without MODEL.gguf the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C, or SIGTERM, lets
-answers be finished within --grace seconds; a second one ends at once.
+Without MODEL.gguf, the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C or SIGTERM
+lets answers finish within --grace seconds; a second one ends them at once.
 """
 
 NEEDED = ("starlette", "uvicorn", "jinja2")
 
 
 def check_extra(what: str, modules: tuple[str, ...] = NEEDED) -> None:
-    """Raise UsageError unless what a command needs is installed."""
+    """Raise UsageError unless the modules that a command needs are installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         msg = f"{what} needs {' and '.join(missing)}: pip install 'pyllama-kvflash[serve]'"
@@ -50,35 +50,36 @@ TEMPLATE = click.option(
     metavar="FILE",
     default=None,
     envvar=params.env("CHAT_TEMPLATE_FILE"),
-    help="A Jinja chat template instead of the model's own.",
+    help="Jinja chat template file, instead of the model's own template.",
 )
 
 SERVER = params.options(
     click.option("--host", default="127.0.0.1", show_default=True, envvar=params.env("HOST"),
                  help="Address to listen on; 0.0.0.0 for all."),
     click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, envvar=params.env("PORT"),
-                 help="Port to listen on, 0: any that is free."),
+                 help="Port to listen on, 0: any free one."),
     click.option("-np", "--parallel", "n_parallel", type=click.IntRange(1), default=2, show_default=True,
-                 envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests that are answered at once."),
+                 envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests answered at once."),
     click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
                  help="Requests that may wait for a sequence; more are refused (429)."),
     click.option("--api-key", metavar="KEY", default=None, envvar=params.env("API_KEY"),
-                 help="What clients must send as bearer token. Others see it in the list of processes: better set"
-                 " KVFLASH_API_KEY."),
+                 help="API key that clients must send as a bearer token. The list of processes shows it to others:"
+                 " better set KVFLASH_API_KEY."),
     click.option("--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
-                 help="Name of the model for clients.  [default: the file's, without .gguf]"),
+                 help="Model name for clients.  [default: the file's, without .gguf]"),
     click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True,
                  envvar=params.env("N_PREDICT"),
-                 help="Tokens of an answer at most, whatever a request asks for, -1: until the context is full."),
+                 help="Most tokens to predict in an answer, whatever a request asks for, -1: until the context is"
+                 " full."),
     click.option("--max-body", metavar="SIZE", type=params.ByteSize(), default="32M", show_default=True,
-                 envvar="KVFLASH_MAX_BODY", help="Bytes of a request at most."),
+                 envvar="KVFLASH_MAX_BODY", help="Most bytes of a request."),
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
-                 help="Seconds that answers may take to be finished once the server is to stop."),
+                 help="Seconds that answers have to finish once the server is told to stop."),
     TEMPLATE,
     click.option("--prefix-cache", metavar="FOLDER|off", default=None, envvar="KVFLASH_PREFIX_CACHE",
-                 help="Where prompts that were read are kept.  [default: ~/.cache/kvflash/prefix]"),
+                 help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
-                 envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Bytes that it may take; the oldest give way."),
+                 envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=params.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
                  help="New tokens of a sequence that are worth keeping there."),
 )  # fmt: skip
@@ -89,10 +90,11 @@ SERVER = params.options(
 @SERVER
 @params.POOL
 @params.SCORERS
+@params.SPEC
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but warnings and errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 def serve(
     model_arg: str | None,
@@ -114,7 +116,7 @@ def serve(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Serve."""
+    """Serve a model until Ctrl-C or SIGTERM."""
     check_extra("kvflash serve")
     from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (an extra)
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
@@ -125,6 +127,7 @@ def serve(
     if n_predict == 0 or n_predict < -1:
         msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
         raise UsageError(msg)
+    options["spec"] = params.spec(options)
     options = params.resolve(options)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
@@ -153,7 +156,7 @@ def serve(
 def _opener(
     path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
 ) -> Callable[[Callable[[float], None]], KVFlash]:
-    """Loads the model in the scheduler's thread, and tells of it as run does."""
+    """Return a function that loads the model in the scheduler's thread and reports on it as `kvflash run` does."""
     from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
 
     def open_(progress: Callable[[float], None]) -> KVFlash:
@@ -178,7 +181,7 @@ def _opener(
 
 
 def read_template(name: str | None) -> str | None:
-    """A chat template from a file. Raises UsageError."""
+    """Read a chat template from a file. Raises UsageError."""
     if name is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`kvflash bench speed` and `kvflash bench paging`: what a pool costs, and what it saves."""
+"""`kvflash bench speed` and `kvflash bench paging`: measure what a pool costs, and what it saves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,50 +22,51 @@ from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError
 from pyllama_kvflash.options import FLASH_ATTN
 
-SPEED_HELP = """Decode and prefill speed against the context, for the full cache and for pools in one run.
+SPEED_HELP = """Measure decode and prefill speed against the context, for the full cache and for pools in one run.
 
 Every cache is filled with random tokens from context to context, and decodes some at each. Give a model, or a shape: a
-model of that geometry with random weights is then written for the run, which takes seconds. 8b: 36 layers, 8 KV heads of
-128; 27b-hybrid: 64 layers, 16 of them attention with 4 KV heads of 256; 35b-a3b: experts, and 10 of 40 layers
-attention with 2 KV heads of 256; tiny, tiny-hybrid and tiny-moe: for a try on a CPU.
+model of that geometry with random weights is then written for the run, which takes seconds. 8b: 36 layers, 8 KV heads
+of 128; 27b-hybrid: 64 layers, 16 of them attention with 4 KV heads of 256; 35b-a3b: experts, and 40 layers, 10 of them
+attention with 2 KV heads of 256; tiny, tiny-hybrid and tiny-moe: for a first try on a CPU.
 
 \b
   kvflash bench speed --shape tiny --contexts 1K,2K,4K --pools 1K --steps 128 -t 1    a first look, half a minute
   kvflash bench speed --shape 8b                                                      8K to 256K, on a GPU
-  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,qk                with the default's schedule
+  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,qk                with the default schedule
   kvflash bench speed --shape 8b --contexts 256K --variants lru,lru/write_back=0      what writing records costs
 
-A variant is a policy with options of its own after slashes: full, lru, qk/share=0/tau=64 (a schedule that does
-not look at the clock), full/type_k=f16 ...; and
-lru/write_back=0, which writes no records and so loses what leaves the pool: what prefill could reach.
+A variant is a policy, with options of its own after slashes: full, lru, qk/share=0/tau=64 (a schedule that does not
+look at the clock), full/type_k=f16 ... The variant lru/write_back=0 writes no records and so loses what leaves the
+pool: it shows what prefill could reach.
 
-Writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
+It writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
 """
 
-PAGING_HELP = """Bandwidth out of the pool and into it beside a plain copy, and the token stream while chunks are swapped.
+PAGING_HELP = """Measure the bandwidth out of and into the pool beside a plain copy, and the token stream during swaps.
 
-Chunks leave and come back in turns with plain copies between the same memories. Then tokens are decoded while a fixed
-number of chunks is swapped at every reselect, and without.
+Chunks leave and come back in turns with plain copies between the same memories. Then tokens are decoded, while a fixed
+number of chunks is swapped at every reselect, and without swaps.
 
 \b
   kvflash bench paging --shape tiny --pool 1K --repeat 5 --reselect 4 --steps 256 -t 1    a first look, seconds
   kvflash bench paging --shape 8b --pool 4K --reselect 16                                 on a GPU
   kvflash bench paging model.gguf --pool 8K --tau 32                                      on your model
 
-Writes results.md, .csv, .json and a picture into a folder.
+It writes results.md, .csv, .json and a picture into a folder.
 """
 
 COMMON = params.options(
     params.MODEL,
     click.option("--shape", type=click.Choice(list(shapes.SHAPES)), default=None,
-                 help="Instead of a model: one of this geometry, with random weights."),
+                 help="Use a model of this geometry with random weights, instead of MODEL.gguf."),
     click.option("--shape-dir", metavar="FOLDER", default=None,
-                 help="Keep the shape's model here for the next run.  [default: it is removed at the end]"),
-    click.option("-o", "--output", metavar="FOLDER", default=None, help="Where to write.  [default: kvflash-NAME]"),
+                 help="Folder that keeps the shape's model for the next run.  [default: it is removed at the end]"),
+    click.option("-o", "--output", metavar="FOLDER", default=None,
+                 help="Folder for the results.  [default: kvflash-NAME]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
-                 show_default=True, help="Type of the K cache."),
+                 show_default=True, help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
-                 show_default=True, help="Type of the V cache; a quantised one needs -fa."),
+                 show_default=True, help="KV cache data type for V; a quantised one needs -fa."),
     click.option("-fa", "--fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="on",
                  show_default=True, help="Flash attention."),
     params.COMPUTE,
@@ -79,7 +80,7 @@ _ENGINE = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the model comes from: a file, or a shape, of which one is written."""
+    """A source of the model: a file, or a shape to write one from."""
 
     path: Path | None
     shape: str
@@ -87,17 +88,17 @@ class Source:
 
     @property
     def name(self) -> str:
-        """For titles."""
+        """Name in titles."""
         return self.path.stem if self.path else f"shape {self.shape}"
 
     @property
     def mark(self) -> str:
-        """For keys: a shape's bytes are known before they are written."""
+        """Mark in keys. A shape's mark needs no file, because its bytes are known before they are written."""
         return model_mark(self.path) if self.path else f"shape {self.shape} v{shapes.VERSION}"
 
     @contextmanager
     def file(self, reporter: Reporter) -> Iterator[Path]:
-        """The model's file."""
+        """Yield the model's file."""
         if self.path:
             yield self.path
             return
@@ -111,17 +112,21 @@ class Source:
 
 @click.command(help=SPEED_HELP, short_help="Decode and prefill speed against the context.")
 @COMMON
-@click.option("--contexts", type=Numbers(), default="8K,64K,128K,256K", show_default=True, help="Where to decode.")
-@click.option("--pools", type=Numbers(), default="4K", show_default=True, help="Pool sizes, in tokens.")
+@click.option(
+    "--contexts", type=Numbers(), default="8K,64K,128K,256K", show_default=True, help="Contexts at which to decode."
+)
+@click.option("--pools", type=Numbers(), default="4K", show_default=True, help="Pool sizes in tokens.")
 @click.option("--variants", default="full,lru,qk", show_default=True, help="Lines of the table, see above.")
-@click.option("--steps", type=click.IntRange(8), default=256, show_default=True, help="Tokens to decode at each.")
+@click.option(
+    "--steps", type=click.IntRange(8), default=256, show_default=True, help="Tokens to decode at each context."
+)
 @click.option(
     "--scorer-model",
     "--draft-scorer",
     "scorer_model",
     metavar="FILE",
     default=None,
-    help="For variants of policy drafter.",
+    help="Scorer model for variants of policy drafter.",
 )
 def speed(**options: Any) -> None:
     """Run the speed bench."""
@@ -152,9 +157,9 @@ def speed(**options: Any) -> None:
 
 @click.command(help=PAGING_HELP, short_help="Bandwidth of paging, and what swapping does to the token stream.")
 @COMMON
-@click.option("--pool", type=params.TokenCount(), default="4K", show_default=True, help="Pool size, in tokens.")
-@click.option("--repeat", type=click.IntRange(1), default=20, show_default=True, help="Rounds; their median counts.")
-@click.option("--reselect", "n_swap", type=click.IntRange(1), default=16, show_default=True, help="Chunks to swap.")
+@click.option("--pool", type=params.TokenCount(), default="4K", show_default=True, help="Pool size in tokens.")
+@click.option("--repeat", type=click.IntRange(1), default=20, show_default=True, help="Rounds, whose median counts.")
+@click.option("--reselect", "n_swap", type=click.IntRange(1), default=16, show_default=True, help="Chunks in a swap.")
 @click.option("--tau", type=click.IntRange(1), default=64, show_default=True, help="Tokens from one swap to the next.")
 @click.option("--steps", type=click.IntRange(8), default=512, show_default=True, help="Tokens to decode.")
 def paging(pool: int, repeat: int, n_swap: int, tau: int, steps: int, **options: Any) -> None:
@@ -172,9 +177,11 @@ def paging(pool: int, repeat: int, n_swap: int, tau: int, steps: int, **options:
 
 
 def _source(options: dict[str, Any]) -> Source:
-    """The model or the shape; one of them must be given, and not both."""
+    """Return the model or the shape. Raises UsageError unless exactly one of them is given."""
     argument, option, shape, folder = (options[n] for n in ("model_arg", "model", "shape", "shape_dir"))
-    given = named_model(argument, option, environment=not shape)  # a shape is meant instead of the environment's model
+    given = named_model(
+        argument, option, environment=not shape
+    )  # a shape takes precedence over the environment's model
     if given and shape:
         msg = f"both {given} and --shape {shape} are given: give one"
         raise UsageError(msg)

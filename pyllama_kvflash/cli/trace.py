@@ -1,4 +1,4 @@
-"""Where the trace of a run goes: `kvflash run --trace`. `kvflash plot` draws it."""
+"""Write the trace of a run for `kvflash run --trace`; `kvflash plot` draws it."""
 
 import json
 import math
@@ -10,17 +10,18 @@ from typing import Any, Self
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.errors import UsageError
 
-_DIGITS = 6  # of a score: a picture needs no more, and a long context has thousands of them
+_DIGITS = 6  # digits of a score: a picture needs no more, and a long context has thousands of scores
 
 
 class TraceWriter:
-    """A file of one JSON object a line, each seen at once: a run that is cut off leaves what it got to.
+    """A file of one JSON object a line. Each line is visible at once, so that a run that is cut off leaves what it has
+    done.
 
     As with Output, the file is opened at once and emptied with the first line. Raises UsageError and OutputError.
     """
 
     def __init__(self, name: str, inputs: Sequence[Path] = ()) -> None:
-        """Inputs: files that must not be written over."""
+        """Open the file. inputs: files that must not be overwritten."""
         path = Path(name)
         if path.exists() and any(other.exists() and other.samefile(path) for other in inputs):
             msg = f"{name} is in use by this run: give another file with --trace"
@@ -37,11 +38,11 @@ class TraceWriter:
         self._out.__exit__(kind, value, trace)
 
     def start(self, **meta: Any) -> None:
-        """The first line: model, policy, n_ctx, n_pool, chunk, tau."""
+        """Write the first line: model, policy, n_ctx, n_pool, chunk, tau."""
         self._line({"event": "start", **meta})
 
     def event(self, event: dict[str, Any]) -> None:
-        """An event, as events.as_dict gives it. A score that is None, NaN or infinite is written as null."""
+        """Write an event, as events.as_dict gives it. A score that is None, NaN or infinite is written as null."""
         if event.get("scores") is not None:
             event = {**event, "scores": _plain(event["scores"])}
         self._line(event)

@@ -1,4 +1,4 @@
-"""Options and steps of a run that begins warm: with a snapshot, or with what the prefix cache has."""
+"""Options and steps of a run that begins warm: from a snapshot, or from the prefix cache."""
 
 import os
 import time
@@ -16,39 +16,41 @@ from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 CACHE_SIZE = "20GiB"
-_WORTH = 1024  # tokens that were read, for which a file is written to the cache
+_WORTH = 1024  # newly read tokens that are worth a file in the cache
 
 
 def default_folder() -> Path:
-    """Where the prefix cache is, unless told otherwise."""
+    """Return the default folder of the prefix cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(home) / "kvflash" / "prefix"
 
 
 CACHE = params.options(
     click.option("--prefix-cache", "prefix_cache", metavar="DIR", default=None, envvar="KVFLASH_PREFIX_CACHE",
-                 help="Keep what was read in a folder, and begin with the longest prefix of the prompt that it has."),
+                 help="Folder that keeps what was read; a run begins with the longest prefix of its prompt that is"
+                 " there."),
     click.option("--prefix-cache-size", "prefix_cache_size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE,
                  show_default=True, envvar="KVFLASH_PREFIX_CACHE_SIZE",
-                 help="Bytes of that folder; what was used longest ago goes first."),
+                 help="Most bytes of that folder; the least recently used snapshots go first."),
 )  # fmt: skip
 
 SNAPSHOT = params.options(
-    click.option("--save-snapshot", metavar="FILE", default=None, help="At the end, write all that is in the context."),
+    click.option("--save-snapshot", metavar="FILE", default=None,
+                 help="At the end, save the whole context to this file."),
     click.option("--restore", metavar="FILE", default=None,
-                 help="Do not read again what of the prompt is in this snapshot; if it is of another model, cache or text,"
-                 " or damaged, the reason is given and the whole prompt is read."),
+                 help="Begin with this snapshot, and do not read its part of the prompt again. If it is damaged, or of"
+                 " another model, cache or text, the reason is given and the whole prompt is read."),
     click.option("--append", is_flag=True,
-                 help="With --restore: the prompt comes after what was saved, instead of beginning with it."),
+                 help="With --restore: the prompt comes after the saved text, instead of beginning with it."),
     CACHE,
 )  # fmt: skip
 
 
 class Warm:
-    """What a run restores and saves."""
+    """Restores and saves the context of a run."""
 
     def __init__(self, options: dict[str, Any], reporter: Reporter) -> None:
-        """options: the values of SNAPSHOT, taken out; a pool is kept if any is given. Raises UsageError."""
+        """Take the values of SNAPSHOT out of options. If any is given, a pool is kept. Raises UsageError."""
         names = ("save_snapshot", "restore", "append", "prefix_cache", "prefix_cache_size")
         given = {name: options.pop(name) for name in names}
         self._target, self._source, self._append = given["save_snapshot"], given["restore"], given["append"]
@@ -66,7 +68,10 @@ class Warm:
             raise UsageError(msg)
 
     def begin(self, kv: KVFlash, text: str) -> tuple[Tokens, bool]:
-        """The tokens that are to be read, and whether after what is in the context now. Raises SnapshotError and UsageError."""
+        """Restore what there is. Return the tokens to read, and whether they come after what is then in the context.
+
+        Raises SnapshotError and UsageError.
+        """
         tokens = kv.tokenize(text, add_special=not self._append) if text else np.zeros(0, np.int32)
         start = time.perf_counter()
         if self._source:
@@ -89,7 +94,9 @@ class Warm:
             self._reporter.warn(f"{err}; the whole prompt is read")
 
     def end(self, kv: KVFlash) -> None:
-        """Save what is to be saved. Raises SnapshotError for a file that was asked for."""
+        """Save what was asked for. Raises SnapshotError if --save-snapshot fails; a failure of the prefix cache is a
+        warning.
+        """
         if self._target and kv.n_tokens:
             start = time.perf_counter()
             with self._reporter.loading(self._target, "save") as bar:

@@ -1,9 +1,9 @@
-"""DFlash drafters from safetensors to GGUF, without torch.
+"""Convert DFlash drafters from safetensors to GGUF, without torch.
 
     find_source ─▶ resolve: Config, Weights ─▶ Drafter ─▶ tensors  ─▶ write
                    Target (tokenizer, sizes) ─┘
 
-Everything that can be wrong but the weights' values is found before the first byte is written.
+All errors but wrong values of weights are found before the first byte is written.
 """
 
 import math
@@ -28,16 +28,20 @@ __all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "re
 _LLAMA_TYPES = (
     *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
     *("iq4_nl", "iq4_xs"),
-)  # that llama.cpp's quantiser makes of a file of another
+)  # types that llama.cpp's quantiser makes from a file of another type
 OUTTYPES = ("auto", *TYPES, *_LLAMA_TYPES)
-"""Types of matrices. "auto": as most drafters are stored, bf16 or f16."""
+"""Types of matrices. "auto": the stored type, bf16 or f16."""
 
 _STORED = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A drafter that can be written. target None: it is only looked at. stored: the type of its matrices, of TYPES."""
+    """A drafter that can be written.
+
+    target: None: the drafter is only looked at.
+    stored: the type of its matrices, of TYPES.
+    """
 
     source: Source
     config: Config
@@ -48,12 +52,12 @@ class Plan:
 
     @property
     def n_params(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
 def resolve(source: Source, target: Path | None) -> Plan:
-    """Read a drafter's config.json and headers, and the target's GGUF, and compare them.
+    """Read a drafter's config.json and headers and the target's GGUF, and compare them.
 
     Raises UsageError, ModelError and UnsupportedError, in one sentence.
     """
@@ -68,7 +72,10 @@ def resolve(source: Source, target: Path | None) -> Plan:
 
 
 def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = lambda _: None) -> None:
-    """Write a plan to a file, whole or not at all. outtype: of OUTTYPES; progress: called with 0.0 to 1.0.
+    """Write a plan to a file, whole or not at all.
+
+    outtype: one of OUTTYPES.
+    progress: called with 0.0 to 1.0.
 
     Raises UsageError, ModelError for a weight that is no number, UnsupportedError, and OutputError.
     """
@@ -96,7 +103,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
 
 
 def _stored_type(weights: Weights) -> str:
-    """The type of the first matrix that is bf16 or f16, as upstream's `auto`; else f32."""
+    """Return the type of the first bf16 or f16 matrix, as upstream's `auto` does, else f32."""
     kinds = [t.dtype for t in weights.tensors.values() if len(t.shape) > 1]
     return _STORED[next((kind for kind in kinds if kind in ("BF16", "F16")), "F32")]
 
@@ -111,14 +118,14 @@ def _contents(plan: Plan, outtype: str) -> Contents:
     keys["general.file_type"] = (int(gguf.LlamaFileType[TYPES[outtype]]), kinds.UINT32, None)
     keys["general.quantization_version"] = (gguf.GGML_QUANT_VERSION, kinds.UINT32, None)
     for key, field in target.tokenizer.items() if target else ():
-        if field.value != []:  # which gguf does not write
+        if field.value != []:  # gguf does not write an empty array
             keys[key] = (field.value, kinds(field.kind), None if field.item_kind is None else kinds(field.item_kind))
     keys[MASK] = (drafter.mask_token, kinds.UINT32, None)
     return Contents(keys, plan.tensors)
 
 
 def _typed(kinds: Any, value: Value) -> tuple[Any, Any, Any]:
-    """A value with its GGUF type: that of upstream's converter."""
+    """Return a value with the GGUF type that upstream's converter gives it."""
     if isinstance(value, list):
         return value, kinds.ARRAY, kinds.BOOL if isinstance(value[0], bool) else kinds.INT32
     kind = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}[type(value)]

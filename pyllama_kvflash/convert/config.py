@@ -1,4 +1,4 @@
-"""A drafter's config.json: values with their types checked, and errors that name the key."""
+"""A drafter's config.json: values with checked types, and errors that name the key."""
 
 import json
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Self
 
 from pyllama_kvflash.errors import ModelError
 
-_NESTED = ("text_config", "transformer_layer_config")  # whose values count as those of the file
+_NESTED = ("text_config", "transformer_layer_config")  # objects whose values count as top-level ones
 _MAX_INT = (1 << 31) - 2  # sizes are 32-bit numbers in llama.cpp, and layers are counted from 1 there
-_MAX_NUMBER = 1e30  # and the others float32
+_MAX_NUMBER = 1e30  # other numbers are float32
 
 
 class Found(NamedTuple):
-    """A value, with the key it was found under: "dflash_config.block_size"."""
+    """A value, and the key that it was found under: "dflash_config.block_size"."""
 
     key: str
     value: Any
@@ -22,10 +22,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config.json. A key with a dot is one of an object within: "dflash_config.block_size".
+    """The values of a config.json. A key with a dot is inside an object: "dflash_config.block_size".
 
-    Getters take several keys; the first that is there, and not null, counts. Raises ModelError, with the key, for a
-    value of another type, and for a missing one unless a getter says what it gives then.
+    Getters take several keys and use the first that is there and not null. They raise ModelError, with the key, for a
+    value of another type, and for a missing one unless the getter says what it returns then.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Config:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read a folder's config.json. Raises ModelError."""
+        """Read the config.json of a folder. Raises ModelError."""
         path = folder / "config.json"
         try:
             values = json.loads(path.read_bytes())
@@ -55,7 +55,7 @@ class Config:
         return cls(path, values)
 
     def find(self, *keys: str) -> Found | None:
-        """The first of the keys that is there."""
+        """Return the value of the first key that is there, None if none is."""
         for key in keys:
             value: Any = self.values
             for part in key.split("."):
@@ -65,7 +65,7 @@ class Config:
         return None
 
     def need(self, *keys: str) -> Found:
-        """The same; one must be there."""
+        """Return the value of the first key that is there. Raises ModelError if none is."""
         found = self.find(*keys)
         if found is None:
             others = f" (nor {', '.join(keys[1:])})" if keys[1:] else ""
@@ -74,34 +74,34 @@ class Config:
         return found
 
     def size(self, *keys: str, low: int = 1) -> Found:
-        """A whole number from low on."""
+        """Return a whole number >= low."""
         return self._checked(_whole(low), f"a whole number from {low} on", self.need(*keys))
 
     def maybe_size(self, *keys: str, low: int = 1) -> int | None:
-        """The same, None if there is none."""
+        """Return a whole number >= low, None if there is none."""
         return self.size(*keys, low=low).value if self.find(*keys) else None
 
     def maybe_number(self, *keys: str) -> float | None:
-        """A finite number, None if there is none."""
+        """Return a finite number, None if there is none."""
         found = self.find(*keys)
         return float(self._checked(_finite, "a number", found).value) if found else None
 
     def positive(self, *keys: str) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         return float(self._checked(lambda v: _finite(v) and v > 0, "a number above 0", self.need(*keys)).value)
 
     def flag(self, *keys: str) -> bool | None:
-        """True or false, None if there is none."""
+        """Return true or false, None if there is none."""
         found = self.find(*keys)
         return bool(self._checked(lambda v: isinstance(v, bool), "true or false", found).value) if found else None
 
     def maybe_text(self, *keys: str) -> str | None:
-        """A string, None if there is none."""
+        """Return a string, None if there is none."""
         found = self.find(*keys)
         return str(self._checked(_printable, "a string", found).value) if found else None
 
     def sizes(self, *keys: str) -> Found:
-        """A list of whole numbers from 0 on, not empty."""
+        """Return a list of whole numbers >= 0, not empty."""
         whole = _whole(0)
         return self._checked(
             lambda v: isinstance(v, list) and bool(v) and all(map(whole, v)),
@@ -110,7 +110,7 @@ class Config:
         )
 
     def maybe_texts(self, *keys: str) -> Found | None:
-        """A list of strings, None if there is none."""
+        """Return a list of strings, None if there is none."""
         found = self.find(*keys)
         good = lambda v: isinstance(v, list) and all(map(_printable, v))  # noqa: E731
         return self._checked(good, "a list of strings", found) if found else None
@@ -127,7 +127,7 @@ def _whole(low: int) -> Callable[[Any], bool]:
 
 
 def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER  # neither of them is true of NaN
+    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER  # both are false for NaN
 
 
 def _printable(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Who made a drafter, and what it is called: the general.* keys, from its name and the head of its README.md."""
+"""The general.* keys, who made a drafter and what it is called: from its name and the head of its README.md."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from pyllama_kvflash.convert.source import Source
 
 
 def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[Any, Any, Any]]:
-    """Keys as gguf's own heuristics give them. A README.md that they cannot take is left out."""
+    """Return the keys that gguf's own heuristics give. A README.md that they cannot take is left out."""
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)
@@ -17,7 +17,7 @@ def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[An
 
 
 def _card(gguf: Any, folder: Path) -> dict[str, Any]:
-    """The entries at the head of a folder's README.md that are texts, or lists of them."""
+    """Return the entries at the head of a folder's README.md that are texts or lists of texts."""
     try:
         found = gguf.Metadata.load_model_card(folder)
     except Exception:  # noqa: BLE001 (YAML's errors, and those of the system)

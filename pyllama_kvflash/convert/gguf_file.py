@@ -1,4 +1,4 @@
-"""A drafter into a GGUF file: whole or not at all, a few rows at a time, with a look at every weight."""
+"""Write a drafter to a GGUF file: whole or not at all, a few rows at a time, checking every weight."""
 
 import math
 import os
@@ -32,15 +32,17 @@ TYPES = {
     "q4_1": "MOSTLY_Q4_1",
     "q4_0": "MOSTLY_Q4_0",
 }
-"""Types that are written here, with gguf's name of a file of each."""
+"""Types that this module writes, with gguf's name for a file of each."""
 
-_CHUNK = 1 << 22  # elements that are converted at once
+_CHUNK = 1 << 22  # elements converted at once
 _F16_MAX = 65504.0
-_HEADER = 1 << 20  # bytes of padding and tensor infos, at most
+_HEADER = 1 << 20  # most bytes of padding and tensor infos
 
 
 class Contents(NamedTuple):
-    """What a file holds. keys: "general.type" and so on, with value, type and type of items as gguf has them."""
+    """The contents of a file. keys: "general.type" and so on, each with its value, type and item type as gguf has
+    them.
+    """
 
     keys: dict[str, tuple[Any, Any, Any]]
     tensors: list[Tensor]
@@ -48,10 +50,10 @@ class Contents(NamedTuple):
 
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
-    """A temporary file beside path, which takes its place at the end, and is removed if the block raises.
+    """Yield a temporary file beside path, which replaces path at the end, or is removed if the block raises.
 
-    It is called .NAME.part; what a killed run left is overwritten by the next one. Raises UsageError if another process
-    writes it now, and OutputError.
+    It is called .NAME.part; the next run overwrites what a killed run left. Raises UsageError if another process is
+    writing it, and OutputError.
     """
     part = path.with_name(f".{path.name}.part")
     if path.is_dir() or (path.exists() and not path.is_file()):
@@ -84,7 +86,10 @@ def _lock(file: Any, path: Path) -> None:
 
 
 def write_file(part: Path, contents: Contents, outtype: str, progress: Progress) -> None:
-    """Write a GGUF file. outtype: of TYPES; progress: called with 0.0 to 1.0.
+    """Write a GGUF file.
+
+    outtype: one of TYPES.
+    progress: called with 0.0 to 1.0.
 
     Raises ModelError for a weight that is no number or does not fit, OutputError if there is no room, and OSError.
     """
@@ -116,13 +121,13 @@ def write_file(part: Path, contents: Contents, outtype: str, progress: Progress)
 
 
 def _close(file: Any) -> None:
-    """Close a writer. After an error on the disk, closing fails again: the first one is the one to tell."""
+    """Close a writer. After a disk error, closing fails again: suppress that, so that the first error is reported."""
     with suppress(OSError):
         file.close()
 
 
 def tensor_type(gguf: Any, tensor: Tensor, outtype: str) -> Any:
-    """The type that a tensor is written in: as upstream's converter, f16 where a row is no whole number of blocks."""
+    """Return the type to write a tensor in: as upstream's converter, f16 if a row is no whole number of blocks."""
     kinds = gguf.GGMLQuantizationType
     if tensor.values is not None and tensor.values.dtype == np.int64:
         return kinds.I64
@@ -145,24 +150,29 @@ def _check_room(part: Path, need: int) -> None:
 
 
 def _chunks(gguf: Any, tensor: Tensor, kind: Any) -> Iterator[npt.NDArray[Any]]:
-    """A tensor's bytes, some rows at a time."""
+    """Yield a tensor's data, some rows at a time."""
     if tensor.values is not None:
         yield tensor.values
         return
-    f16 = kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.BF16)  # the values, or their scales
+    f16 = kind not in (
+        gguf.GGMLQuantizationType.F32,
+        gguf.GGMLQuantizationType.BF16,
+    )  # f16 holds the values, or their scales
     for rows, first in _rows(tensor):
         _check_values(tensor, rows, first, f16=f16)
         yield rows if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(rows, kind)
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], int]]:
-    """Rows (n, width) float32 of a stored tensor, and the number of the first. A vector has rows of one element."""
+    """Yield rows (n, width) float32 of a stored tensor with the number of the first. A vector has rows of one
+    element.
+    """
     stored = tensor.stored
     if stored is None:
         return
     width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     n = math.prod(tensor.shape) // width
-    if tensor.rows is not None:  # rows of everywhere: matrices of attention, which are not large
+    if tensor.rows is not None:  # reordered rows: attention matrices, which are small enough to read whole
         yield stored.floats(0, n * width).reshape(n, width)[tensor.rows], 0
         return
     step = max(1, _CHUNK // width)
@@ -172,7 +182,7 @@ def _rows(tensor: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], int]]:
 
 
 def _check_values(tensor: Tensor, rows: npt.NDArray[np.float32], first: int, *, f16: bool) -> None:
-    largest = float(np.abs(rows).max()) if rows.size else 0.0  # NaN if there is one
+    largest = float(np.abs(rows).max()) if rows.size else 0.0  # NaN if any weight is
     if math.isfinite(largest) and (largest <= _F16_MAX or not f16):
         return
     name = tensor.stored.name if tensor.stored else tensor.name

@@ -1,4 +1,4 @@
-"""gguf, which is an optional extra."""
+"""Load gguf, an optional extra."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from pyllama_kvflash.errors import UsageError
 
 
 def load_gguf() -> Any:
-    """The module. Raises UsageError if it is not installed."""
+    """Return the gguf module. Raises UsageError if it is not installed."""
     try:
         import gguf  # noqa: PLC0415 (an optional extra)
     except ImportError:

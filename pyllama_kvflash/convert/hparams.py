@@ -1,7 +1,8 @@
-"""What a drafter is: the metadata that llama.cpp's dflash.cpp and speculative.cpp read, from config.json and the weights.
+"""Resolve a drafter: the metadata that llama.cpp's dflash.cpp and speculative.cpp read, from config.json and the
+weights.
 
-docs/CONVERT.md has the table of keys. Nothing is assumed: a value that the computation needs is in config.json, or follows
-from a shape, or its absence is an error.
+docs/CONVERT.md has the table of keys. Nothing is assumed: a value that the computation needs is in config.json or
+follows from a shape; otherwise it is an error.
 """
 
 import re
@@ -19,7 +20,7 @@ DFLASH = ("DFlashDraftModel", "DFlash2DraftModel")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "LingDSparkModel")
 GEMMA = "Gemma4DSparkModel"
 
-_ELSEWHERE = {  # architectures of arch dflash whose weights are packed or named in ways of their own
+_ELSEWHERE = {  # architectures of arch dflash that pack or name their weights in their own way
     "DeepseekV4DSparkModel",
     "DeepseekV4ForCausalLM",
     "MuseGlimmerAssistantModel",
@@ -29,7 +30,7 @@ _BLOCK = re.compile(r"layers\.([0-9]{1,9})\.")
 
 
 class Size(NamedTuple):
-    """A dimension with what it is made of, for sentences: ("intermediate_size", 128)."""
+    """A dimension and the words that name it in messages: ("intermediate_size", 128)."""
 
     key: str
     value: int
@@ -39,9 +40,12 @@ class Size(NamedTuple):
 class Drafter:
     """A resolved drafter.
 
-    keys: metadata without the prefix "dflash."; sizes: what the shapes of tensors are made of, by the names that layout.py
-    uses. neox: the rotated halves of a head lie one after the other, as llama.cpp wants them, and not in turns.
-    own_embeddings, own_head: those in the weights are used, not the target's. rope_factors: divisors of the frequencies.
+    keys: metadata without the prefix "dflash.".
+    sizes: dimensions of tensors, by the names that layout.py uses.
+    neox: True if the rotated halves of a head lie one after the other, as llama.cpp wants them; False if they
+        alternate.
+    own_embeddings, own_head: use those in the weights, not the target's.
+    rope_factors: divisors of the rope frequencies, (head_dim / 2,), or [].
     """
 
     architecture: str
@@ -59,17 +63,17 @@ class Drafter:
 
     @property
     def n_rot(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of elements of a head that are rotated."""
         n = self.keys.get("rope.dimension_count")
         return n if isinstance(n, int) else self.size("head_dim")
 
     def size(self, name: str) -> int:
-        """A dimension by its name."""
+        """Return a dimension by its name."""
         return self.sizes[name].value
 
 
 def read_drafter(config: Config, weights: Weights, *, mrope: bool) -> Drafter:
-    """Resolve a drafter. mrope: its target rotates by M-RoPE. Raises ModelError and UnsupportedError, in one sentence."""
+    """Resolve a drafter. mrope: its target uses M-RoPE. Raises ModelError and UnsupportedError, in one sentence."""
     architecture = _architecture(config)
     gemma = architecture == GEMMA
     dspark = architecture in DSPARK or gemma or weights.get("markov_head.markov_w1.weight") is not None
@@ -137,7 +141,7 @@ def _architecture(config: Config) -> str:
 
 
 def _refuse(config: Config, weights: Weights, *, gemma: bool) -> None:
-    """What cannot be written without being wrong."""
+    """Raise UnsupportedError or ModelError for what could only be written wrong."""
     if config.find("quantization_config"):
         msg = f"{config.path} has a quantization_config: give the drafter's weights before they were quantised"
         raise UnsupportedError(msg)
@@ -189,7 +193,7 @@ def _sizes(config: Config, weights: Weights, *, gemma: bool, dspark: bool) -> di
 
 
 def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) -> Size:
-    """As config.json says; if it does not, from the rows of k_proj."""
+    """Return the head size from config.json or, if it is not there, from the rows of k_proj."""
     name = "global_head_dim" if gemma else "head_dim"
     if config.find(name):
         return _named(config.size(name))
@@ -205,7 +209,9 @@ def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) 
 
 
 def _rank(config: Config, weights: Weights) -> Size:
-    """Of the Markov head: as config.json says, else the columns of its first matrix, as llama.cpp has it."""
+    """Return the rank of the Markov head from config.json, else from the columns of its first matrix, as llama.cpp
+    does.
+    """
     if config.find("markov_rank", "dflash_config.markov_rank"):
         return _named(config.size("markov_rank", "dflash_config.markov_rank"))
     w1 = weights.get("markov_head.markov_w1.weight")
@@ -213,7 +219,7 @@ def _rank(config: Config, weights: Weights) -> Size:
 
 
 def _dflash2_sizes(config: Config, sizes: dict[str, Size]) -> dict[str, Size]:
-    """Of the convolutions and the selector, with the checks of llama_model_dflash::load_arch_tensors."""
+    """Return the sizes of the convolutions and the selector, checked as in llama_model_dflash::load_arch_tensors."""
     hidden = sizes["hidden"]
     kernel, group, rank, top_k = (
         _named(config.size(f"dflash_config.{name}", name))
@@ -240,8 +246,8 @@ def _n_layer(config: Config, weights: Weights) -> int:
 
 
 def _target_layers(config: Config) -> list[int]:
-    """Layers of the target whose input is captured: the input of layer i + 1 is the output of layer i, which is meant."""
-    if config.find("aux_hidden_state_layer_ids"):  # of inputs
+    """Return the layers of the target whose input is captured. The input of layer i + 1 is the output of layer i."""
+    if config.find("aux_hidden_state_layer_ids"):  # these count inputs already
         return list(config.sizes("aux_hidden_state_layer_ids").value)
     return [i + 1 for i in config.sizes("dflash_config.target_layer_ids", "target_layer_ids").value]
 
@@ -255,7 +261,7 @@ def _mask(config: Config, n_vocab: int) -> int:
 
 
 def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> dict[str, Value]:
-    """What common/speculative.cpp reads, and the parameters of the heads."""
+    """Return the keys that common/speculative.cpp reads, and the parameters of the heads."""
     res: dict[str, Value] = {
         "block_size": config.size("dflash_config.block_size", "block_size").value,
         "target_layers": _target_layers(config),
@@ -272,8 +278,10 @@ def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> 
 
 
 def _scales(config: Config, n_embd: int, *, gemma: bool) -> dict[str, Value]:
-    """Factors and the activation; those that are not there are 1, none, and silu."""
-    if gemma:  # as the model: embeddings times the root of their size, unscaled attention
+    """Return the scale factors and the activation. A missing factor means 1, a missing cap none, a missing activation
+    silu.
+    """
+    if gemma:  # as in Gemma: embeddings times the root of their size, unscaled attention
         return {"embedding_scale": n_embd**0.5, "attention.scale": 1.0, "hidden_activation": _activation(config, GEMMA)}
     res: dict[str, Value | None] = {
         "attention.value_scale": config.maybe_number("dflash_config.attention_value_scale"),
@@ -299,7 +307,7 @@ def _activation(config: Config, kind: str) -> str:
 
 
 def _windows(config: Config, n_layer: int) -> dict[str, Value]:
-    """The sliding window, and which layers have it; nothing if none does."""
+    """Return the sliding window and the layers that have it, or nothing if none has."""
     own = config.flag("dflash_config.use_swa") or False
     if not own and not config.flag("use_sliding_window"):
         return {}
@@ -312,7 +320,7 @@ def _windows(config: Config, n_layer: int) -> dict[str, Value]:
 
 def _pattern(config: Config, n_layer: int) -> list[bool]:
     types = config.maybe_texts("layer_types")
-    if types is None:  # as transformers' Qwen3Config: the first max_window_layers see everything
+    if types is None:  # as in transformers' Qwen3Config: the first max_window_layers see everything
         first = config.size("layer_types", "max_window_layers", low=0).value
         return [i >= first for i in range(n_layer)]
     if len(types.value) != n_layer:

@@ -1,6 +1,7 @@
-"""Which tensors a drafter has: their names here and in GGUF, and the shapes that config.json gives them.
+"""The tensors of a drafter: their names in the source and in GGUF, and the shapes that config.json gives them.
 
-The names and shapes are those that llama_model_dflash::load_arch_tensors asks for (vendor/llama.cpp/src/models/dflash.cpp).
+The names and shapes are those that llama_model_dflash::load_arch_tensors asks for
+(vendor/llama.cpp/src/models/dflash.cpp).
 """
 
 import math
@@ -14,12 +15,16 @@ from pyllama_kvflash.convert.hparams import Drafter, Size
 from pyllama_kvflash.convert.weights import Stored, Weights
 from pyllama_kvflash.errors import ModelError
 
-_UNUSED = (".rotary_emb.inv_freq", "t2d")  # ends of the names of tensors that nothing reads
+_UNUSED = (".rotary_emb.inv_freq", "t2d")  # endings of the names of tensors that nothing reads
 _ORDINALS = ("first", "second", "third")
 
 
 class Slot(NamedTuple):
-    """A tensor that llama.cpp loads. dims: products of Drafter.sizes, in torch's order. needed: it must be there."""
+    """A tensor that llama.cpp loads.
+
+    dims: products of Drafter.sizes, in torch's order.
+    needed: it must be there.
+    """
 
     source: str
     name: str
@@ -28,9 +33,12 @@ class Slot(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written. shape: in torch's order. stored: where it lies, else values. keep: it stays f32 (or i64).
+    """A tensor to be written.
 
-    rows: for each row of a matrix, or element of a vector, the stored one that goes there; None: as they are.
+    shape: in torch's order.
+    keep: it stays f32 (or i64).
+    stored: where its data lies; None: in `values`.
+    rows: for each row of a matrix, or element of a vector, the stored row that goes there; None: the stored order.
     """
 
     name: str
@@ -42,7 +50,9 @@ class Tensor(NamedTuple):
 
 
 def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
-    """All tensors of the file. Raises ModelError for one that is missing, has another shape, or that nothing loads."""
+    """Return all tensors of the file. Raises ModelError for one that is missing, has another shape, or that nothing
+    loads.
+    """
     res = []
     left = {name for name in weights.tensors if not name.endswith(_UNUSED)}
     if drafter.rope_factors:
@@ -67,7 +77,7 @@ def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
 
 
 def slots(drafter: Drafter) -> Iterator[Slot]:
-    """Every tensor that a drafter may have. A name of "": it is checked, and left out."""
+    """Yield every tensor that a drafter may have. One with the name "" is checked, but not written."""
     d = drafter
     reduced = d.size("draft vocab") < d.size("vocab")
     yield Slot("fc.weight", "fc.weight", ("hidden", "captured*hidden"))
@@ -93,7 +103,9 @@ def slots(drafter: Drafter) -> Iterator[Slot]:
 
 
 def _block(d: Drafter) -> Iterator[Slot]:
-    """Of every block; source and name are without their beginnings. A Gemma 4 drafter's keys are its values, too."""
+    """Yield the tensors of a block, source and name without their prefixes. A Gemma 4 drafter uses its keys as values,
+    too.
+    """
     yield Slot("input_layernorm.weight", "attn_norm.weight", ("hidden",))
     yield Slot("self_attn.q_proj.weight", "attn_q.weight", ("heads*head_dim", "hidden"))
     yield Slot("self_attn.k_proj.weight", "attn_k.weight", ("kv heads*head_dim", "hidden"))
@@ -135,14 +147,16 @@ def _check_shape(slot: Slot, stored: Stored, drafter: Drafter) -> None:
 
 
 def _dim(dim: str, drafter: Drafter) -> Size:
-    """The value of a dimension, with its parts in words: "num_attention_heads = 4, head_dim = 32"."""
+    """Return a dimension with its parts in words: "num_attention_heads = 4, head_dim = 32"."""
     sums = [[drafter.sizes[name] for name in part.split("*")] for part in dim.split("+")]
     names = [f"{s.key} = {s.value}" for part in sums for s in part if not s.key.isdecimal()]
     return Size(", ".join(names), sum(math.prod(s.value for s in part) for part in sums))
 
 
 def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
-    """What stays f32 is what upstream's converter leaves so: vectors, norms, and tensors without a name for a weight."""
+    """Return the tensor to write. Vectors, norms and names that do not end in ".weight" stay f32, as in upstream's
+    converter.
+    """
     if slot.source == "d2t":
         return Tensor(slot.name, stored.shape, keep=True, values=_targets(stored, drafter))
     stored.check_floats()
@@ -156,7 +170,9 @@ def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
 
 
 def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
-    """Ids in the target of the drafter's tokens; the file has their distances from the drafter's own ids."""
+    """Return the target's ids of the drafter's tokens, (n,) int64. The file has their offsets from the drafter's own
+    ids.
+    """
     offsets = stored.integers()
     ids = offsets + np.arange(len(offsets))
     n_vocab = drafter.size("vocab")
@@ -172,8 +188,10 @@ def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
 
 
 def _halves(n: int, head_dim: int, n_rot: int) -> npt.NDArray[np.int64]:
-    """Rows of heads whose first n_rot are rotated in pairs that lie side by side, so that the first of each pair come
-    first: 0, 2, 4 ..., 1, 3, 5 ..., and the rest as it is.
+    """Return the order of rows, (n,) int64, that puts the halves of each head's rotated rows one after the other.
+
+    In the source, the first n_rot rows of a head are rotated in adjacent pairs. The order takes 0, 2, 4 ..., 1, 3, 5
+    ..., and the rest as it is.
     """
     head = np.arange(head_dim)
     head[:n_rot] = head[:n_rot].reshape(-1, 2).T.reshape(-1)

@@ -1,8 +1,9 @@
-"""The metadata of a GGUF file, as bytes: gguf's own reader takes 14 s for a vocabulary of 250,000 tokens, this one less than 1.
+"""Read the metadata of a GGUF file as bytes: under 1 s for a vocabulary of 250,000 tokens, where gguf's reader takes 14
+s.
 
-The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, then each value: its
-key, a type u32, and it; an array is the type of its items u32, their number u64, and them; a string is its length u64, and its
-bytes. All little-endian.
+The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, then the
+values. A value is its key, a type u32, and its data. An array is the type of its items u32, their number u64, and the
+items; a string is its length u64, and its bytes. All is little-endian.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,11 @@ _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # 1 had lengths of 32 bits
+_VERSIONS = (2, 3)  # version 1 had 32-bit lengths
 
 
 class Field(NamedTuple):
-    """A value with its GGUF type, and that of its items if it is an array. A string is its bytes."""
+    """A value with its GGUF type and, for an array, the type of its items. A string is its bytes."""
 
     value: Any
     kind: int
@@ -28,7 +29,9 @@ class Field(NamedTuple):
 
 
 def read_metadata(path: Path, wanted: Callable[[str], bool]) -> dict[str, Field]:
-    """The values whose keys are wanted. Raises OSError, and ValueError for what is no GGUF file, or is damaged."""
+    """Return the values whose keys are wanted. Raises OSError, and ValueError for a file that is damaged or no GGUF
+    file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         reader = _Reader(file, size)
@@ -45,7 +48,7 @@ def read_metadata(path: Path, wanted: Callable[[str], bool]) -> dict[str, Field]
 
 
 class _Reader:
-    """Reads what is there, and raises ValueError where the file ends too soon."""
+    """Reads values one after the other. Raises ValueError if the file ends too soon."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._left = file, size

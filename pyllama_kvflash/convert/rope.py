@@ -1,12 +1,15 @@
-"""How a drafter rotates: the rope.* keys from config.json. A DFlash drafter has one rope, for windows and the rest."""
+"""The rope.* keys of a drafter, from config.json. A DFlash drafter has one rope, for windowed and full attention."""
 
 from typing import Any
 
 from pyllama_kvflash.convert.config import Config
 from pyllama_kvflash.errors import ModelError, UnsupportedError
 
-_PARAMETERS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
-_WHERE = (*(f"{p}.full_attention" for p in _PARAMETERS), *_PARAMETERS)  # the nearer first: of full attention, of all
+_PARAMETERS = ("rope_parameters", "rope_scaling")  # in transformers 5, and before
+_WHERE = (
+    *(f"{p}.full_attention" for p in _PARAMETERS),
+    *_PARAMETERS,
+)  # the more specific first: for full attention, then for all
 _N_SECTIONS = 4  # time, height, width, extra
 _NOT_ROTATED = 1e30  # divides a frequency to nothing
 
@@ -14,7 +17,9 @@ Keys = dict[str, Any]
 
 
 def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list[float]]:
-    """Keys, and divisors of the frequencies (head_dim / 2) if there are any. Raises ModelError and UnsupportedError."""
+    """Return the keys, and the divisors of the frequencies, (head_dim / 2,) or []. Raises ModelError and
+    UnsupportedError.
+    """
     theta = config.positive(*(f"{p}.rope_theta" for p in _WHERE), "rope_theta")
     _check_one_rope(config, theta)
     kind = config.maybe_text(*(f"{p}.{name}" for p in _WHERE for name in ("rope_type", "type"))) or "default"
@@ -32,7 +37,7 @@ def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list
 
 
 def rope_sections(config: Config, head_dim: int, *, mrope: bool) -> Keys:
-    """M-RoPE's sections. Of a target with M-RoPE the drafter follows the first, time: all of its pairs are in that one."""
+    """Return M-RoPE's sections. If the target uses M-RoPE, the drafter puts all pairs into the first section, time."""
     if mrope:
         return {"rope.dimension_sections": [head_dim // 2, 0, 0, 0]}
     names = [f"{p}.mrope_section" for p in _PARAMETERS]
@@ -50,7 +55,7 @@ def _check_one_rope(config: Config, theta: float) -> None:
 
 
 def _scaling(config: Config, kind: str) -> Keys:
-    """Keys of a scaled rope: linear, or YaRN (Peng et al. 2023)."""
+    """Return the keys of a scaled rope: linear, or YaRN (Peng et al. 2023)."""
     if kind == "default":
         return {}
     if kind not in ("linear", "yarn"):
@@ -75,7 +80,9 @@ def _scaling(config: Config, kind: str) -> Keys:
 
 
 def _proportional(config: Config, head_dim: int, kind: str, partial: float | None) -> list[float]:
-    """Gemma 4's rope: of head_dim / 2 pairs the first are rotated, and the others stay where they are."""
+    """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others stay as
+    they are.
+    """
     if kind == "default":
         return []
     if kind != "proportional" or partial is None:
@@ -87,7 +94,7 @@ def _proportional(config: Config, head_dim: int, kind: str, partial: float | Non
 
 
 def _n_rot(config: Config, head_dim: int, partial: float) -> int:
-    """Elements of a head that are rotated, as transformers counts them; they come in pairs."""
+    """Return how many elements of a head are rotated, counted as in transformers; they come in pairs."""
     n = int(head_dim * partial)
     if not n or n % 2:
         msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be even"

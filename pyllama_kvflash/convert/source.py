@@ -1,4 +1,4 @@
-"""Where a drafter lies: a folder, or a repository of the Hugging Face Hub."""
+"""Find a drafter: in a folder, or in a repository of the Hugging Face Hub."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,14 +11,17 @@ _FILES = ["config.json", "README.md", "*.safetensors", "*.safetensors.index.json
 
 
 class Source(NamedTuple):
-    """A folder on this machine, and what it is called."""
+    """A folder on this machine, and the drafter's name."""
 
     folder: Path
     name: str
 
 
 def find_source(text: str) -> Source:
-    """A folder, or hf:owner/repo[@revision], which is downloaded into the Hub's cache. Raises UsageError and ModelError."""
+    """Return the source of a folder, or of hf:owner/repo[@revision], which is downloaded into the Hub's cache.
+
+    Raises UsageError and ModelError.
+    """
     if text.startswith(_HUB):
         repo, at, revision = text.removeprefix(_HUB).partition("@")
         if at and not revision:

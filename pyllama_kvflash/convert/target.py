@@ -1,4 +1,4 @@
-"""The target of a drafter, from its GGUF: the tokenizer, which is the drafter's, too, and sizes to compare with."""
+"""The target of a drafter, from its GGUF: the tokenizer, which the drafter shares, and sizes to compare with."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ MASK = "tokenizer.ggml.mask_token_id"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a target's GGUF says. tokenizer: its tokenizer.* keys; mrope: it rotates by M-RoPE."""
+    """The metadata of a target's GGUF. tokenizer: its tokenizer.* keys. mrope: True if it uses M-RoPE."""
 
     path: Path
     architecture: str
@@ -62,7 +62,7 @@ class Target:
         )
 
     def check(self, drafter: Drafter, config: Config) -> None:
-        """Raise ModelError if a drafter was not made for this target. Sizes that the GGUF does not have are not compared."""
+        """Raise ModelError if a drafter was not made for this target. Sizes that the GGUF lacks are not compared."""
         vocab, hidden = drafter.sizes["vocab"], drafter.sizes["hidden"]
         if vocab.value != self.n_vocab:
             self._differs(config, f"{vocab.key} is {vocab.value}", f"{self.n_vocab} tokens")

@@ -1,4 +1,4 @@
-"""The weights of a folder: headers of safetensors files, and rows of their tensors. No torch.
+"""The weights of a folder, without torch: headers of safetensors files, and rows of their tensors.
 
 The format (huggingface/safetensors, README, "Format"): 8 bytes of length, little-endian; a JSON object of that length,
 which gives each tensor's dtype, shape and bytes; the bytes.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pyllama_kvflash.errors import ModelError, UnsupportedError
 
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100_000_000  # bytes, as the format's own reader
-_PREFIXES = ("model.", "language_model.")  # before the names of the same tensors, in some exports
+_MAX_HEADER = 100_000_000  # bytes, the limit of the format's own reader
+_PREFIXES = ("model.", "language_model.")  # prefixes that some exports put before the same names
 _SAME = (
     (re.compile(r"self_attn\.(sinks|attention_sink_bias|learnable_sink_param)(\.weight)?$"), "self_attn.sinks"),
     (re.compile(r"(_codebook|\.layer_scalar)\.weight$"), r"\1"),
@@ -29,7 +29,11 @@ _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. shape: as torch has it, the contiguous dimension last; start: its first byte in the file."""
+    """A tensor in a file.
+
+    shape: in torch's order, the contiguous dimension last.
+    start: offset of its first byte in the file.
+    """
 
     name: str
     path: Path
@@ -39,7 +43,7 @@ class Stored(NamedTuple):
 
     @property
     def size(self) -> str:
-        """The shape for a sentence: 128 x 64."""
+        """The shape in words: 128 x 64."""
         return " x ".join(map(str, self.shape)) or "a single number"
 
     def check_floats(self) -> None:
@@ -49,14 +53,14 @@ class Stored(NamedTuple):
             raise UnsupportedError(msg)
 
     def floats(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) as float32. Raises ModelError."""
+        """Return elements [start, stop), (stop - start,) float32. Raises ModelError."""
         raw = self._elements(_FLOATS[self.dtype], start, stop)
-        if self.dtype == "BF16":  # the upper half of a float32
+        if self.dtype == "BF16":  # bf16 is the upper half of a float32
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32)
 
     def integers(self) -> npt.NDArray[np.int64]:
-        """All elements as int64. Raises ModelError."""
+        """Return all elements as (n,) int64. Raises ModelError."""
         if self.dtype not in _INTEGERS:
             msg = f"{self.name} is of type {self.dtype}, and must be I64 or I32"
             raise ModelError(msg)
@@ -77,7 +81,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a folder, by short_name()"""
+    """The tensors of a folder, by short_name()."""
 
     folder: Path
     tensors: dict[str, Stored]
@@ -99,16 +103,16 @@ class Weights:
         return cls(folder, tensors)
 
     def get(self, name: str) -> Stored | None:
-        """A tensor, None if there is none of this name."""
+        """Return a tensor by its short name, None if there is none."""
         return self.tensors.get(name)
 
     def some(self, part: str) -> Stored | None:
-        """A tensor whose name has this in it, None if none has."""
+        """Return a tensor whose name contains `part`, None if there is none."""
         return next((t for name, t in self.tensors.items() if part in name), None)
 
 
 def short_name(name: str) -> str:
-    """The one name of a tensor that exports give different ones."""
+    """Return one name for a tensor that exports name differently."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     for pattern, same in _SAME:
@@ -117,7 +121,9 @@ def short_name(name: str) -> str:
 
 
 def read_header(path: Path) -> list[Stored]:
-    """The tensors of a safetensors file, in its order. Raises ModelError for what is none, or is not all there."""
+    """Return the tensors of a safetensors file, in its order. Raises ModelError for a file that is none, or is cut
+    off.
+    """
     try:
         n_file = path.stat().st_size
         with path.open("rb") as file:
@@ -143,7 +149,7 @@ def read_header(path: Path) -> list[Stored]:
 
 
 def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape, first byte, end of a tensor. Raises ValueError, TypeError and KeyError."""
+    """Return dtype, shape, first byte and end of a tensor. Raises ValueError, TypeError and KeyError."""
     shape, (begin, end) = value["shape"], value["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError
@@ -151,7 +157,7 @@ def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _printable(text: str) -> str:
-    """A text that can be shown in a sentence. Raises ValueError and AttributeError."""
+    """Return a text if it can be shown in a sentence. Raises ValueError and AttributeError."""
     if not text.isprintable():
         raise ValueError
     return text
@@ -171,7 +177,7 @@ def _stored(path: Path, n_data: int, first: int, name: str, dtype: str, shape: t
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those of its index, else all that begin with "model"."""
+    """Return the safetensors files of a folder: those of its index, else all that begin with "model"."""
     index = folder / _INDEX
     if index.exists():
         return [folder / name for name in _indexed(index)]

@@ -8,14 +8,16 @@ from typing import Any
 
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_memory, of_model
-from pyllama_kvflash.engine.speculation import Drafts
+from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, pool_floor, resolve_pool
+from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory, largest_batch, n_pinned, pinned_chunks, usual_batch
+from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
+from pyllama_kvflash.pool.pager import Shared
+from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.scorers.factory import make_scorer
 from pyllama_kvflash.scorers.reader import OpenEngine
 
@@ -25,10 +27,9 @@ _NO_MEMORY = "none"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model and its context. full_bytes: full-attention KV of the whole context, of all sequences; n_pool None: the full
-    cache. scorers: one for each sequence, none with the full cache. drafts: None without speculative decoding.
-
-    n_batch: the largest batch.
+    """A model, its context, and the sequences of that. full_bytes: full-attention KV of the whole context, of all sequences;
+    n_pool None: the full cache. n_batch: the largest batch. shared: what the sequences of a pool share. drafts: one for each
+    sequence, none without speculative decoding.
     """
 
     model: Model
@@ -36,11 +37,19 @@ class Loaded:
     options: Options
     n_pool: int | None
     n_batch: int
-    scorers: tuple[Scorer, ...]
     full_bytes: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    drafts: Drafts | None = None
+    shared: Shared | None
+    sequences: tuple[PooledSequence, ...]
+    draft_model: DraftModel | None
+    drafts: tuple[Drafts, ...]
+
+    def close(self) -> None:
+        """Free the sequences, the context and the model. Harmless when called again."""
+        _close(self.sequences, self.shared, self.drafts, self.draft_model)
+        self.ctx.close()
+        self.model.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ def _resolved(model: Model, options: Options) -> Options:
 
 
 def _place(model: Model, options: Options) -> Placement:
-    return place(model, _probed(model, options).geometry, options, _floor(options))
+    return place(model, _probed(model, options).geometry, options, options.shape.floor(options.n_batch))
 
 
 def _probed(model: Model, options: Options) -> Probe:
@@ -107,7 +116,8 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
     size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options)
-    n_batch = min(options.n_batch or _usual_batch(size.n_pool, options), options.n_ctx)
+    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
+    n_batch = min(options.n_batch or usual, options.n_ctx)
     pool, scorers = None, tuple[Scorer, ...]()
     n_all = options.n_ctx * options.n_parallel
     if size.n_pool is None:
@@ -128,18 +138,58 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
         warnings += (f"{trained}: text beyond that may come out wrong",)
     notes = placed.notes + size.notes
+    drafts: list[Drafts] = []
+    sequences: list[PooledSequence] = []
+    draft_model: DraftModel | None = None
+    shared: Shared | None = None
     try:
-        drafts = _drafts(ctx, options, n_batch)
+        draft_model = _draft_model(ctx, options, n_batch)
+        shared = Shared(ctx, options, size.n_pool) if size.n_pool is not None else None
+        for i in range(options.n_parallel):
+            own = ctx.sequence(i)
+            PooledSequence(own, options, sequences, shared, scorers[i] if scorers else None)
+            if draft_model is not None:
+                drafts.append(Drafts(draft_model, own))
     except BaseException:
+        _close(sequences, shared, drafts, draft_model)
         ctx.close()
         raise
-    return Loaded(model, ctx, options, size.n_pool, n_batch, scorers, full_bytes, notes, warnings, drafts)
+    return Loaded(
+        model,
+        ctx,
+        options,
+        size.n_pool,
+        n_batch,
+        full_bytes,
+        notes,
+        warnings,
+        shared,
+        tuple(sequences),
+        draft_model,
+        tuple(drafts),
+    )
 
 
-def _drafts(ctx: Context, options: Options, n_batch: int) -> Drafts | None:
+def _close(
+    sequences: Sequence[PooledSequence],
+    shared: Shared | None,
+    drafts: Sequence[Drafts],
+    draft_model: DraftModel | None,
+) -> None:
+    for draft in drafts:
+        draft.close()
+    if draft_model is not None:
+        draft_model.close()
+    for sequence in sequences:
+        sequence.close()
+    if shared is not None:
+        shared.close()
+
+
+def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:
     if options.spec is None:
         return None
-    return Drafts(
+    return DraftModel(
         options.spec,
         ctx,
         n_batch=n_batch,
@@ -154,29 +204,11 @@ def _n_asking(scorer: Scorer, options: Options) -> int:
     return n_queries(scorer.query) or max(1, options.replay)
 
 
-def _usual_batch(n_pool: int | None, options: Options) -> int:
-    """Tokens of a batch, if nobody says: a part of the pool, since what the batch takes of it is not seen by its tokens."""
-    if n_pool is None:
-        return BATCH
-    return min(usual_batch(n_pool, options.chunk), largest_batch(n_pool, options.chunk, *_kept(options)))
-
-
-def _kept(options: Options) -> tuple[int, int, int, int]:
-    """Of each sequence the sinks and the tail, the pins of all, and how many there are."""
-    n_seq = options.n_parallel
-    pinned = n_pinned(pinned_chunks(options.pins, options.chunk), options.sinks)
-    return options.sinks, options.tail, n_seq * pinned, n_seq
-
-
-def _floor(options: Options) -> int:
-    return pool_floor(options.chunk, options.n_batch or options.chunk, *_kept(options))
-
-
 def _pool_size(seen: Probe, options: Options) -> PoolSize:
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
-        floor=_floor(options),
+        floor=options.shape.floor(options.n_batch),
         memory=device_memory(seen, options),
         cap=options.auto_cap,
         keep=options.snapshots,

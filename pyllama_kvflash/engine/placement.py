@@ -111,7 +111,13 @@ def _drafter(options: Options, target: Context, here: Sequence[int]) -> list[int
     n_batch = min(options.n_batch or BATCH, options.n_ctx)
     where = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
     return drafter_bytes(
-        options.spec, target, here, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch), where=where
+        options.spec,
+        target,
+        here,
+        n_batch=n_batch,
+        n_ubatch=min(options.n_ubatch, n_batch),
+        n_seq=options.n_parallel,
+        where=where,
     )
 
 

@@ -35,12 +35,12 @@ def _named(spec: Spec, target: Context) -> Iterator[None]:
 
 
 def drafter_bytes(
-    spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, where: dict[str, Any]
+    spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, n_seq: int, where: dict[str, Any]
 ) -> list[int]:
-    """What the drafter takes on each device, indices into native.devices(): weights, its window's KV, which counts on each
-    for where it is is not known, and buffers. Nothing of it is allocated.
+    """Bytes that drafting takes on each device, indices into native.devices(): weights, and for each of n_seq sequences buffers and
+    a window's KV, counted once per device because its placement is unknown. Nothing of it is allocated.
 
-    target: of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what Drafts does.
+    target: of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what DraftModel does.
     """
     if spec.kind == "ngram":
         return [0 for _ in at]
@@ -49,8 +49,8 @@ def drafter_bytes(
         drafter = stack.enter_context(_context(spec, model, target, n_batch=n_batch, n_ubatch=n_ubatch))
         kv = drafter.kv_bytes()
         weights = model.weights() if spec.model is not None else []
-        held = [sum(w.size for w in weights if w.device == i) + drafter.compute_bytes(i) for i in at]
-        return [n + kv.attn + kv.swa + kv.recurrent for n in held]
+        each = kv.attn + kv.swa + kv.recurrent
+        return [sum(w.size for w in weights if w.device == i) + n_seq * (drafter.compute_bytes(i) + each) for i in at]
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
@@ -93,60 +93,96 @@ def _width(model: Model) -> str | None:
     return model.meta(f"{model.meta('general.architecture')}.embedding_length")
 
 
-class Drafts:
-    """The drafts of a sequence, and whether to make one. Everything here is told in the order in which it happens."""
+class DraftModel:
+    """What the drafts of all sequences of a context share: the model that guesses, and a switch of the target.
+
+    listening: whether the target gives out what the draft model reads of its layers.
+    """
 
     def __init__(
         self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
     ) -> None:
-        """target: the context of the sequence. n_batch, n_ubatch: its batches. where: the devices, as for Model.load.
+        """target: the context. n_batch, n_ubatch: its batches. where: the devices, as for Model.load.
 
         Raises ModelError, UnsupportedError and NativeError, each naming the drafter.
         """
         self.spec = spec
-        self.gate = Gate(spec.gate, spec.sustain)
-        self.stats = DraftStats()
-        self._n_read = 0  # positions up to which the drafter has read, or skipped
-        self._n_kept = 0  # tokens of the last history that still stand
-        self._until = 0  # end of the prompt: only a window before it is read
-        self._listening = True
-        self._n_batch = n_batch
-        self._n_vocab = target.model.n_vocab
-        self._drafter: Context | None = None
+        self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
+        self.listening = True
+        self.n_batch = n_batch
+        self._n_ubatch = n_ubatch
+        self._n_threads = n_threads
+        self._model: Model | None = None
         self._stack = ExitStack()
+        with _named(spec, target):
+            if target.kv_bytes().recurrent and n_ubatch < spec.n_max + 2:
+                msg = (
+                    f"a recurrent state goes back over {spec.n_max} tokens only if n_batch and n_ubatch are {spec.n_max + 2}"
+                    " at least: use larger batches (-b, -ub; a larger pool allows them) or a smaller n_max (--draft-max)"
+                )
+                raise UsageError(msg)
+            if spec.kind != "ngram":
+                self._load(target.model, where)
+
+    def _load(self, target: Model, where: dict[str, Any]) -> None:
+        model = self._model = _model(self.spec, target, self._stack, **where)
         try:
-            with _named(spec, target):
-                self._open(target, n_ubatch, where, n_threads)
+            if self.spec.kind == "dflash":
+                _check_dflash(model, target)
+                if any(w.name.startswith(_MARKOV) for w in model.weights()):
+                    self.name = "draft-dspark"
         except KVFlashError:
             self.close()
             raise
 
-    def _open(self, target: Context, n_ubatch: int, where: dict[str, Any], n_threads: int) -> None:
-        spec, drafter = self.spec, None
-        if target.kv_bytes().recurrent and n_ubatch < spec.n_max + 2:
-            msg = (
-                f"a recurrent state goes back over {spec.n_max} tokens only if n_batch and n_ubatch are {spec.n_max + 2}"
-                " at least: use larger batches (-b, -ub; a larger pool allows them) or a smaller n_max (--draft-max)"
-            )
-            raise UsageError(msg)
-        name = _NATIVE.get(spec.kind, "draft-dflash")
-        if spec.kind != "ngram":
-            model = _model(spec, target.model, self._stack, **where)
-            if spec.kind == "dflash":
-                _check_dflash(model, target.model)
-                if any(w.name.startswith(_MARKOV) for w in model.weights()):
-                    name = "draft-dspark"
-            drafter = self._stack.enter_context(
-                _context(spec, model, target, n_batch=self._n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
-            )
-            if drafter.kv_bytes().recurrent:
-                msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
-                raise UnsupportedError(msg)
+    def context(self, target: Context) -> Context | None:
+        """A context that drafts for a sequence, None: it takes no model. Raises UnsupportedError and NativeError."""
+        if self._model is None:
+            return None
+        n_ubatch, n_threads = self._n_ubatch, self._n_threads
+        res = _context(self.spec, self._model, target, n_batch=self.n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
+        if res.kv_bytes().recurrent:
+            res.close()
+            msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
+            raise UnsupportedError(msg)
+        return res
+
+    def close(self) -> None:
+        """Free the model. Harmless when called again."""
+        self._stack.close()
+
+
+class Drafts:
+    """The drafts of one sequence, and whether to make one. Everything here is told in the order in which it happens."""
+
+    def __init__(self, model: DraftModel, target: Context) -> None:
+        """target: the context of the sequence. Raises UnsupportedError and NativeError, each naming the drafter."""
+        self.spec = model.spec
+        self.gate = Gate(self.spec.gate, self.spec.sustain)
+        self.stats = DraftStats()
+        self._model = model
+        self._n_read = 0  # positions up to which the drafter has read, or skipped
+        self._n_kept = 0  # tokens of the last history that still stand
+        self._until = 0  # end of the prompt: only a window before it is read
+        self._n_vocab = target.model.n_vocab
+        self._drafter: Context | None = None
+        self._stack = ExitStack()
+        try:
+            with _named(self.spec, target):
+                self._open(target)
+        except KVFlashError:
+            self.close()
+            raise
+
+    def _open(self, target: Context) -> None:
+        spec, drafter = self.spec, self._model.context(target)
+        if drafter is not None:
+            self._stack.enter_context(drafter)
         self._drafter = drafter
         n_gram = min(N_GRAM, spec.n_max)
         try:
             self._spec = Speculator(
-                name, target, drafter, n_max=spec.n_max, n_gram=n_gram, window=spec.window, p_min=spec.p_min
+                self._model.name, target, drafter, n_max=spec.n_max, n_gram=n_gram, window=spec.window, p_min=spec.p_min
             )
         except NativeError as err:
             if "vocab" not in str(err):
@@ -165,7 +201,8 @@ class Drafts:
         return self._spec.n_max
 
     @property
-    def _reads_features(self) -> bool:
+    def reads_features(self) -> bool:
+        """Whether the drafter reads what layers of the target give, and so the batches of one sequence alone."""
         return self.spec.kind in ("dflash", "eagle3", "mtp")
 
     #
@@ -178,16 +215,16 @@ class Drafts:
 
     def before(self, pos: int, n: int) -> None:
         """Before n tokens are decoded at pos: have the target give out what the drafter reads of them, or not."""
-        if self._reads_features:
+        if self.reads_features:
             prompt = pos < self._until
             wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
-            if wanted != self._listening:
+            if wanted != self._model.listening:
                 self._spec.listen(wanted)
-                self._listening = wanted
+                self._model.listening = wanted
 
     def decoded(self, tokens: Tokens, pos: int) -> None:
         """These tokens (n,) int32 were decoded at pos, pos + 1, ..."""
-        if self._reads_features and self._listening:
+        if self.reads_features and self._model.listening:
             self._read(tokens, pos)
 
     def begin(self, history: Sequence[int]) -> None:
@@ -235,8 +272,8 @@ class Drafts:
             return
         reach = min(_GLANCE, self.spec.window) if self.gate.closed else self.spec.window
         start = max(self._n_read, len(history) - reach)
-        for at in range(start, len(history), self._n_batch):
-            self._read(np.array(history[at : min(at + self._n_batch, len(history))], np.int32), at)
+        for at in range(start, len(history), self._model.n_batch):
+            self._read(np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32), at)
 
     def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
         """Of a draft so many tokens were right; the step took so long in all."""

@@ -1,6 +1,6 @@
-"""The native library behind a Python surface: handles, buffers, statuses turned into exceptions.
+"""The native library behind a Python surface: handles, buffers, and statuses turned into exceptions.
 
-The only package that imports the compiled module. It moves bytes and runs graphs; it decides nothing.
+Only this package imports the compiled module. It moves bytes and runs graphs; it decides nothing.
 """
 
 from pyllama_kvflash.native.context import (

@@ -1,4 +1,4 @@
-"""A context: the KV cache, stock or pooled, and the computation."""
+"""A llama.cpp context: its KV cache, stock or pooled, and the computation."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -16,7 +16,7 @@ from pyllama_kvflash.native.model import Model, Tokens
 Record = npt.NDArray[np.uint8]
 
 NONE, LAST, ALL = 0, 1, 2
-"""Which tokens of a batch get logits."""
+"""The tokens of a batch that get logits: none, the last, all."""
 
 
 def _fields(struct: Any, cls: type[Any]) -> Any:
@@ -24,17 +24,17 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
 
 
 class _Handle:
-    """What the views of a context share: the native context, and where each sequence's token of the last batch is."""
+    """State that the views of a context share: the native context, and each sequence's token in the last batch."""
 
     def __init__(self, handle: Any) -> None:
         self.native = handle
-        self.outputs: dict[int, tuple[int, int]] = {}  # by sequence: counted from the first token, and from the last
+        self.outputs: dict[int, tuple[int, int]] = {}  # by sequence: index from the first token, and from the last
 
 
 class Context:
-    """A llama.cpp context, as one of its sequences sees it: the first one, sequence() gives the others.
+    """A llama.cpp context as one of its sequences sees it: the first one. sequence() gives the others.
 
-    Not for two threads at once. Close it before its model; a context manager.
+    Do not use it in two threads at once. Close it before its model. It is a context manager.
     """
 
     def __init__(
@@ -56,11 +56,15 @@ class Context:
         mtp: bool = False,
         n_outputs: int = 0,
     ) -> None:
-        """n_ctx: logical positions of a sequence; pool None: a stock cache with a cell for each of them. n_seq: sequences,
-        which share the cells. n_rollback: tokens of a batch that a recurrent state can go back over, all but its first.
+        """Create the native context.
 
-        Of a drafter: other: its target's context; mtp: whether it is the heads of a model that predict further tokens;
-        n_outputs: tokens of a batch that get logits, 0: all.
+        n_ctx: logical positions of a sequence.
+        n_seq: sequences, which share the cells.
+        n_rollback: tokens at the end of a batch that a recurrent state can go back over: at most all but the first.
+        pool: None: a stock cache with a cell for each position.
+        other: for a drafter: the context of its target.
+        mtp: for a drafter: True if it is a model's own heads, which predict further tokens.
+        n_outputs: for a drafter: most tokens of a batch that get logits; 0: all.
 
         Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
         """
@@ -89,16 +93,21 @@ class Context:
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
         self._shared = _Handle(out[0])
         self.seq = 0
-        self._batch = 0, 0  # where the last one began, and its tokens
+        self._batch = 0, 0  # first position and number of tokens of the last one
         self.n_seq = n_seq
         self.model = model
-        self.n_ctx = int(lib.llama_n_ctx(self.handle))  # all positions of a stock cache, rounded up to 256
+        self.n_ctx = int(
+            lib.llama_n_ctx(self.handle)
+        )  # of a stock cache: positions of all sequences, rounded up to 256
         self.pooled = pool is not None
         self.q_tap, self._q_every = (pool.q_tap, pool.q_every) if pool else (0, 1)
-        self._tapped: list[Layer] | None = None  # they never change
+        self._tapped: list[Layer] | None = None  # a cache: they never change
 
     def sequence(self, seq: int) -> Self:
-        """The same context as sequence 0 .. n_seq - 1 sees it: what is decoded, moved and forgotten through it is its own."""
+        """Return this context as sequence 0 .. n_seq - 1 sees it: it decodes, moves and forgets only its own positions.
+
+        Raises UsageError.
+        """
         if not 0 <= seq < self.n_seq:
             msg = f"there is no sequence {seq}: the context has {self.n_seq}"
             raise errors.UsageError(msg)
@@ -115,7 +124,7 @@ class Context:
         return self._shared.native
 
     def close(self) -> None:
-        """Free the context, of all sequences. Harmless when called again."""
+        """Free the context and all its sequences. Harmless when called again."""
         if self._shared.native is not None:
             lib.llama_free(self._shared.native)
             self._shared.native = None
@@ -144,14 +153,14 @@ class Context:
         self._batch = pos, len(tokens)
 
     def keep(self, n: int) -> None:
-        """Of the last batch, all of whose tokens got logits, only the first n stand: forget the others. Raises as seq_rm()."""
+        """Keep only the first n tokens of the last batch, all of whose tokens got logits. Raises as seq_rm() does."""
         start, n_batch = self._batch
         if n < n_batch:
             self.seq_rm(start + n)
         self._shared.outputs = {self.seq: (n - 1, n_batch - n)}
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
-        """Decode one token of each of several sequences in one batch, at these positions. All get logits.
+        """Decode one token of each of several sequences in one batch, at the given positions. All get logits.
 
         Raises as decode() does.
         """
@@ -160,9 +169,12 @@ class Context:
         self._shared.outputs = {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)}
 
     def _output(self) -> tuple[int, int]:
-        """Where this sequence's last token is in the last batch."""
+        """Return the index of this sequence's last token in the last batch, from the first token and from the last.
+
+        Raises UsageError if this sequence was not in it.
+        """
         if not self._shared.outputs:
-            return -1, 0  # nothing was decoded: the library says so
+            return -1, 0  # nothing was decoded: the library raises the error
         if self.seq not in self._shared.outputs:
             msg = f"sequence {self.seq} was not in the last batch: what was computed then is another one's"
             raise errors.UsageError(msg)
@@ -170,7 +182,7 @@ class Context:
 
     @property
     def last(self) -> int:
-        """The place of this sequence's last token in the last batch, for logits() and samplers. Raises UsageError."""
+        """Index of this sequence's last token in the last batch, for logits() and samplers. Raises UsageError."""
         return self._output()[0]
 
     def synchronize(self) -> None:
@@ -178,8 +190,10 @@ class Context:
         lib.llama_synchronize(self.handle)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """A copy of the logits (n_vocab,) of token i of the last batch, which must have been asked for; -1: of the last one
-        of this sequence.
+        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last
+        token.
+
+        Raises UsageError if the batch gave it none.
         """
         i = self.last if i == -1 else i
         ptr = lib.llama_get_logits_ith(self.handle, i)
@@ -198,15 +212,17 @@ class Context:
         self._shared.outputs.pop(self.seq, None)
 
     def seq_rm(self, start: int, end: int = -1) -> None:
-        """Forget positions [start, end), end -1: to the last. Raises UnsupportedError if a recurrent state cannot."""
+        """Forget positions [start, end); end -1: to the last. Raises UnsupportedError if a recurrent state cannot go
+        back.
+        """
         check(lib.kvf_seq_rm(self.handle, self.seq, start, end))
 
     def attn_seq_rm(self, start: int, end: int) -> None:
-        """Forget positions [start, end) in the full-attention cache only: the stock equal of an eviction."""
+        """Forget positions [start, end) in the full-attention cache only: what an eviction does to a stock cache."""
         check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
     def save_partial(self) -> bytes:
-        """The state that no chunk holds (recurrent, sliding window), empty for a plain cache."""
+        """Return the state that no chunk holds (recurrent, sliding window); it is empty for a plain cache."""
         size = ffi.new("size_t *")
         check(lib.kvf_partial_size(self.handle, self.seq, size))
         res = bytearray(size[0])
@@ -218,7 +234,7 @@ class Context:
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
     def set_width(self, n_kv: int) -> None:
-        """Have the attention read n_kv cells at least from now on, as it did when the sequence was saved."""
+        """Make the attention read at least n_kv cells from now on, as it did when the sequence was saved."""
         check(lib.kvf_set_width(self.handle, n_kv))
 
     #
@@ -227,12 +243,12 @@ class Context:
 
     @property
     def memory_class(self) -> str:
-        """llama.cpp's class of the memory, e.g. `llama_kv_cache_iswa`."""
+        """Class name of llama.cpp's memory, e.g. `llama_kv_cache_iswa`."""
         name: str = ffi.string(lib.kvf_memory_class(self.handle)).decode()
         return name
 
     def layers(self) -> list[Layer]:
-        """The layers of the full-attention cache, in ascending order."""
+        """Return the layers of the full-attention cache, in ascending order."""
         res = []
         out = ffi.new("struct kvf_layer *")
         for i in range(lib.kvf_n_layer(self.handle)):
@@ -241,21 +257,22 @@ class Context:
         return res
 
     def tapped(self) -> list[Layer]:
-        """Those of them whose queries queries() has."""
+        """Return those of layers() whose queries queries() can read."""
         if self._tapped is None:
             self._tapped = self.layers()[self._q_every // 2 :: self._q_every]
         return self._tapped
 
     def kv_bytes(self) -> KVBytes:
-        """Device bytes of the cache."""
+        """Return the device bytes of the cache."""
         out = ffi.new("struct kvf_kv_bytes *")
         check(lib.kvf_get_kv_bytes(self.handle, out))
         res: KVBytes = _fields(out, KVBytes)
         return res
 
     def compute_bytes(self, device: int) -> int:
-        """Bytes of the buffers of the computation on a device, by its number among native.devices(). Of a model that was
-        loaded with no_alloc: what they would take.
+        """Return the bytes of the compute buffers on a device, given by its index in native.devices().
+
+        For a model that was loaded with no_alloc, return what they would take.
         """
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
@@ -266,15 +283,15 @@ class Context:
     #
 
     def pool_info(self) -> PoolInfo:
-        """Size and use of the pool."""
+        """Return the size and use of the pool."""
         out = ffi.new("struct kvf_pool_info *")
         check(lib.kvf_get_pool_info(self.handle, out))
         res: PoolInfo = _fields(out, PoolInfo)
         return res
 
     def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """For each block, (n_block,) int32: the chunk of this sequence that it holds (-1: none), and how many of its cells
-        are in use (-1: a chunk is on its way in).
+        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use
+        there (-1: a chunk is on its way in).
         """
         n = self.pool_info().n_block
         chunks, n_used, seqs = (np.empty(n, np.int32) for _ in range(3))
@@ -286,23 +303,23 @@ class Context:
         return chunks, n_used
 
     def block_of(self, chunk: int) -> int:
-        """The block of a chunk, -1: not resident."""
+        """Return the block of a chunk, -1 if it is not resident."""
         out = ffi.new("int32_t *")
         check(lib.kvf_block_of(self.handle, self.seq, chunk, out))
         return int(out[0])
 
-    # Copies run beside the computation where the device can do that. begin_read() and begin_page_in() return at once; the
-    # record must stay as it is until wait() says that the copy is done. Who only decodes and moves chunks need not wait.
+    # Copies run beside the computation where the device can do that. begin_read() and begin_page_in() return at once;
+    # the record must not change until wait() has returned. A caller that only decodes and moves chunks need not wait.
 
     def begin_read(self, chunk: int, record: Record) -> int:
-        """Begin to write the record of a resident chunk to (record_bytes,) uint8. A ticket for wait()."""
+        """Begin to write the record of a resident chunk to (record_bytes,) uint8. Return a ticket for wait()."""
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer(record, require_writable=True)
         check(lib.kvf_read(self.handle, self.seq, chunk, dst, len(record), ticket))
         return int(ticket[0])
 
     def wait(self, ticket: int = 0) -> None:
-        """Wait for the copies up to a ticket, 0: all that were begun."""
+        """Wait for the copies up to a ticket; 0: for all that were begun."""
         check(lib.kvf_wait(self.handle, ticket))
 
     def read(self, chunk: int, record: Record) -> None:
@@ -310,11 +327,12 @@ class Context:
         self.wait(self.begin_read(chunk, record))
 
     def drop(self, chunk: int) -> None:
-        """Free the block of a resident chunk, whose record the caller has, or has begun to read."""
+        """Free the block of a resident chunk. The caller has its record, or has begun to read it."""
         check(lib.kvf_drop(self.handle, self.seq, chunk))
 
     def begin_page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Begin to put a record into a free block (-1: the first), unseen until commit(). The block.
+        """Begin to put a record into a free block (-1: the first), where nothing sees it before commit(). Return the
+        block.
 
         Raises RecordError and PoolError.
         """
@@ -323,22 +341,25 @@ class Context:
         return int(inout[0])
 
     def commit(self, chunk: int) -> None:
-        """Make a chunk resident that is on its way in: the next decode waits for its copy, should that not be done."""
+        """Make an incoming chunk resident. The next decode waits for its copy if that is not done."""
         check(lib.kvf_commit(self.handle, self.seq, chunk))
 
     def cancel(self, chunk: int) -> None:
-        """Do without a chunk that is on its way in: its block is free again."""
+        """Give up an incoming chunk, and free its block."""
         check(lib.kvf_cancel(self.handle, self.seq, chunk))
 
     def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Put a record into a free block (-1: the first), and return the block. Raises RecordError and PoolError."""
+        """Put a record into a free block (-1: the first), wait for it, and return the block. Raises RecordError and
+        PoolError.
+        """
         res = self.begin_page_in(chunk, record, block)
         self.commit(chunk)
         self.wait()
         return res
 
     def host_buffer(self, size: int) -> Record:
-        """Host memory (size,) uint8 that the device copies fast to and from: pinned, where that is a difference.
+        """Return host memory, (size,) uint8, that the device copies to and from fast: pinned, where that makes a
+        difference.
 
         Raises MemoryError.
         """
@@ -348,29 +369,32 @@ class Context:
         except errors.NativeError as err:
             raise MemoryError(str(err)) from None
         if out[0] == ffi.NULL:
-            return np.full(size, 0, np.uint8)  # full, not zeros: the pages are committed now, not when they are written
+            return np.full(size, 0, np.uint8)  # zeros() would commit the pages only when they are written
         handle = out[0]
         base = ffi.gc(ffi.cast("char *", lib.kvf_host_base(handle)), lambda _: lib.kvf_host_free(handle), size)
-        return np.frombuffer(ffi.buffer(base, size), np.uint8)  # holds `base`, and so the memory, as long as it is used
+        return np.frombuffer(ffi.buffer(base, size), np.uint8)  # keeps `base`, and so the memory, alive
 
     @property
     def pinned(self) -> bool:
-        """Whether host_buffer() gives pinned memory: copies then run beside the computation."""
+        """Whether host_buffer() gives pinned memory, so that copies run beside the computation."""
         return self.host_buffer(4096).base is not None
 
     def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
-        """Bytes a second at which a block of size bytes is copied, n times: what the device's bus can do."""
+        """Return the bytes per second at which a block of `size` bytes is copied n times: what the device's bus can
+        do.
+        """
         seconds = ffi.new("double *")
         check(lib.kvf_time_copies(self.handle, size, n, to_device, seconds))
         return size * n / float(seconds[0])
 
     def scribble(self, byte: int) -> None:
-        """Overwrite all free blocks: for tests, since nothing may ever read them."""
+        """Overwrite all free blocks. For tests: nothing may ever read them."""
         check(lib.kvf_scribble(self.handle, byte))
 
     def begin_queries(self, into: npt.NDArray[np.float32], back: int = 0) -> int:
-        """Begin to read the queries of this sequence's last token in the last batch, or of one before it, in the basis of the
-        cached K, of all tapped layers one after the other. A ticket.
+        """Begin to read the queries of this sequence's last token in the last batch, or of the token `back` before it.
+
+        into: float32, all tapped layers one after the other, in the basis of the cached K. Return a ticket for wait().
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
@@ -378,13 +402,17 @@ class Context:
         return int(ticket[0])
 
     def query_scales(self) -> npt.NDArray[np.float32]:
-        """What the products of these queries with the keys are multiplied by, of each tapped layer."""
+        """Return the factor of the products of these queries with the keys, (n_tapped,) float32."""
         res = np.empty(len(self.tapped()), np.float32)
         check(lib.kvf_q_scale(self.handle, ffi.from_buffer("float[]", res), len(res)))
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
-        """Queries of the last decoded token, or one before it: of each tapped layer (n_head, n_embd_head_k), as begin_queries."""
+        """Return the queries of the last decoded token, or of the token `back` before it, as begin_queries() reads
+        them.
+
+        There is one array (n_head, n_embd_head_k) float32 for each tapped layer.
+        """
         shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)
         self.wait(self.begin_queries(into, back))
@@ -392,7 +420,7 @@ class Context:
 
 
 def split_queries(flat: npt.NDArray[np.float32], shapes: Sequence[tuple[int, int]]) -> list[npt.NDArray[np.float32]]:
-    """What begin_queries() read, as an array (n_head, n_embd_head_k) for each pooled layer."""
+    """Split what begin_queries() read into an array (n_head, n_embd_head_k) for each tapped layer."""
     parts = np.split(flat, np.cumsum([n * m for n, m in shapes])[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The devices the library sees, and their memory."""
+"""The devices that the library sees, and their memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A backend device. free and total are bytes; for the CPU, of the host's memory."""
+    """A backend device. free and total are in bytes; for the CPU, of host memory."""
 
     name: str
     description: str
@@ -19,7 +19,7 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """All devices, in llama.cpp's order: GPUs, the CPU, then those of RPC servers."""
+    """Return all devices in llama.cpp's order: GPUs, the CPU, then those of RPC servers."""
     init()
     res = []
     free, total = ffi.new("size_t *"), ffi.new("size_t *")
@@ -34,7 +34,9 @@ def devices() -> list[Device]:
 
 
 def _host_available(fallback: int) -> int:
-    """What the kernel can give without swapping: ggml reports unused pages only, the page cache not counted."""
+    """Return the bytes that the kernel can give without swapping: ggml reports unused pages only, without the page
+    cache.
+    """
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -44,11 +46,11 @@ def _host_available(fallback: int) -> int:
     return fallback
 
 
-_servers: set[str] = set()  # a server that is added again would be one more device
+_servers: set[str] = set()  # adding a server again would add its devices again
 
 
 def add_rpc(endpoint: str) -> None:
-    """Make the devices of an RPC server (host:port) devices of this process. Raises NativeError and UnsupportedError."""
+    """Add the devices of an RPC server (host:port) to this process. Raises NativeError and UnsupportedError."""
     init()
     if endpoint in _servers:
         return

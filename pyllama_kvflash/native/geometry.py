@@ -1,12 +1,17 @@
-"""What a context's memory is like: its layers, its bytes, its pool."""
+"""The memory of a context: its layers, its bytes, its pool."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolParams:
-    """A pool of n_pool cells (a multiple of 256) in blocks of n_chunk (16, 32 or 64) positions. q_tap: of how many last tokens of
-    a batch queries() has any, and q_every: in every how many of the layers.
+    """The parameters of a pool.
+
+    n_pool: cells, a multiple of 256.
+    n_chunk: positions in a block: 16, 32 or 64.
+    q_tap: how many last tokens of a ubatch keep their queries for queries(); 0: none.
+    fingerprint: of the model, written to every record.
+    q_every: queries are kept in every q_every-th layer.
     """
 
     n_pool: int
@@ -18,8 +23,12 @@ class PoolParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """The pool as it is now. n_kv: cells the attention reads for each token; record_bytes: of one chunk; n_landing: blocks
-    that chunks are on their way into; n_copy: copies that moving a chunk takes.
+    """The pool as it is now.
+
+    n_landing: blocks that chunks are on their way into.
+    n_kv: cells that the attention reads for each token.
+    n_copy: copies that moving a chunk takes.
+    record_bytes: bytes of the record of one chunk, of which the first meta_bytes hold no K or V rows.
     """
 
     n_pool: int
@@ -37,9 +46,10 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of the attention cache: its place in the model, row sizes (elements) and place in a record (bytes).
+    """One layer of the attention cache: its place in the model, its row sizes (elements) and its place in a record
+    (bytes).
 
-    device: whose memory it is in, an index into devices().
+    device: index into devices() of the memory that it is in.
     """
 
     il: int
@@ -59,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Device bytes of the cache: full attention (the pool), sliding window, recurrent state."""
+    """Device bytes of the cache: full attention (the pool, if there is one), sliding window, recurrent state."""
 
     attn: int
     swa: int

@@ -1,4 +1,4 @@
-"""The compiled library, and the one place where a status becomes an exception."""
+"""The compiled library, and the one place that turns a status into an exception."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ CACHE_TYPES: dict[str, int] = {
 
 
 def init() -> None:
-    """Start the library (once). Its log is kept for the sentences of errors, and not shown."""
+    """Start the library (once). Its log is kept for error messages, and not shown."""
     lib.kvf_init()
 
 
@@ -58,32 +58,35 @@ def show_log() -> None:
 
 
 def check(status: int) -> None:
-    """Raise the error of a status that is not KVF_OK, with the library's own sentence."""
+    """Raise the exception of a status that is not KVF_OK, with the library's own message."""
     if status != lib.KVF_OK:
         raise _ERRORS[status](last_error())
 
 
 def last_error() -> str:
-    """The sentence of this thread's last native error. llama.cpp logs several lines: the first names the cause."""
+    """Return the message of this thread's last native error. llama.cpp logs several lines; the first names the
+    cause.
+    """
     text = ffi.string(lib.kvf_error()).decode("utf-8", "replace")
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
     return next((line for line in lines if line), "unknown error")
 
 
 def row_bytes(cache_type: int, n: int) -> int:
-    """Bytes of a row of n elements of a `ggml_type`."""
+    """Return the bytes of a row of n elements of a `ggml_type`."""
     return int(lib.ggml_row_size(cache_type, n))
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within: Ctrl-C makes a load, or the next (CPU: the running) decode, raise Interrupted; twice: KeyboardInterrupt.
+    """Let Ctrl-C raise Interrupted in a load or the next decode (on a CPU: the running one), and KeyboardInterrupt if
+    pressed twice.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
-    waits for the signal's number on Python's wake-up pipe, which the C-level handler writes at once.
+    waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield  # only the main thread handles signals
         return
 
     reader, writer = os.pipe()
@@ -113,7 +116,7 @@ def interruptible() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGINT, previous)
-        os.close(writer)  # the watcher reads the end of the pipe
+        os.close(writer)  # the watcher reads end of file, and ends
         if watcher.ident is not None:
             watcher.join()
         os.close(reader)

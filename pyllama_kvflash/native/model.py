@@ -18,7 +18,7 @@ _DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
 
 
 class Weight(NamedTuple):
-    """A tensor of a model: its bytes, and whose memory it is in, an index into devices()."""
+    """A tensor of a model: its name, its bytes, and its device as an index into devices()."""
 
     name: str
     size: int
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
 
 class _Progress:
-    """Carries a Python callback, and whatever it raises, through the native loader."""
+    """Carries a Python callback, and any exception that it raises, through the native loader."""
 
     def __init__(self, report: Callable[[float], None]) -> None:
         self.report = report
@@ -45,7 +45,7 @@ def _on_progress(progress: float, user_data: Any) -> bool:
 
 
 class Model:
-    """A GGUF model in memory. Close it after its contexts; a context manager."""
+    """A GGUF model in memory. Close it after its contexts. It is a context manager."""
 
     def __init__(self, handle: Any, path: Path) -> None:
         self._handle = handle
@@ -83,11 +83,14 @@ class Model:
         mtp: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> Self:
-        """Load a GGUF file (the first of a split one).
+        """Load a GGUF file (the first part of a split one).
 
-        n_gpu_layers: layers to offload, -1 all. tensor_split: shares of the layers for each device, () by their free
-        memory. on_host: patterns of names of tensors that stay in host memory. no_alloc: metadata only, for a look at the
-        geometry; such a model cannot decode. mtp: with the heads that predict further tokens. progress is called with 0.0 to 1.0.
+        n_gpu_layers: layers to offload; -1: all.
+        tensor_split: each device's share of the layers; (): by free memory.
+        on_host: regular expressions for names of tensors that stay in host memory.
+        no_alloc: read the metadata only, to look at the geometry. Such a model cannot decode.
+        mtp: load the heads that predict further tokens, too.
+        progress: called with 0.0 to 1.0.
 
         Raises ModelError.
         """
@@ -103,7 +106,7 @@ class Model:
         params.no_alloc = no_alloc
         params.load_mtp = mtp
         if no_alloc:
-            params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapped weights are real ones
+            params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapping the file would load the weights
         state = _Progress(progress or (lambda _: None))
         keep = ffi.new_handle(state)
         params.progress_callback = lib.kvf_on_progress
@@ -135,7 +138,7 @@ class Model:
         self.close()
 
     def meta(self, key: str) -> str | None:
-        """A metadata value of the file as text, None if it has no such key."""
+        """Return a metadata value of the file as text, None if it has no such key."""
         size = 256
         while True:
             buf = ffi.new("char[]", size)
@@ -145,7 +148,7 @@ class Model:
             size = n + 1
 
     def weights(self) -> list[Weight]:
-        """The tensors of the model, with the device that each is on or, with no_alloc, would be on."""
+        """Return the tensors of the model, each with the device that it is on or, with no_alloc, would be on."""
         name, size, device = ffi.new("const char **"), ffi.new("uint64_t *"), ffi.new("int32_t *")
         res = []
         for i in range(lib.kvf_n_weight(self.handle)):
@@ -163,8 +166,10 @@ class Model:
 
     @property
     def refusal(self) -> str | None:
-        """What this is if it is no decoder that produces one token after another: "encoder", "encoder-decoder",
-        "diffusion", "draft head". None: it is one, or an encoder whose context has no memory.
+        """Kind of a model that does not produce one token after another; None for one that does.
+
+        It is "encoder", "encoder-decoder", "diffusion" or "draft head". An encoder whose context has no memory may also
+        give None.
         """
         arch = self.meta("general.architecture")
         if arch in _DRAFT_HEADS:
@@ -176,15 +181,16 @@ class Model:
         return "encoder-decoder" if lib.llama_model_has_encoder(self.handle) else None
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
-        """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for.
+        """Return the token ids (n,) int32 of a text.
 
-        parse_special: read special tokens such as `<|im_start|>` in the text; leave it off for untrusted text.
+        add_special: add BOS and EOS as the model's metadata asks for.
+        parse_special: read special tokens such as `<|im_start|>` in the text. Leave it off for untrusted text.
 
-        Raises UnsupportedError for a model that has no tokenizer.
+        Raises UnsupportedError if the model has no tokenizer.
         """
         self._check_tokenizer()
         data = text.encode() if isinstance(text, str) else text
-        ids = np.empty(len(data) + 8, np.int32)  # a token is at least one byte, but for the special ones
+        ids = np.empty(len(data) + 8, np.int32)  # every token is at least one byte, except special ones
         n = self._tokenize(data, ids, add_special, parse_special)
         if n < 0:
             ids = np.empty(-n, np.int32)
@@ -197,7 +203,7 @@ class Model:
         return n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of a token: perhaps only a part of a UTF-8 sequence. special: show special tokens, too."""
+        """Return the bytes of a token, perhaps only a part of a UTF-8 sequence. special: show special tokens, too."""
         self._check_token(token)
         buf = ffi.new("char[]", 64)
         n = lib.llama_token_to_piece(self.vocab, token, buf, 64, 0, special)
@@ -208,7 +214,7 @@ class Model:
         return piece
 
     def is_eog(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Return whether a token ends the generation."""
         self._check_token(token)
         return bool(lib.llama_vocab_is_eog(self.vocab, token))
 

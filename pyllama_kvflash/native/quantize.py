@@ -7,9 +7,9 @@ from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 
 def quantize(src: Path, dst: Path, ftype: str, n_threads: int) -> None:
-    """Write a GGUF of f32, f16 or bf16 in another type. Raises ModelError; dst may be left then.
+    """Write a GGUF of f32, f16 or bf16 in another type. Raises ModelError, and may then leave dst behind.
 
-    ftype: as llama-quantize calls it, in lower case, of those that cffi_build.py declares.
+    ftype: a type that cffi_build.py declares, by llama-quantize's name in lower case.
     """
     init()
     params = ffi.new("llama_model_quantize_params *", lib.llama_model_quantize_default_params())

@@ -11,11 +11,11 @@ from pyllama_kvflash.native.lib import check, ffi, lib
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Names and defaults are llama.cpp's.
+    """Settings that choose the next token. Names and defaults are llama.cpp's.
 
     temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1: off. seed None: a random one.
 
-    Raises UsageError for a value that makes no sense.
+    Raises UsageError for a value out of range.
     """
 
     temperature: float = 0.8
@@ -43,7 +43,7 @@ class Sampling:
         return self.temperature <= 0
 
 
-_DEFAULT_SEED = 0xFFFFFFFF  # llama.cpp's word for "a random one"
+_DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
 
 
 class Sampler:
@@ -71,9 +71,11 @@ class Sampler:
         lib.llama_sampler_chain_add(self._handle, smpl)
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and tell the chain."""
+        """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the
+        chain.
+        """
         i = ctx.last if i == -1 else i
-        if self._plain:  # llama.cpp's sampler copies all candidates first: some percent of a GPU's step
+        if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
             check(lib.kvf_argmax(ctx.handle, i, self._token))
             return int(self._token[0])
         token: int = lib.llama_sampler_sample(self._handle, ctx.handle, i)

@@ -1,4 +1,4 @@
-"""Drafts of what follows, by llama.cpp's own implementations (common/speculative.h)."""
+"""Drafts of the next tokens, by llama.cpp's own implementations (common/speculative.h)."""
 
 from typing import Any
 
@@ -10,13 +10,18 @@ from pyllama_kvflash.native.model import Tokens
 
 
 class Speculator:
-    """Guesses what follows a sequence. Close it before its contexts."""
+    """Drafts the next tokens of a sequence. Close it before its contexts."""
 
     def __init__(
         self, kind: str, target: Context, drafter: Context | None, *, n_max: int, n_gram: int, window: int, p_min: float
     ) -> None:
-        """kind: llama.cpp's name, as "draft-simple". n_max: tokens of a draft; n_gram: tokens that an n-gram goes by; window:
-        positions that the drafter remembers; p_min: a token that it finds less likely ends the draft.
+        """Create the native drafter.
+
+        kind: llama.cpp's name, such as "draft-simple".
+        n_max: most tokens of a draft.
+        n_gram: tokens that an n-gram looks up.
+        window: positions that the drafter remembers.
+        p_min: a token that the drafter finds less likely ends the draft.
 
         Raises UnsupportedError (the drafter is of another type, or for another target) and NativeError.
         """
@@ -30,31 +35,37 @@ class Speculator:
         self._n = ffi.new("int32_t *")
 
     def close(self) -> None:
-        """Free it. Harmless when called again."""
+        """Free the native drafter. Harmless when called again."""
         lib.kvf_spec_free(self._handle)
         self._handle = ffi.NULL
 
     def listen(self, on: bool) -> None:  # noqa: FBT001 (a switch)
-        """Whether the target gives out what the drafter reads of its layers. A batch that is not processed need not."""
+        """Switch on or off whether the target outputs the layers that the drafter reads. Off suits batches that are not
+        processed.
+        """
         check(lib.kvf_spec_listen(self._handle, on))
 
     def begin(self, tokens: Tokens) -> None:
-        """A new sequence, of which these tokens (n,) int32 are decoded."""
+        """Start a new sequence, of which the tokens (n,) int32 are decoded."""
         check(lib.kvf_spec_begin(self._handle, _pointer(tokens), len(tokens)))
 
     def process(self, tokens: Tokens, pos: int) -> None:
-        """The target has just decoded these tokens (n,) int32 at pos, pos + 1, ... What the drafter has from pos on is gone."""
+        """Pass on the tokens (n,) int32 that the target has just decoded at pos, pos + 1, ... What the drafter had from
+        pos on is discarded.
+        """
         check(lib.kvf_spec_process(self._handle, pos, _pointer(tokens), len(tokens)))
 
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
-        """What may follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32, the
-        last of which is not decoded yet: (m,) int32, at most n_max.
+        """Return at most n_max tokens, (m,) int32, that may come next.
+
+        They follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32,
+        the last of which is not decoded yet.
         """
         check(lib.kvf_spec_draft(self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n))
         return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()
 
     def accept(self, n: int) -> None:
-        """So many tokens of the last draft were right."""
+        """Report that the first n tokens of the last draft were right."""
         check(lib.kvf_spec_accept(self._handle, n))
 
 

@@ -1,4 +1,4 @@
-"""Summaries of the keys of chunks, and how queries score against them."""
+"""Summaries of the keys of chunks, and the scores of queries against them."""
 
 import re
 from collections import deque
@@ -27,16 +27,21 @@ SLAB = 256  # chunks
 
 
 class Summaries:
-    """Summaries of chunks 0, 1, 2 ... of a sequence, in every pooled layer, as bf16 in slabs that never move.
+    """Summaries of chunks 0, 1, 2 ... of a sequence, in every scored layer, as bf16 in slabs that never move.
 
-    kind: "centroid:N" (k-means of N = 1, 2, 4, 8 or 16: farthest-point seeds, two Lloyd steps, each scaled to the mean
-    length of its keys), "runs:N" (means of keys that follow each other), "mean", "direction" (the mean scaled to length 1), "minmax" (elementwise) or "exact" (all keys).
-    Scoring may run in another thread than appending: entries that are there do not change. A function of the records'
-    bytes alone.
+    The kinds:
+
+    - "centroid:N": k-means with N = 1, 2, 4, 8 or 16 (farthest-point seeds, two Lloyd steps), each centroid scaled to
+      the mean length of its keys;
+    - "runs:N": the means of N runs of consecutive keys, scaled in the same way;
+    - "mean"; "direction": the mean scaled to length 1; "minmax": elementwise; "exact": all keys.
+
+    One thread may score while another appends, because existing entries do not change. A summary depends on the
+    record's bytes alone.
     """
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
-        """layers: of a pooled context, whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
+        """layers: of a pooled context whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
         match = re.fullmatch(r"(?:(centroid|runs):(\d{1,2}))|(mean|direction|minmax|exact)", kind)
         if match is None:
             msg = f"{kind!r} is no summary of keys: give centroid:N, runs:N, mean, direction, minmax or exact"
@@ -52,7 +57,9 @@ class Summaries:
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
         self._sizes = [self._size(layer) for layer in self._layers]
         self._slabs: list[list[npt.NDArray[np.uint16]]] = []
-        self._places: dict[int, tuple[int, Any]] = {}  # of the slabs in each layer, as C wants them
+        self._places: dict[
+            int, tuple[int, Any]
+        ] = {}  # by layer: the number of slabs, and their addresses as C wants them
         self._n = 0
 
     def _size(self, layer: Any) -> int:
@@ -65,28 +72,30 @@ class Summaries:
 
     @property
     def n_layer(self) -> int:
-        """Pooled layers."""
+        """Number of summarised layers."""
         return len(self._layers)
 
     @property
     def n_bytes(self) -> int:
-        """Host memory taken."""
+        """Host memory of all slabs, in bytes."""
         return len(self._slabs) * 2 * sum(self._sizes)
 
     @property
     def chunk_bytes(self) -> float:
-        """Host memory of one summary."""
+        """Host memory of one chunk's summary, in bytes."""
         return 2 * sum(self._sizes) / SLAB
 
     def reserve(self, n: int) -> None:
-        """Take the memory for the first n. May be called by several threads, which may take a slab more. Raises MemoryError."""
+        """Allocate memory for the first n chunks. Several threads may call it, which may take one slab more. Raises
+        MemoryError.
+        """
         while len(self._slabs) * SLAB < n:
-            self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # full: committed now
+            self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # zeros() would commit later
 
     def put(self, chunk: int, record: Record, threads: Executor | None = None) -> None:
-        """Summarise the record (record_bytes,) uint8 of a chunk: the next one, or anew one that is there.
+        """Summarise the record (record_bytes,) uint8 of the next chunk, or of an existing one anew.
 
-        threads: to share the layers among.
+        threads: share the layers among them. Raises UsageError.
         """
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} is summarised, where {self._n} is next"
@@ -97,7 +106,9 @@ class Summaries:
         self._n = max(self._n, chunk + 1)
 
     def put_all(self, n: int, record: Callable[[int], Record], threads: Executor) -> None:
-        """Summarise what is missing of the first n chunks, which threads share among them. record: gives a chunk's."""
+        """Summarise those of the first n chunks that have no summary yet, in threads. record: returns the record of a
+        chunk.
+        """
         self.reserve(n)
 
         def one(chunk: int) -> None:
@@ -109,22 +120,25 @@ class Summaries:
         self._n = max(self._n, n)
 
     def _write(self, chunk: int, record: Record, i: int) -> None:
-        """In one layer."""
+        """Summarise a record in layer i."""
         slab, at = divmod(chunk, SLAB)
         src, dst = ffi.from_buffer(record), ffi.from_buffer("uint16_t[]", self._slabs[slab][i])
         layer = self._layers[i]
         check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, at, SLAB))
 
     def truncate(self, n: int) -> None:
-        """Forget all but the first n."""
+        """Forget all summaries but those of the first n chunks."""
         self._n = min(self._n, n)
         del self._slabs[-(-self._n // SLAB) :]
         self._places.clear()
 
     def score(self, layer: int, q: npt.NDArray[np.float32], n: int | None = None) -> npt.NDArray[np.float32]:
-        """For queries (n_head, n_embd_head_k) of a pooled layer: (n_head, n), each head's largest product with a row.
+        """Return each head's largest product with a row of each chunk's summary, (n_head, n) float32.
 
-        "minmax": the upper bound of such products (Quest, Tang et al. 2024). n: the first n chunks, None: all.
+        For "minmax" it is the upper bound of such products (Quest, Tang et al. 2024).
+
+        q: queries (n_head, n_embd_head_k) of a layer.
+        n: score the first n chunks; None: all.
         """
         n = self._n if n is None else n
         if q.shape != self._shapes[layer] or not 0 <= n <= self._n:
@@ -146,9 +160,13 @@ class Summaries:
         scales: Sequence[float],
         n: int | None = None,
     ) -> npt.NDArray[np.float32]:
-        """The share of the attention of queries that each of the first n chunks has, among these, summed over heads; the largest of
-        the queries': (len(layers), n). queries: (n_query, n_head, n_embd_head_k) of each of these layers; scales: of the products. A
-        row of a summary counts as often as it stands for keys; not for "minmax".
+        """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n)
+        float32.
+
+        A row of a summary counts as often as it stands for keys. Not for "minmax".
+
+        queries: (n_query, n_head, n_embd_head_k) for each of the layers; of several queries, the largest share counts.
+        scales: factor of the products in each layer.
         """
         n = self._n if n is None else n
         qs = [np.ascontiguousarray(q, np.float32) for q in queries]
@@ -175,7 +193,7 @@ class Summaries:
         return res
 
     def _pointers(self, layer: int, n: int) -> Any:
-        """Where the first n slabs of a layer are. They never move."""
+        """Return the addresses of the first n slabs of a layer. Slabs never move."""
         known = self._places.get(layer)
         if known is None or known[0] != n:
             rows = [ffi.from_buffer("uint16_t[]", slab[layer]) for slab in self._slabs[:n]]
@@ -183,7 +201,9 @@ class Summaries:
         return known[1]
 
     def entry(self, chunk: int) -> list[npt.NDArray[np.float32]]:
-        """The summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k). For tests and the curious."""
+        """Return the summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k) float32. For tests and
+        inspection.
+        """
         slab, i = divmod(chunk, SLAB)
         res = []
         for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
@@ -195,25 +215,27 @@ class Summaries:
 
 
 class Keys:
-    """All keys of chunks, read from their records when they are asked about: exact, and as slow as they are many."""
+    """All keys of chunks, read from their records on demand: exact, and the slower the more keys there are."""
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, record: Callable[[int], Record]) -> None:
-        """record: gives the record of a chunk."""
+        """record: returns the record of a chunk."""
         self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
         self._n_chunk = n_chunk
         self._record = record
 
     @property
     def n_layer(self) -> int:
-        """Pooled layers."""
+        """Number of scored layers."""
         return len(self._layers)
 
     def score(
         self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int], scale: float = 0.0, edge: int = 0
     ) -> npt.NDArray[np.float32]:
-        """For queries (n_token, n_head, n_embd_head_k) of a layer, the largest products with a key of each chunk: (n_token * n_head,
-        len(chunks)). With a scale, the logarithm of the sum of exp(scale * product) over its keys; with an edge, too, three of
-        these, (3, ...): over all keys, over the first `edge` ones, and over the last.
+        """Return the largest product with a key of each chunk, (n_token * n_head, len(chunks)) float32.
+
+        q: queries (n_token, n_head, n_embd_head_k) of a layer.
+        scale: if given, return the logarithm of the sum of exp(scale * product) over the chunk's keys instead.
+        edge: if given, return three of these, (3, ...): over all keys, over the first `edge` and over the last `edge`.
         """
         q = np.ascontiguousarray(q, np.float32)
         mine = self._layers[layer]

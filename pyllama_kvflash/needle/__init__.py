@@ -1,7 +1,7 @@
 """Long needle prompts as text: generated prose with secret codes at even or random depths, and questions about them.
 
-The document grammar is the one the bundled `needle-7m` model was trained on.  Standard library only; nothing
-here imports another part of the package, so prompts can be made without the native code.
+The bundled `needle-7m` model was trained on this document grammar.  Standard library only; nothing here imports another
+part of the package, so prompts can be made without the native code.
 """
 
 from pathlib import Path
@@ -26,4 +26,4 @@ BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
 """The model that ships with the package: it recalls secret codes in up to 64K tokens, and knows nothing else."""
 
 BUNDLED_DRAFTER: Final = Path(__file__).with_name("needle-draft-1m-q8_0.gguf")
-"""A smaller one with the same tokens, trained on the same kind of text (2 layers), to draft for it."""
+"""A smaller model (2 layers) with the same tokens, trained on the same kind of text, that drafts for it."""

@@ -1,4 +1,4 @@
-"""Documents of facts: secret codes at random depths, each with decoys that share its words and do not tell it."""
+"""Documents of facts: secret codes at random depths, each with decoys that share its words but do not tell the code."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from .words import _sentence
 MAX_FACTS: Final = 64
 MAX_DECOYS: Final = 8
 
-_GAP: Final = 64  # tokens of prose from one place for lines to the next: a usual paragraph stays whole
-_APART: Final = 2  # places from a fact to its decoys: they seldom share a chunk of the cache with it
-# No numbers: another number told of the same key ("The password for ...") misleads even the full cache.
+_GAP: Final = 64  # tokens of prose between two places for lines, so that a usual paragraph stays whole
+_APART: Final = 2  # places between a fact and its decoys, so that they seldom share a chunk of the cache
+# No numbers: a second number for the same key ("The password for ...") misleads even the full cache.
 _MENTIONS: Final = (
     "{hero} has forgotten the secret code for the {key}.",
     "The keeper of the {key} is {hero}.",
@@ -33,17 +33,17 @@ def make_facts(
 ) -> NeedlePrompt:
     """Write a document of prose with `n_facts` secret codes at random depths, each on a line of its own.
 
-    Every fact has `n_decoys` decoys, lines elsewhere in the document.  They are, by turns and beginning
-    anywhere, the code for another key with the same adjective, the code for another key with the same noun,
-    and a sentence that mentions the fact's key without a code.  No key has two codes, no code two keys.
+    Every fact has `n_decoys` decoys, lines elsewhere in the document.  They take turns, beginning with any of the
+    three: the code for another key with the same adjective, the code for another key with the same noun, and a sentence
+    that mentions the fact's key without a code.  No key has two codes, no code two keys.
 
-    The result depends on the arguments alone, as with `make_prompt`.  The same `seed`, `n_facts` and
-    `n_decoys` give the same facts and decoys at every length, the facts at about the same relative depths.
-    The keys are ones that the bundled model was trained on: with the full cache it misses none or few.
+    The result depends on the arguments alone, as with `make_prompt`.  The same `seed`, `n_facts` and `n_decoys` give
+    the same facts and decoys at every length, and the facts lie at about the same relative depths.  The bundled model
+    was trained on the keys: with the full cache it misses none or few.
 
     Args:
         n_tokens: tokens that the document may take; it ends less than about 100 tokens short of that.
-        count: tokens of a text by the model's own tokenizer, without BOS, as for `make_prompt`.
+        count: counts the tokens of a text with the model's own tokenizer, without BOS, as for `make_prompt`.
         n_facts: codes to be asked for, 1 to `MAX_FACTS`.
         n_decoys: decoys of each fact, 0 to `MAX_DECOYS`.
         seed: number of the document, 0 or more.
@@ -92,7 +92,7 @@ def make_facts(
 
 
 def _draw_decoys(rng: random.Random, keys: list[str], answers: Iterator[str], n: int) -> list[list[str]]:
-    """Draw `n` decoys of every key; codes are told the next of `answers`."""
+    """Draw `n` decoys of every key; those with a code take the next one of `answers`."""
     used = set(keys)
     decoys = []
     for key in keys:
@@ -119,10 +119,10 @@ def _draw_decoys(rng: random.Random, keys: list[str], answers: Iterator[str], n:
 def _spread(
     rng: random.Random, facts: list[str], decoys: list[list[str]], n_places: int
 ) -> tuple[list[str], list[tuple[int, int]]]:
-    """Put the lines into `n_places` even places of the document, at random, decoys away from their fact.
+    """Put the lines into `n_places` even places of the document, at random, with decoys away from their fact.
 
-    Returns the lines of every place, joined, and of every fact its place and the characters before it there.
-    The facts keep their order.
+    Returns the joined lines of every place, and for every fact its place and its offset there, in characters.  The
+    facts keep their order.
     """
     places = [""] * n_places
     at = []

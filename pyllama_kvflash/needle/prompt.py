@@ -17,8 +17,8 @@ _STATEMENT: Final = "The secret code for the {key} is {answer}."
 _QUESTION: Final = "Question: what is the secret code for the {key}? Answer:"
 _SHARED_WORD: Final = 0.15  # chance that a trained key takes its adjective (its noun) from an earlier key
 _HELD_OUT_WORDS: Final = 0.5  # chance that a held-out key has held-out words, not a new pair of trained ones
-_SLACK: Final = 32  # tokens that a document may lose to counts of lines that do not add up
-_ROUNDS: Final = 8  # layouts tried until the count of the whole text fits
+_SLACK: Final = 32  # tokens that a document may lose because the counts of its lines do not add up
+_ROUNDS: Final = 8  # most layouts to try until the count of the whole text fits
 _TAIL: Final = 24  # a gap of fewer tokens at the end is left open
 _PIECE: Final = 160  # characters of a user's text that stay together
 _REDRAWS: Final = 64  # sentences tried for a larger gap
@@ -28,8 +28,8 @@ _REDRAWS: Final = 64  # sentences tried for a larger gap
 class Needle:
     """A secret code hidden in a document, and the question that asks for it.
 
-    `start` and `end` are the character span of `statement` in the document, end exclusive.  Where the needles
-    were dropped the span is empty and marks the place that the statement would have had.
+    `start` and `end` are the character span of `statement` in the document, end exclusive.  If the needles were
+    dropped, the span is empty and marks where the statement would have been.
     """
 
     key: str
@@ -66,23 +66,23 @@ def make_prompt(
 ) -> NeedlePrompt:
     """Write a document of prose with `n_needles` secret codes at even depths, each on a line of its own.
 
-    The result depends on the arguments alone, not on the process or the Python version.  The same `seed`,
-    `n_needles` and `held_out` give the same keys and answers at every length, dropped or not.
+    The result depends on the arguments alone, not on the process or the Python version.  The same `seed`, `n_needles`
+    and `held_out` give the same keys and answers at every length, dropped or not.
 
     Args:
         n_tokens: tokens that the document may take; it ends less than about 100 tokens short of that.  The
             question (about 20 tokens), the answer (5) and BOS come on top.
-        count: tokens of a text by the model's own tokenizer, without BOS.  Called about once on every line
-            and once on the whole text.  The counts of the lines should add up to that of the text, as they do
-            for tokenizers that split at newlines; others are corrected for, at the cost of more calls.
+        count: counts the tokens of a text with the model's own tokenizer, without BOS.  It is called about once on
+            every line and once on the whole text.  The counts of the lines should add up to that of the text, as they
+            do for tokenizers that split at newlines; otherwise the difference is corrected at the cost of more calls.
         n_needles: codes to hide, 1 to `MAX_NEEDLES`.
         seed: number of the document, 0 or more.
         held_out: take keys that the bundled model was not trained on.  It misses some of these even with the
             full cache; of the trained ones it misses none.
         drop: leave the statements out and fill the room with prose.  Keys, answers and questions stay the
             same, so a correct answer could only be a guess.
-        haystack: text to hide the codes in instead of generated prose; from its beginning, over and over if it
-            is too short.
+        haystack: text to hide the codes in instead of generated prose.  It is read from its beginning, and repeated
+            if it is too short.
 
     Raises:
         ValueError: an argument is out of range, `n_tokens` cannot hold the needles, or `count` does not
@@ -162,7 +162,7 @@ def _draw_answers(rng: random.Random, n: int) -> list[str]:
 
 
 class _Prose:
-    """An endless stream of prose, handed out in lines that fit the room; can be read again from its start.
+    """An endless stream of prose that is handed out in lines that fit the room, and can be read again from its start.
 
     Every line is counted once, however often it is asked for.
     """
@@ -206,7 +206,7 @@ class _Prose:
         self._rest = self._rest[1:]
 
     def size(self, line: str) -> int:
-        """Tokens of `line`."""
+        """Return the tokens of `line`."""
         size = self._sizes.get(line)
         if size is None:
             size = self._sizes[line] = self.count(line)
@@ -220,7 +220,7 @@ class _Prose:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    """Lines of a text that have words, as sentences; long ones, and scripts without spaces, in pieces."""
+    """Split the lines of a text that have words into sentences; long ones, and scripts without spaces, into pieces."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     sentences = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
     found = [[piece for s in line for piece in textwrap.wrap(s, _PIECE)] for line in sentences]
@@ -270,8 +270,8 @@ def _lay_out(prose: _Prose, needles: Sequence[str], room: int) -> _Layout:
 def _fit(prose: _Prose, needles: Sequence[str], n_tokens: int, needle_tokens: int) -> tuple[_Layout, int]:
     """Lay the document out so that the whole text has at most `n_tokens` tokens, and few less.
 
-    Returns the layout and its tokens.  Where the counts of lines do not add up to the count of the text, the
-    difference is allowed for and the same prose laid out again.
+    Returns the layout and its tokens.  If the counts of the lines do not add up to the count of the text, the same
+    prose is laid out again with an allowance for the difference.
     """
     allowed = 0  # tokens that the text is allowed to have beyond the sum over its lines
     for attempt in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Decisions: pure Python and numpy. No native code, no files, no clock: everything here runs without a compiler."""
+"""Residency decisions in pure Python and numpy. No native code, files or clock: all of it runs without a compiler."""
 
 from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, State
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
@@ -15,7 +15,7 @@ from pyllama_kvflash.policy.scorers import (
     View,
     n_queries,
 )
-from pyllama_kvflash.policy.sizing import Geometry, PoolSize, auto_pool, pool_floor, resolve_pool
+from pyllama_kvflash.policy.sizing import Geometry, PoolShape, PoolSize, auto_pool, resolve_pool
 
 __all__ = [
     "AGGREGATES",
@@ -26,6 +26,7 @@ __all__ = [
     "LedgerError",
     "Lru",
     "Plan",
+    "PoolShape",
     "PoolSize",
     "Qk",
     "QkCos",
@@ -41,7 +42,6 @@ __all__ = [
     "bring_in",
     "make_room",
     "n_queries",
-    "pool_floor",
     "reselect",
     "resolve_pool",
     "room_for_candidates",

@@ -1,4 +1,4 @@
-"""Which layers' experts stay in host memory: what was asked for, or as few as leave room for the pool."""
+"""Decide which layers keep their experts in host memory: as many as requested, or as few as leave room for the pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,17 @@ from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A device, and what of the model it is to hold. Sizes are bytes.
+    """A device, and the part of the model that it is to hold. Sizes are in bytes.
 
-    free: before the model is loaded. fixed: other weights than experts, and states that do not grow with the context.
-    token_bytes: KV of a token. experts: those of every layer of the model in order, 0 where they are not here. copy: of
-    the largest tensor of experts, which a batch of a prompt takes here while it lies on the host. compute: buffers of the
-    computation; token_compute: what they are larger for each token of KV, for there is a mask of it. drafter: all that it
-    takes. gpu: not the host.
+    free: free memory before the model is loaded.
+    fixed: weights other than experts, and states that do not grow with the context.
+    token_bytes: KV of one token.
+    experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device.
+    copy: the largest expert tensor. A prompt batch copies it here if it lies on the host.
+    compute: compute buffers.
+    token_compute: growth of the compute buffers with each token of KV, for its attention mask.
+    drafter: everything that the drafter takes.
+    gpu: False for the host.
     """
 
     name: str
@@ -29,11 +33,13 @@ class Holding:
     gpu: bool = True
 
     def need(self, n_host: int, tokens: int) -> int:
-        """Bytes, the reserve among them, for so many tokens of KV if the experts of the first n_host layers are not here."""
+        """Return the bytes for `tokens` tokens of KV, reserve included, with the experts of the first n_host layers on
+        the host.
+        """
         return sum(self.parts(n_host, tokens).values())
 
     def parts(self, n_host: int, tokens: int) -> dict[str, int]:
-        """What need() adds up, by its name."""
+        """Return the terms that need() adds up, in bytes by name."""
         res = {
             "other weights and states": self.fixed,
             "experts": sum(self.experts[n_host:]),
@@ -48,9 +54,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The outcome: the experts of the first n_cpu_moe layers stay on the host, and pool is the request for a pool now.
+    """The result of place_experts().
 
-    redundant: the full cache fits beside all experts. notes and warnings are sentences for the user.
+    n_cpu_moe: the experts of this many first layers stay on the host.
+    pool: the pool to request now: "auto", "off" or tokens.
+    redundant: True if the full cache fits beside all experts.
+    notes, warnings: sentences for the user.
     """
 
     n_cpu_moe: int
@@ -69,18 +78,24 @@ def place_experts(
     floor: int,
     cap: int = AUTO_CAP,
 ) -> Placement:
-    """Where the experts go for a request ("auto", or layers >= 0), beside a pool ("auto", at most cap; "off"; or tokens).
+    """Decide how many layers keep their experts on the host.
 
-    holdings: every device that holds any of the model. floor: cells that the pool has at least. "auto" is the smallest
-    number of layers with which every GPU holds its part of the weights and of the pool's KV, the full cache's if the pool
-    is off or covers the context. The host is not asked: weights there are mapped from the file.
+    request: "auto", or a number of layers >= 0.
+    holdings: every device that holds part of the model.
+    pool: "auto" (at most cap tokens), "off", or tokens.
+    floor: the fewest cells that the pool may have.
 
-    The automatic pool would take half of what the experts leave, and these would leave what the pool takes. So the
-    experts come second: they make room for a pool of cap tokens (no more than the context, no less than the floor), and
-    that is then the pool. Only if it does not fit with all experts on the host, the pool is what is left: "auto" again.
+    "auto" takes the smallest number of layers with which every GPU holds its part of the weights and of the pool's KV,
+    or of the full cache's KV if the pool is off or covers the context. The host is not checked: its weights are mapped
+    from the file.
 
-    A full cache that fits beside all experts makes an automatic pool redundant: it is turned off. One that would fit with
-    some experts on the host does not, for it is the pool that keeps these on the GPU.
+    An automatic pool takes half of what the experts leave, and automatic experts would leave what the pool takes. To
+    break this circle, the experts make room for a pool of cap tokens (at most the context, at least the floor), and
+    that becomes the pool. Only if it does not fit with all experts on the host does the pool take what is left, as
+    "auto" again.
+
+    If the full cache fits beside all experts, an automatic pool is redundant and is turned off. If it fits only with
+    some experts on the host, the pool stays, because it keeps those experts on the GPU.
     """
     n_layer = max(len(h.experts) for h in holdings)
     gpus = [h for h in holdings if h.gpu and any(h.experts)]
@@ -96,7 +111,7 @@ def place_experts(
 
 
 def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, floor: int, cap: int) -> Placement:
-    """For a full cache of `full` cells."""
+    """Place experts for "auto". full: cells of a full cache."""
     if pool != "off" and _fit(gpus, 0, full):
         beside = f"experts: all stay on the GPU, and the full cache beside them: {_arithmetic(gpus, 0, full)}, so"
         if pool == "auto":
@@ -116,7 +131,7 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
 
 
 def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: int, least: int) -> Placement:
-    """All experts on the host: there is no room for KV of so many tokens, and perhaps for no pool at all."""
+    """Put all experts on the host: `tokens` tokens of KV do not fit, and perhaps no pool does."""
     if _fit(gpus, n_layer, least):
         text = f"experts: {_first(n_layer, n_layer, gpus)}, and the pool takes what is left: {_arithmetic(gpus, n_layer, tokens)}"
         return Placement(n_layer, pool, notes=(text,))
@@ -129,7 +144,7 @@ def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: in
 
 
 def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:
-    """What a pool is to have, and is to have at least, where floor and context allow it."""
+    """Return the cells that a pool should have and those that it must have, before floor and context are applied."""
     if pool == "auto":
         return cap // CELLS * CELLS, 0
     cells = full if pool == "off" else _rounded(int(pool))
@@ -141,7 +156,7 @@ def _fit(gpus: Sequence[Holding], n_host: int, tokens: int) -> bool:
 
 
 def _fewest(gpus: Sequence[Holding], n_layer: int, tokens: int) -> int | None:
-    """The smallest number of layers whose experts must go, None if all are not enough."""
+    """Return the smallest number of layers whose experts must go to the host, or None if moving all is not enough."""
     return next((n for n in range(n_layer + 1) if _fit(gpus, n, tokens)), None)
 
 
@@ -166,7 +181,7 @@ def _kept(n: int, n_full: int | None, full: int) -> str:
 
 
 def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:
-    """In words, on the device that has the least to spare."""
+    """Return the sum in words, for the device that has the least to spare."""
     h = min(gpus, key=lambda h: h.free - h.need(n_host, tokens))
     need = h.need(n_host, tokens)
     others = f", the tightest of {len(gpus)} devices" if len(gpus) > 1 else ""

@@ -1,4 +1,4 @@
-"""Where every chunk of a sequence is."""
+"""The ledger of where every chunk of a sequence is."""
 
 from enum import IntEnum
 
@@ -10,21 +10,21 @@ Scores = npt.NDArray[np.float64]
 
 
 class LedgerError(AssertionError):
-    """A step that the ledger's rules forbid: a bug in the caller, never the user's fault."""
+    """A step that the ledger's rules forbid: always a bug in the caller, never the user's fault."""
 
 
 _CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64), ("score", np.float64)])
 
 
 class State(IntEnum):
-    """Where a chunk's K and V are."""
+    """Place of a chunk's K and V."""
 
     OUT = 0  # in the host store only
-    IN_FLIGHT = 1  # on its way into a block that is set aside for it
+    IN_FLIGHT = 1  # on its way into a block that is reserved for it
     RESIDENT = 2  # in a block of the pool
 
 
-_RESIDENT = int(State.RESIDENT)  # a plain number: looked at for every token
+_RESIDENT = int(State.RESIDENT)  # a plain int, because it is compared for every token
 
 
 class Blocks:
@@ -36,25 +36,25 @@ class Blocks:
 
     @property
     def n_free(self) -> int:
-        """Blocks that hold nothing and wait for nothing."""
+        """Blocks that hold no chunk and are reserved for none."""
         return self.n - sum(ledger.n_held for ledger in self.ledgers)
 
 
 class Ledger:
     """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
 
-    Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last one may be partly filled. A chunk
-    is *sealed* when all its positions are written. Rules, checked at every step (LedgerError):
+    Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last chunk may be partly filled. A
+    chunk is *sealed* when all its positions are written. Every step checks these rules (LedgerError):
 
-    - only a sealed chunk whose record is stored leaves the pool, and no protected one does;
-    - a chunk that is written to is resident;
-    - free + in flight + resident == blocks.n, always, over all sequences that share them.
+    - only a sealed chunk whose record is stored leaves the pool, and a protected chunk never does;
+    - a chunk that is being written is resident;
+    - free + in flight + resident == blocks.n, always, over all sequences that share the blocks.
 
-    Protected are the first `n_sinks` chunks, the last `n_tail`, pinned ones, and those not yet sealed.
+    The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
 
     def __init__(self, blocks: int | Blocks, chunk: int = 64, *, n_sinks: int = 1, n_tail: int = 4) -> None:
-        """blocks: a number of them, for this sequence alone, or those that it shares with others."""
+        """blocks: the number of blocks for this sequence alone, or the Blocks that it shares with others."""
         self.blocks = blocks if isinstance(blocks, Blocks) else Blocks(blocks)
         self.blocks.ledgers.append(self)
         self.chunk = chunk
@@ -62,7 +62,7 @@ class Ledger:
         self.n_tail = n_tail
         self.pins: set[int] = set()  # chunks, written or not
         self._tick = 0
-        # one attribute, replaced whole: whatever interrupts a step, the two agree
+        # one attribute, replaced whole: the two agree wherever a step is interrupted
         self._now = (0, np.zeros(0, _CHUNK))  # positions written, chunks
 
     #
@@ -103,51 +103,53 @@ class Ledger:
 
     @property
     def n_in_flight(self) -> int:
-        """Chunks on their way in."""
+        """Chunks on their way into the pool."""
         return int(np.count_nonzero(self._state == State.IN_FLIGHT))
 
     @property
     def n_held(self) -> int:
-        """Blocks that its chunks are in, or on their way into."""
+        """Blocks that hold its chunks or are reserved for them."""
         return int(np.count_nonzero(self._state))
 
     @property
     def n_free(self) -> int:
-        """Blocks that hold nothing and wait for nothing, of any sequence."""
+        """Blocks of the pool that hold no chunk and are reserved for none, whatever the sequence."""
         return self.blocks.n_free
 
     @property
     def n_share(self) -> int:
-        """Blocks that others cannot take from it: an equal part of the pool."""
+        """Blocks that other sequences cannot take from it: an equal part of the pool."""
         return self.blocks.n // len(self.blocks.ledgers)
 
     @property
     def n_block(self) -> int:
-        """Blocks that it holds or could take without anybody giving one up: the whole pool, if it is alone."""
+        """Blocks that it holds or could take without another sequence giving one up: the whole pool, if it is alone."""
         return self.n_held + self.n_free
 
     @property
     def state(self) -> npt.NDArray[np.int8]:
-        """State of each chunk (n_chunks,), a copy."""
+        """A copy of each chunk's State, (n_chunks,) int8."""
         return self._state.copy()
 
     @property
     def stored(self) -> Mask:
-        """Which chunks have a valid record in the host store (n_chunks,), a copy."""
+        """A copy of the mask of chunks that have a valid record in the host store, (n_chunks,) bool."""
         return self._stored.copy()
 
     @property
     def touched(self) -> npt.NDArray[np.int64]:
-        """When each chunk was last written to or paged in (n_chunks,), in steps: larger is later. A copy."""
+        """A copy of the step at which each chunk was last written or paged in, (n_chunks,) int64; larger is later."""
         return self._touched.copy()
 
     @property
     def score(self) -> Scores:
-        """What the last scoring gave each chunk (n_chunks,), NaN if it gave none. A copy."""
+        """A copy of each chunk's score from the last scoring, (n_chunks,) float64; NaN if it has none."""
         return self._now[1]["score"].copy()
 
     def heat(self) -> Scores:
-        """The order in which chunks leave, coldest first (n_chunks,): by score; above those, by recency, the unscored."""
+        """Return each chunk's heat, (n_chunks,) float64; the coldest leaves first. Scored chunks rank by score,
+        unscored ones above them by recency.
+        """
         score, touched = self._now[1]["score"], self._touched
         rated = ~np.isnan(score)
         heat = touched + np.float64(np.count_nonzero(rated))
@@ -155,18 +157,20 @@ class Ledger:
         return heat
 
     def candidates(self) -> Mask:
-        """Which chunks compete for the blocks that nothing protected needs, resident or out (n_chunks,)."""
+        """Return the mask of chunks, resident or out, that compete for the blocks that nothing protected needs,
+        (n_chunks,) bool.
+        """
         mask: Mask = self._stored & (self._state != State.IN_FLIGHT) & ~self.protected()
         return mask
 
     def state_of(self, chunk: int) -> State:
-        """State of a chunk that exists."""
+        """Return the state of a chunk. Raises LedgerError if the chunk does not exist."""
         if not 0 <= chunk < self.n_chunks:
             raise LedgerError(f"chunk {chunk} does not exist")
         return State(self._state[chunk])
 
     def protected(self) -> Mask:
-        """Which chunks may not be evicted (n_chunks,)."""
+        """Return the mask of chunks that may not be evicted, (n_chunks,) bool."""
         mask = np.zeros(self.n_chunks, np.bool_)
         mask[: self.n_sinks] = True
         mask[max(0, self.n_chunks - self.n_tail) :] = True
@@ -175,26 +179,30 @@ class Ledger:
         return mask
 
     def evictable(self) -> Mask:
-        """Which chunks could leave the pool now (n_chunks,)."""
+        """Return the mask of chunks that could leave the pool now, (n_chunks,) bool."""
         mask: Mask = (self._state == State.RESIDENT) & self._stored & ~self.protected()
         return mask
 
     def new_chunks(self, n_tokens: int) -> int:
-        """Blocks that writing n_tokens more positions takes."""
+        """Return the blocks that writing n_tokens more positions takes."""
         return -(-(self.n_tokens + n_tokens) // self.chunk) - self.n_chunks
+
+    def seals(self, n_tokens: int) -> int:
+        """Return the number of chunks that writing n_tokens more positions fills."""
+        return (self.n_tokens + n_tokens) // self.chunk - self.n_sealed
 
     #
     # what happens
     #
 
     def write(self, n_tokens: int) -> None:
-        """n_tokens more positions were decoded, into resident chunks and free blocks."""
+        """Record that n_tokens more positions were decoded, into resident chunks and free blocks."""
         n_new = self.new_chunks(n_tokens)
         if n_tokens <= 0:
             raise LedgerError("nothing to write")
         inside = self.n_tokens % self.chunk and (self.n_tokens + n_tokens) % self.chunk
         if inside and n_new == 0 and self._state[-1] == _RESIDENT:
-            # most tokens: nothing begins, and nothing is full
+            # most tokens: no chunk begins, and none is full
             self._tick += 1
             self._touched[-1] = self._tick
             self._now[1]["score"][-1] = np.nan
@@ -213,7 +221,7 @@ class Ledger:
         self._now = (self.n_tokens + n_tokens, chunks)
 
     def rate(self, scores: Scores) -> None:
-        """The first chunks were scored anew, (n,) float64, n at most n_chunks; NaN: no score."""
+        """Set the scores of the first n chunks, (n,) float64, n at most n_chunks; NaN: no score."""
         if len(scores) > self.n_chunks:
             raise LedgerError(f"{len(scores)} scores for {self.n_chunks} chunks")
         self._now[1]["score"][: len(scores)] = scores
@@ -224,11 +232,11 @@ class Ledger:
         self._now[1]["score"][chunk] = np.nan
 
     def to_store(self) -> list[int]:
-        """Sealed chunks that have no record yet: the store must take them before they can be evicted."""
+        """Return the sealed chunks that have no record yet. The store must take them before they can be evicted."""
         return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
 
     def mark_stored(self, chunk: int) -> None:
-        """A sealed, resident chunk's record is in the host store."""
+        """Record that the host store has the record of a sealed, resident chunk."""
         if chunk >= self.n_sealed:
             raise LedgerError(f"chunk {chunk} is not sealed")
         if self.state_of(chunk) != State.RESIDENT:
@@ -236,7 +244,7 @@ class Ledger:
         self._stored[chunk] = True
 
     def drop(self, chunk: int) -> None:
-        """A chunk left the pool."""
+        """Record that a chunk left the pool."""
         if self.state_of(chunk) != State.RESIDENT:
             raise LedgerError(f"chunk {chunk} is not resident")
         if not self._stored[chunk]:
@@ -246,7 +254,7 @@ class Ledger:
         self._state[chunk] = State.OUT
 
     def begin_page_in(self, chunk: int) -> None:
-        """A block is set aside for a chunk, and its bytes are under way."""
+        """Reserve a block for a chunk whose bytes are on their way."""
         if self.state_of(chunk) != State.OUT:
             raise LedgerError(f"chunk {chunk} is not out")
         if self.n_free <= 0:
@@ -254,7 +262,7 @@ class Ledger:
         self._state[chunk] = State.IN_FLIGHT
 
     def commit_page_in(self, chunk: int) -> None:
-        """The bytes have arrived."""
+        """Record that the bytes of a chunk in flight have arrived: it is resident."""
         if self.state_of(chunk) != State.IN_FLIGHT:
             raise LedgerError(f"chunk {chunk} is not in flight")
         self._tick += 1
@@ -262,13 +270,15 @@ class Ledger:
         self._state[chunk] = State.RESIDENT
 
     def abort_page_in(self, chunk: int) -> None:
-        """The bytes will not arrive: the block is free again."""
+        """Free the block of a chunk in flight: its bytes will not arrive."""
         if self.state_of(chunk) != State.IN_FLIGHT:
             raise LedgerError(f"chunk {chunk} is not in flight")
         self._state[chunk] = State.OUT
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. A chunk that is cut through must be resident; its record is void."""
+        """Keep the first n_tokens positions. A chunk that is cut through must be resident, and its record becomes
+        invalid.
+        """
         if not 0 <= n_tokens <= self.n_tokens:
             raise LedgerError(f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
         keep = -(-n_tokens // self.chunk)
@@ -283,13 +293,13 @@ class Ledger:
 
     @property
     def tick(self) -> int:
-        """The last step that touched a chunk."""
+        """Number of the last step that touched a chunk."""
         return self._tick
 
     def load(
         self, n_tokens: int, state: npt.NDArray[np.int8], touched: npt.NDArray[np.int64], score: Scores, tick: int
     ) -> None:
-        """Become what a ledger was that was saved: arrays (n_chunks,). All sealed chunks have their records."""
+        """Restore the state of a saved ledger from arrays (n_chunks,). All sealed chunks have their records."""
         chunks = np.zeros(-(-n_tokens // self.chunk), _CHUNK)
         if not len(chunks) == len(state) == len(touched) == len(score):
             raise LedgerError(f"{len(state)} chunks for {n_tokens} positions")
@@ -306,7 +316,7 @@ class Ledger:
         self._tick = 0
 
     def check_integrity(self) -> None:
-        """Raise LedgerError if the ledger contradicts itself. Cheap: for tests, and when idle."""
+        """Raise LedgerError if the ledger contradicts itself. Cheap: meant for tests and idle moments."""
         n = self.n_chunks
         if n != -(-self.n_tokens // self.chunk):
             raise LedgerError(f"{n} chunks for {self.n_tokens} positions")

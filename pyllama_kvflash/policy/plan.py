@@ -1,4 +1,4 @@
-"""What to drop and what to fetch: computed here, applied in one place (the pager)."""
+"""Plan which chunks to drop and which to page in. Only the pager applies a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from pyllama_kvflash.policy.ledger import Ledger, State
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Chunks to drop, coldest first, then chunks to page in, in order. Applied whole, drops first.
+    """Chunks to drop, coldest first, then chunks to page in, in order. A plan is applied whole, drops first.
 
-    taken: what other sequences of the pool give up for it, as (place in Blocks.ledgers, chunks).
+    taken: the chunks that other sequences of the pool give up for it, as (index in Blocks.ledgers, chunks).
     """
 
     drops: tuple[int, ...] = ()
@@ -25,15 +25,15 @@ class Plan:
 
 
 def make_room(ledger: Ledger, n_blocks: int) -> Plan:
-    """Free enough blocks for n_blocks new ones, by dropping the coldest evictable chunks, see _given_up().
+    """Plan to free enough blocks for n_blocks new ones by dropping the coldest evictable chunks, see _given_up().
 
-    Raises PoolError if what is protected leaves too few: nothing is dropped then.
+    Raises PoolError, and drops nothing, if the protected chunks leave too few blocks.
     """
     return _given_up(ledger, n_blocks - ledger.n_free)
 
 
 def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
-    """Make the given chunks resident, at the cost of the coldest evictable ones. Resident ones stay.
+    """Plan to make the given chunks resident in place of the coldest evictable ones. Resident ones stay.
 
     Raises PoolError if there is no room for all of them.
     """
@@ -42,11 +42,12 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 
 
 def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
-    """Make the hottest of all candidates resident, in or out, and leave n_free blocks free for what comes next.
+    """Plan to make the hottest candidates resident, and to leave n_free blocks free for what comes next.
 
-    n_most: chunks that come in at most, the hottest of them for the coldest there are; None: as many as it takes. Page-ins
-    come hottest first. What is protected stays; no more is dropped than is needed. Where the pool has no room for any
-    candidate, nothing moves.
+    n_most: the most chunks to bring in: the hottest, in place of the coldest resident ones. None: no limit.
+
+    Page-ins come hottest first. Protected chunks stay, and no more chunks are dropped than needed. If the pool has no
+    room for any candidate, nothing moves.
     """
     mask = ledger.candidates()
     resident = ledger.state == State.RESIDENT
@@ -56,21 +57,26 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
         return Plan()
     hottest = candidates[np.argsort(ledger.heat()[candidates], kind="stable")][::-1]  # ties: as in _by_heat
     page_ins = hottest[:room][~resident[hottest[:room]]][:n_most]
-    cold = hottest[room:][resident[hottest[room:]]][::-1]  # as many as page-ins at least, or there are free blocks
+    cold = hottest[room:][resident[hottest[room:]]][::-1]  # at least as many as page-ins, unless there are free blocks
     n_drop = max(0, len(page_ins) + n_free - ledger.n_free)
     return Plan(tuple(int(c) for c in cold[:n_drop]), tuple(int(c) for c in page_ins))
 
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
-    """Blocks beside those of protected chunks and n_free that are to stay free; maybe less than none."""
+    """Return how many blocks candidates may fill: all but those of other chunks and n_free free ones. It can be
+    negative.
+    """
     kept = (ledger.state == State.RESIDENT) & ~ledger.candidates()
     return ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(kept))
 
 
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
-    """Drops that free n blocks for a sequence: one by one, of the sequence that holds the most then (with the n for the
-    one that asks; that one first, if others hold as many), its coldest. So each may hold an equal share, and what one
-    does not need is another's.
+    """Plan the drops that free n blocks for `ledger`, one at a time.
+
+    Each time, the sequence that holds the most blocks drops its coldest chunk. The one that asks counts as holding n
+    more, and drops first in a tie. So each may hold an equal share, and others may use what one does not need.
+
+    keep: chunks of `ledger` that stay.
     """
     if n <= 0:
         return Plan()
@@ -90,7 +96,7 @@ def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
 
 
 def _by_heat(ledger: Ledger, keep: Sequence[int]) -> list[int]:
-    """The chunks that could leave, coldest first."""
+    """Return the chunks that could leave, coldest first."""
     mask = ledger.evictable()
     mask[list(keep)] = False
     candidates = np.flatnonzero(mask)

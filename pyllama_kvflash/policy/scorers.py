@@ -1,4 +1,4 @@
-"""How much each chunk matters now. A scorer sees all chunks, resident or not; higher is hotter."""
+"""Scorers: how much each chunk matters now. A scorer sees all chunks, resident or not; higher is hotter."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,27 +13,33 @@ from pyllama_kvflash.policy.ledger import Mask, Scores
 
 Floats = npt.NDArray[np.float32]
 Queries = Sequence[Floats]
-"""Queries of one token: for each layer that is scored (n_head, n_embd_head_k), in the basis of the cached keys."""
+"""Queries of one token: (n_head, n_embd_head_k) for each scored layer, in the basis of the cached keys."""
 
 
 class Products(Protocol):
-    """Summaries of the keys of sealed chunks. `native.Summaries` is the one in use."""
+    """Summaries of the keys of sealed chunks. `native.Summaries` implements it."""
 
     @property
     def n_layer(self) -> int:
-        """Layers that are scored."""
+        """Number of scored layers."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
-        """(n_head, n): for each head and each of the first n chunks, the largest product q·k with a row of its summary."""
+        """Return the largest product q·k with a row of a chunk's summary, (n_head, n): each head, each of the first n
+        chunks.
+
+        q: (n_head, n_embd_head_k) queries of a layer. n: None: all chunks.
+        """
 
     def mass(self, layers: Sequence[int], queries: Queries, scales: Sequence[float], n: int | None = None) -> Floats:
-        """(len(layers), n): the share of the attention that each of the first n chunks has of queries, (n_query, n_head, d) for each
-        of these layers, summed over heads; the largest of the queries'.
+        """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n).
+
+        queries: (n_query, n_head, d) for each of the layers; of several queries, the largest share counts.
+        scales: factor of the products q·k in each layer.
         """
 
 
 class AllKeys(Protocol):
-    """All keys of chunks, read from their records. `native.Keys` is the one in use."""
+    """All keys of chunks, read from their records. `native.Keys` implements it."""
 
     def score(
         self,
@@ -43,9 +49,11 @@ class AllKeys(Protocol):
         scale: float = 0.0,
         edge: int = 0,
     ) -> Floats:
-        """For q (n_token, n_head, d): (n_token * n_head, len(chunks)), the largest product q·k with a key of the chunk; with a
-        scale, the logarithm of the sum of exp(scale·q·k) over its keys. With an edge, too: (3, ...), over all keys, over the
-        first `edge` ones, and over the last.
+        """Return the largest product q·k with a key of each chunk, (n_token * n_head, len(chunks)), for q (n_token,
+        n_head, d).
+
+        scale: if given, return the logarithm of the sum of exp(scale·q·k) over the chunk's keys instead.
+        edge: if given, return three of these, (3, ...): over all keys, over the first `edge` and over the last `edge`.
         """
 
 
@@ -53,12 +61,17 @@ class AllKeys(Protocol):
 class View:
     """A sequence at one moment, for a scorer to look at. Nothing in it changes while the scorer runs.
 
-    tokens: int32 (n_tokens,). chunk: positions in a chunk. touched: when each chunk was last written or paged in
-    (n_chunks,), larger is later. candidates: bool (n_chunks,), those whose score counts. queries: of the last token, or
-    the last tokens of a prompt. summaries: of the kind that the scorer asked for, None if it asked for none. room: how
-    many candidates the pool can hold. keys: at the end of a prompt, where there is time to look closer; otherwise None.
-    each: as `map`, maybe in several threads. scales: what the products of queries and keys are multiplied by before the softmax,
-    in each layer; (): 1/√d. n_whole: chunks 0 .. n_whole - 1 have a summary.
+    tokens: (n_tokens,) int32.
+    chunk: positions in a chunk.
+    touched: when each chunk was last written or paged in, (n_chunks,) int64; larger is later.
+    candidates: the chunks whose score counts, (n_chunks,) bool.
+    queries: those of the last token, or of the last tokens of a prompt.
+    summaries: of the kind that the scorer asked for; None if it asked for none.
+    room: how many candidates the pool can hold.
+    keys: given at the end of a prompt, where there is time to look closer; otherwise None.
+    each: like `map`, possibly in several threads.
+    scales: factor of the products of queries and keys before the softmax, for each layer; (): 1/√d.
+    n_whole: chunks 0 .. n_whole - 1 have a summary.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -76,15 +89,16 @@ class View:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Ranks chunks. To add one: any object like this, given as `policy`; or an entry point, see docs/SCORERS.md.
+    """Ranks chunks. To add one, give any object like this as `policy`, or register an entry point, see docs/SCORERS.md.
 
-    name: for reports. summary: what is to be kept of the keys of each sealed chunk ("centroid:4", "mean", ...), None:
-    nothing. query: whose queries the view has, "last" (the last token's), "last:N" (those of the last N tokens) or
-    "question" (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and
-    while decoding, it is always the last token's.
+    name: shown in reports.
+    summary: what to keep of the keys of each sealed chunk ("centroid:4", "mean", ...); None: nothing.
+    query: whose queries the view has: "last" (the last token's), "last:N" (those of the last N tokens) or "question"
+        (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and while
+        decoding, it is always the last token's.
 
-    If it has `shares`, and that is true, scores are shares of a token's attention: a token that did not see what has much of its own is
-    then decoded again, see Options.again.
+    If it has a true attribute `shares`, its scores are shares of a token's attention: a token that missed chunks with a
+    large share is then decoded again, see Options.again.
     """
 
     name: str
@@ -92,53 +106,54 @@ class Scorer(Protocol):
     query: str
 
     def score(self, view: View) -> Scores:
-        """A score for each chunk, (n_chunks,) float64; higher is hotter. What is no candidate may have any value.
+        """Return a score for each chunk, (n_chunks,) float64; higher is hotter. Only the candidates' values matter.
 
-        Called in a thread beside decode, never in two at once.
+        It is called in a thread beside decode, never in two at once.
         """
 
 
 class Lru:
-    """Least recently used: a chunk is used when it is written or paged in. It knows nothing of what the chunks say."""
+    """Least recently used: a chunk is used when it is written or paged in. What the chunks say does not matter."""
 
     name = "lru"
     summary: str | None = None
     query = "last"
 
     def score(self, view: View) -> Scores:
-        """The time of last use."""
+        """Return the time of last use, (n_chunks,) float64."""
         return view.touched.astype(np.float64)
 
 
 CENTROIDS = "centroid:4"
 MOST_LAYERS = 24
-"""Layers that policy qk looks at, at most: of a model with more, every second one, or every third."""
+"""Most layers that policy qk looks at: of a model with more, it takes every second one, or every third."""
 GRAIN = 1 << 20
-"""Products with chunks that are worth a thread: some 0.1 ms."""
+"""Products with chunks that are worth a thread of their own: about 0.1 ms."""
 EDGE = 4
-"""A chunk's keys over those at one of its borders."""
+"""The keys of a chunk divided by the keys that count as one of its borders."""
 LENT = 0.5
-"""Of the mass of the keys at a border, what counts for the chunk beyond it."""
+"""Share of the mass of the keys at a border that counts for the chunk beyond it."""
 
 
 class Qk:
-    """The model's own attention, as mass: the share of its attention that each chunk has, summed over heads and layers.
+    """The model's own attention: the share of it that each chunk has, summed over heads and layers.
 
-    A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, over that of all keys: its softmax. It is
-    estimated from centroids of each chunk's keys, each scaled to the mean length of its keys and worth as many keys as it stands
-    for. Of several queries, each layer's largest sum. Measured against all keys in docs/RESULTS.md.
+    A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys: its
+    softmax. It is estimated from centroids of each chunk's keys. A centroid is scaled to the mean length of its keys,
+    and counts as often as it has keys. Of several queries, the largest sum of each layer counts. docs/RESULTS.md
+    compares the estimate with all keys.
 
-    At the end of a prompt the best `rerank` times as many chunks as the pool has room for are ranked again, by all their keys.
-    What the question looks for may lie across the border of two chunks: the mass of the keys at a border counts half for
-    the chunk beyond it, too.
+    At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
+    their keys. What the question looks for may lie across the border of two chunks, so half of the mass of the keys at
+    a border also counts for the chunk beyond it.
     """
 
     name = "qk"
     shares = True
 
     def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
-        """summary: any but "minmax", as `native.Summaries` takes it; None: "centroid:4". rerank: 0: by the summaries alone. Raises
-        UsageError.
+        """summary: any kind of `native.Summaries` but "minmax"; None: "centroid:4". rerank: 0: rank by the summaries
+        alone. Raises UsageError.
         """
         if summary == "minmax":
             msg = (
@@ -151,12 +166,12 @@ class Qk:
         self.rerank = rerank
 
     def score(self, view: View) -> Scores:
-        """Mass of the candidates, -inf for the others."""
+        """Return the candidates' shares of the attention, (n_chunks,) float64; -inf for other chunks."""
         n, scores = _n_scored(view), np.full(len(view.candidates), -np.inf)
         if not n or not view.queries:
             return scores
         products = _products(view)
-        n_all = max(n, view.n_whole)  # what is no candidate has its share, too
+        n_all = max(n, view.n_whole)  # chunks that are no candidates have a share, too
         queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
         scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
         mass = _mass(view, products, queries, scales, n_all).sum(axis=0)
@@ -168,7 +183,9 @@ class Qk:
 
 
 def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
-    """Of each layer (n_layer, n). As few threads as pay: to hand over a layer may take longer than its products."""
+    """Return the mass in each layer, (n_layer, n). Few threads share the work: handing over a layer can take longer
+    than its products.
+    """
     n_layer = len(queries)
     work = n * sum(q.size for q in queries)
     n_part = min(n_layer, 1 + work // GRAIN)
@@ -184,7 +201,9 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Give the n best their mass by all their keys, among these and what is no candidate; the others stay below them."""
+    """Replace, in `scores`, the n best by their mass over all their keys, among these and the chunks that are no
+    candidates. The other scores stay below them.
+    """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
     if n_best <= view.room:
@@ -212,21 +231,23 @@ def _closer(
 
 AGGREGATES = ("zmax", "layer-mean")
 HALO = 0.5
-"""Standard deviations by which a chunk may be colder than its neighbour."""
+"""Most standard deviations by which a chunk may be colder than its neighbour."""
 
 
 class QkZmax:
-    """Queries against a summary of each chunk's keys, by the one head that stands out most: best where one fact is asked for.
+    """Queries against a summary of each chunk's keys, by the head that stands out most: best where one fact is asked
+    for.
 
-    A head's score of a chunk is the largest q·c/√d over the rows c of its summary. "zmax" z-normalises each head's scores
-    over the candidates and takes the maximum over layers and heads, since few heads retrieve and a mean drowns them.
-    "layer-mean" is the mean over layers of the maximum over heads, for comparison. Of several queries, the maximum.
+    A head's score of a chunk is the largest q·c/√d over the rows c of its summary. "zmax" z-normalises each head's
+    scores over the candidates and takes the maximum over layers and heads, since few heads retrieve and a mean drowns
+    them. "layer-mean", for comparison, is the mean over layers of the maximum over heads. Of several queries, the
+    maximum counts.
 
-    What a query looks for may lie across the border of two chunks, and only one of them look like it: with "zmax" a
-    chunk has at least the score of its better neighbour less HALO.
+    What a query looks for may lie across the border of two chunks, and only one of them may look like it. So with
+    "zmax" a chunk's score is at least that of its better neighbour less HALO.
 
-    At the end of a prompt the best `rerank` times as many chunks as the pool has room for are ranked again, by all their
-    keys: four centroids of 64 keys can miss the one that matters. Measured in docs/RESULTS.md.
+    At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
+    their keys: four centroids of 64 keys can miss the one that matters. docs/RESULTS.md has the measurements.
     """
 
     name = "qk-zmax"
@@ -234,7 +255,9 @@ class QkZmax:
     def __init__(
         self, summary: str | None = None, aggregate: str = "zmax", query: str = "last:4", rerank: int = 8
     ) -> None:
-        """summary: as `native.Summaries` takes it; None: "centroid:4". rerank: 0: by the summaries alone. Raises UsageError."""
+        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank: 0: rank by the summaries alone. Raises
+        UsageError.
+        """
         if aggregate not in AGGREGATES:
             msg = f"the aggregate of qk-zmax is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
             raise UsageError(msg)
@@ -245,7 +268,7 @@ class QkZmax:
         self.rerank = rerank
 
     def score(self, view: View) -> Scores:
-        """Scores of the candidates, -inf for the others."""
+        """Return the candidates' scores, (n_chunks,) float64; -inf for other chunks."""
         queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
         if self.aggregate != "zmax":
             return _of_candidates(view, queries, _layer_mean)
@@ -258,7 +281,7 @@ class QkZmax:
 class QkCos:
     """The published formula, as a control: mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
 
-    A chunk without a summary has -2, below any cosine.
+    A chunk without a summary scores -2, below any cosine.
     """
 
     name = "qk-cos"
@@ -266,7 +289,7 @@ class QkCos:
     query = "last"
 
     def score(self, view: View) -> Scores:
-        """Scores of the candidates, -2 for the others."""
+        """Return the candidates' scores, (n_chunks,) float64; -2 for other chunks."""
         unit = [[x / (np.linalg.norm(x, axis=1, keepdims=True) + 1e-9) for x in q] for q in view.queries]
         scores = np.full(len(view.candidates), -2.0)
         n = _n_scored(view)
@@ -277,7 +300,7 @@ class QkCos:
 
 
 def n_queries(query: str) -> int | None:
-    """How many of the last tokens a scorer wants the queries of; None: all of the question. Raises UsageError."""
+    """Return how many of the last tokens' queries a scorer wants; None: all of the question's. Raises UsageError."""
     match = re.fullmatch(r"question|last(?::([1-9]\d{0,2}))?", query)
     if match is None:
         msg = f"{query!r} is no choice of queries: give last, last:N (1 to 999) or question"
@@ -295,7 +318,9 @@ def _of_candidates(view: View, queries: Sequence[Queries], score: Callable[[View
 
 
 def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Scores, n: int) -> Scores:
-    """The n best anew by all their keys, each head z-normalised over them; the others below these, in their order."""
+    """Rank the n best again by all their keys, each head z-normalised over them. The rest stay below, in their
+    order.
+    """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = sorted(int(c) for c in np.argsort(-scores, kind="stable")[:n_best])
     if len(best) <= view.room or not queries:
@@ -315,14 +340,14 @@ def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Score
 
 
 def _z(x: Floats) -> Floats:
-    """Rows of scores (n_head, n) with mean 0 and variance 1."""
+    """Return rows of scores (n_head, n) normalised to mean 0 and variance 1."""
     y = x - x.mean(axis=1, keepdims=True)
     res: Floats = y / np.sqrt(np.einsum("hc,hc->h", y, y) / x.shape[1] + 1e-12)[:, None]
     return res
 
 
 def _with_halo(scores: Scores, candidates: Mask) -> Scores:
-    """Each candidate's score, or HALO less than its better neighbour's. Scores of others are -inf."""
+    """Raise each candidate's score to at least its better neighbour's less HALO. Other chunks get -inf."""
     res, lent = scores.copy(), scores - HALO
     np.maximum(res[1:], lent[:-1], out=res[1:])
     np.maximum(res[:-1], lent[1:], out=res[:-1])
@@ -330,13 +355,13 @@ def _with_halo(scores: Scores, candidates: Mask) -> Scores:
 
 
 def _n_scored(view: View) -> int:
-    """The chunks up to the last candidate."""
+    """Return the number of chunks up to the last candidate."""
     found = np.flatnonzero(view.candidates)
     return int(found[-1]) + 1 if len(found) else 0
 
 
 def _zmax(view: View, q: Queries, n: int) -> Floats:
-    """Maximum over layers and heads of the scores, each head's z-normalised over the candidates."""
+    """Return the maximum over layers and heads of the scores, (n,), each head's z-normalised over the candidates."""
     mask = view.candidates[:n]
     first, count = int(np.argmax(mask)), int(np.count_nonzero(mask))
     whole = count == n - first  # no pins in between: a slice is not copied
@@ -356,7 +381,7 @@ def _zmax(view: View, q: Queries, n: int) -> Floats:
 
 
 def _layer_mean(view: View, q: Queries, n: int) -> Floats:
-    """Mean over layers of the maximum over heads."""
+    """Return the mean over layers of the maximum over heads, (n,)."""
     products = _products(view)
     best = view.each(lambda layer: products.score(layer, q[layer], n).max(axis=0), range(products.n_layer))
     res: Floats = np.mean(list(best), axis=0)

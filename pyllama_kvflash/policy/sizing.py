@@ -1,28 +1,28 @@
-"""How large the pool is: what was asked for, what it must hold at least, and what `auto` chooses."""
+"""Size the pool: resolve a request, compute the least that a pool must hold, and choose for `auto`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
-AUTO_CAP = 16_384  # tokens; beyond it a pool costs decode speed and brings little
+AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
-BATCH = 2048  # tokens; llama.cpp's own default, beyond it a batch brings nothing
-SPARE_BLOCKS = 2  # blocks that must stay evictable, so that paging never deadlocks
+BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
+SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The rows that a token leaves in the full-attention cache: (K elements, V elements) for each of its layers."""
+    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each of its layers."""
 
     rows: tuple[tuple[int, int], ...]
-    devices: tuple[int, ...] = ()  # whose memory each layer's rows are in, (): of one
+    devices: tuple[int, ...] = ()  # device of each layer's rows; (): one device for all
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
-        """Bytes of one token; row_bytes(type, elements) is ggml's."""
+        """Return the bytes of one token. row_bytes(type, elements) is ggml's."""
         return sum(self.by_device(row_bytes, type_k, type_v).values())
 
     def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:
-        """Bytes of one token on each device that holds any."""
+        """Return the bytes of one token on each device that holds any, by device index."""
         res: dict[int, int] = {}
         for (k, v), device in zip(self.rows, self.devices or (0,) * len(self.rows), strict=True):
             res[device] = res.get(device, 0) + row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0)
@@ -31,7 +31,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device for `auto`: its free bytes, and those that a token of the pool takes there."""
+    """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there."""
 
     name: str
     free: int
@@ -39,43 +39,68 @@ class DeviceMemory:
 
     @property
     def tokens(self) -> int:
-        """That half of (free - reserve) holds."""
+        """Tokens that half of (free - reserve) holds."""
         return max(0, (self.free - RESERVE) // 2) // self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The outcome. n_pool None: no pool, the full cache. notes and warnings are sentences for the user."""
+    """The result of resolve_pool().
+
+    n_pool: the pool in tokens; None: no pool, the full cache.
+    notes, warnings: sentences for the user.
+    """
 
     n_pool: int | None
     notes: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
 
-def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
-    """Cells that sinks and tail of each of n_seq sequences, n_pinned chunks of all of them, one batch and two evictable
-    blocks need, in steps of 256.
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The contents that a pool must hold at one time. All sizes that follow from them are computed here.
+
+    chunk: tokens of a chunk.
+    sinks, tail: chunks of each sequence.
+    pinned: pinned chunks of all sequences that are no sinks.
+    n_seq: sequences that share the pool.
     """
-    batch_blocks = max(n_seq, -(-n_batch // chunk) + 1)  # a batch may begin in the middle of a chunk
-    blocks = n_seq * (n_sinks + n_tail) + n_pinned + batch_blocks + SPARE_BLOCKS
-    return _round_up(blocks * chunk)
 
+    chunk: int
+    sinks: int
+    tail: int
+    pinned: int = 0
+    n_seq: int = 1
 
-def usual_batch(n_pool: int, chunk: int) -> int:
-    """Tokens of a batch of a prompt, in whole chunks: a quarter of the pool, so that most of what a token sees was chosen."""
-    return max(chunk, min(n_pool // 4 // chunk * chunk, BATCH))
+    @property
+    def kept(self) -> int:
+        """Blocks that never become free, and those that must stay evictable."""
+        return self.n_seq * (self.sinks + self.tail) + self.pinned + SPARE_BLOCKS
 
+    def floor(self, n_batch: int = 0) -> int:
+        """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: of one chunk."""
+        batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin in the middle of a chunk
+        return _round_up((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
-def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
-    """Tokens of the largest batch, in whole chunks, for which such a pool is no smaller than its floor; at most BATCH."""
-    blocks = n_pool // chunk - n_seq * (n_sinks + n_tail) - n_pinned - SPARE_BLOCKS - 1
-    return max(1, min(blocks * chunk, BATCH))
+    def largest_batch(self, n_pool: int) -> int:
+        """Return the largest batch in tokens, of whole chunks, for which the pool is no smaller than its floor; at most
+        BATCH.
+        """
+        return max(1, min((n_pool // self.chunk - self.kept - 1) * self.chunk, BATCH))
+
+    def usual_batch(self, n_pool: int) -> int:
+        """Return the tokens of a prompt batch, in whole chunks: a quarter of the pool, so that most of what a token
+        sees was chosen.
+        """
+        quarter = max(self.chunk, min(n_pool // 4 // self.chunk * self.chunk, BATCH))
+        return min(quarter, self.largest_batch(n_pool))
 
 
 def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
-    """Half of (free - reserve) device bytes over bytes per token, at most cap and n_ctx; and the arithmetic in words.
+    """Return the automatic pool in tokens, and the arithmetic in words.
 
-    Of several devices, each with its own layers, the one that holds the fewest tokens counts.
+    It is half of (free - reserve) device bytes over the bytes of a token, at most cap and n_ctx. Of several devices,
+    each with its own layers, the one that holds the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
     tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
@@ -97,8 +122,11 @@ def resolve_pool(
     cap: int = AUTO_CAP,
     keep: bool = False,
 ) -> PoolSize:
-    """The pool for a request ("auto", at most cap; "off"; or tokens > 0), on devices with so much memory. keep: have one even
-    if it covers the context, and no larger than that.
+    """Return the pool for a request: "auto" (at most cap tokens), "off", or tokens > 0.
+
+    floor: the fewest cells that it may have.
+    memory: the devices that hold it, for "auto".
+    keep: make a pool even if it covers the context, but no larger than that.
     """
     if request == "off":
         return PoolSize(None)
@@ -130,12 +158,12 @@ def resolve_pool(
 
 
 def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
-    """The chunks that position ranges [start, end) touch."""
+    """Return the chunks that position ranges [start, end) touch."""
     return {c for start, end in spans for c in range(start // chunk, -(-end // chunk))}
 
 
 def n_pinned(chunks: set[int], n_sinks: int) -> int:
-    """Pinned chunks that are no sinks."""
+    """Return the number of pinned chunks that are no sinks."""
     return len(chunks - set(range(n_sinks)))
 
 

@@ -1,12 +1,11 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
 Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. On a GPU a plan is spread over steps while decoding, see _fly().
+computed, and summarised after that, in a thread. What is on its way in is the business of `flights`.
 """
 
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
 
 import numpy as np
 
@@ -14,14 +13,14 @@ from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Blocks, Ledger, Plan, Scores, State, bring_in, make_room, reselect
-from pyllama_kvflash.policy.sizing import largest_batch, n_pinned, pinned_chunks, pool_floor
+from pyllama_kvflash.policy.sizing import PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.pool.disk import slabs_in
-from pyllama_kvflash.pool.residency import Residency, compare, held, look, n_landing, resident
-from pyllama_kvflash.pool.store import HostMemory, HostStore
+from pyllama_kvflash.pool.flights import Flights
+from pyllama_kvflash.pool.host_memory import HostMemory
+from pyllama_kvflash.pool.host_store import HostStore
+from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
 from pyllama_kvflash.pool.summariser import Summariser
 
-# That begin to come back in one step: half a ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
-FLIGHT_BYTES = 24 << 20
 _NOTHING = Plan()
 
 
@@ -43,12 +42,23 @@ class Shared:
         """Pinned chunks of all sequences that are no sinks."""
         return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
 
+    def shape(self, n_more: int = 0) -> PoolShape:
+        """What the pool must hold now, with n_more pinned chunks."""
+        ledger = self.blocks.ledgers[0]
+        n_seq = len(self.blocks.ledgers)
+        return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
+
+    @property
+    def n_pool(self) -> int:
+        """Tokens that the blocks hold."""
+        return self.blocks.n * self.blocks.ledgers[0].chunk
+
 
 class Pager:
-    """Owns the ledger and the host store of one sequence; moves its chunks in and out of the pool that it shares.
+    """Owns the ledger and the host store of one sequence; decides with `policy` what moves in the pool that it shares.
 
-    The ledger is changed first, since it checks the rules; the pool follows. Should the step be cut off in between,
-    reconcile() makes the pool what the ledger says. n_out, n_in and n_stored count moves since the last clear().
+    Should a step be cut off, reconcile() makes the pool what the ledger says. n_stored counts records written since the last
+    clear(), as flights.n_out and n_in count moves.
     """
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
@@ -56,34 +66,25 @@ class Pager:
 
         summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be.
         """
-        self.n_out = self.n_in = self.n_stored = 0
+        self.n_stored = 0
         self.records = HostStore(shared.memory)
         self.ctx = ctx
-        self._shared = shared
+        self.shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
-        self.landing: dict[int, int] = {}  # chunks on their way in, and their blocks
-        self.todo = (deque[int](), deque[int]())  # drops and page-ins of a plan that is spread over steps
         self._layers = ctx.tapped()
         self._summariser = Summariser(self._layers, options.chunk, self.records.get, options.n_threads or 1)
         self._summariser.use(summary, ())
         self.keys = Keys(self._layers, options.chunk, self.records.get)
-        self._min_batch = options.n_batch or options.chunk
+        self._min_batch = options.n_batch
         self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
+        self.flights = Flights(ctx, self.ledger, self.records)
         shared.pagers.append(self)
 
     @property
     def n_batch(self) -> int:
         """The largest batch that the pool holds beside the sinks, tails and pins."""
-        ledger, blocks = self.ledger, self._shared.blocks
-        return largest_batch(
-            blocks.n * ledger.chunk,
-            ledger.chunk,
-            ledger.n_sinks,
-            ledger.n_tail,
-            self._shared.n_pinned(),
-            len(blocks.ledgers),
-        )
+        return self.shared.shape().largest_batch(self.shared.n_pool)
 
     #
     # a batch
@@ -99,7 +100,7 @@ class Pager:
         """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
         ledger = self.ledger
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
-        self._shared.memory.expect(n_full - len(self.records))
+        self.shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
 
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0)) -> Plan:
@@ -108,17 +109,17 @@ class Pager:
         taken: how many blocks, and records, other sequences in the same batch take. Raises PoolError and HostMemoryError;
         nothing has moved then.
         """
-        self._land_all()  # the copies began beside the batch before this one
+        self.flights.land()  # the copies began beside the batch before this one
         ledger = self.ledger
         if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens go on in their chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new and n_new + taken[0] > ledger.n_free:
-            self._bring_rest()
+            self.flights.finish()
         plan = make_room(ledger, n_new + taken[0]) if n_new else _NOTHING
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
         if n_full > ledger.n_sealed:
-            self._shared.memory.reserve(n_full - ledger.n_sealed + taken[1])
+            self.shared.memory.reserve(n_full - ledger.n_sealed + taken[1])
             self._summariser.reserve(n_full)
         self.apply(plan)
         return plan
@@ -128,16 +129,6 @@ class Pager:
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
-
-    @property
-    def in_motion(self) -> bool:
-        """Whether the next steps change what is resident."""
-        return bool(self.landing or self.todo[1])
-
-    def computing(self, n_tokens: int) -> None:
-        """A batch is being computed: go on with a plan that is spread over steps."""
-        if self.todo[1]:
-            self._fly(self.ledger.new_chunks(n_tokens))
 
     def written(self, n_tokens: int) -> None:
         """Its first n_tokens stand: begin to write back the chunks that are full then; they are free to drop."""
@@ -188,7 +179,7 @@ class Pager:
 
     def settle(self) -> None:
         """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
-        self._bring_rest()
+        self.flights.finish()
         self.wait_stored()
 
     def wait_stored(self) -> None:
@@ -204,67 +195,11 @@ class Pager:
         """A plan, whole: drops first, then page-ins. The next batch sees it."""
         for i, chunks in plan.taken:
             for chunk in chunks:
-                self._shared.pagers[i]._drop(chunk)  # noqa: SLF001 (another one of these)
+                self.shared.pagers[i].flights.drop(chunk)
         for chunk in plan.drops:
-            self._drop(chunk)
-        for chunk in plan.page_ins:
-            self._begin(chunk)
+            self.flights.drop(chunk)
         if plan.page_ins:
-            self._land_all()
-
-    def _drop(self, chunk: int) -> None:
-        self.ledger.drop(chunk)
-        self.ctx.drop(chunk)
-        self.n_out += 1
-
-    def _begin(self, chunk: int) -> None:
-        record = self.records.get(chunk)  # first: one that was damaged is said to be before anything moved
-        self.ledger.begin_page_in(chunk)
-        self.landing[chunk] = -1  # before it is: reconcile() looks for it here
-        self.landing[chunk] = self.ctx.begin_page_in(chunk, record)
-
-    def _land_all(self) -> None:
-        """What is on its way in is resident from the next batch on, which waits for its bytes."""
-        for chunk in list(self.landing):
-            self._commit(chunk)
-
-    def _commit(self, chunk: int) -> None:
-        self.ctx.commit(chunk)
-        self.ledger.commit_page_in(chunk)
-        del self.landing[chunk]
-        self.n_in += 1
-
-    def _fly(self, n_taken: int = 0) -> None:
-        """Begin to bring in what comes next of a plan that is spread over steps, and drop what the flight after it takes
-        the place of: a copy into a block that the batch under way does not use need not wait for it. What comes lands in a
-        masked block, and is seen by the next step. n_taken: free blocks that the batch does use, for new chunks.
-        """
-        drops, page_ins = self.todo
-        n = max(1, FLIGHT_BYTES // self.records.record_bytes)
-        n_kept = 1 if drops else 0  # for the chunk that begins next
-        for _ in range(min(n, len(page_ins), self.ledger.n_free - n_taken - n_kept)):
-            self._begin(page_ins.popleft())
-        evictable, n_free = self.ledger.evictable(), self.ledger.n_free - n_taken
-        while drops and n_free <= min(n, len(page_ins)):
-            chunk = drops.popleft()
-            if evictable[chunk]:
-                self._drop(chunk)
-                n_free += 1
-        if n_free == 0:
-            page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
-
-    def _bring_rest(self) -> None:
-        """All that is left of a plan that is spread over steps."""
-        while self.landing or self.todo[1]:
-            self._land_all()
-            self._fly()
-        self.todo[0].clear()
-
-    def cut_short(self) -> None:
-        """No more of a plan that is spread over steps than what is on its way in already."""
-        self._land_all()
-        for todo in self.todo:
-            todo.clear()
+            self.flights.bring(plan.page_ins)
 
     #
     # relevance
@@ -274,13 +209,11 @@ class Pager:
         """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free. n_most: how many
         come in at most. spread: over as many steps as it takes for none of them to wait.
         """
-        self.cut_short()
+        self.flights.cut_short()
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free, n_most)
         if spread:
-            self.todo[0].extend(plan.drops)
-            self.todo[1].extend(plan.page_ins)
-            self._fly()
+            self.flights.begin(plan)
         else:
             self.apply(plan)
         return plan
@@ -316,18 +249,18 @@ class Pager:
         self.ctx.wait()
         self._reads.clear()
         self._summariser.give_up()
-        self._forget_flights()
+        self.flights.forget()
         self.ledger.clear()
         self.records.forget(0)
         self._summariser.truncate(0)
-        self.n_out = self.n_in = self.n_stored = 0
+        self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
         """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
         ledger = self.ledger
         if ledger.n_tokens > n_tokens:
-            self._cancel_flights()
-        self._mend_flights()
+            self.flights.cancel()
+        self.flights.mend()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
         for chunk in held(self.ctx).keys() - resident(self.ledger):
@@ -339,32 +272,6 @@ class Pager:
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)
-
-    def _mend_flights(self) -> None:
-        """What is on its way in stays so; one chunk at most was cut off as it set out, or as it landed."""
-        there = held(self.ctx)
-        for chunk in [c for c in self.landing if c in there]:
-            if self.ledger.state_of(chunk) == State.IN_FLIGHT:
-                self.ledger.commit_page_in(chunk)
-            del self.landing[chunk]
-        while len(self.landing) > n_landing(self.ctx):
-            self.landing.popitem()  # the last one
-        for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
-            if int(flying) not in self.landing:
-                self.ledger.abort_page_in(int(flying))
-
-    def _cancel_flights(self) -> None:
-        for flying in self.landing:
-            with suppress(PoolError):  # it is there already, or never began
-                self.ctx.cancel(flying)
-        self._forget_flights()
-
-    def _forget_flights(self) -> None:
-        self.landing.clear()
-        for todo in self.todo:
-            todo.clear()
-        for flying in np.flatnonzero(self.ledger.state == State.IN_FLIGHT):
-            self.ledger.abort_page_in(int(flying))
 
     #
     # chunks
@@ -391,7 +298,7 @@ class Pager:
 
     def confine(self, n_pool: int) -> None:
         """Use the blocks of n_pool positions only, for all sequences: until it is called again, all is as in such a pool."""
-        self._shared.blocks.n = n_pool // self.ledger.chunk
+        self.shared.blocks.n = n_pool // self.ledger.chunk
 
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool."""
@@ -406,14 +313,14 @@ class Pager:
 
     def pin(self, start: int, end: int) -> None:
         """Keep the chunks of positions [start, end), bringing back those that are out."""
-        ledger, blocks = self.ledger, self._shared.blocks
+        ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
         more = n_pinned(ledger.pins | chunks, ledger.n_sinks) - n_pinned(ledger.pins, ledger.n_sinks)
-        n, n_pool = self._shared.n_pinned() + more, blocks.n * ledger.chunk
-        floor = pool_floor(ledger.chunk, self._min_batch, ledger.n_sinks, ledger.n_tail, n, len(blocks.ledgers))
+        shape, n_pool = self.shared.shape(more), self.shared.n_pool
+        floor = shape.floor(self._min_batch)
         if floor > n_pool:
             msg = (
-                f"pinning {start}:{end} makes {n} pinned chunks, for which a pool of {floor} tokens is needed;"
+                f"pinning {start}:{end} makes {shape.pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
                 f" this one has {n_pool}: use a larger pool or pin less"
             )
             raise PoolError(msg)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.policy import Ledger, LedgerError, State
-from pyllama_kvflash.pool.store import HostStore
+from pyllama_kvflash.pool.host_store import HostStore
 
 
 @dataclass(frozen=True, slots=True)

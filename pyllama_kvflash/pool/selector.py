@@ -55,7 +55,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
-        self._adrift = False  # what is under way, if anything is, has no step where it is due: a prompt's, or cut off
+        self._orphaned = False  # what is under way, if anything is, has no step where it is due: a prompt's, or cut off
 
     def close(self) -> None:
         """End the threads."""
@@ -111,9 +111,9 @@ class Selector:
 
     def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int) -> Reselect | None:
         """Of n_tokens, n_new are just being decoded: apply the scores that are due, or begin to score. tokens: gives them."""
-        if self._adrift:
+        if self._orphaned:
             self.cancel()
-        self._adrift = True
+        self._orphaned = True
         now = time.perf_counter()
         self.schedule.step(n_new, None if self._ticked is None else now - self._ticked)
         self._ticked = now
@@ -128,7 +128,7 @@ class Selector:
         event = None
         if self._job is not None and self.schedule.apply():
             event = self.finish("decode", n_tokens, 1, self._n_most, spread=True)
-        self._adrift = False
+        self._orphaned = False
         return event
 
     def rest(self) -> None:
@@ -137,7 +137,7 @@ class Selector:
 
     def saved(self) -> Scoring:
         """How far it is now. Waits for scores that are under way; if there are none, they are begun anew some time."""
-        if self._adrift:  # the next token cancels it
+        if self._orphaned:  # the next token cancels it
             return Scoring()
         queries, scores, schedule = None, None, self.schedule
         if self._job is not None and self._job.exception() is None:
@@ -169,7 +169,7 @@ class Selector:
         """A batch of a prompt is being computed: choose the pool for the next one by the queries of the batch before this one,
         beside this one; on a CPU, where it is done by now, by its own.
         """
-        self._adrift = True
+        self._orphaned = True
         if self._on_cpu:
             self.ask()
         event = None
@@ -187,13 +187,13 @@ class Selector:
         ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long
         self.cancel()
         self._ticked = ticked
-        self._adrift = True
-        self._pager.cut_short()
+        self._orphaned = True
+        self._pager.flights.cut_short()
         self._pager.wait_stored()
         self.begin(tokens, queries, n_free, close=reason == "question")
         event = self.finish(reason, len(tokens), n_free, n_most)
         self.schedule.restart()
-        self._adrift = False
+        self._orphaned = False
         return event
 
     def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
@@ -277,7 +277,7 @@ class Selector:
         if self._job is not None:
             self._job.exception()
         self._job = self._view = self._ticket = self._ticked = None
-        self._adrift = False
+        self._orphaned = False
         self.schedule.restart()
 
     def _fall_back(self, err: ScorerError, view: View) -> Scored:

@@ -1,1 +1,1 @@
-"""Scorers by name, and those that read along with a small model of their own."""
+"""Creation of scorers by name, and the scorers that run a small model of their own."""

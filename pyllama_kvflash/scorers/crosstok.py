@@ -1,4 +1,4 @@
-"""From another tokenizer's tokens to ours, by way of the text: where tokens lie in it, and what they score there."""
+"""Map scores from another tokenizer's tokens to ours by way of the text: where tokens lie in it, and what overlaps."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -10,15 +10,17 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float64]
 Spans = npt.NDArray[np.int64]
-"""Characters [start, end) of each token, (n, 2): in order, and a partition of [0, length of the text)."""
+"""Characters [start, end) of each token, (n, 2) int64: in order, and a partition of [0, length of the text)."""
 
 
 def char_spans(pieces: Sequence[bytes]) -> Spans:
-    """Where each token lies in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in characters.
+    """Return where each token lies in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in
+    characters.
 
-    A character that is cut belongs to the token that completes it: not before that one does a model know it. A broken
-    one (U+FFFD) belongs to the token that shows that it is broken, at the end to the last that has bytes. Tokens that
-    complete none have an empty span, before their character; so have those without bytes (special ones).
+    A character that is cut belongs to the token that completes it, because a model does not know it before. A broken
+    character (U+FFFD) belongs to the token that shows that it is broken or, at the end, to the last token that has
+    bytes. A token that completes no character has an empty span before its character; so has one without bytes (a
+    special one).
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     counts = np.fromiter((len(decode(piece)) for piece in pieces), np.int64, len(pieces))
@@ -29,12 +31,14 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
 
 
 def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
-    """Scores of one tokenizer's tokens, (n,), for those of another, (m,) float64: the highest of those that overlap it.
+    """Return scores (m,) float64 for one tokenizer's tokens, from scores (n,) of another's: the highest that overlaps
+    each.
 
-    A target with an empty span takes the score of the source at that place, at the end of the text of the last one.
-    Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text, all
-    targets take the highest score. Where the texts' lengths differ (a tokenizer may normalise: a leading space, NFC),
-    positions are scaled in proportion, so that they end together: right but for about as many characters as differ.
+    A target with an empty span takes the score of the source at that place or, at the end of the text, of the last
+    source. Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text,
+    all targets take the highest score. If the texts differ in length (a tokenizer may normalise: a leading space, NFC),
+    positions are scaled in proportion so that they end together, which is right to within about as many characters as
+    differ.
 
     Raises ValueError if there are not as many scores as sources, or targets but no source.
     """
@@ -50,27 +54,28 @@ def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
     held = spans_from[:, 1] > spans_from[:, 0]
     if not held.any():
         return np.full(len(spans_to), values.max())
-    # each times the other's length: whole numbers, so equal texts are compared exactly
+    # multiply each by the other's length: in whole numbers, equal texts are compared exactly
     start, end = (spans_from[held] * max(int(spans_to[-1, 1]), 1)).T
     low, high = (spans_to * int(spans_from[-1, 1])).T
     first = np.minimum(np.searchsorted(end, low, "right"), len(end) - 1)
     stop = np.searchsorted(start, high, "left")
-    # reduceat takes the one at `first` where `stop` is not after it (an empty span), and no `stop` that is no index
+    # reduceat takes the element at `first` if `stop` is not after it (an empty span), and refuses a `stop` past the end
     padded = np.append(values[held], 0.0)
     best: Scores = np.maximum.reduceat(padded, np.stack([first, stop], axis=1).ravel())[::2]
     return best
 
 
 class Retokenizer:
-    """Another tokenizer's tokens of a growing text, at a cost of only what is new.
+    """Another tokenizer's tokens of a growing text; each update costs only what is new.
 
-    tokenize: from UTF-8 to token ids, without special tokens; it is never given a part of a character. piece: the bytes
-    of a token. overlap: how many unchanged tokens are tokenised again with what follows them, since a token may
-    depend on it (up to three more if they cut a character).
+    tokenize: turns UTF-8 into token ids, without special tokens. It never gets a part of a character.
+    piece: returns the bytes of a token.
+    overlap: how many unchanged tokens are tokenised again with what follows them, since a token may depend on it (up to
+        three more if they cut a character).
 
-    The tokens may differ from those of the whole text in one piece where a token depends on more than that. A tokenizer
-    that puts a space before its text is fine. One that changes it (lower case, NFC) is right, but from the first change
-    on is given the whole text whenever that grows.
+    Where a token depends on more than that, the tokens may differ from those of the whole text in one piece. A
+    tokenizer that puts a space before its text is fine. One that changes its text (lower case, NFC) gives the right
+    tokens, but from the first change on it gets the whole text whenever that grows.
 
     Attributes (replaced by `update`, never changed in place):
         tokens: (n,) int32
@@ -91,11 +96,11 @@ class Retokenizer:
         self._piece = piece
         self._overlap = overlap
         self._text: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # valid UTF-8
-        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # of the tokens, in bytes of the text
+        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # end of each token, in bytes of the text
         self._spelt = True  # the pieces spell the text, perhaps after a space: `_ends` can be trusted
 
     def update(self, text: str | bytes) -> int:
-        """The text is now this; broken UTF-8 is read as U+FFFD. Returns how many leading tokens are as they were.
+        """Set the text, where broken UTF-8 is read as U+FFFD, and return how many leading tokens are unchanged.
 
         If `tokenize` or `piece` raises, nothing has changed.
         """
@@ -122,9 +127,9 @@ class Retokenizer:
         return unchanged
 
     def _go_on(self, data: npt.NDArray[np.uint8], same: int) -> tuple[int, Tokens, list[bytes]] | None:
-        """How many tokens to keep, and the ids and pieces after them. None: start from the beginning.
+        """Return how many tokens to keep, and the ids and pieces after them, or None to start from the beginning.
 
-        same: how many leading bytes of the text are as they were
+        same: how many leading bytes of the text are unchanged.
         """
         keep = int(np.searchsorted(self._ends, same, "right"))
         first = max(keep - self._overlap, 0)
@@ -137,9 +142,9 @@ class Retokenizer:
         fresh, pieces = self._read(tail)
         spelt = b"".join(pieces)
 
-        # After the seam the old tokens are better, since they saw what is before it; at the end the new ones. So go over
-        # from old to new after the last token that they share. It is looked for from the end, where they are in step even
-        # if the tokenizer has put a space before the tail.
+        # After the seam the old tokens are better, because they saw what is before it; at the end the new ones are. So
+        # switch from old to new after the last token that they share. Search for it from the end, where both agree
+        # even if the tokenizer has put a space before the tail.
         known = {
             (end, token): i
             for i, end, token in zip(
@@ -160,12 +165,12 @@ class Retokenizer:
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
 def _within(data: npt.NDArray[np.uint8], at: int) -> bool:
-    """Whether a character of this UTF-8 would be cut here."""
+    """Return whether cutting this UTF-8 at `at` would cut a character."""
     return at < len(data) and int(data[at]) & 0xC0 == 0x80  # noqa: PLR2004 (10xxxxxx: not the first byte of one)

@@ -1,4 +1,4 @@
-"""Makes the scorer of a policy."""
+"""Create the scorer of a policy."""
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -12,9 +12,12 @@ from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
 
 def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scorer:
-    """The scorer of a policy. model: the target, next to which a scorer's model is searched for. open_engine: loads that.
+    """Return the scorer of a policy.
 
-    Raises UsageError: no such policy, no model found, or what was registered is no scorer.
+    model: the target. A scorer's model is searched for next to it.
+    open_engine: loads the scorer's model.
+
+    Raises UsageError if there is no model for it, or if what was registered is no scorer.
     """
     policy = options.policy
     if not isinstance(policy, str):

@@ -15,32 +15,32 @@ from pyllama_kvflash.policy import QkZmax, Queries, Scores, View
 from pyllama_kvflash.scorers.crosstok import Retokenizer, char_spans, spread
 
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
-"""What a scorer's model is called that lies next to its target, or in the cache folder."""
+"""File names of a scorer's model, next to its target or in the cache folder."""
 
-_CONTEXT = 8  # times the target's
-_TAIL = 4  # tokens whose queries score, as in QkZmax
+_CONTEXT = 8  # positions of the small model, in multiples of the target's
+_TAIL = 4  # last tokens whose queries score, as in QkZmax
 
 
 class SmallEngine(Protocol):
-    """What a reader needs of an engine: a KVFlash is one."""
+    """The part of an engine that a reader needs. A KVFlash has it."""
 
     options: Options
     model: Model
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens that it has read, (n,) int32."""
+        """The tokens read so far, (n,) int32."""
 
     @property
     def n_tokens(self) -> int:
-        """How many."""
+        """Number of tokens read so far."""
 
     @property
     def summaries(self) -> Summaries | None:
-        """Of the keys of its full chunks."""
+        """Summaries of the keys of the full chunks."""
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True) -> Tokens:
-        """Token ids of a text."""
+        """Return the token ids (n,) int32 of a text."""
 
     def prefill(self, tokens: Tokens) -> Iterator[object]:
         """Read tokens in batches."""
@@ -49,13 +49,13 @@ class SmallEngine(Protocol):
         """Read tokens in one batch."""
 
     def queries(self) -> Queries:
-        """Queries of the last token."""
+        """Return the queries of the last token."""
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens."""
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all tokens."""
 
     def close(self) -> None:
         """Free the model."""
@@ -65,8 +65,10 @@ OpenEngine = Callable[[Path, Options], SmallEngine]
 
 
 def find_scorer_model(given: str | None, target: Path) -> Path:
-    """The file of a scorer's model: the one given, or the first that exists of NAMES next to the target, then in the folder that
-    KVFLASH_DRAFT_DIR names, then in $XDG_CACHE_HOME/kvflash (~/.cache/kvflash). Raises UsageError.
+    """Return the file of a scorer's model: the given one, or the first of NAMES that exists.
+
+    The search goes through the target's folder, the folder that KVFLASH_DRAFT_DIR names, then $XDG_CACHE_HOME/kvflash
+    (~/.cache/kvflash). Raises UsageError if there is none.
     """
     if given is not None:
         return Path(given)
@@ -81,11 +83,12 @@ def find_scorer_model(given: str | None, target: Path) -> Path:
 
 
 class Reader:
-    """Policies "drafter" and "crosstok": scores chunks by the attention of a small model's last tokens, z-normalised as in `QkZmax`.
+    """The scorer of policies "drafter" and "crosstok": the attention of a small model's last tokens, z-normalised as in
+    `QkZmax`.
 
-    The small model runs in a pool of its own and keeps what it has read: scoring again costs the tokens that are new. It
-    is loaded when it is first asked. With another tokenizer than the target's ("crosstok") it reads the target's text in
-    its own tokens, and its scores come back by the spans of characters.
+    The small model is loaded on first use. It runs in a pool of its own and keeps what it has read, so that scoring
+    again costs only the new tokens. If its tokenizer differs from the target's ("crosstok"), it reads the target's text
+    in its own tokens, and its scores are mapped back by spans of characters.
     """
 
     summary: str | None = None
@@ -94,9 +97,12 @@ class Reader:
     def __init__(
         self, path: Path, target: Model, options: Options, open_engine: OpenEngine, *, retokenize: bool = False
     ) -> None:
-        """target: whose tokens are scored. options: the target's; n_ctx, n_threads, chunk and scorer_pool are used.
-        open_engine: loads the small model.
+        """Set up the reader; the small model is not loaded yet.
 
+        path: file of the small model.
+        target: the model whose tokens are scored.
+        options: those of the target; n_ctx, n_threads, chunk and scorer_pool are used.
+        open_engine: loads the small model.
         retokenize: go by the text even if the tokenizers are the same.
         """
         self.name = "crosstok" if retokenize else "drafter"
@@ -116,7 +122,8 @@ class Reader:
             self._kv = None
 
     def score(self, view: View) -> Scores:
-        """Scores of the chunks that the small model has read to their end; the lowest of these for the others.
+        """Return scores (n_chunks,) float64 of the chunks that the small model has read to their end; others get the
+        lowest.
 
         Raises ScorerError if the small model does not load or run, and Interrupted.
         """
@@ -138,7 +145,7 @@ class Reader:
     def _loaded(self) -> SmallEngine:
         if self._kv is None:
             o = self._options
-            # positions cost a pool nothing; another tokenizer may need more of them
+            # positions cost a pool nothing, and another tokenizer may need more of them
             n_ctx = min(_CONTEXT * (o.n_ctx + o.scorer_pool), MAX_TOKENS)
             small = Options(
                 n_ctx=n_ctx,
@@ -159,7 +166,7 @@ class Reader:
         return self._kv
 
     def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
-        """Bring the small model to the end of these tokens: what it has read of them stays."""
+        """Bring the small model to the end of these tokens, and keep what it has read of them."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
@@ -182,7 +189,9 @@ class Reader:
             self._queries.append(kv.queries())
 
     def _chunk_scores(self, kv: SmallEngine) -> Scores:
-        """A score for each full chunk of the small model's; its first has none of its own, since all heads look there."""
+        """Return a score for each full chunk of the small model. The first chunks get the lowest: all heads look
+        there.
+        """
         summaries = kv.summaries
         n = len(summaries) if summaries is not None else 0
         candidates = np.ones(n, np.bool_)
@@ -192,7 +201,9 @@ class Reader:
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:
-        """Read the target's text in the small model's tokens; the best score of what a target's chunk says."""
+        """Read the target's text in the small model's tokens. Return the best score of the text of each of the target's
+        chunks.
+        """
         pieces = _pieces(self._target, view.tokens)
         retokenizer.update(b"".join(pieces))
         special = kv.tokenize("", add_special=True)  # BOS, if the small model has one
@@ -208,7 +219,7 @@ class Reader:
 
 
 def same_tokenizer(a: Model, b: Model) -> bool:
-    """Whether every token id means the same text to both models."""
+    """Return whether every token id means the same text to both models."""
     return a.n_vocab == b.n_vocab and all(a.piece(i) == b.piece(i) for i in range(a.n_vocab))
 
 

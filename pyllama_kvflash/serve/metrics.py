@@ -18,6 +18,8 @@ _TOTALS = {
     "prefill_seconds": "Seconds that reading prompts took.",
     "decode_tokens": "Tokens of answers that were decoded.",
     "decode_seconds": "Seconds that decoding answers took.",
+    "drafted_tokens": "Tokens guessed by speculative decoding.",
+    "accepted_tokens": "Of these, tokens that were right.",
     "pages_out": "Chunks that left the pool.",
     "pages_in": "Chunks that came back.",
     "prefix_cache_misses": "Prompts of which no beginning was known.",

@@ -116,7 +116,11 @@ class Prefixes:
         self._writing = [(text, future) for text, future in self._writing if not future.done()]
 
     def clear(self, slot: Slot) -> None:
-        """Forget a sequence."""
-        self._metrics.pages(slot.seq)
+        """Clear a sequence."""
+        self.forget(slot)
         slot.seq.clear()
+
+    def forget(self, slot: Slot) -> None:
+        """Take down that a sequence is about to be cleared."""
+        self._metrics.pages(slot.seq)
         slot.kept = 0

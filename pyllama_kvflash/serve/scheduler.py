@@ -1,6 +1,6 @@
 """The one thread that owns the model: requests take turns on the sequences of its pool.
 
-A turn is one batch of one prompt, and one token of each answer. So a long prompt holds nobody up for longer than a batch
+A turn is one batch of one prompt, and one step of each answer: a token, or a draft that is checked. So a long prompt holds nobody up for longer than a batch
 takes, and a request that is no longer wanted ends before the next turn.
 """
 
@@ -8,15 +8,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, PoolError, SnapshotError, UsageError
+from pyllama_kvflash.events import Event
 from pyllama_kvflash.serve.job import Cache, Failed, Job
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.prefixes import Prefixes
-from pyllama_kvflash.serve.slot import Slot
+from pyllama_kvflash.serve.slot import Serving, Slot
 
 Open = Callable[[Callable[[float], None]], KVFlash]
 """Loads the model; takes what to call with 0.0 to 1.0 meanwhile."""
@@ -196,7 +198,7 @@ class Scheduler:
         self._sweep()
         self._seat()
         self._read()
-        if answering := [slot for slot in self._slots if slot.answering]:
+        if answering := [(s, s.serving) for s in self._slots if s.serving and not s.reading]:
             self._decode(answering)
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._look()
@@ -228,7 +230,7 @@ class Scheduler:
 
     def _seat(self) -> None:
         """Give free sequences to those who wait, the first one first."""
-        while free := [slot for slot in self._slots if slot.job is None]:
+        while free := [slot for slot in self._slots if slot.serving is None]:
             with self._changed:
                 if not self._waiting:
                     return
@@ -238,98 +240,108 @@ class Scheduler:
                 self._prefixes.prepare(slot, job.tokens)
                 slot.begin(job)
             except Exception as err:  # noqa: BLE001 (of one request, and no matter to the others)
-                slot.job = job
-                self._fail(slot, err)
+                self._fail(slot, job, err)
 
     def _read(self) -> None:
-        """One batch of a prompt, in turns."""
+        """Read one batch of a prompt, in turns."""
         n = len(self._slots)
         order = [self._slots[(self._last_read + 1 + i) % n] for i in range(n)]
         slot = next((s for s in order if s.reading), None)
-        if slot is None:
+        if slot is None or slot.serving is None:
             return
-        self._last_read = slot.seq.seq
+        serving, self._last_read = slot.serving, slot.seq.seq
         begin = time.perf_counter()
         try:
-            n_read = slot.read()
+            n_read = slot.read(serving)
         except SnapshotError as err:
-            log.warning("%s; the prompt is read again", err)
-            self._prefixes.clear(slot)
-            slot.again()
-            return
+            self._recover(slot, serving, err)
         except (HostMemoryError, PoolError) as err:
-            if not self._free_idle():
-                self._fail(slot, err)
+            if self._free_idle():
+                serving.generation.read_on()
             else:
-                slot.read_on()
-            return
+                self._fail(slot, serving.job, err)
         except Exception as err:  # noqa: BLE001 (as in _seat)
-            self._fail(slot, err)
-            return
-        self.metrics.add(prefill_tokens=n_read, prefill_seconds=time.perf_counter() - begin)
-        self._finish(slot)
+            self._fail(slot, serving.job, err)
+        else:
+            self.metrics.add(prefill_tokens=n_read, prefill_seconds=time.perf_counter() - begin)
+            self._finish(slot, serving)
 
-    def _decode(self, slots: list[Slot]) -> None:
-        """One token of each answer, in one batch; if that fails, one by one, so that only those end that cannot go on."""
-        places = [slot.seq.n_tokens for slot in slots]
+    def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
+        """Take one step in each answer: a token of each in one batch, but for those that have guesses to check."""
         begin = time.perf_counter()
+        n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
+        together, alone = self._drafted(answering)
         try:
-            slots[0].seq.decode_each({slot.seq.seq: slot.token for slot in slots})
-        except Exception as err:  # noqa: BLE001 (as in _seat)
-            if isinstance(err, HostMemoryError | PoolError):
-                self._free_idle()
-            for slot, place in zip(slots, places, strict=True):
-                self._decode_again(slot, place)
-            return
-        for slot in slots:
-            self._take(slot)
-        self.metrics.add(decode_tokens=len(slots), decode_seconds=time.perf_counter() - begin)
+            if together:
+                step_together([serving.generation for _, serving in together])
+        except Exception:  # noqa: BLE001 (one by one, so that only those end that cannot go on)
+            alone = together + alone
+        else:
+            for slot, serving in together:
+                self._tell(slot, serving, serving.generation.answer.shown())
+        for slot, serving in alone:
+            self._step(slot, serving)
+        n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
+        self.metrics.add(decode_tokens=n, decode_seconds=time.perf_counter() - begin)
 
-    def _decode_again(self, slot: Slot, place: int) -> None:
-        """The token that was to be decoded at a place, by itself."""
+    def _drafted(self, answering: list[tuple[Slot, Serving]]) -> tuple[list[tuple[Slot, Serving]], ...]:
+        """Guess what follows each answer. Returns those whose step can share a batch, and those that need one of their own."""
+        shares: tuple[list[tuple[Slot, Serving]], ...] = [], []
+        for slot, serving in answering:
+            try:
+                shares[serving.generation.draft()].append((slot, serving))
+            except Exception as err:  # noqa: BLE001 (as in _seat)
+                self._fail(slot, serving.job, err)
+        return shares
+
+    def _step(self, slot: Slot, serving: Serving) -> None:
+        """Take a step in one answer, in a batch of its own."""
         try:
-            if slot.seq.n_tokens > place:  # it was, before another one failed; its logits are gone
-                slot.seq.rollback(place)
-            slot.seq.decode_each({slot.seq.seq: slot.token})
+            events = serving.generation.step()
         except SnapshotError as err:
-            log.warning("%s; the text is read again", err)
-            text = slot.seq.tokens[:place]
-            self._prefixes.clear(slot)
-            slot.resume(text)
+            self._recover(slot, serving, err)
+        except (HostMemoryError, PoolError) as err:
+            if not self._free_idle():  # else it is tried again at the next turn
+                self._fail(slot, serving.job, err)
         except Exception as err:  # noqa: BLE001 (as in _seat)
-            self._fail(slot, err)
+            self._fail(slot, serving.job, err)
         else:
-            self._take(slot)
+            self._tell(slot, serving, events)
 
-    def _take(self, slot: Slot) -> None:
+    def _tell(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
         try:
-            slot.take()
+            serving.tell(events)
         except Exception as err:  # noqa: BLE001 (as in _seat)
-            self._fail(slot, err)
+            self._fail(slot, serving.job, err)
         else:
-            self._finish(slot)
+            self._finish(slot, serving)
 
-    def _finish(self, slot: Slot) -> None:
-        """If its answer has ended."""
-        if slot.reason is not None and slot.job is not None:
-            seconds = time.perf_counter() - slot.job.began
+    def _recover(self, slot: Slot, serving: Serving, err: SnapshotError) -> None:
+        """What was restored is damaged: read its text anew."""
+        log.warning("%s; the text is read again", err)
+        self._prefixes.forget(slot)
+        serving.generation.recover()
+
+    def _finish(self, slot: Slot, serving: Serving) -> None:
+        """End the answer if it is whole."""
+        if serving.generation.ended:
+            seconds = time.perf_counter() - serving.job.began
             self._mean_seconds += (seconds - self._mean_seconds) / 8
-            self._ended(slot, slot.reason)
+            self._ended(slot, serving, serving.generation.answer.reason or "length")
 
-    def _ended(self, slot: Slot, reason: str) -> None:
-        job, done = slot.job, slot.finish(reason)
+    def _ended(self, slot: Slot, serving: Serving, reason: str) -> None:
+        if (stats := serving.generation.draft_stats) is not None:
+            self.metrics.add(drafted_tokens=stats.drafted, accepted_tokens=stats.accepted)
+        done = slot.finish(serving, reason)
         self._left("ok")  # first: who hears of the end may ask again at once
-        if job is not None:
-            job.notify(done)
+        serving.job.notify(done)
 
-    def _fail(self, slot: Slot, err: Exception) -> None:
-        """One request cannot go on. Its sequence begins anew, so that nothing is left of it."""
+    def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
+        """End a request that cannot go on. Its sequence begins anew, so that nothing is left of it."""
         self._prefixes.clear(slot)
-        job = slot.job
         slot.leave()
-        if job is not None:
-            self._left("error")
-            job.notify(_failure(err))
+        self._left("error")
+        job.notify(_failure(err))
 
     def _free_idle(self) -> bool:
         """Give the memory of idle sequences up, and of what is being written. Whether there was any."""
@@ -347,8 +359,8 @@ class Scheduler:
         """Whether all requests have left, so that the model can be closed."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         for slot in self._slots:
-            if slot.job is not None:
-                self._ended(slot, "interrupted")
+            if slot.serving is not None:
+                self._ended(slot, slot.serving, "interrupted")
         self._prefixes.save_all(self._slots)
         self._prefixes.finish()
         while True:

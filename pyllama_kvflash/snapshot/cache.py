@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.capture import Capture, usable
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import SUFFIX, Chunks, Identity, Source, n_lent
-from pyllama_kvflash.snapshot.saved import SavedSequence
 from pyllama_kvflash.text import n_common
 
 try:
@@ -53,6 +55,37 @@ class CacheStats:
     damaged: int = 0
 
 
+class Savable(Protocol):
+    """What the cache needs of a sequence: a KVFlash is one."""
+
+    options: Options
+
+    @property
+    def identity(self) -> Identity:
+        """What a snapshot must be of to be restored into it."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """Its tokens, (n_tokens,) int32."""
+
+    @property
+    def n_tokens(self) -> int:
+        """How many."""
+
+    @property
+    def pager(self) -> Pager:
+        """Its pager. Raises UsageError without a pool."""
+
+    def capture(self) -> Capture:
+        """Take it as it is now."""
+
+    def restore(self, snapshot: SnapshotFile, prompt: Tokens | None = None) -> int:
+        """Put a snapshot in place of what is there."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
+
 class PrefixCache:
     """Snapshots in a folder, one sub-folder for each model and kind of cache, named by the digest of the chain of their tokens.
 
@@ -82,11 +115,11 @@ class PrefixCache:
     # a sequence
     #
 
-    def match(self, sequence: SavedSequence, tokens: Tokens) -> int:
+    def match(self, sequence: Savable, tokens: Tokens) -> int:
         """How many tokens of a text the cache has for this sequence, 0: none."""
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
-    def restore(self, sequence: SavedSequence, tokens: Tokens) -> int:
+    def restore(self, sequence: Savable, tokens: Tokens) -> int:
         """Put the longest prefix of a text into a sequence, in place of what is there. How many positions it has, 0: none, and
         the sequence is empty. A file that turns out to be damaged is removed, and the next best one taken.
         """
@@ -107,31 +140,26 @@ class PrefixCache:
         self.stats.misses += 1
         return 0
 
-    def save(self, sequence: SavedSequence) -> Path | None:
+    def save(self, sequence: Savable) -> Path | None:
         """Keep a sequence as it is now. Its file; None: it is larger than the cache. Raises SnapshotError and UsageError."""
         path = self._path(sequence)
         if not self._wanted(path, sequence):
             return path if path.exists() else None
         return self._write(sequence.capture(), path)
 
-    def begin(self, sequence: SavedSequence) -> Future[Path] | None:
+    def begin(self, sequence: Savable) -> Future[Path] | None:
         """As save(), in a thread, while the sequence goes on. None: there is nothing to write."""
         path = self._path(sequence)
         if not self._wanted(path, sequence):
             return None
         capture = sequence.capture()
-        try:
-            return self._writer.submit(self._write, capture, path)
-        except RuntimeError as err:  # no memory for a thread, or it was closed
-            capture.store.release()
-            msg = f"{path} cannot be written: {err}"
-            raise SnapshotError(msg) from None
+        return capture.submit(self._writer, path, partial(self._write, capture, path))
 
     def close(self) -> None:
         """Wait for what is being written."""
         self._writer.shutdown()
 
-    def _wanted(self, path: Path, sequence: SavedSequence) -> bool:
+    def _wanted(self, path: Path, sequence: Savable) -> bool:
         """Whether its file is to be written: it is not there, and not too large."""
         pager = sequence.pager
         if pager.ledger.n_chunks * pager.records.record_bytes > self.limit:
@@ -146,7 +174,7 @@ class PrefixCache:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as err:
-            capture.store.release()
+            capture.release()
             msg = f"{path.parent} cannot be made: {err.strerror or err}"
             raise SnapshotError(msg) from None
         capture.write(path, choose=partial(self._sources, path.parent))
@@ -177,7 +205,7 @@ class PrefixCache:
             res.pop()
         return res
 
-    def _path(self, sequence: SavedSequence) -> Path:
+    def _path(self, sequence: Savable) -> Path:
         """Of the file of a sequence. Raises UsageError if there is nothing in it."""
         identity = sequence.identity
         if not sequence.n_tokens:

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context, Record, Tokens
 from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.pager import Pager
-from pyllama_kvflash.pool.store import HostStore
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import Chunks, Contents, Identity, Source
@@ -22,6 +23,8 @@ from pyllama_kvflash.text import n_common
 
 States = Sequence[tuple[int, bytes]]
 """Of what no chunk holds, (position, bytes), in ascending order."""
+
+T = TypeVar("T")
 
 _HASHERS = 8  # threads, each of which hashes a GB a second
 
@@ -47,12 +50,24 @@ def identity_of(ctx: Context, fingerprint: int) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence as it was at one moment, which goes on meanwhile. To be written once, which lets go of its records."""
+    """A sequence as it was at one moment, which goes on meanwhile.
+
+    It holds its records until release(): after it was written, or could not be, or is garbage.
+    """
 
     contents: Contents
     records: tuple[Record, ...]
     checks: tuple[Callable[[], None], ...]  # of the full ones, before they are used
     store: HostStore
+    holder: object  # of the store
+
+    def release(self) -> None:
+        """Let go of the records. Harmless when called again."""
+        self.store.release(self.holder)
+
+    def __del__(self) -> None:
+        """Let go of the records of a capture that nobody wrote."""
+        self.release()
 
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
         """The bytes of the file, which has no records of its own that files in the same folder have, which `choose` names.
@@ -71,17 +86,27 @@ class Capture:
             own = self.records[contents.n_lent :]
             return layout.write(path, contents, own, (lambda i: on_record(i, len(own))) if on_record else None)
         finally:
-            self.store.release()
+            self.release()
 
     def _digest(self, i: int, n_full: int) -> bytes:
         return self.store.digest(i, self.records[i], layout.digest) if i < n_full else layout.digest(self.records[i])
 
     def begin(self, path: Path) -> Future[int]:
-        """Write it in a thread."""
+        """Write it in a thread. Raises SnapshotError."""
         worker = ThreadPoolExecutor(1, "kvflash-save")
-        future = worker.submit(self.write, path)
-        worker.shutdown(wait=False)
-        return future
+        try:
+            return self.submit(worker, path, partial(self.write, path))
+        finally:
+            worker.shutdown(wait=False)
+
+    def submit(self, worker: ThreadPoolExecutor, path: Path, write: Callable[[], T]) -> Future[T]:
+        """Have a thread write it to a path. Raises SnapshotError if none can start; the records are let go then."""
+        try:
+            return worker.submit(write)
+        except RuntimeError as err:  # no memory for a thread, or it was closed
+            self.release()
+            msg = f"{path} cannot be written: {err}"
+            raise SnapshotError(msg) from None
 
 
 def capture(
@@ -118,9 +143,8 @@ def capture(
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
-    pager.records.hold()
     contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
-    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.records)
+    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.records, pager.records.hold())
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.policy import State, bring_in
 from pyllama_kvflash.policy.ledger import Scores
+from pyllama_kvflash.pool.flights import OnTheWay
 from pyllama_kvflash.pool.pager import Pager
 
 Lend = Callable[[int], None]
@@ -39,7 +40,8 @@ class SavedPool:
         ledger, info = pager.ledger, pager.ctx.pool_info()
         where = pager.residency()
         block = where.block.copy()
-        for chunk, at in pager.landing.items():
+        flights = pager.flights.saved()
+        for chunk, at in flights.landing.items():
             block[chunk] = at
         return cls(
             n_tokens=ledger.n_tokens,
@@ -51,8 +53,8 @@ class SavedPool:
             touched=ledger.touched,
             score=where.score,
             pins=frozenset(ledger.pins),
-            drops=tuple(pager.todo[0]),
-            page_ins=tuple(pager.todo[1]),
+            drops=flights.drops,
+            page_ins=flights.page_ins,
         )
 
     def first(self, n_tokens: int, chunk: int) -> Self:
@@ -92,16 +94,13 @@ class SavedPool:
         return same
 
     def _in_place(self, pager: Pager) -> None:
-        for chunk in np.flatnonzero(self.state != State.OUT).tolist():
-            pager.ctx.begin_page_in(chunk, pager.records.get(chunk), int(self.block[chunk]))
-            if self.state[chunk] == State.RESIDENT:
-                pager.ctx.commit(chunk)
-            else:
-                pager.landing[chunk] = int(self.block[chunk])
+        resident, landing = (
+            {c: int(self.block[c]) for c in np.flatnonzero(self.state == state).tolist()}
+            for state in (State.RESIDENT, State.IN_FLIGHT)
+        )
+        pager.flights.resume(resident, OnTheWay(landing, self.drops, self.page_ins))
         pager.ledger.load(self.n_tokens, self.state, self.touched, self.score, self.tick)
         pager.ctx.set_width(self.n_kv)
-        for todo, chunks in zip(pager.todo, (self.drops, self.page_ins), strict=True):
-            todo.extend(chunks)
 
     def _anew(self, pager: Pager) -> None:
         ledger = pager.ledger

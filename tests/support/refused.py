@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny
-from tiny import Writer
+
+from support import tiny
+from support.tiny import Writer
 
 N_EMBD, N_FF, N_HEAD, N_HEAD_DIM, N_LAYER = 64, 64, 2, 32, 2
 N_EXPERT = 2

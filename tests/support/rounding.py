@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyllama_kvflash.engine import engine
+from pyllama_kvflash.engine import generation
 from pyllama_kvflash.native import Context, Sampler
 from pyllama_kvflash.native.lib import ffi, lib
 
@@ -70,5 +70,5 @@ def held(chosen: Chosen, at: int = 0) -> Iterator[None]:
             return super().sample(ctx, i)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Sampler", Held)
+        patch.setattr(generation, "Sampler", Held)
         yield

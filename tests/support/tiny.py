@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import families
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+from support import families
 
 N_VOCAB = 512
 N_CTX = 262144

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import tiny
+from support import tiny
 
 
 def eagle3(path: Path, *, n_embd_target: int, layers: tuple[int, int, int] = (0, 1, 2)) -> None:

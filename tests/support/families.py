@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from tiny import Writer
+    from support.tiny import Writer
 
 N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_HEAD_DIM = 256, 512, 4, 2, 64
 N_EXPERT, N_USED, N_FF_EXP = 4, 2, 128

@@ -2,7 +2,7 @@
 
     tar xzf vendor/cache/llama_cpp_python-*.tar.gz -C /tmp/sdist --strip-components=1
     /tmp/venv/bin/pip install torch transformers sentencepiece       (not needed for anything else here)
-    /tmp/venv/bin/python tests/golden_drafters.py /tmp/sdist/vendor/llama.cpp
+    PYTHONPATH=tests /tmp/venv/bin/python -m support.golden_drafters /tmp/sdist/vendor/llama.cpp
 
 The one thing changed in upstream's converter is the name of the pre-tokenizer: it knows those of real models alone.
 """
@@ -15,10 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import drafters
 import numpy as np
 
-GOLDEN = Path(__file__).parent / "data" / "drafters.json"
+from support import drafters
+
+GOLDEN = Path(__file__).parent.parent / "data" / "drafters.json"
 RUNS = [
     *((name, "auto") for name in drafters.DRAFTERS),
     ("dense", "q8_0"),

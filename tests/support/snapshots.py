@@ -1,21 +1,24 @@
-"""What test_snapshot.py does to a sequence, in its own process and in another one, which is asked through a pipe."""
+"""What the tests of snapshots do to a sequence, in its own process and in another one, which is asked through a pipe."""
 
 import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from pyllama_kvflash import KVFlash, Reselect, Sampling, Token
+from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, View
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
-from pyllama_kvflash.pool import pager
+from pyllama_kvflash.policy import Scores
+from pyllama_kvflash.pool import flights
+from pyllama_kvflash.snapshot.file import SnapshotFile
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -78,11 +81,13 @@ def seen(kv: KVFlash) -> Arrays:
     return {
         **{name: getattr(where, name) for name in ("state", "block", "sealed", "stored", "protected", "score")},
         "touched": ledger.touched,
-        "numbers": np.array([kv.n_tokens, ledger.tick, info.n_kv, -1 if kv._pending is None else kv._pending]),
+        "numbers": np.array(
+            [kv.n_tokens, ledger.tick, info.n_kv, -1 if kv.sequence.pending is None else kv.sequence.pending]
+        ),
         "tokens": kv.tokens,
-        "landing": np.array(list(kv.pager.landing.items())).reshape(-1, 2),
-        "drops": np.array(kv.pager.todo[0], int),
-        "page-ins": np.array(kv.pager.todo[1], int),
+        "landing": np.array(list(kv.pager.flights.saved().landing.items())).reshape(-1, 2),
+        "drops": np.array(kv.pager.flights.saved().drops, int),
+        "page-ins": np.array(kv.pager.flights.saved().page_ins, int),
         "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),
     }
 
@@ -139,7 +144,7 @@ class Other:
 
 def serve() -> None:
     """The other process."""
-    pager.FLIGHT_BYTES = 1
+    flights.FLIGHT_BYTES = 1
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
     Model.piece = lambda *_: b""  # type: ignore[method-assign]
     for line in sys.stdin:
@@ -157,6 +162,65 @@ def serve() -> None:
         except Exception:  # noqa: BLE001 (told to who asked)
             res = traceback.format_exc()
         print(json.dumps(res), flush=True)
+
+
+#
+# in this process
+#
+
+STATEFUL = ["qwen35", "gemma4"]
+
+
+@pytest.fixture
+def wordless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models have no vocabulary."""
+    monkeypatch.setattr(Model, "is_eog", lambda *_: False)
+    monkeypatch.setattr(Model, "piece", lambda *_: b"")
+
+
+@pytest.fixture
+def snap(tmp_path: Path) -> Path:
+    """A name for a snapshot."""
+    return tmp_path / "text.kvsnap"
+
+
+def read(kv: KVFlash, end: int) -> KVFlash:
+    """TOKENS from where the sequence is up to `end`, as a prompt."""
+    for _ in kv.prefill(TOKENS[kv.n_tokens : end]):
+        pass
+    return kv
+
+
+def whole(path: Path) -> SnapshotFile:
+    """A file whose records were all checked."""
+    res = SnapshotFile(path)
+    for _ in res.verify():
+        pass
+    return res
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A snapshot of 2,000 tokens of qwen3."""
+    res = tmp_path_factory.mktemp("saved") / "text.kvsnap"
+    with KVFlash.from_file(tiny_path("qwen3"), **SMALL) as kv:
+        read(kv, 2000).save(res)
+    return res
+
+
+class Odd:
+    """Wants what is furthest back, or what chance says, another one for each text. "shares": and says so much of the attention is its."""
+
+    query = "last"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.shares = name == "shares"
+        self.summary = "mean" if self.shares else None
+
+    def score(self, view: View) -> Scores:
+        n = len(view.candidates)
+        return -np.arange(n) if self.name == "oldest" else np.random.default_rng(len(view.tokens)).random(n)
 
 
 if __name__ == "__main__":

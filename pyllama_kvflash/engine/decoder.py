@@ -1,0 +1,219 @@
+"""Decodes after one sequence: in which batches, what a drafter reads along, when chunks are chosen, what runs again."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pyllama_kvflash import native
+from pyllama_kvflash.engine.speculation import Drafts
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
+from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.policy import Queries, n_queries
+from pyllama_kvflash.pool.sequence import PooledSequence
+from pyllama_kvflash.pool.step import Accept, advance
+from pyllama_kvflash.snapshot.saved import SavedSequence
+
+_ROUNDS = 3  # most times that a token is decoded again
+
+
+class Decoder:
+    """Decodes the tokens of one sequence: prompts in batches, answers token by token or with guesses."""
+
+    def __init__(self, sequence: PooledSequence, saved: SavedSequence, drafts: Drafts | None, n_batch: int) -> None:
+        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: tokens of a batch, at most."""
+        self.sequence = sequence
+        self.drafts = drafts
+        self._saved = saved
+        self._n_batch = n_batch
+        self._options = sequence.options
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of a batch: no more than the pool holds beside its sinks, tail and pins."""
+        pager = self.sequence.pager
+        return min(self._n_batch, pager.n_batch) if pager else self._n_batch
+
+    def check_fits(self, n: int, at: int) -> None:
+        """Raise UsageError unless n tokens after the first `at` positions fit the context."""
+        if at + n > self._options.n_ctx:
+            after = f" after the {at} in the context" if at else ""
+            msg = (
+                f"{n} tokens{after} do not fit the context of {self._options.n_ctx}: use a larger n_ctx"
+                " (-c/--ctx-size) or a shorter prompt"
+            )
+            raise UsageError(msg)
+
+    def clear(self) -> None:
+        """Forget the sequence, its checkpoints, and what the drafter read."""
+        self.sequence.clear()
+        self._saved.truncate(0)
+        if self.drafts:
+            self.drafts.truncate(0)
+
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions of all of them. Raises as PooledSequence.rollback()."""
+        self.sequence.rollback(n_tokens)
+        self._saved.truncate(n_tokens)
+        if self.drafts:
+            self.drafts.truncate(n_tokens)
+
+    #
+    # batches
+    #
+
+    def decode(self, tokens: Tokens, outputs: int = native.LAST) -> list[Event]:
+        """Decode one batch, and do what the schedule says then. Raises as advance()."""
+        paged = self._batch(tokens, outputs)
+        events = self.sequence.tick(len(tokens))
+        again = self.again(events) if events and len(tokens) == 1 else ()
+        return [*([paged] if paged else []), *events, *again]
+
+    def _batch(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
+        """Decode one batch, which a drafter may read along. Returns what moved."""
+        start, drafts = self.sequence.n_tokens, self.drafts
+        if drafts:
+            drafts.before(start, len(tokens))
+        paged = advance([(self.sequence, tokens)], outputs)[0]
+        if drafts:
+            drafts.decoded(tokens, start)
+        return paged
+
+    def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
+        """Decode a token with guesses of what follows it, (n,) int32: those stand that `accept` takes. Raises as advance()."""
+        sequence, drafts = self.sequence, self.drafts
+        start = sequence.n_tokens
+        if drafts:
+            drafts.before(start, len(tokens))
+        paged = advance([(sequence, tokens)], native.ALL, accept)[0]
+        n = sequence.n_tokens - start
+        if drafts:
+            drafts.decoded(tokens[:n], start)
+        return [*([paged] if paged else []), *sequence.tick(n)]
+
+    def missed(self, events: Sequence[Event]) -> Reselect | None:
+        """The event among those of a token that brought chunks in that have much of the token's attention: it was decoded
+        without them, and is to be decoded again.
+        """
+        selector = self.sequence.selector
+        found = next((e for e in events if isinstance(e, Reselect)), None)
+        return found if selector and found and selector.missed(found) else None
+
+    def again(self, events: Sequence[Event]) -> Iterator[Event]:
+        """Decode the last token again while it missed much of its attention. events: those of its decode."""
+        sequence, selector = self.sequence, self.sequence.selector
+        for _ in range(_ROUNDS):
+            if selector is None or not self.missed(events):
+                return
+            selector.schedule.repeated()
+            token, moved = sequence.take_back()
+            for paged in (moved, self._batch(np.array([token], np.int32))):
+                if paged:
+                    yield paged
+            events = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.swaps))
+            selector.schedule.repeated()
+            yield from events
+
+    #
+    # a prompt
+    #
+
+    def prefill(self, tokens: Tokens) -> Iterator[Event]:
+        """Decode tokens in batches after what is in the context; the last one gets logits. See KVFlash.prefill."""
+        sequence, n, done = self.sequence, len(tokens), 0
+        self.check_fits(n, sequence.n_tokens)
+        sequence.cancel_scoring()
+        n_tail = self._n_replayed(n)
+        begin = time.perf_counter()
+        if sequence.pager:
+            sequence.pager.expect(n)
+        if self.drafts:
+            self.drafts.expect(sequence.n_tokens + n)
+        mark = self._saved.checkpoint_after(n - n_tail)
+        stops = sorted({mark, n - n_tail, n})
+        while done < n:
+            if mark and done == mark:
+                self._saved.make_checkpoint()
+            size = min(self.n_batch, next(at for at in stops if at > done) - done)
+            last = done + size == n
+            if last and self._scorer_decides(size):
+                yield from self._tail(tokens[done:])
+            elif paged := self._batch(tokens[done : done + size], native.LAST if last else native.NONE):
+                yield paged
+            done += size
+            if last:
+                sequence.ctx.synchronize()
+            elif self._options.prefill_reselect:
+                yield from sequence.reselect_between(min(self.n_batch, n - done))
+            seconds = time.perf_counter() - begin
+            yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
+
+    def _n_replayed(self, n: int) -> int:
+        """How many tokens at the end of a prompt of n run again: none, if all is resident and stays so."""
+        o = self._options
+        # a sliding window can go back by what one graph writes, and no further
+        return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
+
+    def _scorer_decides(self, n: int) -> bool:
+        """Whether a scorer chooses what n more tokens see: something is out, as after a rollback of a longer text, or the
+        sequence's share of the pool cannot hold all.
+        """
+        if self.sequence.selector is None:
+            return False
+        ledger = self.sequence.paged.ledger
+        return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
+
+    def _tail(self, tokens: Tokens) -> Iterator[Event]:
+        """The end of a prompt: run it, choose the pool for it, and run it again on what was missing the first time."""
+        sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
+        if selector is None:
+            msg = "there is no selector"
+            raise AssertionError(msg)
+        state = sequence.ctx.save_partial() if sequence.recurrent else b""
+        queries: list[Queries] = []
+        n_asking = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))
+        for part, n in self._asking(tokens, n_asking):
+            if paged := self._batch(part):
+                yield paged
+            queries += [selector.queries(back) for back in reversed(range(n))]
+        moved = False
+        for event in sequence.reselect_now("question", queries, 1):
+            moved |= isinstance(event, Reselect) and bool(event.page_ins)
+            yield event
+        if moved and self._options.replay:
+            for paged in (sequence.rewind(start, state), self._batch(tokens)):
+                if paged:
+                    yield paged
+            if selector.repeats:
+                seen = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.swaps))
+                yield from seen
+                yield from self.again(seen)
+
+    def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
+        """Cut tokens into batches, each with the number of its last tokens whose queries are wanted, n_asking in all: as few
+        batches as the tap allows, which keeps the queries of the last tokens of a graph.
+        """
+        n, n_ubatch = len(tokens), self._options.n_ubatch
+        n_most = min(self.sequence.ctx.q_tap, n_ubatch)
+        n_first = (n_asking - 1) % n_most + 1
+        end = n - n_asking + n_first  # of the first part that asks
+        cuts = list(range(end, n, n_most))
+        wanted = [n_first, *[n_most] * len(cuts)]
+        if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
+            cuts.insert(0, end - n_first)
+            wanted.insert(0, 0)
+        return list(zip(np.split(tokens, cuts), wanted, strict=True))
+
+
+def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
+    """Decode one token of each of several sequences in one batch, and do what the schedule of each says then. Returns what
+    happened, in their order. No token is decoded again. Raises as advance().
+    """
+    for decoder, _ in parts:
+        decoder.check_fits(1, decoder.sequence.n_tokens)
+    moved = advance([(decoder.sequence, np.array([token], np.int32)) for decoder, token in parts])
+    return [
+        [*([paged] if paged else []), *decoder.sequence.tick(1)]
+        for (decoder, _), paged in zip(parts, moved, strict=True)
+    ]

@@ -1,0 +1,241 @@
+"""A prompt and its answer, on one sequence: the one loop that generates."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from pyllama_kvflash.engine.answer import Answer
+from pyllama_kvflash.engine.decoder import Decoder, decode_each
+from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.events import DraftStats, Event, Prefill
+from pyllama_kvflash.native import Sampler, Sampling, Tokens
+
+_AHEAD = 4096  # tokens of an answer for which host memory is taken before there is any
+
+
+class Generation:
+    """Reads a prompt batch by batch, and then answers step by step, in turns with others if need be.
+
+    An error leaves it as it was before the call: it may be called again. n_prompt, prefill_s: what reading took.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt: Tokens,
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
+        """prompt: tokens (n,) int32 to be read after what is in the context. Empty: the answer goes on after the pending token, or
+        by the logits of the last one.
+        """
+        sequence = decoder.sequence
+        model = sequence.ctx.model
+        self.decoder = decoder
+        self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop)
+        self.n_prompt, self.prefill_s = 0, 0.0
+        self._began: float | None = None  # when the answer did
+        self._sampler = Sampler(sampling or Sampling(), model.n_vocab)
+        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # what comes before the answer's token
+        self._reader: Iterator[Event] | None = None
+        self._guesses: Tokens | None = None  # of what follows the last token; None: nobody was asked
+        self._guessing_s = 0.0
+        n_answer = min(max_tokens, _AHEAD) if max_tokens >= 0 else _AHEAD
+        with suppress(HostMemoryError):  # the answer may be shorter; reading asks for the prompt itself
+            if sequence.pager:
+                sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
+        self._due = len(prompt) > 0 or sequence.pending is None  # a token is to be taken by the logits of the last one
+        if len(prompt):
+            self.read_on()
+            return
+        if not self._due:
+            self.answer.token = sequence.pending
+            if sequence.selector is not None:
+                sequence.selector.rest()  # an answer that goes on begins with no scoring of its own
+        self._begin_answer()
+
+    @property
+    def reading(self) -> bool:
+        """Whether a part of the prompt is to be read."""
+        return self._reader is not None
+
+    @property
+    def n_text(self) -> int:
+        """Positions that the answer begins after, or goes on after."""
+        return len(self._text)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to do."""
+        return self._reader is None and self.answer.reason is not None
+
+    @property
+    def token(self) -> int:
+        """The last token of the answer, which is to be decoded next."""
+        if self.answer.token is None:
+            msg = "the answer has ended"
+            raise AssertionError(msg)
+        return self.answer.token
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds since the answer began; 0 if it has no token."""
+        return time.perf_counter() - self._began if self._began is not None and self.answer.n_tokens else 0.0
+
+    @property
+    def draft_stats(self) -> DraftStats | None:
+        """What speculative decoding did for this answer, None without, and before it begins."""
+        return self.decoder.drafts.stats if self.decoder.drafts and self._began is not None else None
+
+    #
+    # the prompt
+    #
+
+    def read(self) -> Iterator[Event]:
+        """Read one batch, and after the last one take the answer's first token. Raises as Decoder.prefill()."""
+        reader, sequence = self._reader, self.decoder.sequence
+        for event in reader or ():
+            yield event
+            if isinstance(event, Prefill):
+                if self._began is None:
+                    self.n_prompt, self.prefill_s = event.done, event.seconds
+                break
+        if sequence.n_tokens >= len(self._text):
+            self._reader = None
+            self._begin_answer()
+            yield from self.answer.shown()
+
+    def read_on(self) -> None:
+        """Read what is missing of the text, from wherever the sequence is."""
+        self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :])
+
+    def recover(self) -> None:
+        """What the sequence has cannot be used: forget it, and read its text anew. The answer then goes on where it was."""
+        sequence, self._guesses = self.decoder.sequence, None
+        if not self.reading:
+            self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
+        self.decoder.clear()
+        self.read_on()
+
+    def _begin_answer(self) -> None:
+        sequence, answer = self.decoder.sequence, self.answer
+        if self._began is None:
+            self._began = time.perf_counter()
+            if self.decoder.drafts:
+                self.decoder.drafts.begin(sequence.history)
+        if self._due and answer.reason is None:
+            self.take()
+        else:
+            sequence.pending = answer.token
+        self._at = sequence.n_tokens
+
+    #
+    # the answer
+    #
+
+    def take(self) -> None:
+        """Take the next token, by the logits of the last one: right after it was decoded, for they do not stay."""
+        sequence = self.decoder.sequence
+        self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
+        sequence.pending = self.answer.token
+        self._at = sequence.n_tokens
+
+    def step(self) -> list[Event]:
+        """Decode the last token, perhaps with guesses of what follows, and take what comes next. Raises as Decoder.decode()."""
+        drafts, sequence = self.decoder.drafts, self.decoder.sequence
+        if drafts:
+            self.draft()
+            width, n_most = self._limits()
+            guesses, self._guesses = self._guesses, None
+            if guesses is not None and len(guesses := guesses[: n_most - 1]):
+                return [*self._check(guesses, width), *self.answer.shown()]
+        begin = time.perf_counter()
+        if sequence.n_tokens > self._at:
+            self.go_back()
+        events = self.decoder.decode(np.array([self.answer.token], np.int32))
+        self.take()
+        if drafts:
+            drafts.plain(time.perf_counter() - begin)
+        return [*events, *self.answer.shown()]
+
+    def go_back(self) -> None:
+        """Before a step: take the last token out again, if it was decoded and nothing was made of it: its logits are gone."""
+        if self.decoder.sequence.n_tokens > self._at:
+            self.decoder.rollback(self._at)
+            self.decoder.sequence.pending = self.answer.token
+
+    #
+    # guesses
+    #
+
+    def draft(self) -> bool:
+        """Guess what follows the last token, unless that is done. Whether the next step must have a batch of its own."""
+        drafts, sequence = self.decoder.drafts, self.decoder.sequence
+        if drafts is None:
+            return False
+        if self._guesses is None:
+            self.go_back()
+            begin = time.perf_counter()
+            n_most = self._limits()[1] if drafts.gate.open else 1
+            none = np.empty(0, np.int32)
+            self._guesses = drafts.guess(sequence.history, self.token, n_most - 1) if n_most > 1 else none
+            self._guessing_s = time.perf_counter() - begin
+        return bool(len(self._guesses)) or drafts.reads_features
+
+    def _limits(self) -> tuple[int, int]:
+        """Tokens of a batch that checks a draft, and how many of them may stand; one: decode plainly."""
+        sequence, drafts = self.decoder.sequence, self.decoder.drafts
+        options = sequence.options
+        width = drafts.n_max + 1 if drafts else 1
+        n_batch = min(self.decoder.n_batch, options.n_ubatch)  # one graph, or the queries of the last token may be lost
+        if width == 1 or sequence.n_tokens + width > options.n_ctx or width > n_batch:
+            return 1, 1
+        width, n_most = sequence.draft_limits(width)
+        return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
+
+    def _check(self, guesses: Tokens, width: int) -> list[Event]:
+        """Decode the last token with guesses in a batch of that width: those stand that would have come one by one."""
+        sequence, drafts, answer = self.decoder.sequence, self.decoder.drafts, self.answer
+        begin = time.perf_counter() - self._guessing_s
+        start, n = sequence.n_tokens, 1 + len(guesses)
+        batch = np.full(width, self.token, np.int32)  # filled up, so that the graph stays
+        batch[1:n] = guesses
+
+        def accept(i: int) -> tuple[int | None, bool]:
+            found = self._sampler.sample(sequence.ctx, i)
+            goes_on = answer.take(found, start + i + 1)
+            self._at = start + i + 1
+            return answer.token, goes_on and i + 1 < n and found == batch[i + 1]
+
+        events = self.decoder.check(batch, accept)
+        if drafts:
+            drafts.checked(len(guesses), sequence.n_tokens - start - 1, time.perf_counter() - begin)
+        return events
+
+
+def step_together(generations: Sequence[Generation]) -> None:
+    """Decode the last token of each of several answers in one batch, and have each take its next one.
+
+    Raises as decode_each(); those that have not taken a token then do so in a step of their own.
+    """
+    begin = time.perf_counter()
+    for generation in generations:
+        generation.go_back()
+    happened = decode_each([(g.decoder, g.token) for g in generations])
+    missed = []
+    for generation, events in zip(generations, happened, strict=True):
+        if generation.decoder.missed(events):
+            missed.append((generation, events))
+        else:
+            generation.take()
+    for generation, events in missed:  # last, for the logits of the others are gone then
+        for _ in generation.decoder.again(events):
+            pass
+        generation.take()
+    for generation in generations:
+        if generation.decoder.drafts:
+            generation.decoder.drafts.plain((time.perf_counter() - begin) / len(generations))

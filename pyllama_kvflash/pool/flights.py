@@ -1,0 +1,183 @@
+"""Chunks on their way: the one owner of every move between the pool and the host store.
+
+On a GPU a plan is spread over steps, so that no step waits for a copy: a chunk sets out beside one step (`go_on`), lands in a
+masked block, and is seen by the next step (`land`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from pyllama_kvflash.errors import PoolError
+from pyllama_kvflash.native import Context
+from pyllama_kvflash.policy import Ledger, Plan, State
+from pyllama_kvflash.pool.host_store import HostStore
+from pyllama_kvflash.pool.residency import held, n_landing
+
+# That set out in one step: half a ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
+FLIGHT_BYTES = 24 << 20
+
+
+class OnTheWay(NamedTuple):
+    """What a snapshot keeps of flights. landing: chunks that have set out, and their blocks; the rest is still to be done."""
+
+    landing: dict[int, int]
+    drops: tuple[int, ...]
+    page_ins: tuple[int, ...]
+
+
+class Flights:
+    """Moves the chunks of one sequence. The ledger is changed first, since it checks the rules; the pool follows.
+
+    n_out and n_in count moves since the last forget().
+    """
+
+    def __init__(self, ctx: Context, ledger: Ledger, records: HostStore) -> None:
+        self.n_out = self.n_in = 0
+        self._ctx = ctx
+        self._ledger = ledger
+        self._records = records
+        self._landing: dict[int, int] = {}  # chunks that have set out, and their blocks
+        self._drops: deque[int] = deque()  # of a plan that is spread over steps
+        self._page_ins: deque[int] = deque()
+
+    @property
+    def in_motion(self) -> bool:
+        """Whether the next steps change what is resident."""
+        return bool(self._landing or self._page_ins)
+
+    #
+    # at once
+    #
+
+    def drop(self, chunk: int) -> None:
+        """Take a chunk out of the pool."""
+        self._ledger.drop(chunk)
+        self._ctx.drop(chunk)
+        self.n_out += 1
+
+    def bring(self, chunks: Iterable[int]) -> None:
+        """Bring chunks in. The next batch sees them."""
+        for chunk in chunks:
+            self._set_out(chunk)
+        self.land()
+
+    def land(self) -> None:
+        """Make resident what has set out: the next batch waits for its bytes."""
+        for chunk in list(self._landing):
+            self._ctx.commit(chunk)
+            self._ledger.commit_page_in(chunk)
+            del self._landing[chunk]
+            self.n_in += 1
+
+    def _set_out(self, chunk: int) -> None:
+        record = self._records.get(chunk)  # first: it raises if a lent record is damaged, before anything has moved
+        self._ledger.begin_page_in(chunk)
+        self._landing[chunk] = -1  # before it sets out: mend() looks for it here
+        self._landing[chunk] = self._ctx.begin_page_in(chunk, record)
+
+    #
+    # over several steps
+    #
+
+    def begin(self, plan: Plan) -> None:
+        """Begin a plan that is spread over steps."""
+        self._drops.extend(plan.drops)
+        self._page_ins.extend(plan.page_ins)
+        self.go_on()
+
+    def go_on(self, n_tokens: int = 0) -> None:
+        """Beside a step of n_tokens, send out the next chunks, and drop those whose blocks the flight after this one takes: a
+        copy into a block that the step does not use need not wait for it.
+        """
+        drops, page_ins = self._drops, self._page_ins
+        if not page_ins:
+            return
+        n_taken = self._ledger.new_chunks(n_tokens)  # free blocks that the step uses itself
+        n = max(1, FLIGHT_BYTES // self._records.record_bytes)
+        n_kept = 1 if drops else 0  # for the chunk that begins next
+        for _ in range(min(n, len(page_ins), self._ledger.n_free - n_taken - n_kept)):
+            self._set_out(page_ins.popleft())
+        evictable, n_free = self._ledger.evictable(), self._ledger.n_free - n_taken
+        while drops and n_free <= min(n, len(page_ins)):
+            chunk = drops.popleft()
+            if evictable[chunk]:
+                self.drop(chunk)
+                n_free += 1
+        if n_free == 0:
+            page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
+
+    def finish(self) -> None:
+        """Bring in all that is left of the plan, now."""
+        while self.in_motion:
+            self.land()
+            self.go_on()
+        self._drops.clear()
+
+    def cut_short(self) -> None:
+        """Give up the rest of the plan; what has set out lands."""
+        self.land()
+        self._drops.clear()
+        self._page_ins.clear()
+
+    #
+    # after a step that was cut off
+    #
+
+    def mend(self) -> None:
+        """Make the ledger agree with the pool about what is on its way: one chunk at most was cut off as it set out, or as it
+        landed.
+        """
+        there = held(self._ctx)
+        for chunk in [c for c in self._landing if c in there]:
+            if self._ledger.state_of(chunk) == State.IN_FLIGHT:
+                self._ledger.commit_page_in(chunk)
+            del self._landing[chunk]
+        while len(self._landing) > n_landing(self._ctx):
+            self._landing.popitem()  # the last one
+        for flying in np.flatnonzero(self._ledger.state == State.IN_FLIGHT):
+            if int(flying) not in self._landing:
+                self._ledger.abort_page_in(int(flying))
+
+    def cancel(self) -> None:
+        """Do without all that is on its way."""
+        for flying in self._landing:
+            with suppress(PoolError):  # it is there already, or never began
+                self._ctx.cancel(flying)
+        self._abort()
+
+    def forget(self) -> None:
+        """The sequence was cleared: nothing is on its way, and nothing was moved."""
+        self._abort()
+        self.n_out = self.n_in = 0
+
+    def _abort(self) -> None:
+        self._landing.clear()
+        self._drops.clear()
+        self._page_ins.clear()
+        for flying in np.flatnonzero(self._ledger.state == State.IN_FLIGHT):
+            self._ledger.abort_page_in(int(flying))
+
+    #
+    # snapshots
+    #
+
+    def saved(self) -> OnTheWay:
+        """What is on its way now. Nothing is changed by that."""
+        return OnTheWay(dict(self._landing), tuple(self._drops), tuple(self._page_ins))
+
+    def resume(self, resident: Mapping[int, int], saved: OnTheWay) -> None:
+        """Put chunks into an empty pool: those that were resident (their blocks), and those on their way. The caller loads the
+        ledger. Raises what a page-in does.
+        """
+        for chunk, block in sorted({**resident, **saved.landing}.items()):
+            self._ctx.begin_page_in(chunk, self._records.get(chunk), block)
+            if chunk in resident:
+                self._ctx.commit(chunk)
+            else:
+                self._landing[chunk] = block
+        self._drops.extend(saved.drops)
+        self._page_ins.extend(saved.page_ins)

@@ -1,0 +1,1 @@
+"""What several test files share: models, runs and what is seen of them, oracles, commands."""

@@ -1,0 +1,212 @@
+"""Small changes to our C++ that kvflash-fuzz must notice, and which of them to try: see test_fuzz.py.
+
+Only .cpp files are changed: llama.cpp includes the headers. What lies in patches/ is out of reach.
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support import asan
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In a file, old becomes new, where $ is old again. old occurs once, however it is spaced."""
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    model: str = field(default="qwen3", kw_only=True)
+    options: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def source(self) -> str:
+        """Its file, as git names it."""
+        return f"{asan.NATIVE}/kvflash-{self.file}.cpp"
+
+    def apply(self, folder: Path) -> None:
+        """Write the changed file to a folder."""
+        pattern = r"\s*".join(re.escape(token) for token in re.findall(r"\w+|[^\w\s]", self.old))
+        source = asan.ROOT / self.source
+        text, n = re.subn(pattern, lambda m: self.new.replace("$", m[0]), source.read_text())
+        assert n == 1, f"{self.old!r} occurs {n} times in {source.name}"
+        (folder / source.name).write_text(text)
+
+
+SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
+LAYERS = "for (const auto & layer : kv.layers) { add("
+
+MUTANTS = [
+    # placement
+    Mutant("rows are placed one too far", "pool", "block*n_chunk + pos%n_chunk", "block*n_chunk + (pos + 1)%n_chunk"),
+    Mutant("used blocks are given out", "pool", "b_next < n_block(kv) && !is_free(kv, b_next)", "false"),
+    Mutant("two chunks share a block", "pool", "block = b_next++;", "block = b_next;"),
+    Mutant("a chunk ends a row too late", "pool", "it->first >= p0 +", "it->first > p0 +"),
+    Mutant("one row in a block is none", "pool", "!cells.is_empty(block*kv.pool_chunk + i)", "i > 0 && $"),
+    Mutant("the next context is pooled, too", "pool", "scope::~scope() { g_setup = nullptr;", "scope::~scope() {"),
+    # records
+    Mutant(
+        "rows go to and come from the next block",
+        "move",
+        "r.dev + block*r.size",
+        "r.dev + (block ^ 1)*r.size",
+    ),
+    Mutant(
+        "the last row is not copied",
+        "record",
+        "ggml_row_size(layer.k->type, layer.k->ne[0])*kv.pool_chunk); if",
+        "ggml_row_size(layer.k->type, layer.k->ne[0])*(kv.pool_chunk - 1)); if",
+    ),
+    Mutant(
+        "the last layer is not copied",
+        "record",
+        LAYERS,
+        "for (const auto & layer : kv.layers) { if (&layer == &kv.layers.back()) { break; } add(",
+    ),
+    Mutant(
+        "K and V change places",
+        "record",
+        LAYERS,
+        "for (auto layer : kv.layers) { std::swap(layer.k, layer.v); add(",
+    ),
+    Mutant(
+        "a column is not copied",
+        "record",
+        "i < layer.v->ne[0]; ++i",
+        "i < layer.v->ne[0] - 1; ++i",
+        options=("--no-fa",),
+    ),
+    Mutant(
+        "layers share the rows of the first",
+        "record",
+        LAYERS,
+        "for (const auto & each : kv.layers) { (void) each; const auto & layer = kv.layers[0]; add(",
+    ),
+    Mutant("records of other types are taken", "record", "got.type_k != want.type_k", "false"),
+    Mutant("metadata is not cleared", "record", "memset(dst, 0, meta_bytes(kv));", ""),
+    Mutant("records of other models are taken", "record", "got.fingerprint != want.fingerprint", "false"),
+    # paging
+    Mutant("a drop forgets the last row", "record", "cells.rm(idx);", "if (i + 1 < kv.pool_chunk) { $ }"),
+    Mutant(
+        "a page-in moves positions",
+        "record",
+        "chunk*(llama_pos) kv.pool_chunk + i);",
+        "chunk*(llama_pos) kv.pool_chunk + i + 1);",
+    ),
+    Mutant("a page-in fills up a chunk", "record", "if (rec.mask & (1ull << i))", "if (true)"),
+    Mutant("a page-in forgets the tokens", "record", "cells.ext_set(idx, ext);", ""),
+    Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
+    Mutant("used blocks are scribbled on", "record", "if (!is_free(kv, b)) { continue; }", ""),
+    # copies under way
+    Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block);", "return true;"),
+    Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
+    Mutant("queries lie upon each other", "move", "to += r.size;", ""),
+    Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
+    Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
+    # summaries
+    Mutant("a share is of one chunk's own", "score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
+    Mutant("a row counts as one key", "score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
+    Mutant("the last query alone counts", "score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
+    Mutant("all layers have the first one's scale", "api", "q[i], n_q, scales[i], dst", "q[i], n_q, scales[0], dst"),
+    Mutant(
+        "an edge has a key too many", "score", "if (t < n_edge) { sums[1] += e; }", "if (t <= n_edge) { sums[1] += e; }"
+    ),
+    Mutant("the last keys are all keys", "score", "if (t >= k.n - n_edge) { sums[2] += e; }", "sums[2] += e;"),
+    # the sliding window
+    Mutant(
+        "a window is packed",
+        "window",
+        "bool own = head.size == kv.get_size();",
+        "bool own = false;",
+        model="gemma4",
+    ),
+    Mutant(
+        "a window's columns are all the first",
+        "window",
+        "ggml_backend_tensor_set(t, in + from, at, n);",
+        "ggml_backend_tensor_set(t, in, at, n);",
+        model="gemma4",
+        options=("--no-fa",),
+    ),
+    Mutant(
+        "the size of a window is believed",
+        "window",
+        "size != sizeof(head) + head.n_cell",
+        "size > (1u << 30) + head.n_cell",
+        model="gemma4",
+    ),
+    # the C API
+    Mutant(
+        "a shortage is not reported",
+        "api",
+        "case 1: throw kvf_failure(KVF_E_NO_BLOCK",
+        "case 1: break; case 99: throw kvf_failure(KVF_E_NO_BLOCK",
+    ),
+    Mutant("an old error stays", "api", "g_error.clear();", ""),
+    Mutant("the mirror forgets a position less", "api", "kv.seq_rm(seq, p0, p1);", "kv.seq_rm(seq, p0, p1 - 1);"),
+    Mutant(
+        "a failed rollback is not reported",
+        "api",
+        "!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)",
+        "$ && false",
+        model="qwen35",
+    ),
+]
+
+
+#
+# which
+#
+
+SHARED = re.compile(
+    r"CMakeLists\.txt|patches/.*|vendor/llama\.cpp\.lock|.*/kvflash[\w-]*\.h"
+    r"|tests/(native/fuzz\.cpp|test_fuzz\.py|support/(asan|mutants|tiny)\.py)"
+)
+"""What finds mutants, and what all of our C++ includes or is compiled into: a change there may hide any of them."""
+
+
+def git(root: Path, *args: str) -> str | None:
+    """What git says of a repository. None: it does not know, or there is no git."""
+    try:
+        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def base_commit(root: Path) -> str | None:
+    """The commit whose mutants count as found: where this branch left the main branch; on the main branch, the commit before.
+
+    None where that is not known: in a shallow clone, which may lack the commit, and without git, as in an unpacked sdist.
+    """
+    if git(root, "rev-parse", "--show-toplevel", "--is-shallow-repository") != f"{root}\nfalse":
+        return None
+    fork = git(root, "merge-base", "HEAD", "origin/HEAD")
+    if fork and fork != git(root, "rev-parse", "HEAD"):
+        return fork
+    return git(root, "rev-parse", "--verify", "--quiet", "HEAD~1")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The files that differ between a commit and the work tree, those included that git was not told of."""
+
+    base: str
+    names: frozenset[str]
+
+    @classmethod
+    def find(cls, root: Path, wanted: str | None = None) -> "Changes | None":
+        """Since a commit, or else since base_commit(). None: not known, or "all" is wanted."""
+        base = wanted or base_commit(root)
+        if base is None or base == "all":
+            return None
+        lists = git(root, "diff", "--name-only", base), git(root, "ls-files", "--others", "--exclude-standard")
+        if None in lists:
+            return None
+        return cls(base, frozenset(name for text in lists if text for name in text.splitlines()))
+
+    def touch(self, mutant: Mutant) -> bool:
+        """Whether a mutant may no longer be found."""
+        return mutant.source in self.names or any(map(SHARED.fullmatch, self.names))

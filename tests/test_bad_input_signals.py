@@ -1,0 +1,219 @@
+"""Two commands at once, and Ctrl-C: each ends with an exit code, and nothing hangs or is lost."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import INTERRUPTED, SCRIPT, TIMEOUT, Ended, check_error, check_plain, kvflash
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
+
+environment = commands.environment
+
+
+def test_two_runs_at_once() -> None:
+    args = [SCRIPT, "run", "-f", "-", "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "16", "--temp", "0", "-q"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(subprocess.Popen(args, **pipes)) for _ in range(2)]
+        for run in runs:
+            assert run.stdin
+            run.stdin.write(b"word " * 1500)
+            run.stdin.close()
+            run.stdin = None
+        results = [run.communicate(timeout=TIMEOUT) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], results
+    assert results[0] == results[1]
+    assert len(results[0][0]) > 1
+    assert results[0][1] == b""
+
+
+@contextlib.contextmanager
+def started(*args: str | Path, command: tuple[str | Path, ...] = (SCRIPT,)) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that takes Ctrl-C even if this one, in the background of a shell, does not."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*command, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()  # harmless if it is over
+
+
+def read_until(stream: Any, word: bytes, length: int = 0) -> bytes:
+    """What a process writes, until `word` was in it, and so many bytes."""
+    seen, end = b"", time.monotonic() + TIMEOUT
+    while word not in seen or len(seen) < length:
+        ready, _, _ = select.select([stream], [], [], max(0, end - time.monotonic()))
+        assert ready, f"{word!r} did not come: {seen!r}"
+        data = os.read(stream.fileno(), 65536)
+        assert data, f"{word!r} did not come: {seen!r}"
+        seen += data
+    return seen
+
+
+def interrupt(process: subprocess.Popen[bytes], seen: bytes = b"", times: int = 1) -> Ended:
+    """Ctrl-C, and what comes after it: in a few seconds."""
+    begin = time.monotonic()
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT)
+    assert time.monotonic() - begin < 5
+    return Ended(process.returncode, (seen + out).decode(), err.decode())
+
+
+ENDLESS = ("run", "-p", "The secret code for the", "-c", "60K", "--kvflash", "1K", "-n", "-1", "--temp", "0")
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prompt of 50,000 tokens, which takes half a minute."""
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text("word " * 25_000)
+    return path
+
+
+LONG = ("-c", "60K", "--kvflash", "2K", "-b", "512", "-n", "8", "--temp", "0")
+
+
+def test_interrupt_during_prefill(book: Path) -> None:
+    with started("run", "-f", book, *LONG) as process:
+        read_until(process.stderr, b"pool of")
+        time.sleep(1)
+        res = interrupt(process)
+    check_plain(res)
+    assert res.code == INTERRUPTED
+    assert res.out.strip() == ""
+    assert "interrupted: prefill" in res.err
+    n_prompt = re.search(r"prefill ([\d,]+) tok", res.err)
+    assert n_prompt
+    assert int(n_prompt[1].replace(",", "")) < 50_000  # none, if the machine is busy
+
+
+def test_interrupt_during_prefill_json(book: Path) -> None:
+    with started("run", "-f", book, *LONG, "--json") as process:
+        read_until(process.stderr, b"pool of")
+        time.sleep(0.5)
+        res = interrupt(process)
+    check_plain(res)
+    assert res.code == INTERRUPTED
+    found = json.loads(res.out)
+    assert (found["reason"], found["text"]) == ("interrupted", "")
+    assert found["stats"]["n_generated"] == 0
+
+
+def test_interrupt_during_decode() -> None:
+    with started(*ENDLESS) as process:
+        res = interrupt(process, read_until(process.stdout, b" ", 20))
+    check_plain(res)
+    assert res.code == INTERRUPTED
+    assert "interrupted: " in res.err
+    want = kvflash(*ENDLESS, "-n", "32", "-q").out.rstrip("\n")
+    n = min(len(want), len(res.out) - 1)
+    assert n >= 20
+    assert res.out[:n] == want[:n]
+    assert res.out.endswith("\n")
+
+
+def test_interrupt_keeps_the_text_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "answer.txt"
+    with started(*ENDLESS, "-o", path) as process:
+        end = time.monotonic() + TIMEOUT
+        while not (path.exists() and path.stat().st_size > 20):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        res = interrupt(process)
+    check_plain(res)
+    assert (res.code, res.out) == (INTERRUPTED, "")
+    assert len(path.read_text(encoding="utf-8")) > 20
+
+
+def test_interrupt_during_decode_json() -> None:
+    with started(*ENDLESS, "--json") as process:
+        read_until(process.stderr, b"pool of")
+        time.sleep(0.5)
+        res = interrupt(process)
+    check_plain(res)
+    assert res.code == INTERRUPTED
+    found = json.loads(res.out)
+    assert found["reason"] == "interrupted"
+    assert found["text"]
+    assert found["stats"]["n_generated"] > 0
+
+
+def test_interrupt_during_decode_jsonl() -> None:
+    with started(*ENDLESS, "--jsonl") as process:
+        res = interrupt(process, read_until(process.stdout, b'"token"'))
+    check_plain(res)
+    assert res.code == INTERRUPTED
+    events = [json.loads(line) for line in res.out.splitlines()]
+    assert (events[-1]["event"], events[-1]["reason"]) == ("done", "interrupted")
+    assert sum(e["event"] == "token" for e in events) == events[-1]["stats"]["n_generated"]
+
+
+def test_impatient_interrupts() -> None:
+    with started(*ENDLESS) as process:
+        res = interrupt(process, read_until(process.stdout, b" "), times=5)
+    check_plain(res)
+    assert res.code == INTERRUPTED
+
+
+# Ctrl-C from within the native loader, at its n-th report of progress
+WHILE_LOADING = """
+import os, signal, sys
+from pyllama_kvflash.cli import main, report
+n = int(sys.argv.pop(1))
+def at(self, done, count=[0]):
+    count[0] += 1
+    if count[0] == n:
+        os.kill(os.getpid(), signal.SIGINT)
+report.LoadBar.__call__ = at
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 10])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_interrupt_during_load(n: int, form: tuple[str, ...]) -> None:
+    with started(str(n), *ENDLESS, *form, command=(sys.executable, "-c", WHILE_LOADING)) as process:
+        out, err = process.communicate(timeout=TIMEOUT)
+    res = Ended(process.returncode, out.decode(), err.decode())
+    check_error(res, INTERRUPTED, "interrupted")
+
+
+def test_interrupt_at_any_time(book: Path) -> None:
+    """From the first line on stderr on."""
+    for delay in (0, 0.01, 0.02, 0.03, 0.05, 0.1):
+        with started("run", "-f", book, *LONG) as process:
+            read_until(process.stderr, b"no model given")
+            time.sleep(delay)
+            res = interrupt(process)
+        check_plain(res)
+        assert res.code == INTERRUPTED, delay
+
+
+def test_interrupt_demo(tmp_path: Path) -> None:
+    with started("demo", "-t", "1", "-o", tmp_path / "prompt.txt") as process:
+        read_until(process.stderr, b"pool of")
+        time.sleep(0.5)
+        res = interrupt(process)
+    check_error(res, INTERRUPTED, "interrupted")

@@ -1,0 +1,133 @@
+"""`kvflash inspect`: what it says of a model, its cache and the devices."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands, models
+from support.commands import NEEDLE_TOKEN_BYTES, good, invoke, rows, summary
+from support.models import Geometry, model_file
+
+from pyllama_kvflash.engine import loading
+from pyllama_kvflash.native import Context, Device, Layer
+from pyllama_kvflash.needle import BUNDLED_MODEL
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+
+MEMORY = {"needle": "llama_kv_cache", **models.MEMORY}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_inspect_json(name: str, tiny_path: Callable[[str], Path]) -> None:
+    path = model_file(name, tiny_path)
+    found = json.loads(good("inspect", str(path), "--json", "-c", "8K").stdout)
+    want = Geometry.read(path)
+    assert found["model"] == str(path)
+    assert found["architecture"] == name.replace("needle", "qwen3")
+    assert found["memory_class"] == MEMORY[name]
+    assert (found["poolable"], found["refusal"]) == (True, None)
+    assert (found["n_layer"], found["pooled_layers"]) == (want.n_layer, want.layers)
+    assert found["n_swa"] == want.n_swa
+    assert found["n_ctx"] == 8192
+    sizes = found["token_bytes"]
+    assert sizes["f16"] == sizes["bf16"] == sizes["f32"] // 2 == want.token_bytes(64)
+    assert sizes["q8_0"] == want.token_bytes(34)
+    assert sizes["q4_0"] == want.token_bytes(18)
+    assert found["auto_pool"] == 8192  # no more than the context
+    assert "MiB free" in found["auto_note"]
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_inspect_text(name: str, tiny_path: Callable[[str], Path]) -> None:
+    path = model_file(name, tiny_path)
+    table = rows(good("inspect", str(path), "-c", "8K").stdout)
+    want = Geometry.read(path)
+    assert table["memory"] == MEMORY[name]
+    assert table["pool"] == "yes"
+    assert table["pooled layers"].startswith(f"{len(want.layers)} of {want.n_layer}: ")
+    assert table["sliding window"].startswith(f"{want.n_swa} tokens" if want.n_swa else "none")
+    assert table["f16 cache"].startswith(f"{want.token_bytes(64):,} bytes a token")
+    assert table["context"].startswith("8,192")
+    assert table["auto pool"].startswith("auto: half of (")
+
+
+@pytest.mark.parametrize("name", ["mamba", "deepseek32"])
+def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[str], Path]) -> None:
+    found = json.loads(good("inspect", str(tiny_path(name)), "--json").stdout)
+    assert found["poolable"] is False
+    assert "cannot be pooled" in found["refusal"]
+    assert found["auto_pool"] is None
+    res = good("inspect", str(tiny_path(name)))
+    assert re.search(r"^pool +no: ", res.stdout, re.MULTILINE)
+    assert "auto pool" not in res.stdout
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a model are on the first and the third by turns; the second is full, and has none."""
+    frees = {"CUDA0": 24 * GIB, "CUDA1": 0, "CUDA2": GIB, "CPU": 64 * GIB}
+    found = [Device(name, "a device", name != "CPU", free, free) for name, free in frees.items()]
+    layers = Context.layers
+
+    def spread(self: Context) -> list[Layer]:
+        return [replace(layer, device=i % 2 * 2) for i, layer in enumerate(layers(self))]
+
+    monkeypatch.setattr(loading, "devices", lambda: found)
+    monkeypatch.setattr(Context, "layers", spread)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_inspect_several_devices() -> None:
+    table = rows(good("inspect", "-c", "32K").stdout)
+    half = NEEDLE_TOKEN_BYTES // 2
+    assert table["KV on CUDA0"] == f"{half:,} of the f16 cache's bytes a token, 24.00 GiB free"
+    assert table["KV on CUDA2"] == f"{half:,} of the f16 cache's bytes a token, 1024.0 MiB free"
+    assert "KV on CUDA1" not in table
+    assert "KV on CPU" not in table
+    assert table["auto pool"].startswith("auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB")
+
+    found = json.loads(good("inspect", "-c", "32K", "--json").stdout)
+    assert found["devices"] == [
+        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half},
+        {"name": "CUDA2", "free": GIB, "token_bytes": half},
+    ]
+    assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
+    assert found["auto_pool"] == 16_384
+
+
+def test_inspect_one_device() -> None:
+    assert "KV on" not in good("inspect").stdout
+    (device,) = json.loads(good("inspect", "--json").stdout)["devices"]
+    assert device["token_bytes"] == NEEDLE_TOKEN_BYTES
+    assert device["free"] > 0
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_run_on_several_devices_says_which_is_the_tightest() -> None:
+    found = summary("-p", "Hello", "-n", "1", "-c", "32K", "-ctk", "q8_0")
+    assert "free on CUDA2, the tightest of 2 devices" in found["notes"][0]
+    assert f"/ {(128 * 2 + 128 // 32 * 34) * 3 / 1024:.2f} KiB a token" in found["notes"][0]
+    res = invoke("run", "-p", "Hello", "-n", "1", "-c", "1M", "--kvflash", "off")
+    assert res.exit_code == 1
+    assert "takes 1.5 GiB on CUDA2, and 1.0 GiB are free" in res.stderr
+
+
+def test_inspect_says_what_it_looks_at() -> None:
+    res = good("inspect")
+    assert "using the bundled" in res.stderr
+    assert str(BUNDLED_MODEL) in res.stdout.replace("\n", "")
+
+
+def test_inspect_json_is_one_line() -> None:
+    assert good("inspect", "--json").stdout.count("\n") == 1

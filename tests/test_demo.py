@@ -1,0 +1,77 @@
+"""`kvflash demo` shows the pool's answers before it compares. What they are: test_cli_relevance.py."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.commands import INTERRUPTED, good, invoke
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.bench.demo import Answers
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.errors import Interrupted
+
+pytestmark = pytest.mark.native
+
+module = sys.modules[main.commands["demo"].callback.__module__]
+SMALL = ("--tokens", "1300", "--kvflash", "1K", "--needles", "3", "-t", "1")
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> tuple[str, ...]:
+    return ("demo", *SMALL, "-o", str(tmp_path / "prompt.txt"))
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, cut: str | None = None) -> None:
+    """Have the runs write their names to stdout as they begin. One of them is cut short by Ctrl-C."""
+    run = module.answer_all
+
+    def announced(kv: KVFlash, *args: object) -> Answers:
+        name = "full" if kv.n_pool is None else kv.policy
+        click.echo(f"RUN {name}")
+        if name == cut:
+            raise Interrupted("interrupted")
+        return run(kv, *args)
+
+    monkeypatch.setattr(module, "answer_all", announced)
+
+
+def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch)
+    res = good(*args)
+    nothing, first, lru, last = re.split(r"RUN \w+\n", res.stdout)
+    assert re.findall(r"RUN (\w+)\n", res.stdout) == ["qk", "lru", "full"]
+    assert (nothing, lru) == ("", "")
+    assert "pool, qk" in first
+    assert "full cache" not in first
+    assert re.search(r"found[│ ]+3 of 3[│ ]+\n", first)
+    assert re.search(r"full cache[┃ ]+pool, lru[┃ ]+pool, qk", last)
+    codes = re.findall(r"(\d{7}) ✓ │\n", first)
+    assert len(codes) == 3
+    assert re.findall(r"(\d{7}) ✓ │\n", last) == codes
+
+
+@pytest.mark.parametrize("cut", ["lru", "full"])
+def test_the_pool_s_answers_stay_after_an_interrupt(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    announce(monkeypatch, cut)
+    res = invoke(*args)
+    assert res.exit_code == INTERRUPTED
+    assert "found" in res.stdout
+    assert len(re.findall(r"\d{7} ✓", res.stdout)) == 3
+    assert "Ctrl-C" in res.stderr
+    assert res.stderr.splitlines()[-1].endswith("interrupted")
+
+
+def test_json_is_written_at_the_end(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch)
+    *names, line = good(*args, "--json").stdout.splitlines()
+    assert names == ["RUN qk", "RUN lru", "RUN full"]
+    assert [run["name"] for run in json.loads(line)["runs"]] == ["full cache", "pool, lru", "pool, qk"]

@@ -1,0 +1,274 @@
+"""The sequence: it grows, goes back and is cleared. Equal logits mean equal bits.
+
+Chunks that are dropped and brought back leave no trace but their block, and in most tests here they come back to the one
+that they had.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles
+from support.runs import GREEDY, LRU, TOKENS, Open, feed, logits_of, out, text_of
+
+from pyllama_kvflash import Done, Paged, Sampling, Token
+from pyllama_kvflash.errors import UnsupportedError, UsageError
+from pyllama_kvflash.native import ALL, NONE
+from pyllama_kvflash.needle import NeedlePrompt
+from pyllama_kvflash.policy import State
+
+pytestmark = pytest.mark.native
+
+SMALL = LRU
+
+
+@pytest.fixture(scope="module")
+def document() -> NeedlePrompt:
+    """1,400 tokens with four codes."""
+    return needles.document(1400, seed=3)
+
+
+def test_append_and_rollback(opened: Open, document: NeedlePrompt) -> None:
+    kv = opened("needle", pool=2048, n_ctx=4096)
+    done = list(kv.generate(document.text, max_tokens=0))[-1]
+    assert isinstance(done, Done)
+    end = kv.n_tokens
+    assert end == done.stats.n_prompt == len(kv.tokenize(document.text))
+    for needle in [*document.needles, document.needles[0]]:
+        events = list(kv.generate(needle.question, max_tokens=8, sampling=GREEDY, stop=["\n"], append=True))
+        assert needle.answer in text_of(events)
+        question = len(kv.tokenize(needle.question, add_special=False))
+        last = events[-1]
+        assert isinstance(last, Done)
+        assert last.stats.n_prompt == question
+        assert kv.n_tokens >= end + question
+        kv.rollback(end)
+        assert kv.n_tokens == end
+        kv.check_integrity()
+
+
+def test_without_append_the_sequence_is_new(opened: Open, document: NeedlePrompt) -> None:
+    kv = opened("needle")
+    fresh = text_of(list(kv.generate("The map is", max_tokens=12, sampling=GREEDY)))
+    list(kv.generate(document.text, max_tokens=1))
+    assert kv.stats().pages_out > 0
+    assert text_of(list(kv.generate("The map is", max_tokens=12, sampling=GREEDY))) == fresh
+    assert kv.stats().pages_out == 0
+    kv.check_integrity()
+
+
+def test_clear_forgets_all_but_pins(opened: Open) -> None:
+    kv = opened(pool=1024)
+    kv.pin(128, 256)
+    first = logits_of(kv, 2048)
+    kv.clear()
+    assert kv.n_tokens == 0
+    assert len(kv.residency().state) == 0
+    kv.check_integrity()
+    assert np.array_equal(logits_of(kv, 2048), first)
+    assert not {2, 3} & set(out(kv))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_pool_that_holds_everything_equals_the_full_cache(opened: Open, name: str) -> None:
+    pool, full = opened(name), opened(name, pool="off")
+    assert np.array_equal(logits_of(pool, 640), logits_of(full, 640))
+    assert np.array_equal(logits_of(pool, 700, 1), logits_of(full, 700, 1))
+    assert out(pool) == []
+    pool.decode(TOKENS[700:732], ALL)
+    full.decode(TOKENS[700:732], ALL)
+    for i in range(32):
+        assert np.array_equal(pool.logits(i), full.logits(i))
+    pool.check_integrity()
+
+
+def test_prefill_equals_decode(opened: Open) -> None:
+    one, other = opened(), opened()
+    events = list(one.prefill(TOKENS[:1500]))
+    feed(other, 1500, 64)
+    assert np.array_equal(one.logits(), other.logits())
+    assert out(one) == out(other) == [c for e in events if isinstance(e, Paged) for c in e.drops]
+
+
+def test_which_tokens_have_logits(opened: Open) -> None:
+    kv = opened()
+    with pytest.raises(UsageError, match="no logits"):
+        kv.logits()
+    kv.decode(TOKENS[:8], NONE)
+    with pytest.raises(UsageError, match="no logits"):
+        kv.logits()
+    kv.decode(TOKENS[8:16])
+    assert kv.logits().shape == (tiny.N_VOCAB,)
+    with pytest.raises(UsageError, match="no logits"):
+        kv.logits(0)
+    kv.decode(TOKENS[16:24], ALL)
+    assert np.array_equal(kv.logits(7), kv.logits())
+    assert not np.array_equal(kv.logits(6), kv.logits())
+    with pytest.raises(UsageError, match="no logits"):
+        kv.logits(8)
+
+
+def test_logits_are_a_copy(opened: Open) -> None:
+    kv = opened()
+    kv.decode(TOKENS[:8])
+    first = kv.logits()
+    kept = first.copy()
+    first[:] = 0
+    assert np.array_equal(kv.logits(), kept)
+
+
+@pytest.mark.parametrize(("sinks", "cut"), [(1, 100), (0, 64), (0, 32), (0, 1), (0, 0)])
+def test_rollback_into_a_chunk_that_is_out(opened: Open, sinks: int, cut: int) -> None:
+    """It comes back, and going on is as if the sequence had never gone further; what is full again is sealed anew."""
+    kv, control = opened(sinks=sinks), opened(sinks=sinks)
+    feed(control, cut, 64)
+    feed(kv, cut, 64)
+    feed(kv, 1500, 64)
+    assert {sinks, 1} <= set(out(kv))
+    kv.rollback(cut)
+    assert kv.n_tokens == cut
+    kv.check_integrity()
+    assert out(kv) == []
+    stale = kv.pager.records.get(0).copy() if cut >= 64 else None
+
+    for size in (1, 64, 64):
+        assert np.array_equal(logits_of(kv, kv.n_tokens + size), logits_of(control, control.n_tokens + size))
+    assert np.array_equal(logits_of(kv, 1200), logits_of(control, 1200))
+    assert out(kv) == out(control)
+    for chunk in range(1200 // 64):
+        assert np.array_equal(kv.pager.records.get(chunk), control.pager.records.get(chunk))
+    if stale is not None:
+        assert np.array_equal(kv.pager.records.get(0), stale)
+    kv.check_integrity()
+
+
+def test_rollback_and_another_continuation(opened: Open) -> None:
+    """Records of what was rolled back are void: the new continuation's are stored in their place."""
+    kv, control = opened(), opened()
+    feed(kv, 1000, 64)
+    kv.rollback(100)
+    feed(control, 100, 64)
+    other = TOKENS[::-1]
+    for at in range(100, 1500, 50):
+        for one in (kv, control):
+            one.decode(other[at : at + 50])
+    for chunk in range(1500 // 64):
+        head = kv.pager.records.get(chunk)[:1024]
+        assert np.array_equal(head, control.pager.records.get(chunk)[:1024])
+    assert out(kv) == out(control)
+    kv.check_integrity()
+
+
+def test_rollback_keeps_the_tail_resident(opened: Open) -> None:
+    kv = opened()
+    feed(kv, 3000, 64)
+    kv.rollback(1234)
+    kv.check_integrity()
+    state = kv.residency().state
+    assert len(state) == 20
+    assert all(state[-4:] == State.RESIDENT)
+    feed(kv, 1400, 64)
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("n", [-1, 101])
+def test_rollback_to_where_there_is_nothing(opened: Open, n: int) -> None:
+    kv = opened()
+    feed(kv, 100, 64)
+    with pytest.raises(UsageError, match=rf"cannot roll back to {n} positions: there are 100"):
+        kv.rollback(n)
+    assert kv.n_tokens == 100
+    kv.rollback(100)
+    kv.check_integrity()
+
+
+def test_recurrent_state_cannot_go_back(opened: Open) -> None:
+    kv, control = opened("qwen35"), opened("qwen35")
+    feed(kv, 1000, 64)
+    feed(control, 1000, 64)
+    for cut in (999, 500, 70):
+        with pytest.raises(UnsupportedError, match=rf"recurrent state .* cannot go back to position {cut}"):
+            kv.rollback(cut)
+        assert kv.n_tokens == 1000
+        kv.check_integrity()
+    kv.rollback(1000)  # nothing to do
+    assert np.array_equal(logits_of(kv, 1400), logits_of(control, 1400))
+    kv.rollback(0)
+    assert np.array_equal(logits_of(kv, 300), logits_of(opened("qwen35"), 300))
+
+
+def test_sliding_window_cannot_go_back_beyond_what_it_holds(opened: Open) -> None:
+    """Where it cannot, it says so; where it can, going on is as if the sequence had never gone further."""
+    end = 20 * 64
+    for back in (64, 256, 512):
+        kv, control = (opened("gemma4", pool="off", n_ctx=2048) for _ in range(2))
+        feed(kv, end, 64)
+        try:
+            kv.rollback(end - back)
+        except UnsupportedError:
+            assert kv.n_tokens == end
+            continue
+        feed(control, end - back, 64)
+        assert np.array_equal(logits_of(kv, end - back + 64), logits_of(control, end - back + 64)), (
+            f"{back} positions back"
+        )
+
+
+def test_context_is_full(opened: Open) -> None:
+    kv = opened(n_ctx=1024)
+    feed(kv, 1000, 64)
+    with pytest.raises(UsageError, match="25 tokens after the 1000 in the context do not fit the context of 1024"):
+        kv.decode(TOKENS[:25])
+    with pytest.raises(UsageError, match="do not fit the context"):
+        next(kv.prefill(TOKENS[:100]))
+    assert kv.n_tokens == 1000
+    kv.decode(TOKENS[:24])
+    with pytest.raises(UsageError, match="after the 1024 in the context do not fit"):
+        kv.decode(TOKENS[:1])
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+@pytest.mark.parametrize(
+    "tokens",
+    [[], [tiny.N_VOCAB], [-1], [5, 10**6, 5], list(range(65))],
+    ids=["none", "beyond", "negative", "among", "many"],
+)
+def test_bad_batch_changes_nothing(opened: Open, name: str, tokens: list[int]) -> None:
+    kv, control = opened(name), opened(name)
+    feed(kv, 1000, 64)
+    feed(control, 1000, 64)
+    with pytest.raises(UsageError):
+        kv.decode(tokens)
+    assert kv.n_tokens == 1000
+    kv.check_integrity()
+    assert np.array_equal(logits_of(kv, 1200), logits_of(control, 1200))
+
+
+@pytest.mark.parametrize("prompt", ["", b"", [], np.array([], np.int32)], ids=["str", "bytes", "list", "array"])
+def test_empty_prompt(opened: Open, prompt: Any) -> None:
+    kv = opened("needle")
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        list(kv.generate(prompt, max_tokens=1))
+    greedy = Sampling(temperature=0)
+    want = [e.id for e in kv.generate("a", max_tokens=2, sampling=greedy) if isinstance(e, Token)]
+    got = [e.id for e in kv.generate("a", max_tokens=1, sampling=greedy) if isinstance(e, Token)]
+    got += [e.id for e in kv.generate(prompt, max_tokens=1, sampling=greedy, append=True) if isinstance(e, Token)]
+    assert got == want, "it goes on after the token that was produced"
+    kv.rollback(kv.n_tokens - 1)
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        list(kv.generate(prompt, max_tokens=1, append=True))
+
+
+def test_prompt_too_long_leaves_the_sequence(opened: Open) -> None:
+    kv = opened("needle", n_ctx=1024, pool="off")
+    list(kv.generate("a b c", max_tokens=1))
+    n = kv.n_tokens
+    for append in (True, False):
+        with pytest.raises(UsageError, match="do not fit the context of 1024"):
+            list(kv.generate("word " * 1024, append=append))
+        assert kv.n_tokens == n

@@ -1,0 +1,137 @@
+"""Which mutants are tried (tests/support/mutants.py), in clones of a small repository. No native code."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fcntl")  # support.asan locks with it
+
+from support.mutants import MUTANTS, Changes, base_commit
+
+POOL, MOVE = (next(mutant for mutant in MUTANTS if mutant.file == name) for name in ("pool", "move"))
+
+
+def git(root: Path, *args: str) -> str:
+    name = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "protocol.file.allow=always")
+    return subprocess.run(["git", "-C", root, *name, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def edit(root: Path, name: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("more\n")
+
+
+def commit(root: Path, *names: str) -> str:
+    """A commit that changes files; its name."""
+    for name in names:
+        edit(root, name)
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "x")
+    return git(root, "rev-parse", "HEAD")
+
+
+def tried(root: Path, wanted: str | None = None) -> list[bool]:
+    """Whether POOL is tried, and whether MOVE is."""
+    changes = Changes.find(root, wanted)
+    return [changes is None or changes.touch(mutant) for mutant in (POOL, MOVE)]
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    """Three commits: all sources, one of them, and a document."""
+    root = tmp_path / "origin"
+    root.mkdir()
+    git(root, "init", "--quiet", "--initial-branch", "main")
+    commit(root, POOL.source, MOVE.source, "README.md")
+    commit(root, POOL.source)
+    commit(root, "README.md")
+    return root
+
+
+@pytest.fixture
+def clone(origin: Path, tmp_path: Path) -> Path:
+    git(tmp_path, "clone", "--quiet", str(origin), "clone")
+    return tmp_path / "clone"
+
+
+def test_the_main_branch_is_compared_with_the_commit_before(origin: Path, clone: Path) -> None:
+    for root in (origin, clone):
+        assert base_commit(root) == git(root, "rev-parse", "HEAD~1")
+        assert tried(root) == [False, False]
+    commit(origin, MOVE.source)
+    git(clone, "pull", "--quiet")
+    for root in (origin, clone):
+        assert tried(root) == [False, True]
+
+
+def test_a_branch_is_compared_with_where_it_left_the_main_branch(origin: Path, clone: Path) -> None:
+    fork = git(clone, "rev-parse", "HEAD")
+    git(clone, "switch", "--quiet", "--create", "branch")
+    commit(clone, MOVE.source)
+    commit(clone, "README.md")
+    commit(origin, POOL.source)  # on the main branch meanwhile
+    git(clone, "fetch", "--quiet")
+    assert base_commit(clone) == fork
+    assert tried(clone) == [False, True]
+
+
+def test_what_is_not_committed_counts(clone: Path) -> None:
+    edit(clone, POOL.source)
+    assert tried(clone) == [True, False]
+    git(clone, "add", "--all")
+    assert tried(clone) == [True, False]
+    git(clone, "rm", "--quiet", "--force", POOL.source)
+    git(clone, "commit", "--quiet", "--message", "x")
+    commit(clone, "README.md")
+    edit(clone, POOL.source)  # new to git
+    assert tried(clone) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests/native/fuzz.cpp",
+        "tests/support/mutants.py",
+        "tests/test_fuzz.py",
+        "patches/0001-kv-pool.patch",
+        "pyllama_kvflash/native/src/kvflash.h",
+    ],
+)
+def test_what_concerns_all_mutants(clone: Path, name: str) -> None:
+    assert (Path(__file__).parent.parent / name).is_file()
+    commit(clone, name)
+    assert tried(clone) == [True, True]
+    commit(clone, "tests/native/plain.cpp", "tests/test_needle.py")
+    assert tried(clone, "HEAD~1") == [False, False]
+
+
+def test_all_where_it_is_not_known_what_changed(origin: Path, clone: Path, tmp_path: Path) -> None:
+    git(tmp_path, "clone", "--quiet", "--depth", "2", f"file://{origin}", "shallow")
+    git(tmp_path, "clone", "--quiet", f"file://{origin}", "first")
+    git(tmp_path / "first", "checkout", "--quiet", "HEAD~2")
+    git(tmp_path / "first", "remote", "remove", "origin")
+    (tmp_path / "unpacked").mkdir()
+    (clone / "inside").mkdir()
+    for root in ("shallow", "first", "unpacked", "clone/inside"):
+        assert base_commit(tmp_path / root) is None
+        assert tried(tmp_path / root) == [True, True]
+
+
+def test_what_is_asked_for(clone: Path) -> None:
+    assert tried(clone, "all") == [True, True]
+    assert tried(clone, "HEAD~2") == [True, False]
+    assert tried(clone, "no-such-commit") == [True, True]
+
+
+def test_without_git(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert tried(clone) == [True, True]
+
+
+def test_every_mutant_is_of_a_file() -> None:
+    root = Path(__file__).parent.parent
+    assert all((root / mutant.source).is_file() for mutant in MUTANTS)
+    assert len({mutant.breaks for mutant in MUTANTS}) == len(MUTANTS)

@@ -1,0 +1,240 @@
+"""The end of a prompt is run again, on the chunks that its question chose."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles
+from support.runs import (
+    GREEDY,
+    MODELS,
+    SCORED,
+    TOKENS,
+    Decoded,
+    Open,
+    check_residency,
+    feed,
+    out,
+    place_by_hand,
+    read,
+    reselects,
+)
+from support.scorers import Given, oldest, shuffled
+
+from pyllama_kvflash import Token
+from pyllama_kvflash.errors import NativeError, RecordError
+from pyllama_kvflash.native import Context, Model, PoolParams
+from pyllama_kvflash.needle import NeedlePrompt
+from pyllama_kvflash.policy import State
+
+pytestmark = pytest.mark.native
+
+SMALL = SCORED
+
+
+@pytest.fixture(scope="module")
+def document() -> NeedlePrompt:
+    """4,096 tokens with eight codes."""
+    return needles.document(4096, n_needles=8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("n_batch", "replay"), [(64, 64), (256, 128), (64, 32)])
+def test_the_end_is_run_as_on_a_pool_that_was_chosen_before(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, n_batch: int, replay: int
+) -> None:
+    """Bit for bit where no state is kept beside the chunks: the first run of the end leaves nothing behind."""
+    start, end = 1472, 1472 + replay
+    kv = opened(name, policy=Given(oldest), n_batch=n_batch, replay=replay, prefill_reselect=False)
+    seen = Decoded(kv, monkeypatch)
+    events = read(kv, end)
+    (chosen,) = reselects(events)
+    assert (chosen.reason, chosen.pos) == ("question", end)
+    assert {1, 2, 3} <= set(chosen.page_ins)
+    assert seen.calls[-1] == (start, replay)
+    assert seen.n_tokens == end + replay
+    first = next(i for i, (pos, _) in enumerate(seen.calls) if pos == start)
+    assert [n for _, n in seen.calls[first:-1]] == [replay]  # "last": the queries of one token
+
+    control = opened(name, policy="lru", n_batch=n_batch)
+    for pos, n in seen.calls[:first]:
+        control.decode(TOKENS[pos : pos + n])
+    blocks = seen.blocks[-1]
+    place_by_hand(control, blocks)
+    assert np.array_equal(control.ctx.blocks()[0], blocks)
+    control.ctx.decode(TOKENS[start:end], start, 1)
+    same, want = kv.logits(), control.ctx.logits()
+    if name == "gemma4":  # the sliding window may lie in other cells, and sums run in another order
+        assert np.abs(same - want).max() < 0.02
+    else:
+        assert np.array_equal(same, want)
+    kv.check_integrity()
+
+    other = opened(name, policy="lru", n_batch=n_batch)
+    for pos, n in seen.calls[: first + 1]:
+        other.decode(TOKENS[pos : pos + n])
+    assert np.abs(other.logits() - want).max() > 0.05, "and what is resident does matter"
+
+
+def test_the_end_by_public_calls(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page the same chunks, go back, decode the end: the same logits."""
+    kv, control = opened(policy=Given(oldest), prefill_reselect=False), opened(policy="lru")
+    seen = Decoded(kv, monkeypatch)
+    (chosen,) = reselects(read(kv, 2560))
+    for pos, n in seen.calls[:-1]:
+        control.decode(TOKENS[pos : pos + n])
+    for chunk in chosen.drops:
+        control.page_out(chunk)
+    for chunk in chosen.page_ins:
+        control.page_in(chunk)
+    control.rollback(2496)
+    control.decode(TOKENS[2496:2560])
+    assert np.array_equal(kv.logits(), control.logits())
+    assert out(kv) == out(control)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_replay_nothing_is_run_again(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kv = opened(name, replay=0, policy=Given(oldest))
+    seen = Decoded(kv, monkeypatch)
+    events = read(kv, 2500)
+    assert len(reselects(events, "question")) == 1
+    assert seen.n_tokens == 2500
+    assert [pos for pos, _ in seen.calls] == sorted(pos for pos, _ in seen.calls)
+    kv.check_integrity()
+
+
+def test_what_was_resident_is_not_run_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the choice brings nothing in, the first run was right."""
+    newest = Given(lambda view: np.arange(len(view.candidates), dtype=np.float64))
+    kv = opened(policy=newest, prefill_reselect=False)
+    seen = Decoded(kv, monkeypatch)
+    (chosen,) = reselects(read(kv, 2500), "question")
+    assert chosen.page_ins == ()
+    assert seen.n_tokens == 2500
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n", [1, 2, 10, 64, 65])
+def test_short_prompts_after_a_long_text(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, n: int) -> None:
+    """A replay longer than the prompt runs all of it again, and no more."""
+    kv = opened(name, replay=64, policy=shuffled(2))
+    read(kv, 1300)
+    seen = Decoded(kv, monkeypatch)
+    events = read(kv, 1300 + n)
+    assert kv.n_tokens == 1300 + n
+    assert len(reselects(events, "question")) == 1
+    assert seen.n_tokens == n + min(n, 64)
+    check_residency(kv)
+    kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + 1])
+    assert np.all(np.isfinite(kv.logits()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replay": 1 << 20, "n_batch": 0, "pool": 2048},
+        {"replay": 1 << 20, "n_batch": 1024, "n_ubatch": 64, "tail": 16, "pool": 3072},
+        {"replay": 1, "qk_query": "last:1"},
+        {"replay": 64, "qk_query": "question"},
+        {"replay": 0, "qk_query": "question"},
+        {"replay": 2, "qk_query": "last:999"},
+    ],
+    ids=str,
+)
+def test_replay_of_any_length(opened: Open, name: str, options: dict[str, Any]) -> None:
+    kv = opened(name, **options)
+    end = options.get("pool", 1024) + 500
+    events = read(kv, end)
+    assert len(reselects(events, "question")) == 1
+    assert kv.n_tokens == end
+    feed(kv, end + 100)
+    check_residency(kv)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "gemma4"])
+def test_partial_state_goes_back(tiny_model: Callable[[str], Model], name: str) -> None:
+    """What no chunk holds, saved and restored: going on from there gives the same."""
+    pool = PoolParams(n_pool=1024)
+    with Context(tiny_model(name), n_ctx=4096, n_batch=64, n_ubatch=64, pool=pool) as ctx:
+        for pos in range(0, 640, 64):
+            ctx.decode(TOKENS[pos : pos + 64], pos)
+        state = ctx.save_partial()
+        assert len(state) > 1000
+        wanted = []
+        for pos in range(640, 700):
+            ctx.decode(TOKENS[pos : pos + 1], pos)
+            wanted.append(ctx.logits())
+        for _ in range(2):
+            ctx.restore_partial(state, 640)
+            got = []
+            for pos in range(640, 700):
+                ctx.decode(TOKENS[pos : pos + 1], pos)
+                got.append(ctx.logits())
+            assert np.array_equal(got, wanted)
+        assert ctx.blocks()[1].sum() == 700
+        for bad in (state[:-1], state[:10], bytes(len(state)), state + b"!"):
+            with pytest.raises((NativeError, RecordError), match=r"the state cannot be restored|this is no state of"):
+                ctx.restore_partial(bad, 640)
+            ctx.restore_partial(state, 640)
+
+
+def test_what_is_out_comes_back_for_a_shorter_text(opened: Open, document: NeedlePrompt) -> None:
+    """A conversation that goes back: what is left would fit, but was out for what was asked of the longer text."""
+    kv = opened("needle", n_ctx=8192, pool=2048, n_batch=0)
+    text = kv.tokenize(document.text)
+    kept = [n for n in document.needles if document.text.index(n.statement) < 0.35 * len(document.text)]
+    assert len(kept) >= 2
+    n_kept = 28 * 64
+    for needle in kept:
+        kv.clear()
+        late = document.needles[-1]
+        list(kv.generate(np.append(text, kv.tokenize(late.question, add_special=False)), max_tokens=8, sampling=GREEDY))
+        kv.rollback(n_kept)
+        assert np.count_nonzero(kv.residency().state == State.OUT) > 4
+        question = kv.tokenize(needle.question, add_special=False)
+        events = list(kv.generate(question, max_tokens=8, sampling=GREEDY, append=True))
+        assert needle.answer in "".join(e.text for e in events if isinstance(e, Token))
+        assert kv.pager.ledger.n_resident == kv.pager.ledger.n_chunks, "there is room for all"
+
+
+def test_partial_state_of_a_plain_cache_is_empty(tiny_model: Callable[[str], Model]) -> None:
+    with Context(tiny_model("qwen3"), n_ctx=4096, n_batch=64, n_ubatch=64, pool=PoolParams(n_pool=1024)) as ctx:
+        ctx.decode(TOKENS[:64], 0)
+        assert ctx.save_partial() == b""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupt_at_the_end_of_a_prompt(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
+    """Wherever Ctrl-C comes, the sequence stands, at the beginning of the part that is run again or at its end."""
+    for nth in range(1, 4):
+        kv = opened(name, policy=shuffled(1))
+        read(kv, 1472)
+        decode, n = kv.ctx.decode, 0
+
+        def call(*args: Any, decode: Any = decode, nth: int = nth) -> None:
+            nonlocal n
+            n += 1
+            if n == nth and when == "before":
+                raise KeyboardInterrupt
+            decode(*args)
+            if n == nth and when == "after":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kv.ctx, "decode", call)
+            if nth < 3:
+                with pytest.raises(KeyboardInterrupt):
+                    read(kv, 1536)
+                assert kv.n_tokens == 1472
+                kv.check_integrity()
+            else:
+                read(kv, 1536)  # two calls: the first time, and again
+        feed(kv, 1600)
+        check_residency(kv)

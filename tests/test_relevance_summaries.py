@@ -1,0 +1,231 @@
+"""The summaries of keys that a run keeps for its scorer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles
+from support.cuts import NoMemory
+from support.runs import GREEDY, MODELS, SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
+from support.scorers import Given, Scores, boom, oldest
+
+from pyllama_kvflash import KVFlash, Token, View, Warn
+from pyllama_kvflash.errors import HostMemoryError, UsageError
+from pyllama_kvflash.native import Summaries, summary
+from pyllama_kvflash.needle import NeedlePrompt
+from pyllama_kvflash.policy import Qk
+from pyllama_kvflash.pool.selector import FADES
+
+pytestmark = pytest.mark.native
+
+SMALL = SCORED
+
+
+@pytest.fixture(scope="module")
+def document() -> NeedlePrompt:
+    """4,096 tokens with eight codes."""
+    return needles.document(4096, n_needles=8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_summaries_follow_the_sequence(opened: Open, name: str) -> None:
+    kv, control = opened(name), opened(name)
+    other = TOKENS[::-1].copy()
+    read(kv, 2000)
+
+    def kept(one: KVFlash) -> Summaries:
+        assert one.pager.summaries is not None
+        return one.pager.summaries
+
+    kv.pager.wait_stored()
+    assert len(kept(kv)) == 31
+    if name == "qwen35":
+        kv.clear()
+    else:
+        kv.rollback(1940 if name == "gemma4" else 700)
+    at = kv.n_tokens
+    assert len(kept(kv)) == at // 64
+    feed(control, at, 64)
+    for one in (kv, control):
+        for pos in range(at, at + 500, 50):
+            one.decode(other[pos : pos + 50])
+    n = (at + 500) // 64
+    for one in (kv, control):
+        one.pager.wait_stored()
+    assert len(kept(kv)) == len(kept(control)) == n
+    fresh = Summaries(kv.ctx.layers(), 64, "centroid:4")
+    for chunk in range(n):
+        fresh.put(chunk, kv.pager.records.get(chunk))
+    for chunk in range(n):
+        for mine, want in zip(kept(kv).entry(chunk), fresh.entry(chunk), strict=True):
+            assert np.array_equal(mine, want), chunk
+    kv.clear()
+    assert len(kept(kv)) == 0
+
+
+def test_no_host_memory_for_summaries(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said before anything is lost, and the run goes on once there is some."""
+    kv, control = opened(), opened()
+    feed(kv, 1500, 50)
+    feed(control, 1500, 50)
+
+    def none(_self: Summaries, n: int) -> None:
+        if n > 1500 // 64:  # for those before it was taken
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Summaries, "reserve", none)
+        with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --qk-summary"):
+            feed(kv, 1600, 50)
+        at = kv.n_tokens
+        assert at == 1500
+        for one in (kv, control):  # it settles what is under way
+            check_residency(one)
+        with pytest.raises(HostMemoryError):
+            kv.decode(TOKENS[at : at + 50])
+        assert kv.n_tokens == at
+    for _ in range(20):
+        for one in (kv, control):
+            feed(one, one.n_tokens + 50, 50)
+        assert np.array_equal(kv.logits(), control.logits())
+    assert out(kv) == out(control)
+
+
+def summarised(kv: KVFlash) -> None:
+    """Wait for the threads that summarise chunks."""
+    for each in kv.pager.summarising:
+        each.result()
+
+
+def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its thread, memory runs out, or there is no thread for the layers: an error of one sentence, or none."""
+    kv = opened(tau=16)
+    read(kv, 1300)
+    feed(kv, 1310)
+    summarised(kv)
+    put, n = Summaries.put, 0
+
+    def fails(self: Summaries, chunk: int, record: Any, threads: Any = None) -> None:
+        nonlocal n
+        n += 1
+        if n == 1:
+            raise MemoryError
+        if threads:
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        put(self, chunk, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Summaries, "put", fails)
+        patch.setattr(kv.pager._summariser, "_layer_threads", object())
+        with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --qk-summary"):
+            feed(kv, 1400)
+        at = kv.n_tokens
+        assert 1344 <= at < 1400
+        assert len(reselects(feed(kv, 1415))) >= 2
+        summarised(kv)
+        assert n == 5  # once, and again with threads and without; then the next chunk, both ways
+    check_residency(kv)
+    assert kv.policy == "qk"
+    assert len(kv.pager.summaries) == kv.n_tokens // 64  # type: ignore[arg-type]
+
+
+def test_no_host_memory_for_another_slab(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 257th chunk needs one; half of it must not be left."""
+    kv = opened(n_ctx=32768, chunk=16, pool=512, n_batch=256)
+    data = np.resize(TOKENS, 6000)
+    for pos in range(0, 4096, 128):
+        kv.decode(data[pos : pos + 128])
+    kv.pager.wait_stored()
+    assert len(kv.pager.summaries) == 256  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "np", NoMemory())
+        with pytest.raises(HostMemoryError, match="key summaries"):
+            kv.decode(data[4096:4224])
+        assert kv.n_tokens == 4096
+    for pos in range(4096, 6000, 112):
+        kv.decode(data[pos : pos + 112])
+    assert kv.reselect() is not None
+    check_residency(kv, 16)
+
+
+def test_no_host_memory_for_the_summaries_of_qk_when_it_takes_over(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scorer fails, and there is no memory for its substitute either: an error of one sentence, and no loss."""
+    kv = opened(policy=Given(boom), tau=1 << 20)
+    feed(kv, 2000, 50)
+
+    def none(_self: Summaries, _n: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Summaries, "reserve", none)
+        with pytest.raises(HostMemoryError):
+            kv.reselect()
+        check_residency(kv)
+    assert kv.reselect() is not None
+    assert kv.policy == "qk"
+    feed(kv, 2100)
+    check_residency(kv)
+
+
+def test_a_scorer_without_memory(opened: Open) -> None:
+    """As any other failure: the scores are not worth the run."""
+
+    def none(_view: View) -> Scores:
+        raise MemoryError
+
+    kv = opened(policy=Given(none), tau=16)
+    events = read(kv, 2000)
+    assert sum(isinstance(e, Warn) for e in events) == 1
+    assert kv.policy == "qk"
+
+
+def test_a_scorer_that_raises_an_error_of_this_package(opened: Open) -> None:
+    def refuses(_view: View) -> Scores:
+        msg = "queries have another shape"
+        raise UsageError(msg)
+
+    kv = opened(policy=Given(refuses), tau=16)
+    events = read(kv, 2000)
+    assert sum(isinstance(e, Warn) for e in events) == 1
+    assert kv.policy == "qk"
+
+
+def test_qk_scores_what_a_fresh_run_would(opened: Open) -> None:
+    """The scores in an event are those of Qk on the records, whatever was evicted and brought back before; or what is left of the
+    scores before them, if that is more.
+    """
+    kv = opened(tau=1 << 20)
+    read(kv, 3000)
+    queries, kept = kv.queries(), []
+    fresh = Summaries(kv.ctx.layers(), 64, "centroid:4")
+    for chunk in range(3000 // 64):
+        fresh.put(chunk, kv.pager.records.get(chunk))
+    for _ in range(40):
+        before = kv.residency().score
+        event = kv.reselect()
+        assert event is not None
+        mask = np.array([s is not None for s in event.scores])
+        seen = View(TOKENS[:3000], 64, np.zeros(len(mask), np.int64), mask, [queries], fresh, n_whole=3000 // 64)
+        now = Qk().score(seen)
+        want = np.fmax(now, FADES * before)
+        got = np.array([np.nan if s is None else s for s in event.scores])
+        assert np.allclose(got[mask], want[mask], rtol=1e-4)
+        kept.append(int(np.count_nonzero(want[mask] > now[mask])))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 0
+    assert kept[-1] == 0, "it never fades"
+
+
+def test_tokens_of_a_generation_are_those_of_the_sequence(opened: Open, document: NeedlePrompt) -> None:
+    scorer = Given(oldest)
+    kv = opened("needle", policy=scorer, tau=16, n_batch=0)
+    events = list(kv.generate(document.text, max_tokens=60, sampling=GREEDY))
+    ids = [e.id for e in events if isinstance(e, Token)]
+    assert kv.tokens.tolist() == [*kv.tokenize(document.text).tolist(), *ids[:-1]]
+    assert scorer.views[-1].tokens.tolist() == kv.tokens.tolist()[: len(scorer.views[-1].tokens)]

@@ -1,0 +1,446 @@
+"""When chunks are scored, and by what."""
+
+import itertools
+import threading
+import time
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
+from support.scorers import Given, Scores, oldest, other_ones, shuffled
+
+from pyllama_kvflash import KVFlash, Paged, View
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.options import Spec
+from pyllama_kvflash.policy import Qk, Schedule, State, n_queries
+
+pytestmark = pytest.mark.native
+
+SMALL = SCORED
+
+
+def due(start: int, end: int, tau: int) -> list[tuple[int, int]]:
+    """When scoring begins and is applied, one token at a time from `start`, where the pool was just chosen: with the
+    queries of a token in the step after it, and a quarter of tau after the token.
+    """
+    res, asked = [], start + tau
+    while (applied := asked + max(1, tau // 4)) <= end:
+        res.append((asked, applied))
+        asked = max(asked + tau, applied + 1)
+    return res
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3, 4, 7, 8, 12, 16, 64])
+def test_scored_every_tau_tokens(opened: Open, tau: int) -> None:
+    """share=0: at fixed steps, by the queries of one token, and what the text was when scoring began."""
+    scorer = shuffled(0)
+    kv = opened(policy=scorer, tau=tau)
+    read(kv, 1300)
+    scorer.views.clear()
+    wanted, events = {}, []
+    for end in range(1301, 1300 + 4 * max(tau, 10)):
+        events += feed(kv, end)
+        wanted[end] = kv.queries()  # to look at them changes nothing
+    steps = due(1300, kv.n_tokens, tau)
+    assert len(steps) >= 3
+    assert [e.pos for e in reselects(events)] == [applied for _, applied in steps]
+    assert {e.reason for e in reselects(events)} == {"decode"}
+    kv.sequence.selector.cancel()  # type: ignore[union-attr]  # one more may be under way
+    views = scorer.views[: len(steps)]
+    assert [len(view.tokens) for view in views] == [asked + 1 for asked, _ in steps]
+    for view, (asked, _) in zip(views, steps, strict=True):
+        assert np.array_equal(view.tokens, TOKENS[: len(view.tokens)])
+        assert view.chunk == 64
+        assert len(view.queries) == 1
+        assert [q.shape for q in view.queries[0]] == [(4, 64)] * 3
+        for mine, want in zip(view.queries[0], wanted[asked], strict=True):
+            assert np.array_equal(mine, want)
+
+
+@pytest.mark.parametrize(("query", "n"), [("last", 1), ("last:4", 4), ("last:64", 64), ("question", 64)])
+def test_queries_that_a_scorer_is_given(opened: Open, query: str, n: int) -> None:
+    """Of the last tokens of a prompt as many as it asks for, with all keys and the room; later one token's."""
+    scorer = Given(oldest)
+    scorer.query = query
+    kv = opened(policy=scorer, tau=16, prefill_reselect=False)
+    (event,) = reselects(read(kv, 2000))
+    (view,) = scorer.views
+    assert event.reason == "question"
+    assert len(view.queries) == n
+    assert view.keys is not None
+    assert view.room == 10  # 16 blocks: sink, tail of 4, one to be free
+    assert view.candidates.tolist() == [False, *[True] * 27, *[False] * 4]
+    scorer.views.clear()
+    wanted = {}
+    for end in range(2001, 2100):
+        kv.decode(TOKENS[end - 1 : end])
+        wanted[end] = kv.queries()
+    assert len(scorer.views) >= 5
+    for view in scorer.views:
+        assert len(view.queries) == 1
+        assert view.keys is None
+        for mine, want in zip(view.queries[0], wanted[len(view.tokens) - 1], strict=True):
+            assert np.array_equal(mine, want)
+
+
+@given(
+    data=st.data(), n=st.integers(1, 40), n_tap=st.integers(1, 24), n_ubatch=st.sampled_from([1, 2, 3, 5, 8, 16, 64])
+)
+@settings(derandomize=True, database=None, deadline=None, max_examples=500)
+def test_the_batches_that_ask_are_the_tokens_and_ask_for_the_last_of_them(
+    data: st.DataObject, n: int, n_tap: int, n_ubatch: int
+) -> None:
+    """Whatever the tap keeps, which is those of the last tokens of a graph, and no graph has more tokens than n_ubatch."""
+    n_asking = data.draw(st.integers(1, n))
+    kv: Any = types.SimpleNamespace(
+        ctx=types.SimpleNamespace(q_tap=n_tap), options=types.SimpleNamespace(n_ubatch=n_ubatch)
+    )
+    parts = KVFlash._asking(kv, TOKENS[:n], n_asking)
+    assert np.array_equal(np.concatenate([part for part, _ in parts]), TOKENS[:n])
+    asked, end = [], 0
+    for part, k in parts:
+        assert len(part) > 0
+        end += len(part)
+        last_graph = (len(part) - 1) % n_ubatch + 1
+        assert 0 <= k <= min(n_tap, last_graph), "they are not kept"
+        asked += range(end - k, end)
+    assert asked == list(range(n - n_asking, n))
+    if n_asking <= n_tap and n <= n_ubatch:
+        assert len(parts) == 1, "nothing is split that need not be"
+
+
+@pytest.mark.parametrize(
+    ("query", "n", "options"),
+    [
+        ("last:4", 4, {"spec": Spec(kind="ngram", n_max=15)}),  # whose tap keeps 16
+        ("last", 1, {"spec": Spec(kind="ngram", n_max=15)}),
+        ("last:6", 6, {"n_ubatch": 4, "replay": 0}),
+        ("last:6", 4, {"n_ubatch": 4}),
+        ("last:100", 80, {"n_ubatch": 32, "replay": 0, "n_batch": 128}),  # all of the last batch
+        ("question", 8, {"n_ubatch": 8}),
+    ],
+    ids=str,
+)
+def test_a_scorer_is_given_as_many_queries_as_it_asks_for(
+    opened: Open, query: str, n: int, options: dict[str, Any]
+) -> None:
+    """Whatever else the tap is for, and however small a graph is; each the one that its token has."""
+    seen = []
+    control = {name: options[name] for name in ("replay", "n_batch") if name in options}
+    for asked, more in ((query, options), (f"last:{n}", control)):
+        scorer = Given(oldest)
+        scorer.query = asked
+        read(opened(policy=scorer, prefill_reselect=False, **more), 2000)
+        seen.append(scorer.views[0].queries)
+    assert len(seen[0]) == n
+    for mine, want in zip(*seen, strict=True):
+        for a, b in zip(mine, want, strict=True):
+            # in other batches another chunk leaves first; another token's are further off than their largest
+            assert np.abs(a - b).max() < 0.3 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("query", ["last", "last:2", "last:9"])
+def test_a_scorer_that_takes_over_is_given_as_many_as_it_asks_for(opened: Open, query: str) -> None:
+    """Fewer than the tap keeps, or more."""
+    kv, scorer = opened(), Given(oldest)
+    scorer.query = query
+    assert kv.ctx.q_tap == 4
+    kv.use(scorer)
+    read(kv, 2000)
+    assert len(scorer.views[-1].queries) == n_queries(query)
+
+
+@pytest.mark.parametrize("device", ["cpu", "beside"])
+@pytest.mark.parametrize("n_batch", [64, 512])
+def test_prompts_are_scored_after_each_batch(
+    opened: Open, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str, n_batch: int
+) -> None:
+    """By its own queries on a CPU, which is done with it by then, and otherwise by those of the batch before it: what is
+    chosen is there for the next one.
+    """
+    if device == "beside":
+        request.getfixturevalue("beside")
+    scorer = Given(lambda v: -(np.arange(len(v.candidates)) ** 2.0))
+    kv = opened(policy=scorer, n_batch=n_batch)
+    decode, wanted = kv.ctx.decode, {}
+
+    def call(tokens: Any, pos: int, outputs: int) -> None:
+        decode(tokens, pos, outputs)
+        wanted[pos + len(tokens)] = kv.ctx.queries()
+
+    monkeypatch.setattr(kv.ctx, "decode", call)
+    end = 1664 + 3 * n_batch
+    events = reselects(read(kv, end + 1), "prefill")
+    # the first batch that drops a chunk is the first whose queries are asked for
+    first, lag = n_batch * (1024 // n_batch + 1), n_batch if device == "beside" else 0
+    assert [e.pos for e in events] == [at for at in wanted if first + lag <= at < end - 63 or at == end + 1 - 64]
+    views = scorer.views[: len(events)]
+    assert [len(v.tokens) for v in views] == [e.pos for e in events]
+    ends = sorted(wanted)
+    for view in views:
+        assert len(view.queries) == 1
+        asked = ends[ends.index(len(view.tokens)) - (device == "beside")]
+        for mine, want in zip(view.queries[0], wanted[asked], strict=True):
+            assert np.array_equal(mine, want)
+    for view, event in zip(views, events, strict=True):
+        n, n_known = len(view.candidates), max(np.flatnonzero(view.candidates)) + 1
+        assert n == -(-len(view.tokens) // 64)
+        assert np.flatnonzero(view.candidates).tolist() == list(range(1, n_known))
+        assert n_known == min(n - 4, view.n_whole)
+        assert len(event.scores) == n
+        assert event.scores[1:n_known] == tuple(-float(i * i) for i in range(1, n_known))
+        assert set(event.scores[n_known : n - 4]) <= {np.median(event.scores[1:n_known])}  # neither hot nor cold
+        assert set(event.scores[n - 4 :]) == {None}
+        assert len(event.page_ins) <= len(event.drops)
+    assert out(kv)[0] > 5
+
+
+@pytest.mark.parametrize("under_way", [2016, 2017])
+@pytest.mark.parametrize(
+    ("device", "again", "lag"), [("cpu", 0.03, 0), ("cpu", 0, 0), ("beside", 0.03, 0), ("beside", 0, 1)]
+)
+def test_another_scorer_takes_over_by_hand(
+    opened: Open, request: pytest.FixtureRequest, under_way: int, device: str, again: float, lag: int
+) -> None:
+    """What it needs is made of the records that are there, and it is asked from then on: when is its own. Within the token where that
+    may have to be decoded again, else beside a device.
+    """
+    if device == "beside":
+        request.getfixturevalue("beside")
+    scorer = Given(oldest)
+    kv = opened(policy=scorer, tau=16, again=again)
+    read(kv, 2000)
+    feed(kv, under_way)  # its queries were asked for, or the scoring has begun
+    kv.use(Qk())
+    assert kv.policy == "qk"
+    n = len(scorer.views)
+    events = reselects(feed(kv, 2100))
+    assert events[0].pos == under_way + 16 + lag
+    assert len(scorer.views) == n
+    assert kv.stats().summary_bytes > 0
+    check_residency(kv)
+    kv.use(scorer)
+    assert kv.stats().summary_bytes == 0
+    # without a summary it may be slow, and goes on beside decode: on a CPU, which it takes time from, for longer
+    assert reselects(feed(kv, 2200))[0].pos == 2100 + 16 + (4 if device == "cpu" else 1)
+    assert len(scorer.views) > n
+    for other in (opened(policy="lru"), opened(pool="off")):
+        with pytest.raises(UsageError, match="has no scorer to replace"):
+            other.use(Qk())
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_reselect_tells_what_it_did(opened: Open) -> None:
+    """Scores of the chunks that compete, None for the others; what it dropped is out and what it brought is in."""
+    kv = opened(tau=16, again=0)
+    read(kv, 2000)
+    events = []
+    for end in range(2001, 2200):
+        now = reselects(feed(kv, end))
+        events += now
+        for event in now:
+            where = kv.residency()
+            assert np.all(where.state[list(event.drops)] == State.OUT)
+            assert np.all(where.state[list(event.page_ins)] == State.OUT)  # copied beside the next step
+            kv.check_integrity()
+            assert np.all(kv.residency().state[list(event.page_ins)] == State.RESIDENT)
+    assert len(events) == 12
+    for event in events:
+        n = len(event.scores)
+        assert n == -(-event.pos // 64)  # as it was when the scoring began: a token ago they were asked for
+        none = {i for i, s in enumerate(event.scores) if s is None}
+        assert none == {0, *range(n - 4, n)}
+        assert event.score_s > 0
+        assert event.apply_s > 0
+    last = kv.reselect()
+    assert last is not None
+    assert last.reason == "decode"
+    where = kv.residency()
+    rated = [i for i, s in enumerate(last.scores) if s is not None]
+    assert [last.scores[i] for i in rated] == where.score[rated].tolist()
+    resident = [i for i in rated if where.state[i] == State.RESIDENT]
+    gone = [i for i in rated if where.state[i] == State.OUT]
+    assert min(where.score[resident]) >= max(where.score[gone])
+    assert len(resident) >= 9  # 16 blocks: sink, tail of 4, one free, and one that could be free
+    assert len(resident) + len(gone) == len(rated), "by hand, all of it is done at once"
+
+
+@pytest.mark.parametrize("policy", ["qk", "qk-zmax", "qk-cos"])
+def test_on_a_cpu_the_pool_changes_at_the_token_that_was_asked(opened: Open, policy: str) -> None:
+    """Every tau tokens, by the queries of the token just decoded, and nothing is under way after it. Once: what comes after a token
+    was decoded again is tested in test_again.py.
+    """
+    kv = opened(policy=policy, tau=8, again=0)
+    read(kv, 2000)
+    n_in = 0
+    for end in range(2001, 2100):
+        events = reselects(feed(kv, end))
+        assert [e.pos for e in events] == ([end] if (end - 2000) % 8 == 0 else [])
+        assert not kv.pager.flights.in_motion
+        for event in events:
+            where = kv.residency()
+            assert np.all(where.state[list(event.drops)] == State.OUT)
+            assert np.all(where.state[list(event.page_ins)] == State.RESIDENT)
+            n_in += len(event.page_ins)
+            check_residency(kv)
+    assert n_in > 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "beside"])
+@pytest.mark.parametrize("swaps", [1, 3, None])
+def test_few_chunks_come_back_while_decoding(
+    opened: Open, request: pytest.FixtureRequest, device: str, swaps: int | None
+) -> None:
+    """At most as many as `swaps`, with scores that want all others in; a prompt, and who asks by hand,
+    has the best there are.
+    """
+    if device == "beside":
+        request.getfixturevalue("beside")
+    scorer = Given(other_ones)
+    scorer.summary = "mean"
+    kv = opened(policy=scorer, chunk=16, **({} if swaps is None else {"swaps": swaps}))
+    events = reselects(read(kv, 4000))
+    assert max(len(e.page_ins) for e in events) > 20
+    moved = [(len(e.page_ins), len(e.drops)) for e in reselects(feed(kv, 4200), "decode")]
+    assert len(moved) >= 20
+    assert {n for n, _ in moved} == {swaps or kv.options.swaps}
+    assert all(n_in - 1 <= n_out <= n_in + 1 for n_in, n_out in moved)
+    last = kv.reselect()
+    assert last is not None
+    assert len(last.page_ins) > 20
+    check_residency(kv, 16)
+
+
+def test_the_share_of_what_is_no_candidate_is_known(opened: Open) -> None:
+    """A scorer is told how many chunks have a summary, and the scales of this model, at the end of a prompt and later."""
+    scorer = shuffled(0)
+    scorer.summary = "mean"
+    kv = opened(policy=scorer, tau=4)
+    read(kv, 2000)
+    feed(kv, 2100)
+    assert len(scorer.views) > 20
+    for view in scorer.views:
+        assert view.summaries is not None
+        assert np.allclose(view.scales, 1 / 8)
+        assert view.n_whole in {len(view.tokens) // 64 - 1, len(view.tokens) // 64}
+        assert len(view.summaries) >= view.n_whole
+        assert not view.candidates[view.n_whole :].any()
+    assert scorer.views[-1].n_whole == 2100 // 64
+
+
+@pytest.mark.parametrize("policy", ["qk", "qk-zmax"])
+def test_what_was_scored_and_is_no_candidate_now_has_no_score(opened: Open, policy: str) -> None:
+    """Pinned in between: what is left of its score is nobody's."""
+    kv = opened(policy=policy, tau=4)
+    read(kv, 2000)
+    feed(kv, 2010)
+    scored = kv.residency().score
+    chunk = next(c for c in range(1, 20) if c not in out(kv) and not np.isnan(scored[c]))
+    kv.pin(64 * chunk, 64 * chunk + 1)
+    for event in reselects(feed(kv, 2020)):
+        assert {i for i, s in enumerate(event.scores) if s is None} == {
+            0,
+            chunk,
+            *range(len(event.scores) - 4, len(event.scores)),
+        }
+
+
+def test_scoring_does_not_hold_up_decode(opened: Open) -> None:
+    """While a scorer takes its time, tokens are decoded; only the step where its plan is due waits for it."""
+    begun, go, order = threading.Event(), threading.Event(), []
+
+    def slow(view: View) -> Scores:
+        begun.set()
+        assert go.wait(30)
+        order.append("scored")
+        return oldest(view)
+
+    kv = opened(policy=Given(slow), tau=32)
+    go.set()
+    read(kv, 2000)
+    go.clear()
+    order.clear()
+    begun.clear()
+    assert feed(kv, 2033) == []
+    assert begun.wait(30)
+    for end in range(2034, 2040):  # a lag of 8
+        assert feed(kv, end) == []
+        order.append(str(end))
+    threading.Timer(0.2, go.set).start()
+    begin = time.monotonic()
+    (event,) = reselects(feed(kv, 2040))
+    assert time.monotonic() - begin > 0.1
+    assert event.pos == 2040
+    assert order == [*map(str, range(2034, 2040)), "scored"]
+    check_residency(kv)
+
+
+def test_a_costly_scorer_is_asked_less_often(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of powers of two, so that it takes no more than its share; without one, every tau tokens. Times are given."""
+    step, scored = Schedule.step, Schedule.scored
+    monkeypatch.setattr(Schedule, "step", lambda self, n, _s: step(self, n, n * 0.001))
+    monkeypatch.setattr(Schedule, "scored", lambda self, *_: scored(self, 0.02, 0.0))
+    kv = opened(policy=Given(oldest), tau=16, share=0.2)
+    read(kv, 1300)
+    at = [e.pos for e in reselects(feed(kv, 2100))]
+    gaps = [b - a for a, b in itertools.pairwise(at)]
+    assert gaps
+    assert min(gaps) > 16
+    interval = kv.sequence.selector.schedule.interval  # type: ignore[union-attr]
+    assert interval % 16 == 0
+    assert (interval // 16).bit_count() == 1
+    kv = opened(policy=Given(oldest), tau=16, share=0)
+    read(kv, 1300)
+    at = [e.pos for e in reselects(feed(kv, 1400))]
+    assert {b - a for a, b in itertools.pairwise(at)} == {16}
+
+
+def test_lru_is_never_asked(opened: Open) -> None:
+    kv = opened(policy="lru", tau=1)
+    events = read(kv, 2000) + feed(kv, 2100)
+    assert reselects(events) == []
+    assert kv.reselect() is None
+    assert kv.queries() == []
+    assert kv.stats().summary_bytes == 0
+
+
+def test_reselect_by_hand(opened: Open) -> None:
+    kv = opened(tau=1 << 20, policy="qk-zmax")  # whose scores are of now, and not of what was before
+    read(kv, 2000)
+    first = kv.reselect()
+    assert first is not None
+    assert first.page_ins
+    assert np.all(kv.residency().state[list(first.page_ins)] == State.RESIDENT), "at once"
+    again = kv.reselect()
+    assert again is not None
+    assert again.scores == first.scores
+    assert (again.drops, again.page_ins) == ((), ())
+    kv.page_in(out(kv)[0])
+    assert kv.reselect() is not None
+    check_residency(kv)
+    full = opened(pool="off")
+    feed(full, 100, 50)
+    assert full.reselect() is None
+
+
+def test_reselect_where_nothing_is_written(opened: Open) -> None:
+    kv = opened()
+    assert kv.reselect() is None
+    read(kv, 2000)
+    kv.clear()
+    assert kv.reselect() is None
+
+
+def test_decode_tells_what_moved(opened: Open) -> None:
+    kv = opened(policy="lru")
+    assert kv.decode(TOKENS[:64]) == []
+    events = feed(kv, 2048, 64)
+    assert {type(e) for e in events} == {Paged}
+    assert [c for e in events if isinstance(e, Paged) for c in e.drops] == out(kv)

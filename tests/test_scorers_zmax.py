@@ -1,0 +1,243 @@
+"""qk-zmax against plain numpy: the score of every chunk, and what may not change it."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.properties import CHECK
+from support.views import OUT, Rows, check_scores, products, random_queries, random_rows, view
+
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.policy import Lru, Qk, QkCos, QkZmax, Queries, Scorer, scorers
+
+
+def zmax(rows: Rows, queries: Sequence[Queries], candidates: Sequence[int]) -> dict[int, float]:
+    """By the words of the docstring: z over the candidates, maximum, and half a deviation below the better neighbour."""
+    best = dict.fromkeys(candidates, -math.inf)
+    for q in queries:
+        for of_layer in products(rows, q):
+            for of_head in of_layer:
+                values = [of_head[c] for c in candidates]
+                mean = sum(values) / len(values)
+                deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / len(values))
+                for c in candidates:
+                    best[c] = max(best[c], (of_head[c] - mean) / deviation if deviation else 0)
+    return {c: max(best[c], best.get(c - 1, -math.inf) - 0.5, best.get(c + 1, -math.inf) - 0.5) for c in candidates}
+
+
+SCORERS = [Qk(), QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()]
+SCORER_IDS = ["mass", "zmax", "layer-mean", "cos"]
+
+
+@pytest.mark.parametrize("out", OUT.values(), ids=OUT.keys())
+@pytest.mark.parametrize("n_query", [1, 3])
+def test_zmax_is_what_it_says(out: tuple[int, ...], n_query: int) -> None:
+    rows = random_rows(len(out))
+    queries = random_queries(rows, n_query)
+    candidates = [c for c in range(12) if c not in out]
+    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, candidates))
+
+
+@given(data=st.data(), seed=st.integers(0, 10**6), n=st.integers(3, 20))
+@CHECK
+def test_zmax_is_what_it_says_whatever_is_pinned(data: st.DataObject, seed: int, n: int) -> None:
+    rows = random_rows(seed, n=n, n_layer=2, n_head=3, n_head_kv=1, n_row=2)
+    out = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 2))
+    assume(n - len(out) > 1)
+    queries = random_queries(rows, 2, seed)
+    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
+
+
+def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
+    """The candidates on both sides of it, taken out one by one, and as a slice: the same but for what is a neighbour."""
+    rows = random_rows(n=12)
+    queries = random_queries(rows)
+    scores = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scorers, "HALO", np.inf)
+        scores["mask"] = QkZmax().score(view(rows, queries, (0, 5, 11)))
+        kept = [c for c in range(11) if c != 5]
+        scores["slice"] = QkZmax().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
+    np.testing.assert_allclose(scores["mask"][kept[1:]], scores["slice"][1:], rtol=1e-5)
+    assert len(scores["slice"]) == 10
+
+
+def test_pins_do_not_count_in_the_mean_nor_as_neighbours() -> None:
+    rows = random_rows()
+    queries = random_queries(rows)
+    scores = QkZmax().score(view(rows, queries, (5,)))
+    rows.rows[:, 5] *= 1e3
+    assert np.array_equal(QkZmax().score(view(rows, queries, (5,))), scores)
+    assert not np.array_equal(QkZmax().score(view(rows, queries, (4,))), scores)
+
+
+def test_a_neighbour_of_the_best_is_half_a_deviation_below_it() -> None:
+    rows = Rows(np.zeros((1, 9, 1, 1, 2)), 1)
+    rows.rows[0, 4] = 1
+    scores = QkZmax().score(view(rows, [[np.ones((1, 2), np.float32)]]))
+    best = math.sqrt(8)  # of nine, one is one and the others zero
+    low = -1 / best
+    assert scorers.HALO == 0.5
+    np.testing.assert_allclose(scores, [low, low, low, best - 0.5, best, best - 0.5, low, low, low], rtol=1e-5)
+    assert QkZmax(aggregate="layer-mean").score(view(rows, [[np.ones((1, 2), np.float32)]])).tolist().count(0) == 8
+
+
+@pytest.mark.parametrize("out", [(), (0, 5, 11)])
+def test_layer_mean_is_what_it_says(out: tuple[int, ...]) -> None:
+    """The mean over layers of the maximum over heads; no halo."""
+    rows = random_rows()
+    queries = random_queries(rows, 2)
+    best = np.max([products(rows, q).max(axis=1).mean(axis=0) for q in queries], axis=0)
+    check_scores(
+        QkZmax(aggregate="layer-mean").score(view(rows, queries, out)), {c: best[c] for c in range(12) if c not in out}
+    )
+
+
+@pytest.mark.parametrize(
+    "scorer", [QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"]
+)
+def test_of_several_queries_the_best_counts(scorer: Scorer) -> None:
+    rows = random_rows()
+    queries = random_queries(rows, 4)
+    each = [scorer.score(view(rows, [q], (0, 6))) for q in queries]
+    assert not np.array_equal(each[0], each[1])
+    assert np.array_equal(scorer.score(view(rows, queries, (0, 6))), np.max(each, axis=0))
+    assert np.array_equal(scorer.score(view(rows, queries[::-1], (0, 6))), np.max(each, axis=0))
+
+
+def test_what_one_head_looks_for_is_found_by_zmax_and_drowned_in_the_mean() -> None:
+    """One of 32 heads retrieves; the others have large scores that say nothing, in its layer too."""
+    rng = np.random.default_rng(4)
+    n_layer, n, n_head, d = 4, 40, 8, 16
+    rows = Rows(rng.standard_normal((n_layer, n, n_head, 1, d)), n_head)
+    queries = [list((8 * rng.standard_normal((n_layer, n_head, d))).astype(np.float32))]
+    quiet = rng.standard_normal(d).astype(np.float32)
+    queries[0][2][5] = quiet / np.linalg.norm(quiet)  # small, as all its scores are
+    rows.rows[2, 17, 5, 0] = 8 * queries[0][2][5]  # the key that it looks for
+    assert int(np.argmax(QkZmax().score(view(rows, queries)))) == 17
+    mean = QkZmax(aggregate="layer-mean").score(view(rows, queries))
+    assert np.count_nonzero(mean > mean[17]) > 5
+
+
+def test_a_chunk_that_is_no_candidate_has_no_score() -> None:
+    rows = random_rows()
+    out = (0, 3, 11)
+    for scorer in SCORERS:
+        none = -2.0 if isinstance(scorer, QkCos) else -np.inf
+        scores = scorer.score(view(rows, random_queries(rows), out))
+        assert scores.shape == (12,)
+        assert np.array_equal(scores == none, np.isin(np.arange(12), out))
+        assert np.isfinite(scores[[c for c in range(12) if c not in out]]).all()
+
+
+def test_nothing_behind_the_last_candidate_is_looked_at() -> None:
+    """The last chunks have no summary yet."""
+    rows = random_rows()
+    for scorer in SCORERS:
+        scorer.score(view(rows, random_queries(rows), (0, 9, 10, 11)))
+    assert rows.asked == [(layer, 9) for _ in SCORERS for layer in range(3)]
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
+def test_without_queries_or_candidates_there_is_no_score(scorer: Scorer) -> None:
+    rows = random_rows()
+    none = -2.0 if isinstance(scorer, QkCos) else -np.inf
+    for empty in (view(rows), view(rows, random_queries(rows), range(12)), view(None, [[]], range(5)), view(None)):
+        assert scorer.score(empty).tolist() == [none] * len(empty.candidates)
+    assert rows.asked == []
+    nothing = view(None, [[]], touched=np.zeros(0, np.int64), candidates=np.zeros(0, np.bool_))
+    assert scorer.score(nothing).shape == (0,)
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
+@pytest.mark.parametrize("chunk", [0, 6, 11])
+def test_a_single_candidate_has_a_finite_score(scorer: Scorer, chunk: int) -> None:
+    rows = random_rows()
+    scores = scorer.score(view(rows, random_queries(rows), [c for c in range(12) if c != chunk]))
+    assert np.isfinite(scores[chunk])
+    assert int(np.argmax(scores)) == chunk
+    assert scores[chunk] == 0 or not isinstance(scorer, QkZmax) or scorer.aggregate != "zmax"
+
+
+def test_chunks_that_are_alike_have_the_same_finite_score() -> None:
+    """No deviation at all in any head."""
+    rows = random_rows()
+    rows.rows[:] = rows.rows[:, :1]
+    scores = QkZmax().score(view(rows, random_queries(rows), (0, 5)))
+    found = scores[np.isfinite(scores)]
+    assert len(found) == 10
+    assert np.ptp(found) < 1e-3
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
+def test_missing_summaries_are_an_error(scorer: Scorer) -> None:
+    with pytest.raises(UsageError, match="needs summaries of the keys, and none were kept"):
+        scorer.score(view(None, random_queries(random_rows())))
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
+def test_layers_may_be_scored_in_any_order_and_in_threads(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(n_layer=5)
+    queries = random_queries(rows, 2)
+    want = scorer.score(view(rows, queries, (0, 5)))
+    monkeypatch.setattr(scorers, "GRAIN", 1)  # or a single call has all layers
+    used = []
+
+    def backwards(f: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        layers = list(items)
+        found = [f(item) for item in reversed(layers)]
+        used.append([int(np.squeeze(item)) for item in layers])
+        return reversed(found)
+
+    assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=backwards)), want)
+    n = 1 if isinstance(scorer, Qk) else 2  # it hands over all queries at once
+    assert used == [[0, 1, 2, 3, 4]] * n, "the hook is not used, or not for every layer of every query"
+    with ThreadPoolExecutor(4) as pool:
+        assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=pool.map)), want)
+
+
+@pytest.mark.parametrize(
+    ("share", "calls"),
+    [
+        (0.0, [[0, 1, 2, 3, 4]]),
+        (1.0, [[0, 1], [2, 3, 4]]),
+        (2.9, [[0], [1, 2], [3, 4]]),
+        (99.0, [[0], [1], [2], [3], [4]]),
+    ],
+)
+def test_layers_are_handed_over_in_as_many_calls_as_pay(
+    monkeypatch: pytest.MonkeyPatch, share: float, calls: list[list[int]]
+) -> None:
+    """One, and one more for each GRAIN of products with chunks, but not more than there are layers. A single one is no thread's."""
+    rows = random_rows(n_layer=5)
+    queries = random_queries(rows, 2)
+    n_products = 12 * 5 * 2 * 4 * 8  # chunks, layers, queries, heads, dimensions
+    monkeypatch.setattr(scorers, "GRAIN", int(n_products / share) if share else n_products + 1)
+    want, rows.asked = Qk().score(view(rows, queries)), []
+    handed: list[list[int]] = []
+
+    def each(f: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        for layers in items:
+            handed.append([int(i) for i in layers])
+            yield f(layers)
+
+    assert np.array_equal(Qk().score(view(rows, queries, each=each)), want)
+    assert rows.asked == [(layer, 12) for layer in range(5)]
+    assert handed == (calls if len(calls) > 1 else [])
+
+
+@pytest.mark.parametrize("scorer", [Lru(), *SCORERS])
+def test_scoring_changes_nothing_that_it_was_given(scorer: Scorer) -> None:
+    rows = random_rows()
+    seen = view(rows, random_queries(rows, 2), (0, 5))
+    arrays = [seen.tokens, seen.touched, seen.candidates, rows.rows, *(x for q in seen.queries for x in q)]
+    before = [x.copy() for x in arrays]
+    first = scorer.score(seen)
+    assert np.array_equal(scorer.score(seen), first)
+    assert all(np.array_equal(x, y) for x, y in zip(arrays, before, strict=True))
+    assert isinstance(scorer, Scorer)

@@ -1,0 +1,393 @@
+"""The server from its beginning to its end: requests that wait, signals, the command, and clients of all kinds at once."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("jinja2")
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import httpx
+from click.testing import CliRunner
+from support import serving
+from support.commands import SCRIPT
+from support.serving import Asked, Running, begun, long_text, open_needle, sse, stream, tokens_of, until
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.errors import ModelError
+from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
+from pyllama_kvflash.serve.job import Finished
+from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+
+pytestmark = pytest.mark.native
+
+document = serving.document
+environment = serving.environment
+server = serving.server
+
+SOAK_SECONDS = float(os.environ.get("KVFLASH_SOAK_SECONDS", "6"))
+
+
+#
+# a queue
+#
+
+
+def test_a_full_queue_and_clients_that_leave() -> None:
+    """Streaming or not, running or waiting: its place is free at the next turn."""
+    with Running(n_parallel=1, n_queue=1) as running:
+        with stream(running) as parts:
+            begun(parts)
+            with pytest.raises(httpx.ReadTimeout):
+                running.post({"prompt": "waits"}, timeout=0.1)
+            until(lambda: running.health()["queue"] == 0)
+            with stream(running) as waits:
+                assert next(waits).startswith("data: ")
+                until(lambda: running.health()["queue"] == 1)
+                full = running.post({"prompt": "x"})
+                assert full.status_code == 429
+                assert 1 <= int(full.headers["retry-after"]) <= 60
+                assert full.json()["error"] == {
+                    "message": f"as many requests wait as may: try again in {full.headers['retry-after']} s",
+                    "type": "rate_limit_error", "param": None, "code": "queue_full",
+                }  # fmt: skip
+            until(lambda: running.health()["queue"] == 0)
+            assert running.health()["busy"] == 1
+        until(lambda: running.health()["idle"] == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            running.post({"prompt": "On", "max_tokens": 3500}, timeout=0.2)
+        until(lambda: running.health()["idle"] == 1)
+        assert running.text(prompt="x")
+        found = running.metrics()
+        assert found['requests_total{outcome="cancelled"}'] == 4
+        assert found['requests_total{outcome="rejected"}'] == 1
+        assert found['requests_total{outcome="ok"}'] == 1
+
+
+def test_one_that_waits_is_answered() -> None:
+    with Running(n_parallel=1) as running:
+        first = Asked(running.scheduler, tokens_of(10), 200)
+        assert running.text(prompt="x")
+        assert isinstance(first.updates[-1], Finished), "one after the other"
+
+
+def test_metrics(server: Running) -> None:
+    before = server.metrics()
+    text = f"Metrics. {long_text(2600)}"
+    server.text(prompt=text, max_tokens=10)
+    server.text(prompt=text, max_tokens=10)
+    until(server.idle)
+    until(lambda: server.metrics()["decode_tokens_total"] - before["decode_tokens_total"] >= 18)
+    until(lambda: server.metrics()["sequences_busy"] == 0)
+    after = server.metrics()
+    gained = {name: after[name] - before[name] for name in after}
+    assert gained['requests_total{outcome="ok"}'] == 2
+    assert gained["prefill_tokens_total"] > 2500
+    assert 18 <= gained["decode_tokens_total"] <= 20
+    assert gained['prefix_cache_hits_total{source="memory"}'] >= 1
+    assert gained['prefix_cache_tokens_total{source="memory"}'] > 2500
+    assert gained["pages_out_total"] > 5
+    assert after["pool_cells"] == 2048
+    assert after["context"] == 4096
+    assert after["chunks"] >= after["chunks_resident"] > 0
+    for name in ("prefill_seconds_total", "decode_seconds_total", "host_bytes", "kv_device_bytes"):
+        assert after[name] > 0
+
+
+def test_while_it_loads() -> None:
+    gate = threading.Event()
+
+    def open_(progress: Callable[[float], None]) -> KVFlash:
+        gate.wait()
+        return open_needle()(progress)
+
+    with Running(Scheduler(open_, n_queue=1), ready=False) as running:
+        try:
+            res = running.http.get("/health")
+            assert (res.status_code, res.json()) == (503, {"status": "loading"})
+            res = running.post({"prompt": "x"})
+            assert (res.status_code, res.json()["error"]["message"]) == (
+                503, "the model is loading: try again in a few seconds",
+            )  # fmt: skip
+            assert res.headers["retry-after"]
+            assert running.http.get("/v1/models").status_code == 200
+            assert running.metrics()["pool_cells"] == 0
+        finally:
+            gate.set()
+        until(lambda: running.http.get("/health").status_code == 200)
+        assert running.text(prompt="x")
+
+
+def test_a_model_that_does_not_load() -> None:
+    def open_(progress: Callable[[float], None]) -> KVFlash:
+        raise ModelError("it is broken")
+
+    with Running(Scheduler(open_, n_queue=1)) as running:
+        assert running.http.get("/health").json() == {"status": "failed"}
+        assert running.post({"prompt": "x"}).status_code == 503
+        assert str(running.scheduler.error) == "it is broken"
+
+
+#
+# the end
+#
+
+
+def test_stopping_lets_answers_be_finished() -> None:
+    with Running() as running, stream(running, 400) as parts:
+        text = begun(parts)
+        running.scheduler.stop()
+        assert running.http.get("/health").json() == {"status": "stopping"}
+        refused = running.post({"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["message"][:22]) == (503, "the server is stopping")
+        events, _ = sse(text + "".join(parts))
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_ending_ends_answers_as_they_are() -> None:
+    with Running(n_parallel=1) as running:
+        results: list[Any] = []
+        waiting = threading.Thread(target=lambda: results.append(running.post({"prompt": "x"})))
+        with stream(running, 3500) as parts:
+            text = begun(parts)
+            waiting.start()
+            until(lambda: running.health()["queue"] == 1)
+            running.scheduler.end()
+            text += "".join(parts)
+        waiting.join(30)
+        assert results[0].status_code == 503
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"stop"' in text
+        assert running.scheduler.join(30)
+        assert running.scheduler.phase == Phase.CLOSED
+
+
+@contextlib.contextmanager
+def process(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`kvflash serve` as a process of its own, ready, and its address."""
+    command = [SCRIPT, "serve", "--port", "0", "-c", "8K", "--kvflash", "2K", "-t", "1", "--prefix-cache", "off", *args]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proc:
+        try:
+            lines = []
+            for line in proc.stderr:
+                lines.append(line)
+                if line == "kvflash: ready\n":
+                    break
+            url = re.search(r"listening on (http://\S+)/v1", "".join(lines))
+            assert url, lines
+            yield proc, url[1]
+        finally:
+            proc.kill()
+            proc.wait()
+
+
+@pytest.mark.parametrize(("number", "grace"), [(signal.SIGTERM, "30"), (signal.SIGINT, "0.2")])
+def test_signals(number: signal.Signals, grace: str) -> None:
+    """What runs is finished in time, or ended; the exit code is 0, and nothing looks like an error."""
+    with process("--grace", grace, "-np", "2") as (proc, url):
+        body = {"prompt": "On", "max_tokens": 300 if grace == "30" else 7000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as res:
+            parts = res.iter_text()
+            text = begun(parts)
+            proc.send_signal(number)
+            text += "".join(parts)
+        assert text.endswith("data: [DONE]\n\n")
+        assert f'"finish_reason":"{"length" if grace == "30" else "stop"}"' in text
+        rest = proc.stderr.read()
+        assert proc.wait(30) == 0, rest
+        assert "Traceback" not in rest
+        assert "rror" not in rest
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with process("--grace", "60") as (proc, url):
+        body = {"prompt": "On", "max_tokens": 8000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as res:
+            parts = res.iter_text()
+            begun(parts)
+            proc.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert proc.poll() is None
+            proc.send_signal(signal.SIGTERM)
+            assert proc.wait(10) == 130
+
+
+#
+# the command
+#
+
+
+def refusal(*args: str) -> str:
+    """The sentence with which `kvflash serve` refuses."""
+    res = CliRunner().invoke(main, ["serve", "--prefix-cache", "off", *args])
+    assert isinstance(res.exception, SystemExit), repr(res.exception)
+    assert res.exit_code == 2, res.output
+    assert "Traceback" not in res.output
+    return res.output
+
+
+def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "none.gguf does not exist" in refusal("none.gguf")
+    assert "-n/--predict is 0" in refusal("-n", "0")
+    assert "temperature (--temp) is nan" in refusal("--temp", "nan")
+    assert "cannot be read: No such file" in refusal("--chat-template-file", str(tmp_path / "x"))
+    (tmp_path / "y").write_bytes(b"\xff")
+    assert "it is not UTF-8 text" in refusal("--chat-template-file", str(tmp_path / "y"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "Address already in use; choose another" in refusal("--port", str(taken.getsockname()[1]))
+    assert "cannot listen on no.such.host.invalid:0" in refusal("--port", "0", "--host", "no.such.host.invalid")
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert "kvflash serve needs starlette: pip install 'pyllama-kvflash[serve]'" in refusal()
+
+
+def test_a_model_that_cannot_be_served_ends_the_command(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(BUNDLED_MODEL.read_bytes()[:5000])
+    done = subprocess.run(
+        [SCRIPT, "serve", broken, "--port", "0", "--prefix-cache", "off"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"error: {broken} cannot be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+#
+# for a long time
+#
+
+
+class Client(threading.Thread):
+    """Asks at random: answers in full or in streams, leaves in the middle, sends nonsense. Notes what should not be."""
+
+    def __init__(self, running: Running, documents: list[tuple[str, str]], seed: int, end: float) -> None:
+        super().__init__()
+        self._running, self._documents, self._end = running, documents, end
+        self._rng = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self.errors: list[str] = []
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._running.url, timeout=60) as http:
+            while time.monotonic() < self._end:
+                what = self._rng.choice(
+                    (self._whole, self._whole, self._stream, self._stream, self._leave, self._nonsense)
+                )
+                try:
+                    self.outcomes[what(http)] += 1
+                except Exception as err:  # noqa: BLE001 (told at the end)
+                    self.errors.append(f"{what.__name__}: {err!r}")
+
+    def _body(self, **extra: Any) -> tuple[dict[str, Any], str]:
+        text, answer = self._rng.choice(self._documents)
+        return {"prompt": text, "max_tokens": 7, "temperature": 0, **extra}, answer
+
+    def _check(self, text: str, answer: str) -> str:
+        if answer in text:
+            return "right"
+        return "wrong"
+
+    def _refused(self, res: Any) -> str:
+        assert res.status_code == 429, res.text
+        assert res.json()["error"]["code"] == "queue_full"
+        time.sleep(0.05)
+        return "refused"
+
+    def _whole(self, http: Any) -> str:
+        body, answer = self._body()
+        res = http.post("/v1/completions", json=body)
+        if res.status_code != 200:
+            return self._refused(res)
+        return self._check(res.json()["choices"][0]["text"], answer)
+
+    def _stream(self, http: Any) -> str:
+        body, answer = self._body(stream=True)
+        res = http.post("/v1/completions", json=body)
+        if res.status_code != 200:
+            return self._refused(res)
+        events, _ = sse(res.text)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] in {"length", "stop"}
+        return self._check("".join(e["choices"][0]["text"] for e in events[:-1]), answer)
+
+    def _leave(self, http: Any) -> str:
+        body, _ = self._body(stream=True, max_tokens=500)
+        if self._rng.random() < 0.5:
+            with contextlib.suppress(httpx.TimeoutException):
+                http.post("/v1/completions", json=body, timeout=self._rng.random() * 0.3 + 0.01)
+            return "left"
+        with http.stream("POST", "/v1/completions", json=body) as res:
+            parts = res.iter_text()
+            for _ in range(self._rng.randrange(1, 30)):
+                next(parts, "")
+        return "left"
+
+    def _nonsense(self, http: Any) -> str:
+        body = json.dumps({"prompt": "x", "stop": [self._rng.choice("abc")] * 5}).encode()
+        data = bytes(self._rng.randbytes(50)) if self._rng.random() < 0.5 else body[: self._rng.randrange(len(body))]
+        res = http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+        assert res.status_code in {400, 429}, res.text
+        assert res.json()["error"]["message"]
+        return "nonsense"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it looks at the memory of this process")
+def test_soak(document: NeedlePrompt) -> None:
+    """Clients that come and go: every answer is whole, or an error, memory does not grow, and all is idle at the end."""
+    lines = document.text.splitlines(keepends=True)
+    texts = ["".join(lines[: len(lines) * n // 4]) for n in (2, 3, 4)]
+    documents = [(text + n.question, n.answer) for text in texts for n in document.needles if n.statement in text]
+    with Running(n_parallel=3, n_queue=4, n_ctx=4096, pool=6144) as running:
+        for text, answer in documents:
+            assert answer in running.text(prompt=text, max_tokens=7)
+        levels = []
+        for _ in range(4):
+            end = time.monotonic() + SOAK_SECONDS / 4
+            clients = [Client(running, documents, len(levels) * 100 + i, end) for i in range(6)]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join(120)
+                assert not client.is_alive()
+            errors = [error for client in clients for error in client.errors]
+            assert not errors, errors[:5]
+            outcomes = sum((client.outcomes for client in clients), Counter())
+            levels.append(resident_bytes())
+            print(f"soak: {dict(outcomes)}, RSS {levels[-1] / 2**20:.1f} MiB")
+            assert outcomes["right"] >= 9 * outcomes["wrong"]
+        until(lambda: running.health() == {"status": "ok", "sequences": 3, "busy": 0, "idle": 3, "queue": 0})
+        assert running.scheduler.n_admitted == 0
+        for s in running.scheduler.kv.sequences:
+            s.check_integrity()
+        assert levels[-1] <= levels[1] + (16 << 20)

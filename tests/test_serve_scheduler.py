@@ -1,0 +1,355 @@
+"""The scheduler: several answers at once, each as if it were the only one."""
+
+import itertools
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("jinja2")
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from support import serving
+from support.rounding import Chosen
+from support.serving import N_CODE, Asked, alone, parse_metrics, scheduling, tokens_of, until
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.engine import decoder
+from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.serve.job import Failed, Finished, Reading, Text
+from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull
+
+pytestmark = pytest.mark.native
+
+chosen = serving.chosen
+environment = serving.environment
+
+
+def test_many_at_once_say_what_each_says_alone(chosen: Chosen) -> None:
+    """More than there are sequences, of all lengths; with a full cache, so that rounding is all that differs."""
+    prompts = [tokens_of(n, n) for n in (5, 700, 130, 64, 300, 1)]
+    want = alone(prompts, 10, pool="off")
+    with scheduling(pool="off", n_parallel=3) as scheduler:
+        asked = [Asked(scheduler, prompt, 10) for prompt in prompts]
+        assert [a.text for a in asked] == want
+        assert [a.done.n_prompt for a in asked] == [5, 700, 130, 64, 300, 1]
+    assert chosen.n_held == 6 * 10
+
+
+def test_a_long_prompt_does_not_stop_an_answer() -> None:
+    """One token of the answer for each batch of the prompt, and a short prompt that comes later is answered before."""
+    order: list[str] = []
+    with scheduling(n_parallel=3) as scheduler:
+        first = Asked(scheduler, tokens_of(20), 60, lambda u: order.append("answer") if isinstance(u, Text) else None)
+        until(lambda: "answer" in order)
+        long = Asked(
+            scheduler, tokens_of(3000, 1), 2, lambda u: order.append("read") if isinstance(u, Reading) else None
+        )
+        until(lambda: "read" in order)
+        short = Asked(
+            scheduler, tokens_of(40, 2), 1, lambda u: order.append("short") if isinstance(u, Finished) else None
+        )
+        assert first.done.n_answer == 60
+        assert long.done.n_answer == short.done.n_answer + 1 == 2
+    reads = [i for i, what in enumerate(order) if what == "read"]
+    assert len(reads) == 24, "batches of 128"
+    assert order.index("short") < reads[-2]
+    between = [order[a:b].count("answer") for a, b in itertools.pairwise(reads)]
+    assert sum(between) >= 20
+    assert max(between) <= 3
+
+
+def test_which_sequence_is_taken(chosen: Chosen) -> None:
+    with scheduling(n_parallel=3) as scheduler:
+        a, b = tokens_of(300, 1), tokens_of(300, 2)
+        assert Asked(scheduler, a).done.n_cached == 0
+        assert Asked(scheduler, b).done.n_cached == 0
+        assert [s.n_tokens > 0 for s in scheduler.kv.sequences] == [True, True, False], (
+            "BOS alone is no reason to take one"
+        )
+        assert Asked(scheduler, a).done.n_cached == 299, "one token is left, for its logits"
+        assert Asked(scheduler, [*b[:200], *tokens_of(50, 3)]).done.n_cached == 200
+        assert Asked(scheduler, tokens_of(100, 4)).done.n_cached == 0
+        assert Asked(scheduler, a[:100]).done.n_cached == 99
+        (want,) = alone([tokens_of(200, 5)], 12)
+        n_held = chosen.n_held
+        assert Asked(scheduler, tokens_of(200, 5)).text == want
+        assert chosen.n_held == n_held + 12
+
+
+def test_a_state_that_cannot_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrent model reads all of a prompt again, unless it goes on from where it was."""
+
+    def cannot(*_: Any) -> None:
+        raise UnsupportedError("this state cannot go back")
+
+    with scheduling() as scheduler:
+        monkeypatch.setattr(type(scheduler.kv), "rollback", cannot)
+        prompt = tokens_of(200, 1)
+        first = Asked(scheduler, prompt, 4)
+        kept = scheduler.kv.sequences[0].tokens.tolist()
+        assert first.done.n_cached == 0
+        again = Asked(scheduler, prompt, 4)
+        assert again.text == first.text
+        assert again.done.n_cached == 0
+        assert Asked(scheduler, [*kept, 5, 6], 4).done.n_cached == len(kept)
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[list[int]]:
+    """Prompts with answers that are no matter of rounding."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        document = make_prompt(400, lambda s: len(model.tokenize(s, add_special=False)), n_needles=3, seed=5)
+        return [model.tokenize(document.text + needle.question).tolist() for needle in document.needles]
+
+
+def test_an_engine_error_while_a_prompt_is_read(questions: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends this request; the others say what they would have said."""
+    want = alone(questions, N_CODE)
+    with scheduling(n_parallel=3) as scheduler:
+        victim = scheduler.kv.sequences[1]
+        decode = type(victim.ctx).decode
+
+        def fails(self: Any, *args: Any) -> Any:
+            if self.seq == 1 and victim.n_tokens > 300:
+                raise NativeError("no luck")
+            return decode(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(victim.ctx), "decode", fails)
+            asked = [Asked(scheduler, prompt, N_CODE) for prompt in questions]
+            assert asked[1].failed == Failed(500, "no luck")
+            assert [asked[0].text, asked[2].text] == [want[0], want[2]]
+            assert victim.n_tokens == 0
+        assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
+
+
+@pytest.mark.parametrize("when", ["before", "after", "within"])
+def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Of all that answer, whenever it comes: it ends one request, and no token of the others is lost, or decoded twice."""
+    want = alone(questions, N_CODE)
+    with scheduling(n_parallel=3) as scheduler:
+        kv = scheduler.kv
+        victim, advance = kv.sequences[1], decoder.advance
+        written = type(victim.pager).written
+
+        def fails(parts: Any, *rest: Any) -> Any:
+            late = any(s is victim.sequence for s, _ in parts) and victim.n_tokens > len(questions[1])
+            if late and when == "before":
+                raise PoolError("no room")
+            res = advance(parts, *rest)
+            if late and when == "after":
+                raise PoolError("no room")
+            return res
+
+        def fails_to_write(self: Any, n_tokens: int) -> Any:
+            if self is victim.pager and n_tokens == 1:
+                raise PoolError("no room")
+            return written(self, n_tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "advance", fails)
+            if when == "within":
+                patch.setattr(type(victim.pager), "written", fails_to_write)
+            asked = [Asked(scheduler, prompt, N_CODE) for prompt in questions]
+            assert asked[1].failed.status == 503
+            assert [asked[0].text, asked[2].text] == [want[0], want[2]]
+        assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
+        until(lambda: scheduler.n_busy == 0)
+        for s in kv.sequences:
+            s.check_integrity()
+
+
+def test_a_bug_ends_one_and_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with scheduling() as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "advance", lambda *_: 1 / 0)
+            failed = Asked(scheduler, tokens_of(10)).failed
+        assert failed.status == 500
+        assert "ZeroDivisionError" in caplog.text
+        assert "Zero" not in failed.message
+        assert Asked(scheduler, tokens_of(10)).done
+
+
+def test_idle_sequences_give_their_memory() -> None:
+    """What they keep is worth having only while there is room."""
+    with scheduling() as scheduler:
+        record = scheduler.kv.ctx.pool_info().record_bytes
+    with scheduling(host_limit=40 * record) as scheduler:
+        assert Asked(scheduler, tokens_of(1600, 1)).done
+        assert Asked(scheduler, tokens_of(1600, 2)).done.n_cached <= 1
+        failed = Asked(scheduler, tokens_of(3200, 3)).failed
+        assert failed.status == 503
+        assert "chunk records take" in failed.message
+        assert Asked(scheduler, tokens_of(500, 2)).done
+
+
+def test_the_end_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that cannot even be cleared: all hear of it, nobody waits for ever."""
+
+    def broken(*_: Any) -> Any:
+        raise NativeError("the device is gone")
+
+    with scheduling() as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(scheduler.kv.ctx), "decode", broken)
+            patch.setattr(type(scheduler.kv), "clear", broken)
+            asked = [Asked(scheduler, tokens_of(10, i)) for i in range(4)]
+            assert {a.failed.status for a in asked} == {500}
+            assert scheduler.join(30)
+        assert scheduler.phase == Phase.FAILED
+        assert str(scheduler.error) == "the device is gone"
+        with pytest.raises(NotReady):
+            scheduler.admit()
+        scheduler.kv.close()
+
+
+class FakeCache:
+    """Keeps tokens, and reads them again: what a real one does, without its speed."""
+
+    def __init__(self) -> None:
+        self.known: list[list[int]] = []
+        self.calls: Counter[str] = Counter()
+        self.error: Exception | None = None
+
+    def _best(self, tokens: Any) -> list[int]:
+        def common(known: list[int]) -> list[int]:
+            n = min(len(known), len(tokens))
+            differ = np.flatnonzero(np.array(known[:n]) != tokens[:n])
+            return known[: int(differ[0]) if len(differ) else n]
+
+        return max(map(common, self.known), key=len, default=[])
+
+    def match(self, sequence: KVFlash, tokens: Any) -> int:
+        self.calls["match"] += 1
+        return len(self._best(tokens))
+
+    def restore(self, sequence: KVFlash, tokens: Any) -> int:
+        self.calls["restore"] += 1
+        sequence.clear()
+        best = self._best(tokens)
+        for i in range(0, len(best), 64):
+            sequence.decode(best[i : i + 64])
+        if self.error:
+            raise self.error
+        return len(best)
+
+    def begin(self, sequence: KVFlash) -> Future[None]:
+        self.calls["save"] += 1
+        res: Future[None] = Future()
+        if self.error and self.calls["save"] % 2:
+            res.set_exception(self.error)
+        elif self.error:
+            raise self.error
+        else:
+            self.known.append(sequence.tokens.tolist())
+            res.set_result(None)
+        return res
+
+
+def test_prefixes_on_disk(chosen: Chosen) -> None:
+    cache = FakeCache()
+    a, b, c = (tokens_of(400, i) for i in range(3))
+    with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
+        want = Asked(scheduler, a).text
+        until(lambda: cache.calls["save"] == 1)
+        assert Asked(scheduler, a).done.n_cached == 399
+        assert cache.calls["save"] == 1, "nothing new"
+        assert Asked(scheduler, b).done.n_cached == 1, "BOS"
+        until(lambda: cache.calls["save"] == 2)
+        assert cache.calls["restore"] == 0
+        again = Asked(scheduler, [*a, *c[:50]])
+        assert again.done.n_cached == 400
+        n_held = chosen.n_held
+        assert Asked(scheduler, a).text == want
+        assert chosen.n_held == n_held + 12
+        assert Asked(scheduler, tokens_of(100, 9)).done.n_cached == 1
+        until(lambda: scheduler.n_busy == 0)
+        assert cache.calls == {"match": 6, "restore": 1, "save": 2}
+        found = parse_metrics(scheduler.metrics.text())
+        assert found['prefix_cache_hits_total{source="disk"}'] == 1
+        assert found['prefix_cache_tokens_total{source="disk"}'] == 400
+        assert found['prefix_cache_hits_total{source="memory"}'] == 2
+        assert found["prefix_cache_misses_total"] == 3
+
+
+@pytest.mark.parametrize("error", [SnapshotError("it is damaged"), OSError(28, "no space"), PoolError("no room")])
+def test_a_cache_that_fails_is_no_reason_to_stop(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    cache = FakeCache()
+    a, b = tokens_of(400, 1), tokens_of(400, 2)
+    with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
+        want = Asked(scheduler, a).text
+        assert Asked(scheduler, b).done
+        until(lambda: cache.calls["save"] == 2)
+        cache.error = error
+        again = Asked(scheduler, a)
+        assert again.text == want
+        assert again.done.n_cached == 0
+        until(lambda: cache.calls["save"] == 3)
+        assert Asked(scheduler, tokens_of(20, 3)).done
+    assert "the prefix cache could not be read" in caplog.text
+    assert "the prefix cache could not be written" in caplog.text
+
+
+def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> None:
+    """What one server read is there for the next one, even if it was ended at once."""
+    cache = pytest.importorskip("pyllama_kvflash.snapshot.cache").PrefixCache
+    with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
+        want = Asked(scheduler, questions[0], N_CODE).text
+    with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
+        again = Asked(scheduler, questions[0], N_CODE)
+        assert again.text == want
+        assert again.done.n_cached >= 256
+        assert parse_metrics(scheduler.metrics.text())['prefix_cache_hits_total{source="disk"}'] == 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_damage_that_is_found_in_an_answer(
+    after: bool, chosen: Chosen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text so far is read again, and the answer goes on; the other one is not touched."""
+    prompts = [tokens_of(200, 1), tokens_of(300, 2)]
+    want = alone(prompts, 30, pool="off")
+    with scheduling(pool="off", n_parallel=2) as scheduler:
+        until(lambda: scheduler.kv is not None)
+        advance, broken = decoder.advance, []
+
+        def damaged(parts: Any, *rest: Any) -> Any:
+            lengths = {sequence.seq: sequence.n_tokens for sequence, _ in parts}
+            if lengths.get(1, 0) == 310 and len(broken) < 2:  # with the other one, and again when tried alone
+                broken.append(lengths)
+                if after:
+                    advance(parts, *rest)
+                msg = "the record of chunk 3 was changed"
+                raise SnapshotError(msg)
+            return advance(parts, *rest)
+
+        monkeypatch.setattr(decoder, "advance", damaged)
+        asked = [Asked(scheduler, prompt, 30) for prompt in prompts]
+        assert [a.text for a in asked] == want
+        assert [a.done.n_answer for a in asked] == [30, 30]
+        assert len(broken) == 2
+        assert chosen.n_held == 2 * 30
+    assert caplog.text.count("the record of chunk 3 was changed; the text is read again") == 1
+
+
+def test_admission() -> None:
+    with scheduling(n_queue=1, n_parallel=1) as scheduler:
+        scheduler.admit()
+        scheduler.admit()
+        with pytest.raises(QueueFull):
+            scheduler.admit()
+        scheduler.leave()
+        scheduler.admit()
+        scheduler.leave()
+        scheduler.leave()
+        assert scheduler.n_admitted == 0

@@ -1,0 +1,92 @@
+"""A server that speculates: as many sequences as it has, and the text of one that does not."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("jinja2")
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from support import serving
+from support.serving import Asked, alone, parse_metrics, scheduling
+
+from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.options import Spec
+from pyllama_kvflash.serve.scheduler import Scheduler
+
+pytestmark = pytest.mark.native
+
+environment = serving.environment
+
+SPECS = {
+    "ngram": Spec(kind="ngram", n_max=4, gate=0),
+    "dflash": Spec(kind="dflash", model=str(BUNDLED_DRAFTER), n_max=4, gate=0),
+}
+N = 24
+
+
+@pytest.fixture(scope="module")
+def copied() -> list[Any]:
+    """Prompts that repeat a line, which the model goes on to copy."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        made = make_prompt(300, lambda s: len(model.tokenize(s, add_special=False)), n_needles=3, seed=4)
+        lines = [f"{needle.statement}\n" * 8 for needle in made.needles]
+        return [model.tokenize(made.text + line).astype(np.int32) for line in lines]
+
+
+def counted(scheduler: Scheduler) -> tuple[float, float]:
+    """Tokens that were drafted, and those that were right."""
+    found = parse_metrics(scheduler.metrics.text())
+    return found["drafted_tokens_total"], found["accepted_tokens_total"]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_many_at_once_say_what_each_says_alone(copied: list[Any], kind: str) -> None:
+    """More requests than sequences; plain decoding is the control."""
+    want = alone(copied, N)
+    with scheduling(n_parallel=2, spec=SPECS[kind]) as scheduler:
+        asked = [Asked(scheduler, prompt, N) for prompt in copied]
+        assert [a.text for a in asked] == want
+        assert [a.done.n_answer for a in asked] == [N] * len(copied)
+        drafted, accepted = counted(scheduler)
+        assert drafted > 0
+        assert kind != "ngram" or accepted > N, "most of a copied text is guessed"
+        again = Asked(scheduler, copied[0], N)  # its prompt is there already
+        assert again.text == want[0]
+        assert again.done.n_cached > 0
+        for sequence in scheduler.kv.sequences:
+            sequence.check_integrity()
+
+
+def test_a_drafter_that_fails_ends_one_request(copied: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on, and so does the server."""
+    want = alone(copied, N)
+    with scheduling(n_parallel=3, spec=SPECS["ngram"]) as scheduler:
+        victim = scheduler.kv.sequences[1].decoder.drafts
+        guess = type(victim).guess
+
+        def fails(self: Any, *args: Any) -> Any:
+            if self is victim:
+                msg = "the drafter is gone"
+                raise NativeError(msg)
+            return guess(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(victim), "guess", fails)
+            asked = [Asked(scheduler, prompt, N) for prompt in copied]
+            assert asked[1].failed.message == "the drafter is gone"
+            assert [asked[0].text, asked[2].text] == [want[0], want[2]]
+        assert [a.text for a in [Asked(scheduler, prompt, N) for prompt in copied]] == want
+
+
+def test_without_speculation_nothing_is_counted(copied: list[Any]) -> None:
+    with scheduling() as scheduler:
+        assert Asked(scheduler, copied[0], N).done
+        assert counted(scheduler) == (0, 0)

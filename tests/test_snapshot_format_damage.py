@@ -1,0 +1,248 @@
+"""Damaged .kvsnap files: whatever was changed, the file is refused, or holds what it held."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import formats
+from support.formats import assert_holds, in_parts, made, sections, verified
+
+from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.snapshot.file import SnapshotFile
+from pyllama_kvflash.snapshot.layout import DIGEST, HEADER, SECTIONS, digest, record_place, write
+
+pytestmark = pytest.mark.native
+
+small = formats.small
+snap = formats.snap
+
+FULL = [name for name in SECTIONS if name != "sources"]  # of the files here
+N_FUZZ = int(os.environ.get("KVFLASH_FUZZ_ROUNDS", "2000"))
+
+
+def resigned(data: bytearray) -> bytearray:
+    """With a header that has the digest of what it says now."""
+    data[HEADER.itemsize - DIGEST : HEADER.itemsize] = digest(bytes(data[: HEADER.itemsize - DIGEST]))
+    return data
+
+
+@pytest.mark.parametrize("at", [0, 0.5, 1], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("name", FULL[:-1])
+def test_a_byte_of_a_section(small: Path, name: str, at: float) -> None:
+    start, end = sections(small)[name]
+    data = bytearray(small.read_bytes())
+    data[start + round(at * (end - start - 1))] ^= 0x80
+    small.write_bytes(data)
+    with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: its section {name} was changed"):
+        SnapshotFile(small)
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_a_byte_of_a_record(small: Path, chunk: int) -> None:
+    """It is seen when the record is checked, and all others can be used."""
+    contents, records = made()
+    pitch, lead = record_place(contents.identity)
+    start, _ = sections(small)["records"]
+    data = bytearray(small.read_bytes())
+    data[start + chunk * pitch + lead + 299] ^= 1
+    small.write_bytes(data)
+    file = SnapshotFile(small)
+    for i in range(5):
+        if i == chunk:
+            with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {i} was changed"):
+                file.check(i, file.record(i))
+        else:
+            file.check(i, file.record(i))
+            np.testing.assert_array_equal(file.record(i), records[i])
+    done = []
+    with pytest.raises(SnapshotError):
+        done.extend(file.verify())
+
+
+@pytest.mark.parametrize("at", range(0, HEADER.itemsize, 7))
+def test_a_byte_of_the_header(small: Path, at: int) -> None:
+    data = bytearray(small.read_bytes())
+    data[at] ^= 0x10
+    small.write_bytes(data)
+    with pytest.raises(SnapshotError, match=str(small)) as err:
+        SnapshotFile(small)
+    assert "\n" not in str(err.value)
+
+
+def test_bytes_between_sections_say_nothing(small: Path) -> None:
+    used = np.zeros(small.stat().st_size, bool)
+    used[: HEADER.itemsize] = True
+    for start, end in sections(small).values():
+        used[start:end] = True
+    data = np.frombuffer(small.read_bytes(), np.uint8).copy()
+    assert 0 < np.count_nonzero(~used) < 5000
+    data[~used] ^= 0xFF
+    small.write_bytes(data.tobytes())
+    assert_holds(verified(small), *made())
+
+
+def test_cut_off_at_every_border(small: Path) -> None:
+    data = small.read_bytes()
+    borders = {0, 1, HEADER.itemsize, len(data) - 4096, *(at for pair in sections(small).values() for at in pair)}
+    for n in sorted({max(0, at + d) for at in borders for d in (-1, 0, 1)} - {len(data), len(data) + 1}):
+        small.write_bytes(data[:n])
+        with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: it has {n} bytes"):
+            SnapshotFile(small)
+
+
+def test_more_than_all(small: Path) -> None:
+    data = small.read_bytes()
+    small.write_bytes(data + b"x")
+    with pytest.raises(SnapshotError, match=f"it has {len(data) + 1} bytes, and had {len(data)}"):
+        SnapshotFile(small)
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**31])
+def test_another_version_says_so(small: Path, version: int) -> None:
+    """Whatever else it has: its header may be another one."""
+    data = bytearray(small.read_bytes())
+    data[8:12] = version.to_bytes(4, "little")
+    for each in (data, resigned(data), data[: HEADER.itemsize + 8]):
+        small.write_bytes(each)
+        with pytest.raises(SnapshotError, match=f"has format {version}, and this version reads 1: save it anew"):
+            SnapshotFile(small)
+
+
+@pytest.mark.parametrize("i", range(len(FULL) - 2))
+def test_sections_that_changed_places(small: Path, i: int) -> None:
+    one, two = (sections(small)[name] for name in FULL[i : i + 2])
+    data = bytearray(small.read_bytes())
+    swapped = data[:]
+    swapped[one[0] : one[0] + two[1] - two[0]] = data[slice(*two)]
+    small.write_bytes(swapped)
+    with pytest.raises(SnapshotError, match="was changed"):
+        SnapshotFile(small)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/proc/self/status"])
+def test_no_regular_files(path: str) -> None:
+    with pytest.raises(SnapshotError, match=path):
+        SnapshotFile(Path(path))
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="it is no regular file"):
+        SnapshotFile(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "missing/text.kvsnap"], ids=["long", "missing"])
+def test_a_name_that_no_file_can_have(tmp_path: Path, path: str) -> None:
+    for call in (SnapshotFile, lambda name: write(name, *made())):
+        with pytest.raises(SnapshotError) as err:
+            call(tmp_path / path)
+        assert "\n" not in str(err.value)
+
+
+MUTATIONS: list[Callable[[random.Random, bytearray, list[int]], None]] = []
+
+
+def mutation(f: Callable[[random.Random, bytearray, list[int]], None]) -> None:
+    MUTATIONS.append(f)
+
+
+@mutation
+def flip(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+@mutation
+def flip_what_is_small(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    data[rng.randrange(borders[-2])] ^= 1 << rng.randrange(8)
+
+
+@mutation
+def flip_at_a_border(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    data[min(len(data) - 1, max(0, rng.choice(borders) + rng.randrange(-4, 4)))] ^= rng.randrange(1, 256)
+
+
+@mutation
+def cut(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+@mutation
+def cut_at_a_border(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    del data[max(0, rng.choice(borders) + rng.randrange(-1, 2)) :]
+
+
+@mutation
+def take_out(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    at = rng.randrange(len(data))
+    del data[at : at + rng.choice([1, 8, 4096])]
+
+
+@mutation
+def put_in(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    at = rng.randrange(len(data))
+    data[at:at] = rng.randbytes(rng.choice([1, 8, 4096]))
+
+
+@mutation
+def swap(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    n = rng.choice([1, 8, 300, 4096])
+    a, b = (rng.randrange(max(1, len(data) - n)) for _ in range(2))
+    data[a : a + n], data[b : b + n] = data[b : b + n], data[a : a + n]
+
+
+@mutation
+def swap_pages(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    a, b = (4096 * rng.randrange(len(data) // 4096) for _ in range(2))
+    data[a : a + 4096], data[b : b + 4096] = data[b : b + 4096], data[a : a + 4096]
+
+
+@mutation
+def empty(rng: random.Random, data: bytearray, borders: list[int]) -> None:
+    at, n = rng.randrange(len(data)), rng.choice([8, 512, 4096])
+    data[at : at + n] = bytes(len(data[at : at + n]))
+
+
+@pytest.fixture
+def fast() -> Iterator[Path]:
+    """A folder in memory, if there is one."""
+    shm = Path("/dev/shm")
+    with TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("ends", [(5,), (3, 5)], ids=["one file", "two files"])
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
+def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]], None], ends: tuple[int, ...]) -> None:
+    """Damage is seen, or there is none: whatever is done to a file, nothing wrong is read from it, and nothing else raised."""
+    last, contents, records = in_parts(fast, *ends, n_state=2)
+    files = {path: path.read_bytes() for path in fast.iterdir()}
+    borders = {
+        path: sorted({0, HEADER.itemsize, *(at for pair in sections(path).values() for at in pair)}) for path in files
+    }
+    rng, seen = random.Random(f"{mutate.__name__} {len(ends)}"), 0
+    n = -(-N_FUZZ // len(MUTATIONS) // 2)
+    for _ in range(n):
+        path = rng.choice(sorted(files))
+        changed = bytearray(files[path])
+        for _ in range(rng.choice([1, 1, 1, 2, 5])):
+            if changed:
+                mutate(rng, changed, [at for at in borders[path] if at <= len(changed)] or [0])
+        path.write_bytes(changed)
+        try:
+            file = SnapshotFile(last)
+            for i in range(len(records)):
+                file.check(i, file.record(i))
+        except SnapshotError:
+            assert changed != files[path]
+            seen += 1
+        else:
+            assert_holds(file, contents, records)
+        path.unlink()
+        path.write_bytes(files[path])
+    assert seen > n // 50
