@@ -118,3 +118,53 @@ def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
 def test_a_model_without_heads_says_so(tiny_path: Any) -> None:
     with pytest.raises(UnsupportedError, match="cannot draft as mtp: it has no heads that predict further tokens"):
         KVFlash.from_file(tiny_path("qwen3"), n_ctx=1024, spec=Spec(kind="mtp"))
+
+
+def by_turns(kv: KVFlash, prompts: list[Any], n: int) -> list[tuple[list[int], int]]:
+    """Answers of the sequences, a batch or a step of each in turn: their tokens, and how many guesses were right."""
+    runs = [
+        s.generation(p, max_tokens=n, sampling=Sampling(temperature=0))
+        for s, p in zip(kv.sequences, prompts, strict=True)
+    ]
+    ids: list[list[int]] = [[] for _ in runs]
+    while going := [i for i, run in enumerate(runs) if not run.ended]:
+        for i in going:
+            events = list(runs[i].read()) if runs[i].reading else runs[i].step()
+            ids[i] += [e.id for e in events if isinstance(e, Token)]
+    stats = [run.draft_stats for run in runs]
+    return [(tokens, found.accepted if found else 0) for tokens, found in zip(ids, stats, strict=True)]
+
+
+def test_sequences_of_a_pool_read_their_own_features() -> None:
+    """A trained drafter is right as often for two sequences by turns as for each alone, and the codes are the same."""
+    spec = Spec(kind="dflash", model=str(DFLASH), n_max=7, gate=0)
+    options: dict[str, Any] = {"n_ctx": 2304, "pool": 2048, "n_threads": 1, "policy": "lru", "spec": spec}
+    prompts, alone = [], []
+    with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
+        for seed in (2, 3):
+            text = make_prompt(
+                800, lambda part, kv=kv: len(kv.tokenize(part, add_special=False)), n_needles=1, seed=seed
+            )
+            needle = text.needles[0]
+            prompts.append(kv.tokenize(text.text + f"{needle.statement}\n" * 8))
+            kv.clear()
+            alone += by_turns(kv, prompts[-1:], 32)
+    with KVFlash.from_file(BUNDLED_MODEL, **options, n_parallel=2) as kv:
+        both = by_turns(kv, prompts, 32)
+        for sequence in kv.sequences:
+            sequence.check_integrity()
+    assert [ids for ids, _ in both] == [ids for ids, _ in alone]
+    assert sum(n for _, n in alone) > 8, "else there is nothing to compare"
+    assert abs(sum(n for _, n in both) - sum(n for _, n in alone)) <= 2
+
+
+@pytest.mark.parametrize("pair", ["eagle3", "mtp"], indirect=True)
+def test_several_sequences_draft(pair: tuple[Path, Spec]) -> None:
+    """Random weights guess wrong: every sequence goes back at nearly every step, and none disturbs another."""
+    path, spec = pair
+    with KVFlash.from_file(path, **OPTIONS, pool=2048, spec=spec, n_parallel=2) as kv:
+        found = by_turns(kv, [PROMPT[:300], PROMPT[300:650]], 40)
+        assert [len(ids) for ids, _ in found] == [40, 40]
+        assert [s.n_tokens for s in kv.sequences] == [339, 389]
+        for sequence in kv.sequences:
+            sequence.check_integrity()

@@ -27,7 +27,7 @@ environment = serving.environment
 
 SPECS = {
     "ngram": Spec(kind="ngram", n_max=4, gate=0),
-    "dflash": Spec(kind="dflash", model=str(BUNDLED_DRAFTER), n_max=4, gate=0),
+    "draft": Spec(kind="draft", model=str(BUNDLED_DRAFTER), n_max=4, gate=0),
 }
 N = 24
 

@@ -29,14 +29,6 @@ def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: in
     return PoolShape(chunk, n_sinks, n_tail, n_pinned, n_seq).floor(n_batch)
 
 
-def largest_batch(n_pool: int, chunk: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
-    return PoolShape(chunk, n_sinks, n_tail, n_pinned, n_seq).largest_batch(n_pool)
-
-
-def usual_batch(n_pool: int, chunk: int) -> int:
-    return PoolShape(chunk, 0, 0).usual_batch(n_pool)
-
-
 FLOOR = pool_floor(64, 512, 1, 4)
 PLENTY = RESERVE + (1 << 40)
 
@@ -151,8 +143,7 @@ def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
 @pytest.mark.parametrize(
     ("n_pool", "chunk", "n_batch"),
     [
-        (256, 64, 64),
-        (512, 64, 128),
+        (640, 64, 128),
         (768, 64, 192),
         (1000, 64, 192),
         (4096, 16, 1024),
@@ -161,28 +152,22 @@ def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
     ],
 )
 def test_a_batch_is_a_quarter_of_the_pool(n_pool: int, chunk: int, n_batch: int) -> None:
-    assert usual_batch(n_pool, chunk) == n_batch
+    assert PoolShape(chunk, 1, 4).usual_batch(n_pool) == n_batch
 
 
-@given(n_pool=st.integers(1, 1 << 20), chunk=chunks)
+@given(chunk=chunks, n_sinks=counts, n_tail=st.integers(1, 5), n_pins=counts, n_more=st.integers(0, 4000))
 @CHECK
-def test_a_batch_is_of_whole_chunks_and_there_is_always_one(n_pool: int, chunk: int) -> None:
-    n = usual_batch(n_pool, chunk)
-    assert n % chunk == 0
-    assert chunk <= n <= max(chunk, min(n_pool // 4, BATCH))
-    assert n + chunk > min(n_pool // 4, BATCH)
-
-
-@given(chunk=chunks, n_sinks=counts, n_tail=st.integers(1, 5), n_pins=counts, n_more=st.integers(0, 40))
-@CHECK
-def test_the_batch_in_use_is_one_that_the_pool_holds(
+def test_the_usual_batch_is_one_that_the_pool_holds(
     chunk: int, n_sinks: int, n_tail: int, n_pins: int, n_more: int
 ) -> None:
-    """The lesser of the usual and the largest: the pool, which holds a batch of a chunk, is no smaller than its floor."""
-    n_pool = pool_floor(chunk, chunk, n_sinks, n_tail, n_pins) + n_more * CELLS
-    n = min(usual_batch(n_pool, chunk), largest_batch(n_pool, chunk, n_sinks, n_tail, n_pins))
-    assert n >= chunk
-    assert pool_floor(chunk, n, n_sinks, n_tail, n_pins) <= n_pool
+    """Of whole chunks, one at least, a quarter of the pool at most, and no larger than the largest."""
+    shape = PoolShape(chunk, n_sinks, n_tail, n_pins)
+    n_pool = shape.floor() + n_more * CELLS
+    n, quarter = shape.usual_batch(n_pool), min(n_pool // 4, BATCH)
+    assert n % chunk == 0
+    assert chunk <= n <= max(chunk, quarter)
+    assert n + chunk > min(quarter, shape.largest_batch(n_pool))
+    assert shape.floor(n) <= n_pool
 
 
 #
@@ -252,7 +237,7 @@ GIB = 1 << 30
 def test_auto_takes_what_the_tightest_device_holds(
     devices: list[tuple[int, int]], name: str | None, tokens: int
 ) -> None:
-    found, note = auto_pool([DeviceMemory("abc"[i], *room) for i, room in enumerate(devices)], 1 << 20)
+    found, note = auto_pool([DeviceMemory("abc"[i], *has) for i, has in enumerate(devices)], 1 << 20)
     assert found == tokens
     assert f", the tightest of {len(devices)} devices" in note
     assert name is None or f"MiB free on {name}, the tightest" in note
@@ -260,33 +245,33 @@ def test_auto_takes_what_the_tightest_device_holds(
 
 frees = st.integers(0, RESERVE + (1 << 26))
 sizes = st.integers(1, 1 << 16)
-room_lists = st.lists(st.builds(DeviceMemory, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
+memories = st.lists(st.builds(DeviceMemory, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
 
 
-@given(memory=room_lists, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
+@given(memory=memories, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
 @CHECK
-def test_auto_fits_every_device(devices: list[DeviceMemory], n_ctx: int, cap: int) -> None:
-    tokens, _ = auto_pool(devices, n_ctx, cap)
-    assert tokens == min(auto_pool([room], n_ctx, cap)[0] for room in devices)
+def test_auto_fits_every_device(memory: list[DeviceMemory], n_ctx: int, cap: int) -> None:
+    tokens, _ = auto_pool(memory, n_ctx, cap)
+    assert tokens == min(auto_pool([device], n_ctx, cap)[0] for device in memory)
     assert 0 <= tokens <= cap
     assert tokens < n_ctx + CELLS
-    for room in devices:
-        assert tokens == 0 or RESERVE + 2 * tokens * room.token_bytes <= room.free
+    for device in memory:
+        assert tokens == 0 or RESERVE + 2 * tokens * device.token_bytes <= device.free
 
 
-@given(memory=room_lists, n_ctx=st.integers(1, 1 << 18))
+@given(memory=memories, n_ctx=st.integers(1, 1 << 18))
 @CHECK
-def test_the_note_adds_up(devices: list[DeviceMemory], n_ctx: int) -> None:
+def test_the_note_adds_up(memory: list[DeviceMemory], n_ctx: int) -> None:
     """Whoever follows its arithmetic, by the figures it shows, comes to its number."""
-    tokens, note = auto_pool(devices, n_ctx, cap=4096)
+    tokens, note = auto_pool(memory, n_ctx, cap=4096)
     free, reserve, kib, quotient, cap, context, result = map(
         float, re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?= |:|$)", plain(note))
     )
-    room = min(devices, key=lambda r: r.tokens)
+    device = min(memory, key=lambda r: r.tokens)
     assert (reserve, cap, context, result) == (512, 4096, n_ctx, tokens)
-    assert abs(free * 2**20 - room.free) <= 2**19
-    assert abs(kib * 1024 - room.token_bytes) <= 6
-    assert quotient == room.tokens == max(0, room.free - RESERVE) // 2 // room.token_bytes
+    assert abs(free * 2**20 - device.free) <= 2**19
+    assert abs(kib * 1024 - device.token_bytes) <= 6
+    assert quotient == device.tokens == max(0, device.free - RESERVE) // 2 // device.token_bytes
     assert tokens == min(quotient // 256 * 256, 4096, math.ceil(n_ctx / 256) * 256)
 
 
@@ -416,16 +401,16 @@ def test_a_number_is_taken_whatever_auto_would_choose() -> None:
     n_ctx=st.integers(1, 100_000),
     n_batch=st.integers(1, 4096),
     n_pinned=counts,
-    memory=room_lists,
+    memory=memories,
     cap=st.integers(1, 100_000),
 )
 @CHECK
 def test_outcome_is_always_a_pool_that_works(
-    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, devices: list[DeviceMemory], cap: int
+    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, memory: list[DeviceMemory], cap: int
 ) -> None:
     """At least the floor, at least what was asked for, whole steps of 256, less than the context; or no pool."""
     floor = pool_floor(64, n_batch, 1, 4, n_pinned)
-    size = resolve(request_, n_ctx=n_ctx, floor=floor, memory=devices, cap=cap)
+    size = resolve(request_, n_ctx=n_ctx, floor=floor, memory=memory, cap=cap)
     if size.n_pool is not None:
         assert request_ != "off"
         assert request_ != "auto" or size.n_pool <= max(floor, cap)

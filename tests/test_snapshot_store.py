@@ -142,7 +142,7 @@ def test_digests(store: HostStore) -> None:
 def test_the_digest_of_a_record_that_was_forgotten(store: HostStore) -> None:
     """Is that of the record, not of what has its number now."""
     put(store, 3)
-    store.hold()
+    holder = store.hold()
     old = store.get(3)
     store.forget(0)
     store.put(3)[:] = 99
@@ -150,14 +150,14 @@ def test_the_digest_of_a_record_that_was_forgotten(store: HostStore) -> None:
         assert store.digest(3, record, lambda r: bytes(r[:1])) == first
     store.forget(0)
     assert store.digest(3, old, lambda r: bytes(r[:1])) == b"\3"
-    store.release()
+    store.release(holder)
 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_record_that_is_forgotten_while_its_digest_is_computed(store: HostStore, again: bool) -> None:
     """By a thread that saves it: the digest is known of what was saved, and of nothing else."""
     put(store, 3)
-    store.hold()
+    holder = store.hold()
 
     def compute(record: Record) -> bytes:
         res = bytes(record[:1])
@@ -169,14 +169,13 @@ def test_a_record_that_is_forgotten_while_its_digest_is_computed(store: HostStor
     assert store.digest(3, store.get(3), compute) == b"\3"
     store.put(3)[:] = 99
     assert store.digest(3, store.get(3), lambda r: bytes(r[:1])) == b"c"
-    store.release()
+    store.release(holder)
 
 
 def test_what_is_held_stays_until_it_is_released(store: HostStore) -> None:
     put(store, *range(10))
     views = [store.get(chunk) for chunk in range(10)]
-    store.hold()
-    store.hold()
+    one, two = store.hold(), store.hold()
     store.forget(4)
     assert len(store) == 4
     for chunk in range(4, 30):
@@ -186,9 +185,10 @@ def test_what_is_held_stays_until_it_is_released(store: HostStore) -> None:
         store.put(chunk)[:] = 98
     assert [int(view[0]) for view in views] == list(range(10))
     n_used = store.memory.n_used
-    store.release()
+    store.release(one)
+    store.release(one)
     assert store.memory.n_used == n_used, "somebody else still reads it"
-    store.release()
+    store.release(two)
     store.memory.reserve(0)
     assert store.memory.n_used == len(store) == 40
     store.forget(0)
@@ -198,17 +198,17 @@ def test_what_is_held_stays_until_it_is_released(store: HostStore) -> None:
 def test_places_that_were_held_are_used_again(store: HostStore) -> None:
     put(store, *range(64))
     held = store.memory.held_bytes
-    store.hold()
+    holder = store.hold()
     store.forget(0)
-    store.release()
+    store.release(holder)
     put(store, *range(64))
     assert store.memory.held_bytes == held
 
 
 def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
     put(store, 0)
-    store.hold()
-    store.release()
+    holder = store.hold()
+    store.release(holder)
     store.forget(0)
     assert store.memory.n_used == 0
 
@@ -216,9 +216,9 @@ def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
 def test_a_lent_record_is_left_where_it_is_when_held(store: HostStore) -> None:
     record = lent(3)
     store.lend(0, record, b"digest", lambda _: None)
-    store.hold()
+    holder = store.hold()
     store.forget(0)
-    store.release()
+    store.release(holder)
     assert store.memory.n_used == 0
     put(store, 0)
     assert (record == 3).all()

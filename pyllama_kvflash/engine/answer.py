@@ -1,4 +1,4 @@
-"""An answer as it grows: which token ends it, and what can be shown of it."""
+"""An answer as it grows: which token ends it, and which of its text can be shown."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,14 @@ from pyllama_kvflash.text import TextStream
 
 
 class Answer:
-    """Takes the tokens of an answer, one by one. token: the last one that it took, which is not decoded yet; None: none, or the
-    end of text. reason: why it ended, None: it goes on.
+    """The tokens of an answer, taken one by one.
+
+    token: the last token taken, which is not decoded yet; None before the first, and after the end of text.
+    reason: why the answer ended, as in events.Done; None while it goes on.
     """
 
     def __init__(self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str]) -> None:
-        """max_tokens: -1 for no limit. n_ctx: positions that there are."""
+        """max_tokens: the most tokens of the answer; -1 for no limit. n_ctx: positions of the context."""
         self.n_tokens = 0
         self.token: int | None = None
         self.reason: str | None = "length" if max_tokens == 0 else None
@@ -24,7 +26,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int) -> bool:
-        """One token more, to be decoded at pos. Whether the answer goes on."""
+        """Take one more token, which will be decoded at pos. Returns whether the answer goes on."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"
@@ -41,15 +43,15 @@ class Answer:
         return self.reason is None
 
     def left(self, pos: int) -> int:
-        """How many tokens may follow the last one, which is to be decoded at pos."""
+        """Return how many tokens may follow the last one, which will be decoded at pos."""
         room = self._n_ctx - pos - 1
         return room if self._max_tokens < 0 else min(room, self._max_tokens - self.n_tokens)
 
     def shown(self) -> list[Token]:
-        """What was taken since the last call."""
+        """Return the tokens taken since the last call."""
         res, self._shown = self._shown, []
         return res
 
     def flush(self) -> str:
-        """Text held back until now."""
+        """Return the text held back until now."""
         return self._text.flush()

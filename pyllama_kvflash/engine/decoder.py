@@ -1,4 +1,4 @@
-"""Decodes after one sequence: in which batches, what a drafter reads along, when chunks are chosen, what runs again."""
+"""The decoder of one sequence: it decodes batches, lets a drafter read along, and has chunks chosen in between."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.step import Accept, advance
 from pyllama_kvflash.snapshot.saved import SavedSequence
 
-_ROUNDS = 3  # most times that a token is decoded again
+_ROUNDS = 3  # most times that one token is decoded again
 
 
 class Decoder:
     """Decodes the tokens of one sequence: prompts in batches, answers token by token or with guesses."""
 
     def __init__(self, sequence: PooledSequence, saved: SavedSequence, drafts: Drafts | None, n_batch: int) -> None:
-        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: tokens of a batch, at most."""
+        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: the most tokens of a batch."""
         self.sequence = sequence
         self.drafts = drafts
         self._saved = saved
@@ -31,7 +31,7 @@ class Decoder:
 
     @property
     def n_batch(self) -> int:
-        """Most tokens of a batch: no more than the pool holds beside its sinks, tail and pins."""
+        """The most tokens of a batch: no more than the pool holds beside its sinks, tail and pins."""
         pager = self.sequence.pager
         return min(self._n_batch, pager.n_batch) if pager else self._n_batch
 
@@ -53,7 +53,9 @@ class Decoder:
             self.drafts.truncate(0)
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions of all of them. Raises as PooledSequence.rollback()."""
+        """Keep the first n_tokens positions of the sequence, its checkpoints and the drafter. Raises as
+        PooledSequence.rollback().
+        """
         self.sequence.rollback(n_tokens)
         self._saved.truncate(n_tokens)
         if self.drafts:
@@ -64,14 +66,17 @@ class Decoder:
     #
 
     def decode(self, tokens: Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch, and do what the schedule says then. Raises as advance()."""
+        """Decode one batch (n,) int32, then score and move chunks if the schedule says so. Returns what happened.
+
+        A single token that missed much of its attention is decoded again. Raises as advance().
+        """
         paged = self._batch(tokens, outputs)
         events = self.sequence.tick(len(tokens))
         again = self.again(events) if events and len(tokens) == 1 else ()
         return [*([paged] if paged else []), *events, *again]
 
     def _batch(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
-        """Decode one batch, which a drafter may read along. Returns what moved."""
+        """Decode one batch, and let a drafter read it. Returns what moved."""
         start, drafts = self.sequence.n_tokens, self.drafts
         if drafts:
             drafts.before(start, len(tokens))
@@ -81,7 +86,9 @@ class Decoder:
         return paged
 
     def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
-        """Decode a token with guesses of what follows it, (n,) int32: those stand that `accept` takes. Raises as advance()."""
+        """Decode a token with guesses of what follows it, (n,) int32, and keep those that `accept` takes. Raises as
+        advance().
+        """
         sequence, drafts = self.sequence, self.drafts
         start = sequence.n_tokens
         if drafts:
@@ -93,15 +100,19 @@ class Decoder:
         return [*([paged] if paged else []), *sequence.tick(n)]
 
     def missed(self, events: Sequence[Event]) -> Reselect | None:
-        """The event among those of a token that brought chunks in that have much of the token's attention: it was decoded
-        without them, and is to be decoded again.
+        """Return the event of a token's decode that brought in chunks with much of the token's attention; None if none
+        did.
+
+        Such a token was decoded without these chunks, and should be decoded again.
         """
         selector = self.sequence.selector
         found = next((e for e in events if isinstance(e, Reselect)), None)
         return found if selector and found and selector.missed(found) else None
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again while it missed much of its attention. events: those of its decode."""
+        """Decode the last token again while it misses much of its attention, a few times at most. events: those of its
+        decode.
+        """
         sequence, selector = self.sequence, self.sequence.selector
         for _ in range(_ROUNDS):
             if selector is None or not self.missed(events):
@@ -120,7 +131,9 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode tokens in batches after what is in the context; the last one gets logits. See KVFlash.prefill."""
+        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits. See
+        KVFlash.prefill.
+        """
         sequence, n, done = self.sequence, len(tokens), 0
         self.check_fits(n, sequence.n_tokens)
         sequence.cancel_scoring()
@@ -150,14 +163,18 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _n_replayed(self, n: int) -> int:
-        """How many tokens at the end of a prompt of n run again: none, if all is resident and stays so."""
+        """Return how many tokens at the end of a prompt of n tokens run again; 0 if every chunk is resident and stays
+        so.
+        """
         o = self._options
-        # a sliding window can go back by what one graph writes, and no further
+        # a sliding window can go back no further than one graph writes
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
 
     def _scorer_decides(self, n: int) -> bool:
-        """Whether a scorer chooses what n more tokens see: something is out, as after a rollback of a longer text, or the
-        sequence's share of the pool cannot hold all.
+        """Return whether a scorer chooses what n more tokens see.
+
+        It does if a chunk is out, as after a rollback of a longer text, or if the sequence's share of the pool cannot
+        hold everything.
         """
         if self.sequence.selector is None:
             return False
@@ -165,7 +182,9 @@ class Decoder:
         return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
-        """The end of a prompt: run it, choose the pool for it, and run it again on what was missing the first time."""
+        """Run the end of a prompt, choose the pool for it, and run it again with the chunks that were missing the first
+        time.
+        """
         sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
         if selector is None:
             msg = "there is no selector"
@@ -191,13 +210,15 @@ class Decoder:
                 yield from self.again(seen)
 
     def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
-        """Cut tokens into batches, each with the number of its last tokens whose queries are wanted, n_asking in all: as few
-        batches as the tap allows, which keeps the queries of the last tokens of a graph.
+        """Cut tokens into batches. Returns each with the number of its last tokens whose queries are wanted, n_asking
+        in all.
+
+        The tap keeps the queries of a graph's last tokens only. This makes as few batches as it allows.
         """
         n, n_ubatch = len(tokens), self._options.n_ubatch
         n_most = min(self.sequence.ctx.q_tap, n_ubatch)
         n_first = (n_asking - 1) % n_most + 1
-        end = n - n_asking + n_first  # of the first part that asks
+        end = n - n_asking + n_first  # end of the first part that asks
         cuts = list(range(end, n, n_most))
         wanted = [n_first, *[n_most] * len(cuts)]
         if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
@@ -207,8 +228,9 @@ class Decoder:
 
 
 def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
-    """Decode one token of each of several sequences in one batch, and do what the schedule of each says then. Returns what
-    happened, in their order. No token is decoded again. Raises as advance().
+    """Decode one token of each of several sequences in one batch, then score and move chunks as each schedule says.
+
+    Returns what happened to each, in the same order. Decodes no token again. Raises as advance().
     """
     for decoder, _ in parts:
         decoder.check_fits(1, decoder.sequence.n_tokens)

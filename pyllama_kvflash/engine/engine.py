@@ -28,28 +28,28 @@ from pyllama_kvflash.snapshot.saved import SavedSequence, checked_path
 class KVFlash:
     """A model with a sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
 
-    With n_parallel > 1 it is the first of `sequences`, which share the pool; each is used as it would be alone, one call
-    after the other, and decode_each() decodes a token of several at once.
+    Load one with from_file(). It is a context manager; do not use it in two threads at once. Without a pool
+    (`pool="off"`, or one that covers the context) it is llama.cpp's full cache: the control.
 
-    A context manager; not for two threads at once. Without a pool (`pool="off"`, or one that covers the context) it is
-    llama.cpp's full cache under the same interface: the control.
+    With n_parallel > 1 it is the first of `sequences`, which share the pool. Use each as if it were alone, one call
+    after the other; decode_each() decodes a token of several at once.
     """
 
     @classmethod
     def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
-        """Load a GGUF file. options: the fields of Options; progress: called with 0.0 to 1.0 while it loads.
+        """Load a GGUF file. options: the fields of Options. progress: called with 0.0 to 1.0 during loading.
 
-        Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled).
+        Raises UsageError (an option), ModelError (the file) and UnsupportedError (its memory cannot be pooled).
         """
         return cls.open(Path(path), Options(**options), progress)
 
     @classmethod
     def open(cls, path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Self:
-        """from_file(), with the options in one object."""
+        """Load a GGUF file, with the options in one object. Raises as from_file()."""
         return cls(load(path, options, cls.open, progress))
 
     def __init__(self, loaded: Loaded, beside: Self | None = None) -> None:
-        """Use from_file. beside: the first sequence of the context."""
+        """Use from_file() instead. beside: the first sequence of the context; None: this is the first."""
         self.sequences: list[Self] = beside.sequences if beside else []
         self.seq = len(self.sequences)
         self.sequences.append(self)
@@ -91,15 +91,15 @@ class KVFlash:
         stop: Sequence[str] = (),
         append: bool = False,
     ) -> Iterator[Event]:
-        """Run a prompt and produce up to max_tokens (-1: until the context is full), as typed events.
+        """Read a prompt and produce up to max_tokens tokens (-1: until the context is full). Yields typed events.
 
-        prompt: text (BOS is added as the model's metadata says), or tokens as they are. append: go on after what is
-        already in the context, and the last token that was produced; otherwise it is cleared first. With append and an empty
-        prompt an answer goes on as if it had not been broken off. stop: strings that end the text and are not shown.
+        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
+        context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
+        goes on as if it had not been broken off. stop: strings that end the text and are not shown.
 
-        Raises UsageError (empty or too long a prompt), PoolError, HostMemoryError and NativeError.
+        Raises UsageError (the prompt is empty or too long), PoolError, HostMemoryError and NativeError.
         """
-        self.sequence.recover()  # what was to be decoded again is pending
+        self.sequence.recover()  # makes a token pending that was being decoded again
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
             self.clear()
@@ -131,21 +131,22 @@ class KVFlash:
     def generation(
         self, tokens: Tokens, *, max_tokens: int = 256, sampling: Sampling | None = None, stop: Sequence[str] = ()
     ) -> Generation:
-        """What generate() does, step by step, for callers with turns of their own. tokens: (n,) int32, read after what is in the
-        context; see Generation.
+        """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after
+        what is in the context.
         """
         return Generation(self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens in batches after what is in the context; the last one gets logits.
+        """Decode tokens (n,) in batches after what is in the context; the last one gets logits.
 
-        The pool is chosen anew between batches, and for the last tokens, which are then run again (tail replay). Yields
+        Chooses the pool anew between batches, and for the last tokens, which then run again (tail replay). Yields
         Paged, Reselect, Warn and Prefill.
         """
         return self.decoder.prefill(np.ascontiguousarray(tokens, np.int32))
 
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (at most n_batch tokens) after what is in the context, and do what the schedule says then.
+        """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage if the schedule says
+        so.
 
         outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
         UsageError (the context is full), PoolError, HostMemoryError, Interrupted and NativeError; the sequence is then
@@ -158,7 +159,7 @@ class KVFlash:
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
         """Decode one token of each of several sequences in one batch: {number in `sequences`: token}.
 
-        Returns what happened, by sequence. Raises as decode() does. The logits of each are got through its own logits().
+        Returns the events of each sequence. Raises as decode() does. Get a sequence's logits with its own logits().
         """
         for i in tokens:
             if not 0 <= i < len(self.sequences):
@@ -172,22 +173,22 @@ class KVFlash:
         self.decoder.clear()
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. The last chunks that remain are brought back if they are out.
+        """Keep the first n_tokens positions, and bring back the last chunks of these if they are out.
 
-        logits() has nothing to do with it until the next decode. Raises UnsupportedError if a recurrent state, or a
-        sliding window that was overwritten, cannot go back.
+        logits() is out of date until the next decode. Raises UnsupportedError if a recurrent state, or a sliding window
+        that was overwritten, cannot go back.
         """
         self.decoder.rollback(n_tokens)
 
     def expect(self, n_tokens: int) -> None:
-        """So many more tokens are to come: take the host memory for their chunks meanwhile. A hint; without it, memory is
-        taken when it is needed, which may hold up a decode. Raises HostMemoryError if `host_limit` does not allow it.
+        """Announce n_tokens more tokens, so that host memory for their chunks is taken meanwhile and no decode waits
+        for it. Optional. Raises HostMemoryError if `host_limit` does not allow so many.
         """
         if self.sequence.pager:
             self.sequence.pager.expect(n_tokens)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """A copy of the logits (n_vocab,) of token i of the last batch."""
+        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token."""
         return self.ctx.logits(i)
 
     def stats(
@@ -200,7 +201,7 @@ class KVFlash:
         seed: int | None = None,
         drafts: DraftStats | None = None,
     ) -> Stats:
-        """Memory and page traffic now, with the counts and times given."""
+        """Return memory and page traffic now, with the counts and times (seconds) given."""
         kv = self.ctx.kv_bytes()
         pager, selector = self.sequence.pager, self.sequence.selector
         return Stats(
@@ -229,15 +230,15 @@ class KVFlash:
 
     @property
     def summaries(self) -> Summaries | None:
-        """Of the keys of sealed chunks, None if the scorer wants none."""
+        """Summaries of the keys of sealed chunks; None without a pool, or if the scorer wants none."""
         return self.sequence.pager.summaries if self.sequence.pager else None
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
-        """Token ids (n,) int32 of a text. add_special: BOS and EOS as the model's metadata asks for."""
+        """Return the token ids (n,) int32 of a text. add_special: add BOS and EOS as the model's metadata asks for."""
         return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int] | Tokens) -> str:
-        """Text of tokens, without the special ones; broken UTF-8 becomes U+FFFD."""
+        """Return the text of tokens, without special ones. Broken UTF-8 becomes U+FFFD."""
         return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
 
     def _prompt_tokens(self, prompt: str | bytes | Sequence[int] | Tokens, *, append: bool) -> Tokens:
@@ -269,22 +270,22 @@ class KVFlash:
 
     @property
     def n_batch(self) -> int:
-        """Tokens of a batch at most: what the pool holds beside its sinks, tail and pins."""
+        """The most tokens of a batch: what the pool holds beside its sinks, tail and pins."""
         return self.decoder.n_batch
 
     @property
     def n_draft(self) -> int:
-        """Tokens that are guessed at most, 0 without speculative decoding."""
+        """The most tokens of a draft; 0 without speculative decoding."""
         return self.decoder.drafts.n_max if self.decoder.drafts else 0
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of the full-attention KV that is allocated: the pool, or the whole context."""
+        """Device bytes allocated for full-attention KV: the pool, or the whole context."""
         return self.sequence.resident_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken for records, of all sequences."""
+        """Host bytes taken for records, over all sequences."""
         return self.sequence.host_bytes
 
     #
@@ -293,20 +294,20 @@ class KVFlash:
 
     @property
     def policy(self) -> str:
-        """The name of the scorer at work, "full" without a pool."""
+        """Name of the scorer at work; "lru" without one, "full" without a pool."""
         if self.sequence.pager is None:
             return "full"
         return self.scorer.name if self.scorer else "lru"
 
     @property
     def scorer(self) -> Scorer | None:
-        """The scorer at work, None with lru or the full cache."""
+        """The scorer at work; None with lru or the full cache."""
         return self.sequence.selector.scorer if self.sequence.selector else None
 
     def use(self, scorer: Scorer) -> None:
-        """Have another scorer choose from now on, by the same layers. What it needs of the chunks is made from their records.
+        """Let another scorer choose from now on, on the same layers. Its summaries are made from the stored records.
 
-        Raises UsageError if the context was made without one (lru, full cache), UnsupportedError and HostMemoryError.
+        Raises UsageError (there was no scorer: lru, full cache), UnsupportedError and HostMemoryError.
         """
         if self.sequence.selector is None:
             msg = f"policy {self.policy} has no scorer to replace: open the model with one"
@@ -314,11 +315,12 @@ class KVFlash:
         self.sequence.selector.use(scorer)
 
     def queries(self) -> Queries:
-        """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
+        """Return the last token's queries, (n_head, n_embd_head_k) for each pooled layer; empty without a scorer."""
         return self.sequence.queries()
 
     def reselect(self) -> Reselect | None:
-        """Score all chunks with the last token's queries now, and bring back the best. None: nothing is out, or lru."""
+        """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or no scorer.
+        """
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
         events = list(self.sequence.reselect_now("decode", [self.queries()], 1))
@@ -330,17 +332,17 @@ class KVFlash:
 
     @property
     def pager(self) -> Pager:
-        """Ledger, host store and moves, for those who extend this."""
+        """The pager (ledger, host store and moves), for code that extends this class."""
         return self.sequence.paged
 
     def residency(self) -> Residency:
-        """Where every chunk is now, as arrays."""
+        """Return where every chunk is now, as arrays."""
         return self.sequence.residency()
 
     def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device from now on, bringing chunks back that are out.
+        """Keep positions [start, end) on the device from now on, and bring back their chunks that are out.
 
-        The range may lie ahead of what is written. Raises PoolError, and pins nothing, if that left too little to page.
+        The range may lie ahead of what is written. Raises PoolError, and pins nothing, if too little were left to page.
         """
         self.sequence.pin(start, end)
 
@@ -349,7 +351,7 @@ class KVFlash:
         self.pager.unpin(start, end)
 
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, at the cost of the coldest one. Harmless if it is resident. Raises PoolError."""
+        """Bring a chunk back, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
         self.sequence.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
@@ -357,7 +359,7 @@ class KVFlash:
         self.sequence.page_out(chunk)
 
     def check_integrity(self) -> None:
-        """Raise LedgerError unless ledger, host store and native pool agree. For tests, and when idle."""
+        """Raise LedgerError unless ledger, host store and native pool agree. Meant for tests and idle moments."""
         self.sequence.check_integrity()
 
     #
@@ -366,39 +368,38 @@ class KVFlash:
 
     @property
     def identity(self) -> Identity:
-        """What a snapshot must be of for this sequence to take it. Raises UsageError without a pool."""
+        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
         return self._saved.identity
 
     @property
     def checkpoints(self) -> list[int]:
-        """Numbers of positions, fewer than there are, that can be saved by themselves."""
+        """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
         return self._saved.checkpoints
 
     def save(self, path: str | Path, n_tokens: int | None = None, on_record: OnRecord | None = None) -> int:
-        """Write a snapshot of the first n_tokens positions (None: all); the bytes it has.
+        """Write a snapshot of the first n_tokens positions (None: all). Returns its size in bytes.
 
-        The file is written under another name, and renamed once it is whole. n_tokens: a multiple of the chunk, and of a
-        model with a recurrent state or a sliding window one of `checkpoints`. on_record: progress, (done, of).
+        The file is written under another name and renamed once it is whole. n_tokens: a multiple of the chunk; with a
+        recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records done, of how many).
 
-        Raises UsageError (nothing there, no pool, another n_tokens) and SnapshotError (it cannot be written).
+        Raises UsageError (nothing to save, no pool, a wrong n_tokens) and SnapshotError (the file cannot be written).
         """
         return self.capture(n_tokens).write(checked_path(path), on_record)
 
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """What save() would write now, to be written later, or in a thread, while this sequence goes on. Raises UsageError."""
+        """Return what save() would write now, to write later or in a thread while this goes on. Raises UsageError."""
         return self._saved.capture(n_tokens)
 
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Put a snapshot back in place of what is there: all of it, or as much as a prompt's tokens begin with, but for the
-        last one. How many positions there are now: what comes after them is to be read, with generate(..., append=True), which
-        without a prompt goes on after the last token that was produced.
+        """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
 
-        Nothing of it is computed, and records are read from the file when they are needed. In a pool of the same size, all
-        chunks are where they were, and what comes then is what would have come. Else the hottest are brought back.
+        Returns the number of positions. Read what comes after them with generate(..., append=True); without a prompt,
+        that goes on after the last token produced. Nothing is computed; records are read when needed. In a pool of the
+        same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back.
 
-        Raises SnapshotError, with the reason, if it is damaged, or of another model, cache or text; the sequence is empty
-        then. Records are checked when they are used for the first time: generate() reads the text anew if one was damaged,
-        other calls raise SnapshotError.
+        Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
+        sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,
+        and other calls raise SnapshotError.
         """
         file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
         _ = self.identity  # raises UsageError before anything is forgotten

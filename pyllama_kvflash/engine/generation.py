@@ -1,4 +1,4 @@
-"""A prompt and its answer, on one sequence: the one loop that generates."""
+"""A prompt and its answer on one sequence: the one loop that generates."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,14 @@ from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.events import DraftStats, Event, Prefill
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 
-_AHEAD = 4096  # tokens of an answer for which host memory is taken before there is any
+_AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 
 
 class Generation:
-    """Reads a prompt batch by batch, and then answers step by step, in turns with others if need be.
+    """Reads a prompt batch by batch, then answers step by step. Several can take turns.
 
-    An error leaves it as it was before the call: it may be called again. n_prompt, prefill_s: what reading took.
+    An error leaves it as it was before the call, which can be repeated. n_prompt: tokens of the prompt that were read.
+    prefill_s: seconds that took.
     """
 
     def __init__(
@@ -30,52 +31,52 @@ class Generation:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> None:
-        """prompt: tokens (n,) int32 to be read after what is in the context. Empty: the answer goes on after the pending token, or
-        by the logits of the last one.
+        """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer goes on after the
+        pending token, or from the logits of the last token.
         """
         sequence = decoder.sequence
         model = sequence.ctx.model
         self.decoder = decoder
         self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop)
         self.n_prompt, self.prefill_s = 0, 0.0
-        self._began: float | None = None  # when the answer did
+        self._began: float | None = None  # when the answer began
         self._sampler = Sampler(sampling or Sampling(), model.n_vocab)
-        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # what comes before the answer's token
+        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
-        self._guesses: Tokens | None = None  # of what follows the last token; None: nobody was asked
+        self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet
         self._guessing_s = 0.0
         n_answer = min(max_tokens, _AHEAD) if max_tokens >= 0 else _AHEAD
-        with suppress(HostMemoryError):  # the answer may be shorter; reading asks for the prompt itself
+        with suppress(HostMemoryError):  # the answer may be shorter, and reading asks for the prompt's share
             if sequence.pager:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
-        self._due = len(prompt) > 0 or sequence.pending is None  # a token is to be taken by the logits of the last one
+        self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
         if len(prompt):
             self.read_on()
             return
         if not self._due:
             self.answer.token = sequence.pending
             if sequence.selector is not None:
-                sequence.selector.rest()  # an answer that goes on begins with no scoring of its own
+                sequence.selector.rest()  # the pause before it is no decode time
         self._begin_answer()
 
     @property
     def reading(self) -> bool:
-        """Whether a part of the prompt is to be read."""
+        """Whether part of the prompt is still to be read."""
         return self._reader is not None
 
     @property
     def n_text(self) -> int:
-        """Positions that the answer begins after, or goes on after."""
+        """Positions to be read before the answer begins or goes on."""
         return len(self._text)
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing more to do."""
+        """Whether nothing is left to do."""
         return self._reader is None and self.answer.reason is not None
 
     @property
     def token(self) -> int:
-        """The last token of the answer, which is to be decoded next."""
+        """The last token of the answer, to be decoded next."""
         if self.answer.token is None:
             msg = "the answer has ended"
             raise AssertionError(msg)
@@ -83,12 +84,12 @@ class Generation:
 
     @property
     def decode_s(self) -> float:
-        """Seconds since the answer began; 0 if it has no token."""
+        """Seconds since the answer began; 0 while it has no token."""
         return time.perf_counter() - self._began if self._began is not None and self.answer.n_tokens else 0.0
 
     @property
     def draft_stats(self) -> DraftStats | None:
-        """What speculative decoding did for this answer, None without, and before it begins."""
+        """Counts of speculative decoding for this answer; None without it, and before the answer begins."""
         return self.decoder.drafts.stats if self.decoder.drafts and self._began is not None else None
 
     #
@@ -96,7 +97,7 @@ class Generation:
     #
 
     def read(self) -> Iterator[Event]:
-        """Read one batch, and after the last one take the answer's first token. Raises as Decoder.prefill()."""
+        """Read one batch; after the last one, take the answer's first token. Raises as Decoder.prefill()."""
         reader, sequence = self._reader, self.decoder.sequence
         for event in reader or ():
             yield event
@@ -110,11 +111,13 @@ class Generation:
             yield from self.answer.shown()
 
     def read_on(self) -> None:
-        """Read what is missing of the text, from wherever the sequence is."""
+        """Set up reading of the rest of the text, from wherever the sequence is."""
         self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :])
 
     def recover(self) -> None:
-        """What the sequence has cannot be used: forget it, and read its text anew. The answer then goes on where it was."""
+        """Forget a sequence that cannot be used, and set its text up to be read anew. The answer then goes on where it
+        was.
+        """
         sequence, self._guesses = self.decoder.sequence, None
         if not self.reading:
             self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
@@ -138,14 +141,18 @@ class Generation:
     #
 
     def take(self) -> None:
-        """Take the next token, by the logits of the last one: right after it was decoded, for they do not stay."""
+        """Sample the next token from the logits of the last one. Call this right after its decode: the logits do not
+        stay.
+        """
         sequence = self.decoder.sequence
         self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
 
     def step(self) -> list[Event]:
-        """Decode the last token, perhaps with guesses of what follows, and take what comes next. Raises as Decoder.decode()."""
+        """Decode the last token, perhaps with guesses of what follows, and take what comes next. Raises as
+        Decoder.decode().
+        """
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
         if drafts:
             self.draft()
@@ -163,7 +170,7 @@ class Generation:
         return [*events, *self.answer.shown()]
 
     def go_back(self) -> None:
-        """Before a step: take the last token out again, if it was decoded and nothing was made of it: its logits are gone."""
+        """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
         if self.decoder.sequence.n_tokens > self._at:
             self.decoder.rollback(self._at)
             self.decoder.sequence.pending = self.answer.token
@@ -173,7 +180,9 @@ class Generation:
     #
 
     def draft(self) -> bool:
-        """Guess what follows the last token, unless that is done. Whether the next step must have a batch of its own."""
+        """Guess what follows the last token, unless that is done. Returns whether the next step needs a batch of its
+        own.
+        """
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
         if drafts is None:
             return False
@@ -187,7 +196,9 @@ class Generation:
         return bool(len(self._guesses)) or drafts.reads_features
 
     def _limits(self) -> tuple[int, int]:
-        """Tokens of a batch that checks a draft, and how many of them may stand; one: decode plainly."""
+        """Return the width of a batch that checks a draft, and how many of its tokens may stand. (1, 1): decode
+        plainly.
+        """
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
         width = drafts.n_max + 1 if drafts else 1
@@ -198,11 +209,13 @@ class Generation:
         return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
 
     def _check(self, guesses: Tokens, width: int) -> list[Event]:
-        """Decode the last token with guesses in a batch of that width: those stand that would have come one by one."""
+        """Decode the last token with guesses, in a batch of `width` tokens. Guesses that plain decoding would produce
+        stand.
+        """
         sequence, drafts, answer = self.decoder.sequence, self.decoder.drafts, self.answer
         begin = time.perf_counter() - self._guessing_s
         start, n = sequence.n_tokens, 1 + len(guesses)
-        batch = np.full(width, self.token, np.int32)  # filled up, so that the graph stays
+        batch = np.full(width, self.token, np.int32)  # padded, so that the graph stays the same
         batch[1:n] = guesses
 
         def accept(i: int) -> tuple[int | None, bool]:
@@ -218,9 +231,9 @@ class Generation:
 
 
 def step_together(generations: Sequence[Generation]) -> None:
-    """Decode the last token of each of several answers in one batch, and have each take its next one.
+    """Decode the last token of each of several answers in one batch, and let each take its next one.
 
-    Raises as decode_each(); those that have not taken a token then do so in a step of their own.
+    Raises as decode_each(). An answer that took no token then does so in a step of its own.
     """
     begin = time.perf_counter()
     for generation in generations:
@@ -232,7 +245,7 @@ def step_together(generations: Sequence[Generation]) -> None:
             missed.append((generation, events))
         else:
             generation.take()
-    for generation, events in missed:  # last, for the logits of the others are gone then
+    for generation, events in missed:  # last, because this overwrites the logits of the others
         for _ in generation.decoder.again(events):
             pass
         generation.take()

@@ -1,4 +1,4 @@
-"""From a path and options to a model in memory and a context: every check that can be made before the first token."""
+"""Loading: from a path and options to a model and its context, with every check possible before the first token."""
 
 import stat
 from collections.abc import Callable, Sequence
@@ -27,9 +27,13 @@ _NO_MEMORY = "none"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, its context, and the sequences of that. full_bytes: full-attention KV of the whole context, of all sequences;
-    n_pool None: the full cache. n_batch: the largest batch. shared: what the sequences of a pool share. drafts: one for each
-    sequence, none without speculative decoding.
+    """A model, its context, and the sequences of that context.
+
+    n_pool: cells of the pool; None: the full cache.
+    n_batch: the most tokens of a batch.
+    full_bytes: full-attention KV of the whole context, over all sequences.
+    shared: the part of a pool that its sequences share; None with the full cache.
+    drafts: one for each sequence; empty without speculative decoding.
     """
 
     model: Model
@@ -54,7 +58,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a model's memory looks like. refusal: why it cannot be pooled, and what to do instead; None if it can."""
+    """Facts about a model's memory. refusal: why it cannot be pooled, and what to do instead; None if it can."""
 
     memory_class: str
     layers: tuple[int, ...]
@@ -65,7 +69,10 @@ class Probe:
 def load(
     path: Path, options: Options, open_engine: OpenEngine, progress: Callable[[float], None] | None = None
 ) -> Loaded:
-    """Load a model and make its context. open_engine: loads a scorer's model, if the policy has one.
+    """Load a model and make its context.
+
+    open_engine: loads a scorer's model, if the policy has one.
+    progress: called with 0.0 to 1.0 during loading.
 
     Raises UsageError, ModelError, UnsupportedError and NativeError.
     """
@@ -200,7 +207,7 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
 
 
 def _n_asking(scorer: Scorer, options: Options) -> int:
-    """Of how many tokens at the end of a prompt the scorer wants the queries."""
+    """Return how many tokens at the end of a prompt the scorer wants the queries of."""
     return n_queries(scorer.query) or max(1, options.replay)
 
 
@@ -216,7 +223,9 @@ def _pool_size(seen: Probe, options: Options) -> PoolSize:
 
 
 def device_memory(seen: Probe, options: Options) -> list[DeviceMemory]:
-    """The devices that hold the KV, with the weights resident."""
+    """Return the name, free bytes and KV bytes per token of each device that holds KV. The weights must be loaded
+    already.
+    """
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     found = devices()
     return [
@@ -225,7 +234,10 @@ def device_memory(seen: Probe, options: Options) -> list[DeviceMemory]:
 
 
 def _check_memory(memory: Sequence[DeviceMemory], n_ctx: int) -> None:
-    """Say so before the allocation does: the system may grant it, and end some process when it is used."""
+    """Raise NativeError if a device has no room for the full cache.
+
+    The allocation itself may succeed, and the system end some process once the memory is used.
+    """
     for device in memory:
         if device.token_bytes * n_ctx > device.free:
             need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
@@ -259,7 +271,10 @@ def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | No
 
 
 def probe(model: Model, options: Options) -> Probe:
-    """Look at a model's memory through two small contexts: a stock one, and one that tries to be a pool."""
+    """Look at a model's memory through two small contexts: a stock one, and one that tries to be a pool.
+
+    Raises what a stock context of these cache types raises.
+    """
     small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
     types = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
     try:
@@ -287,7 +302,7 @@ def check_file(path: Path) -> None:
         if stat.S_ISDIR(mode):
             msg = f"{path} is a directory: give the .gguf file in it"
             raise UsageError(msg)
-        if not stat.S_ISREG(mode):  # to open a pipe would be to wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
             msg = f"{path} is no regular file: give the path of a .gguf model"
             raise UsageError(msg)
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Before a model is loaded: which of its experts stay in host memory, by a look at it without its weights."""
+"""Placement of experts: a look at a model without its weights, before it is loaded, decides which stay on the host."""
 
 import re
 from collections.abc import Sequence
@@ -17,15 +17,19 @@ _IS_EXPERTS = re.compile(r"blk\.(\d+)" + _EXPERTS)
 
 
 def on_host(n_cpu_moe: int) -> list[str]:
-    """Patterns of the experts of so many layers from the first, as llama.cpp's -ncmoe makes them."""
+    """Return patterns for the experts of the first n_cpu_moe layers, as llama.cpp's -ncmoe makes them."""
     return [rf"blk\.{i}{_EXPERTS}" for i in range(n_cpu_moe)]
 
 
 def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Placement:
-    """Where the experts go, and what becomes of the pool: see place_experts.
+    """Decide where the experts go, and what pool remains; see place_experts.
 
-    model: without its weights (no_alloc), for the devices that it will be loaded onto. geometry: of its full-attention
-    cache. options: resolved. floor: cells that a pool has at least. Raises NativeError and UnsupportedError.
+    model: loaded without weights (no_alloc), for the devices that it will be loaded onto.
+    geometry: of its full-attention cache.
+    options: resolved.
+    floor: the fewest cells of a pool.
+
+    Raises NativeError and UnsupportedError.
     """
     return place_experts(
         options.n_cpu_moe,
@@ -38,14 +42,16 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 
 
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
-    """What each device that holds any of the model is to hold of it, and its memory now."""
+    """Return what each device that will hold part of the model is to hold, and its free memory now."""
     weights, found = model.weights(), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
-    some = any(_IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights)  # are on the host as it is
+    some = any(
+        _IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights
+    )  # some experts are on the host anyway
     res = []
     for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
         others, experts = _sizes([w for w in weights if w.device == i], n_layer)
@@ -67,7 +73,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
 
 
 def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...]]:
-    """Bytes of weights that are no experts, and those of each layer's experts."""
+    """Return the bytes of all weights that are not experts, and of each layer's experts."""
     others, experts = 0, [0] * n_layer
     for weight in weights:
         if match := _IS_EXPERTS.match(weight.name):
@@ -80,11 +86,14 @@ def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...
 def _measured(
     model: Model, geometry: Geometry, options: Options, here: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Bytes of sliding windows and recurrent states, and of a cache that cannot be pooled, whose rows are not known: all of
-    them count on each device, for where they are is not known. And for each device `here` the buffers of the computation,
-    and how much they grow with each token of KV; and what a drafter takes there.
+    """Measure the memory beside weights and pool, in contexts that allocate nothing: a small one, and one of the full
+    cache.
 
-    All are seen in contexts that take no memory: a small one, and one of the full cache.
+    Returns three values, in bytes:
+    - sliding windows and recurrent states, and a cache that cannot be pooled because its rows are unknown, counted once
+      per device because their placement is unknown;
+    - for each device in `here`, the compute buffers and their growth with each token of KV;
+    - for each device in `here`, what a drafter takes.
     """
     n_ubatch = min(options.n_ubatch, options.n_batch or options.n_ubatch)
     least = options.n_ctx

@@ -1,10 +1,10 @@
-"""What is refused: why, and what to do instead. The sentences of errors, and docs/REFUSALS.md, are made from these tables."""
+"""Every refusal: the reason, and what to do instead. Errors and docs/REFUSALS.md are made from these tables."""
 
 from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why something is refused, and what can be done instead: a sentence together. `{}` stands for a value."""
+    """The reason for a refusal and the alternative, which together make a sentence. `{}` stands for a value."""
 
     reason: str
     alternative: str
@@ -36,7 +36,7 @@ MODELS = {
         "run the model that it was made for",
     ),
 }
-"""Models that are not run, by native.Model.refusal: with a pool or without."""
+"""Models that cannot be run, with a pool or without, by native.Model.refusal."""
 
 MEMORIES = {
     "llama_kv_cache_dsa": Refusal(f"beside the KV cache it keeps an index {_PICKS}", _FULL),
@@ -49,12 +49,12 @@ MEMORIES = {
     ),
     "llama_memory_recurrent": Refusal("it is one recurrent state of a fixed size, with nothing to page", _NO_GAIN),
 }
-"""Memories that are not pooled, by their class in llama.cpp. The models run with the full cache."""
+"""Memories that cannot be pooled, by their class in llama.cpp. Their models run with the full cache."""
 
 WINDOWS = Refusal(
     "all attention layers have a sliding window, and so a cache that does not grow with the context", _NO_GAIN
 )
-"""A memory with windows whose full-attention part has no layer."""
+"""For a memory with sliding windows that has no layer of full attention."""
 
 _WINDOWED = {"llama_kv_cache_iswa", "llama_memory_hybrid_iswa"}
 
@@ -84,22 +84,25 @@ CALLS = {
         "set kv_unified, or use the full cache",
     ),
 }
-"""Calls of the native library that a pool refuses, with its own sentences."""
+"""Calls of the native library that a pool refuses, in the library's own words."""
 
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
     "use a larger -c/--ctx-size, which costs a pool no memory",
 )
-"""Context shift: llama_memory_can_shift() is false, and the engine says that the tokens do not fit."""
+"""Context shift: llama_memory_can_shift() returns false, and the engine says that the tokens do not fit."""
 
 
 def of_model(kind: str) -> str:
-    """Why a model cannot be run, and what to do instead. kind: of MODELS."""
+    """Return why a model cannot be run, and what to do instead. kind: a key of MODELS."""
     return str(MODELS[kind])
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:
-    """Why a memory cannot be pooled, and what to do instead. n_layer: with full attention; error: what the library says."""
+    """Return why a memory cannot be pooled, and what to do instead.
+
+    n_layer: layers with full attention. error: the library's message, used for a class that is in no table.
+    """
     empty = n_layer == 0 and memory_class in _WINDOWED
     refusal = WINDOWS if empty else MEMORIES.get(memory_class)
     return f"its memory ({memory_class}) cannot be pooled, for {refusal}" if refusal else f"{error}; {_FULL}"

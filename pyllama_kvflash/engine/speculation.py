@@ -1,7 +1,7 @@
 """Speculative decoding: guesses of what follows, checked in one batch of the target, for as long as that pays.
 
-The guesses come from llama.cpp's own implementations (`native.Speculator`). What this module adds: the gate, a drafter that
-remembers a window only, and that reads along only where it is needed.
+The guesses come from llama.cpp's own implementations (`native.Speculator`). This module adds the gate, and a drafter
+that remembers only a window and reads along only where needed.
 """
 
 from array import array
@@ -20,13 +20,13 @@ from pyllama_kvflash.policy.gate import Gate
 
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
-_GLANCE = 256  # tokens that a drafter reads for a try of a closed gate: most tries are in vain
-N_GRAM = 4  # tokens that must have been there before; llama.cpp takes 12, and drafts no shorter than that
+_GLANCE = 256  # tokens that a drafter reads to try a closed gate: few, because most tries fail
+N_GRAM = 4  # tokens that must match earlier text; no draft is shorter, and llama.cpp's 12 is too long
 
 
 @contextmanager
 def _named(spec: Spec, target: Context) -> Iterator[None]:
-    """Have errors say whose they are."""
+    """Make errors name the drafter and how it drafts."""
     try:
         yield
     except KVFlashError as err:
@@ -37,10 +37,13 @@ def _named(spec: Spec, target: Context) -> Iterator[None]:
 def drafter_bytes(
     spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, n_seq: int, where: dict[str, Any]
 ) -> list[int]:
-    """Bytes that drafting takes on each device, indices into native.devices(): weights, and for each of n_seq sequences buffers and
-    a window's KV, counted once per device because its placement is unknown. Nothing of it is allocated.
+    """Return the bytes that drafting takes on each device in `at`, indices into native.devices(). Allocates nothing.
 
-    target: of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what DraftModel does.
+    Counts weights, and for each of n_seq sequences the buffers and a window's KV; that KV counts once per device
+    because its placement is unknown.
+
+    target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what DraftModel
+    does.
     """
     if spec.kind == "ngram":
         return [0 for _ in at]
@@ -54,14 +57,14 @@ def drafter_bytes(
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
-    """The drafter's, closed with the stack; the target's own, whose heads draft."""
+    """Return the drafter's model, closed with the stack; the target's own if that has the heads that draft."""
     if spec.model is None:
         return target
     return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
 
 
 def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatch: int, n_threads: int = 1) -> Context:
-    """The drafter's, for batches of the target as large as that."""
+    """Return the drafter's context, for batches as large as the target's."""
     n_draft = spec.n_max + 1
     return Context(
         model,
@@ -76,9 +79,9 @@ def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatc
 
 
 def _check_dflash(model: Model, target: Model) -> None:
-    """Raise UnsupportedError for what llama.cpp asserts, or finds out while it drafts."""
+    """Raise UnsupportedError for a drafter that llama.cpp would assert about, or reject only while it drafts."""
     if model.meta("general.architecture") != "dflash":
-        return  # which the library says
+        return  # the library refuses it
     width, wide = _width(model), _width(target)
     if width != wide:
         msg = f"it was made for a target {width} wide, and {target.path} is {wide}: give its own target"
@@ -94,17 +97,18 @@ def _width(model: Model) -> str | None:
 
 
 class DraftModel:
-    """What the drafts of all sequences of a context share: the model that guesses, and a switch of the target.
+    """The parts that the drafts of all sequences of a context share: the draft model, and a switch of the target.
 
-    listening: whether the target gives out what the draft model reads of its layers.
+    listening: whether the target outputs the features that the draft model reads from its layers.
     """
 
     def __init__(
         self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
     ) -> None:
-        """target: the context. n_batch, n_ubatch: its batches. where: the devices, as for Model.load.
+        """target: the context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
 
-        Raises ModelError, UnsupportedError and NativeError, each naming the drafter.
+        Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError, each naming the
+        drafter.
         """
         self.spec = spec
         self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
@@ -136,7 +140,10 @@ class DraftModel:
             raise
 
     def context(self, target: Context) -> Context | None:
-        """A context that drafts for a sequence, None: it takes no model. Raises UnsupportedError and NativeError."""
+        """Return a context that drafts for one sequence; None: drafting takes no model.
+
+        Raises UnsupportedError and NativeError.
+        """
         if self._model is None:
             return None
         n_ubatch, n_threads = self._n_ubatch, self._n_threads
@@ -153,7 +160,9 @@ class DraftModel:
 
 
 class Drafts:
-    """The drafts of one sequence, and whether to make one. Everything here is told in the order in which it happens."""
+    """The drafts of one sequence, and the choice whether to make one. Report every event in the order in which it
+    happens.
+    """
 
     def __init__(self, model: DraftModel, target: Context) -> None:
         """target: the context of the sequence. Raises UnsupportedError and NativeError, each naming the drafter."""
@@ -163,7 +172,7 @@ class Drafts:
         self._model = model
         self._n_read = 0  # positions up to which the drafter has read, or skipped
         self._n_kept = 0  # tokens of the last history that still stand
-        self._until = 0  # end of the prompt: only a window before it is read
+        self._until = 0  # end of the prompt: the drafter reads only a window before it
         self._n_vocab = target.model.n_vocab
         self._drafter: Context | None = None
         self._stack = ExitStack()
@@ -197,12 +206,12 @@ class Drafts:
 
     @property
     def n_max(self) -> int:
-        """Tokens of a draft at most: a drafter may be made for fewer than were asked for."""
+        """The most tokens of a draft: a drafter may be made for fewer than were asked for."""
         return self._spec.n_max
 
     @property
     def reads_features(self) -> bool:
-        """Whether the drafter reads what layers of the target give, and so the batches of one sequence alone."""
+        """Whether the drafter reads features of the target's layers, and so needs batches of one sequence alone."""
         return self.spec.kind in ("dflash", "eagle3", "mtp")
 
     #
@@ -210,11 +219,13 @@ class Drafts:
     #
 
     def expect(self, n_end: int) -> None:
-        """A prompt is read up to n_end positions: of what it computes, the drafter wants the last window."""
+        """Announce a prompt that ends at position n_end: the drafter wants the features of its last window only."""
         self._until = n_end
 
     def before(self, pos: int, n: int) -> None:
-        """Before n tokens are decoded at pos: have the target give out what the drafter reads of them, or not."""
+        """Before n tokens are decoded at pos, switch the target's features on if the drafter will read them, and off
+        otherwise.
+        """
         if self.reads_features:
             prompt = pos < self._until
             wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
@@ -223,29 +234,29 @@ class Drafts:
                 self._model.listening = wanted
 
     def decoded(self, tokens: Tokens, pos: int) -> None:
-        """These tokens (n,) int32 were decoded at pos, pos + 1, ..."""
+        """Let the drafter read tokens (n,) int32 that were decoded at pos, pos + 1, ..."""
         if self.reads_features and self._model.listening:
             self._read(tokens, pos)
 
     def begin(self, history: Sequence[int]) -> None:
-        """An answer begins after this text."""
+        """Begin an answer after the text `history`."""
         self._spec.begin(np.array(history, np.int32))
         self._n_kept = len(history)
         self.stats = DraftStats()
 
     def truncate(self, n: int) -> None:
-        """The sequence was cut to n tokens."""
+        """Follow the sequence, which was cut to n tokens."""
         self._n_kept = min(self._n_kept, n)
         self._n_read = min(self._n_read, n)
 
     def _read(self, tokens: Tokens, pos: int) -> None:
         if pos > self._n_read and self._drafter:
-            self._drafter.clear()  # it takes no gap
+            self._drafter.clear()  # it accepts no gap
         self._spec.process(self._known(tokens), pos)
         self._n_read = pos + len(tokens)
 
     def _known(self, tokens: Tokens) -> Tokens:
-        """These tokens, and another for each that the drafter does not have."""
+        """Return the tokens, with 0 in place of each that the drafter does not have."""
         return np.where(tokens < self._drafter.model.n_vocab, tokens, 0) if self._drafter else tokens
 
     #
@@ -253,8 +264,9 @@ class Drafts:
     #
 
     def guess(self, history: "array[int]", token: int, at_most: int) -> Tokens:
-        """What may follow token, which comes after history and is not decoded yet: (m,) int32, 1 to at_most. Empty: decode
-        plainly.
+        """Guess what follows `token`, which comes after history and is not decoded yet.
+
+        Returns (m,) int32, with 1 <= m <= at_most. Empty: decode plainly.
         """
         self._catch_up(history)
         kept = min(self._n_kept, len(history))
@@ -263,11 +275,11 @@ class Drafts:
         self._n_kept = len(history)
         if not len(res):
             return res
-        there = (res >= 0) & (res < self._n_vocab)  # a drafter may have more tokens, or have gone wrong
+        there = (res >= 0) & (res < self._n_vocab)  # the drafter may have a larger vocabulary, or be broken
         return res if there.all() else res[: int(there.argmin())]
 
     def _catch_up(self, history: "array[int]") -> None:
-        """A drafter that reads tokens alone does so when it is asked."""
+        """Let a drafter that reads only tokens read what it missed: it does so when asked for a draft."""
         if self.spec.kind != "draft":
             return
         reach = min(_GLANCE, self.spec.window) if self.gate.closed else self.spec.window
@@ -276,7 +288,7 @@ class Drafts:
             self._read(np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32), at)
 
     def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
-        """Of a draft so many tokens were right; the step took so long in all."""
+        """Record a draft of n_guessed tokens, of which n_right were right; the whole step took `seconds`."""
         self._spec.accept(n_right)
         self.gate.drafted(seconds, n_right + 1)
         self.stats.draft_steps += 1
@@ -284,7 +296,7 @@ class Drafts:
         self.stats.accepted += n_right
 
     def plain(self, seconds: float) -> None:
-        """A step without a draft took so long."""
+        """Record that a step without a draft took `seconds`."""
         before = self.gate.n_gated
         self.gate.plain(seconds)
         self.stats.plain_steps += 1
