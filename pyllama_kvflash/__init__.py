@@ -7,7 +7,7 @@
             if isinstance(event, Token):
                 print(event.text, end="")
 
-What is listed in `__all__` is the public interface. Errors are in `pyllama_kvflash.errors`.
+The names in `__all__` are the public interface. Errors are in `pyllama_kvflash.errors`.
 """
 
 from importlib import import_module
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is used: the policies, and `--help`, work without the compiled part."""
+    """Import a public name on first use, so that policies and `--help` work without the compiled part."""
     if name not in _HOME:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

@@ -4,11 +4,11 @@
     ├── UsageError              2   an option, an argument or the prompt is at fault
     ├── ModelError              1   the file is no model, is damaged, or cannot be loaded
     │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
-    ├── PoolError               1   a chunk, pin or batch for which the pool has no room
+    ├── PoolError               1   the pool has no room for a batch, a pin or a page-in
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
-    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run goes on without it
+    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run goes on
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
     └── Interrupted           130   stopped by the user; what was produced is kept
@@ -48,15 +48,15 @@ class RecordError(KVFlashError):
 
 
 class ScorerError(KVFlashError):
-    """A scorer cannot score: its model does not load, or what it gave is no score for each chunk."""
+    """A scorer cannot score: its model does not load, or it did not return one score for each chunk."""
 
 
 class HostMemoryError(KVFlashError):
-    """No host memory for another record. Nothing was lost: the batch it was for was not decoded."""
+    """No host memory for another record. Nothing was lost: the batch that needed it was not decoded."""
 
 
 class SnapshotError(KVFlashError):
-    """A snapshot is damaged, or of another model, cache or text, or cannot be written. What runs goes on without it."""
+    """A snapshot is damaged, of another model, cache or text, or cannot be written. The run goes on without it."""
 
 
 class OutputError(KVFlashError):
@@ -74,14 +74,14 @@ class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; a NaN is not. name: how users spell it; hint: what is usual."""
+    """Raise UsageError unless low <= value <= high; NaN fails. name: as users spell it. hint: a usual value."""
     if not low <= value <= high:
         msg = f"{name} is {value}, and must be from {low} to {high}" + (f": {hint}" if hint else "")
         raise UsageError(msg)
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
-    """Raise UsageError unless value is one of those allowed."""
+    """Raise UsageError unless value is one of `allowed`. name: as users spell it."""
     if value not in allowed:
         msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)

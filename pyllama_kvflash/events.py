@@ -1,4 +1,4 @@
-"""What a run yields. Frozen dataclasses; `as_dict` gives the form that `--jsonl` writes."""
+"""Events that a run yields, as frozen dataclasses. `as_dict` gives the form that `--jsonl` writes."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,58 +6,58 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts and times of one generation, and the memory it stood in at its end."""
+    """Counts and times of one generation, and the memory in use at its end. Times are in seconds."""
 
     n_prompt: int  # tokens of the prompt
     n_generated: int  # tokens produced
     prefill_s: float
     decode_s: float
     n_ctx: int  # logical positions
-    n_pool: int | None  # cells of the pool, None: full cache
+    n_pool: int | None  # cells of the pool; None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
-    kv_full_bytes: int  # what the full cache of n_ctx positions (rounded up to 256) takes
+    kv_full_bytes: int  # the same for a full cache of n_ctx positions (rounded up to 256)
     other_device_bytes: int  # sliding-window KV and recurrent state
-    host_bytes: int  # records of sealed chunks in host memory
+    host_bytes: int  # host memory taken for records of sealed chunks
     chunks: int  # chunks of the sequence
-    resident: int  # of them, in the pool
+    resident: int  # chunks of the sequence that are in the pool
     stored: int  # chunks written to the host store
     pages_out: int  # chunks dropped from the pool
     pages_in: int  # chunks brought back
     reselects: int  # times that all chunks were scored
-    reselect_s: float  # spent on that, beside decode or not
-    summary_bytes: int  # host memory of the summaries of keys that the scorer works on
-    seed: int | None  # of the sampler, None: greedy
+    reselect_s: float  # spent on scoring and moving them, beside decode or not
+    summary_bytes: int  # host memory of the key summaries that the scorer reads
+    seed: int | None  # of the sampler; None: greedy
     disk_bytes: int = 0  # records on disk, beyond those in host memory
     drafted: int = 0  # tokens guessed
-    accepted: int = 0  # of them, right
+    accepted: int = 0  # guesses that were right
     draft_steps: int = 0  # batches that checked a draft
-    plain_steps: int = 0  # steps without one, 0 without speculative decoding
-    gated_steps: int = 0  # of these, because drafting did not pay
+    plain_steps: int = 0  # steps without a draft; 0 without speculative decoding
+    gated_steps: int = 0  # plain steps taken because drafting did not pay
 
     @property
     def acceptance(self) -> float:
-        """Share of the guesses that were right."""
+        """Share of the guesses that were right, 0 to 1; 0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def mean_committed(self) -> float:
-        """Tokens that a drafted step brought, the one that is always right among them."""
+        """Tokens per drafted step, counting the one that is always right; 0 if there were no such steps."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second, 0 if there were none."""
+        """Prompt tokens per second; 0 if there were none."""
         return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Generated tokens a second; the first comes out of the prefill and is not counted."""
+        """Generated tokens per second; 0 if fewer than two. The first comes out of the prefill and is not counted."""
         return (self.n_generated - 1) / self.decode_s if self.decode_s and self.n_generated > 1 else 0.0
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """What speculative decoding did for one answer: the last counts of Stats."""
+    """Counts of speculative decoding for one answer: the last fields of Stats."""
 
     drafted: int = 0
     accepted: int = 0
@@ -68,7 +68,10 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A batch of the prompt is in: `done` of `total` tokens."""
+    """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
+
+    resident_bytes: device bytes of full-attention KV. host_bytes: host bytes taken for records.
+    """
 
     done: int
     total: int
@@ -79,7 +82,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Chunks moved before position `pos` was decoded."""
+    """Chunks moved before position `pos` was decoded: `drops` left the pool, `page_ins` came back."""
 
     pos: int
     drops: tuple[int, ...]
@@ -88,11 +91,13 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Reselect:
-    """All chunks were scored, and the pool was changed to the best of them, with `pos` positions written.
+    """The scores of all chunks, and the moves that made the best of them resident, when `pos` positions were written.
 
-    reason: "prefill" (between two batches), "question" (at the end of the prompt, before its last tokens are run again)
-    or "decode". scores: of each chunk, higher is hotter, None: it does not compete (sinks, tail, pins, not full). missed: the share of
-    the last token's attention that the chunks have that came in, 0: the scorer does not say.
+    reason: "prefill" (between two batches), "question" (at a prompt's end, before its tail runs again) or "decode".
+    scores: one for each chunk, higher is hotter; None: it does not compete (a sink, in the tail, pinned or not full).
+    drops, page_ins: chunks that leave the pool, and chunks that come back.
+    score_s, apply_s: seconds to score, and to move the chunks.
+    missed: share of the last token's attention on the chunks that came in; 0 if the scorer does not say.
     """
 
     pos: int
@@ -107,14 +112,17 @@ class Reselect:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that the user should know, and that does not end the run."""
+    """Something that the user should know; the run goes on."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token was produced. text: what can be shown by now, "" while a UTF-8 sequence or a stop string is incomplete."""
+    """A token was produced.
+
+    text: what can be shown by now; "" while a UTF-8 sequence or a stop string is incomplete.
+    """
 
     id: int
     text: str
@@ -122,10 +130,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end. reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted"."""
+    """The end of a run.
+
+    reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted".
+    text: text held back until now, to be shown.
+    """
 
     reason: str
-    text: str  # text held back until now, to be shown
+    text: str
     stats: Stats
 
 
@@ -133,7 +145,7 @@ Event = Prefill | Paged | Reselect | Warn | Token | Done
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    """An event as plain JSON values, with its lower-case class name under "event"."""
+    """Return an event as plain JSON values, with its class name in lower case under "event"."""
     res: dict[str, Any] = {"event": type(event).__name__.lower(), **asdict(event)}
     if isinstance(event, Done):
         res["stats"] = stats_dict(event.stats)
@@ -141,6 +153,6 @@ def as_dict(event: Event) -> dict[str, Any]:
 
 
 def stats_dict(stats: Stats) -> dict[str, Any]:
-    """Stats as plain JSON values, with the rates."""
+    """Return Stats as plain JSON values, including the rates."""
     names = ("prefill_rate", "decode_rate", "acceptance", "mean_committed")
     return {**asdict(stats), **{name: getattr(stats, name) for name in names}}

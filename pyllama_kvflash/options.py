@@ -1,4 +1,4 @@
-"""How a model is run. Names are llama.cpp's where it has one."""
+"""Options of a run. Names are llama.cpp's where it has one."""
 
 import os
 import re
@@ -16,30 +16,36 @@ SUMMARY = re.compile(r"(?:centroid|runs):(?:1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
-MAX_SEQ = 256  # llama.cpp's
+MAX_SEQ = 256  # llama.cpp's limit
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """How speculative decoding guesses tokens. Names are llama.cpp's where it has one."""
+    """Options of speculative decoding: how tokens are guessed, and when it pays. Names are llama.cpp's if possible."""
 
     kind: str
-    """"draft" (a smaller model with the same tokens), "dflash" (DFlash, DFlash2, DSpark), "eagle3", "mtp" (the model's own heads,
-    or those in a file) or "ngram" (what followed the last tokens earlier in the text)."""
+    """The source of guesses.
+
+    "draft": a smaller model with the same tokens.
+    "dflash": DFlash, DFlash2 or DSpark.
+    "eagle3": EAGLE-3.
+    "mtp": the model's own heads, or those in a file.
+    "ngram": what followed the last tokens earlier in the text.
+    """
     model: str | None = None
-    """The draft model's file."""
+    """File of the draft model. "draft", "dflash" and "eagle3" need one; "mtp" may have one; "ngram" takes none."""
     n_max: int = 8
-    """Most tokens of a draft. A draft is checked in one batch of n_max + 1 tokens."""
+    """The most tokens of a draft, 1 to 64. A draft is checked in one batch of n_max + 1 tokens."""
     p_min: float = 0.0
-    """A guess that the draft model finds less likely than this ends the draft."""
+    """A guess that the draft model finds less likely than this (0 to 1) ends the draft."""
     window: int = 2048
-    """How many positions back the draft model remembers."""
+    """Positions, back from the last one, that the draft model remembers."""
     gate: float = 1.0
-    """What a drafted step must be worth, in plain steps, for drafting to go on. 0: always draft."""
+    """Drafting goes on while a drafted step is worth this many plain steps. 0: always draft."""
     sustain: int = 4
-    """Drafted steps in a row that may be worth less before drafting stops."""
+    """Drafting stops after this many drafted steps in a row that are worth less than `gate`."""
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
@@ -61,58 +67,62 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a model is run. Sizes are in tokens unless a comment says otherwise."""
+    """Options of a run. KVFlash.from_file() takes them by name, and all have defaults.
+
+    Sizes are in tokens unless a comment says otherwise. The device holds a pool of KV; chunks outside it are records in
+    host memory, and the policy decides which chunks come back.
+    """
 
     # the context and the pool
-    n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained on
+    n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained for
     pool: int | str = "auto"  # tokens of KV on the device; "auto": by free memory; "off": the full cache
     auto_cap: int = AUTO_CAP  # the largest pool that "auto" chooses
-    chunk: int = 64  # tokens that are moved together: 16, 32 or 64
+    chunk: int = 64  # tokens that move together: 16, 32 or 64
     sinks: int = 1  # chunks at the beginning that never leave the device
-    tail: int = 4  # chunks at the end that never leave it
-    pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave it
+    tail: int = 4  # chunks at the end that never leave the device
+    pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
     n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
 
     # which chunks are resident
-    policy: str | Scorer = "qk"  # a name (registry.policy_names()), or a scorer of your own
-    tau: int = 0  # tokens between two scorings, at least; 0: see `interval`
+    policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
+    tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
     swaps: int = 4  # most chunks that one scoring brings back while decoding
-    share: float = 0.03  # most of the decode time that scoring may take; 0: no limit
-    again: float = 0.03  # a token that missed more of its attention than this is decoded again; 0: never
-    replay: int = 64  # tokens at the end of a prompt that run again once the pool suits them; 0: none
-    prefill_reselect: bool = True  # choose between the batches of a prompt, too
-    qk_summary: str | None = None  # what "qk" and "qk-zmax" keep of a chunk's keys; None: each its own (policy.Qk)
-    qk_aggregate: str = "zmax"  # how "qk-zmax" joins the heads (policy.QkZmax)
-    qk_query: str = "last:4"  # which tokens' queries score at the end of a prompt
-    qk_rerank: int = 8  # chunks that are looked at key by key there; 0: none
-    scorer_model: str | None = None  # the small model of "drafter" and "crosstok"; None: searched for (scorers.reader)
-    scorer_pool: int = 2048  # and its own pool
+    share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
+    again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
+    replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
+    prefill_reselect: bool = True  # choose the pool between the batches of a prompt, too
+    qk_summary: str | None = None  # summary of a chunk's keys for "qk" and "qk-zmax"; None: their own (policy.Qk)
+    qk_aggregate: str = "zmax"  # how "qk-zmax" combines the heads (policy.QkZmax)
+    qk_query: str = "last:4"  # the tokens whose queries score at the end of a prompt: last, last:N or question
+    qk_rerank: int = 8  # chunks that are scored key by key there; 0: none
+    scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
+    scorer_pool: int = 2048  # the pool of that model
 
     # speculative decoding
-    spec: Spec | None = None  # None: off
+    spec: Spec | None = None  # None: no speculative decoding
 
     # computation
-    n_batch: int = 0  # prompt tokens of a decode call; 0: what the pool allows, 2,048 at most
-    n_ubatch: int = 512  # tokens of one graph
+    n_batch: int = 0  # most prompt tokens of a decode call; 0: what the pool allows, up to 2,048
+    n_ubatch: int = 512  # most tokens of one compute graph
     n_threads: int | None = None  # None: all cores
     type_k: str = "f16"  # cache type of K
     type_v: str = "f16"  # cache type of V
     flash_attn: str = "auto"  # "auto", "on" or "off"
 
     # devices
-    n_gpu_layers: int = -1  # -1: all
+    n_gpu_layers: int = -1  # layers on the GPUs; -1: all
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
-    n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as must
-    rpc: tuple[str, ...] = ()  # servers (host:port) whose devices are used, too
+    n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as possible
+    rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
 
     # host memory and disk
-    host_limit: int | None = None  # bytes of chunk records in host memory; None: no limit
-    disk: str | None = None  # a folder for the records beyond that; None: none
-    snapshots: bool = False  # keep what save() needs: a pool even where it covers the context, and checkpoints
+    host_limit: int | None = None  # most bytes of chunk records in host memory; None: no limit
+    disk: str | None = None  # a folder for the records beyond that limit; None: no such records
+    snapshots: bool = False  # keep what save() needs: checkpoints, and a pool even if it covers the context
 
     # former names
-    draft_model: InitVar[str | None] = None  # scorer_model
-    draft_pool: InitVar[int | None] = None  # scorer_pool
+    draft_model: InitVar[str | None] = None  # now scorer_model
+    draft_pool: InitVar[int | None] = None  # now scorer_pool
 
     def __post_init__(self, draft_model: str | None, draft_pool: int | None) -> None:
         """Check every value. Raises UsageError."""
@@ -208,22 +218,25 @@ class Options:
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: tau, or 2; with spec 64, since a batch of guesses ends where the pool may change."""
+        """Tokens from one scoring to the next: tau, or 2; with spec 64, as a draft ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
 
     @property
     def shape(self) -> PoolShape:
-        """What a pool must hold."""
+        """The contents that a pool must hold."""
         pinned = n_pinned(pinned_chunks(self.pins, self.chunk), self.sinks)
         return PoolShape(self.chunk, self.sinks, self.tail, self.n_parallel * pinned, self.n_parallel)
 
     @property
     def n_draft(self) -> int:
-        """Tokens that are guessed at most, 0 without speculative decoding."""
+        """The most tokens of a draft; 0 without speculative decoding."""
         return self.spec.n_max if self.spec else 0
 
     def resolved(self, n_ctx_train: int) -> Self:
-        """With the model's context, this machine's threads, and no batch larger than the context (0 stays: the pool's)."""
+        """Return a copy with the model's context and this machine's threads filled in. Raises UsageError (a pin).
+
+        n_batch is at most the context; 0 stays 0, and lets the pool decide.
+        """
         n_ctx = self.n_ctx or n_ctx_train
         for start, end in self.pins:
             check_span(start, end, n_ctx)
@@ -243,5 +256,5 @@ def check_span(start: int, end: int, n_ctx: int) -> None:
 
 
 def _cores() -> int:
-    """Cores that this process may use; where the system does not say, all of them."""
+    """Return how many cores this process may use: all of them if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

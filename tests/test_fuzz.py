@@ -72,17 +72,22 @@ CHANGES = Changes.find(asan.ROOT, os.environ.get("KVFLASH_MUTANTS"))
 TRIED = [mutant for mutant in MUTANTS if CHANGES is None or CHANGES.touch(mutant)]
 
 
-def left_out(*, unless: bool) -> list[pytest.MarkDecorator]:
+def left_out(what: str, *, unless: bool) -> list[pytest.MarkDecorator]:
     if unless or CHANGES is None:
         return []
-    why = f"mutants of C++ that is as it was at {CHANGES.base[:10]}: `make mutants` tries all {len(MUTANTS)}"
+    why = f"{what} of C++ that is as it was at {CHANGES.base[:10]}: `make mutants` tries all {len(MUTANTS)}"
     return [pytest.mark.skip(reason=why)]
 
 
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        pytest.param(*kind, marks=left_out(unless=any(kind == (mutant.model, mutant.options) for mutant in TRIED)))
+        pytest.param(
+            *kind,
+            marks=left_out(
+                "controls of mutants", unless=any(kind == (mutant.model, mutant.options) for mutant in TRIED)
+            ),
+        )
         for kind in sorted({(mutant.model, mutant.options) for mutant in MUTANTS})
     ],
 )
@@ -97,7 +102,7 @@ def test_unchanged(build: asan.Build, tiny_path: Callable[[str], Path], model: s
 @pytest.mark.parametrize(
     "mutant",
     [
-        pytest.param(mutant, id=mutant.breaks.replace(" ", "-"), marks=left_out(unless=mutant in TRIED))
+        pytest.param(mutant, id=mutant.breaks.replace(" ", "-"), marks=left_out("mutants", unless=mutant in TRIED))
         for mutant in MUTANTS
     ],
 )

@@ -53,9 +53,7 @@ class Decoder:
             self.drafts.truncate(0)
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions of the sequence, its checkpoints and the drafter. Raises as
-        PooledSequence.rollback().
-        """
+        """Keep the first n_tokens positions, of checkpoints and drafter, too. Raises as PooledSequence.rollback()."""
         self.sequence.rollback(n_tokens)
         self._saved.truncate(n_tokens)
         if self.drafts:
@@ -86,8 +84,9 @@ class Decoder:
         return paged
 
     def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
-        """Decode a token with guesses of what follows it, (n,) int32, and keep those that `accept` takes. Raises as
-        advance().
+        """Decode a token with guesses of what follows it, (n,) int32, and keep those that `accept` takes.
+
+        Raises as advance().
         """
         sequence, drafts = self.sequence, self.drafts
         start = sequence.n_tokens
@@ -100,8 +99,7 @@ class Decoder:
         return [*([paged] if paged else []), *sequence.tick(n)]
 
     def missed(self, events: Sequence[Event]) -> Reselect | None:
-        """Return the event of a token's decode that brought in chunks with much of the token's attention; None if none
-        did.
+        """Return the event of a token's decode that brought in chunks with much of the token's attention, or None.
 
         Such a token was decoded without these chunks, and should be decoded again.
         """
@@ -110,8 +108,9 @@ class Decoder:
         return found if selector and found and selector.missed(found) else None
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again while it misses much of its attention, a few times at most. events: those of its
-        decode.
+        """Decode the last token again while it misses much of its attention, up to _ROUNDS times.
+
+        events: those of its decode. Yields those of the repeats.
         """
         sequence, selector = self.sequence, self.sequence.selector
         for _ in range(_ROUNDS):
@@ -131,8 +130,9 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits. See
-        KVFlash.prefill.
+        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits.
+
+        See KVFlash.prefill.
         """
         sequence, n, done = self.sequence, len(tokens), 0
         self.check_fits(n, sequence.n_tokens)
@@ -163,9 +163,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _n_replayed(self, n: int) -> int:
-        """Return how many tokens at the end of a prompt of n tokens run again; 0 if every chunk is resident and stays
-        so.
-        """
+        """Return how many of a prompt's n tokens run again, at its end; 0 if every chunk is resident and stays so."""
         o = self._options
         # a sliding window can go back no further than one graph writes
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
@@ -173,8 +171,8 @@ class Decoder:
     def _scorer_decides(self, n: int) -> bool:
         """Return whether a scorer chooses what n more tokens see.
 
-        It does if a chunk is out, as after a rollback of a longer text, or if the sequence's share of the pool cannot
-        hold everything.
+        It does if a chunk is out, as after a rollback of a longer text, or if the sequence's share cannot hold
+        everything.
         """
         if self.sequence.selector is None:
             return False
@@ -182,9 +180,7 @@ class Decoder:
         return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
-        """Run the end of a prompt, choose the pool for it, and run it again with the chunks that were missing the first
-        time.
-        """
+        """Run the end of a prompt, choose the pool for it, and run it again with the chunks that were missing."""
         sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
         if selector is None:
             msg = "there is no selector"
@@ -210,10 +206,10 @@ class Decoder:
                 yield from self.again(seen)
 
     def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
-        """Cut tokens into batches. Returns each with the number of its last tokens whose queries are wanted, n_asking
-        in all.
+        """Cut tokens into batches. Returns each with the number of its last tokens whose queries are wanted.
 
-        The tap keeps the queries of a graph's last tokens only. This makes as few batches as it allows.
+        n_asking: the sum of these numbers. The tap keeps the queries of a graph's last tokens only; this makes the
+        fewest batches that allows.
         """
         n, n_ubatch = len(tokens), self._options.n_ubatch
         n_most = min(self.sequence.ctx.q_tap, n_ubatch)

@@ -145,12 +145,11 @@ class KVFlash:
         return self.decoder.prefill(np.ascontiguousarray(tokens, np.int32))
 
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage if the schedule says
-        so.
+        """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage as scheduled.
 
         outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
-        UsageError (the context is full), PoolError, HostMemoryError, Interrupted and NativeError; the sequence is then
-        what it was before.
+        UsageError (the context is full), PoolError, HostMemoryError, Interrupted and NativeError, and leaves the
+        sequence as it was before.
         """
         ids = np.ascontiguousarray(tokens, np.int32)
         self.decoder.check_fits(len(ids), self.n_tokens)
@@ -319,8 +318,7 @@ class KVFlash:
         return self.sequence.queries()
 
     def reselect(self) -> Reselect | None:
-        """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or no scorer.
-        """
+        """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or lru."""
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
         events = list(self.sequence.reselect_now("decode", [self.queries()], 1))

@@ -115,9 +115,7 @@ class Generation:
         self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :])
 
     def recover(self) -> None:
-        """Forget a sequence that cannot be used, and set its text up to be read anew. The answer then goes on where it
-        was.
-        """
+        """Forget a sequence that cannot be used, and have its text read anew. The answer then goes on where it was."""
         sequence, self._guesses = self.decoder.sequence, None
         if not self.reading:
             self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
@@ -141,18 +139,14 @@ class Generation:
     #
 
     def take(self) -> None:
-        """Sample the next token from the logits of the last one. Call this right after its decode: the logits do not
-        stay.
-        """
+        """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
         sequence = self.decoder.sequence
         self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
 
     def step(self) -> list[Event]:
-        """Decode the last token, perhaps with guesses of what follows, and take what comes next. Raises as
-        Decoder.decode().
-        """
+        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
         if drafts:
             self.draft()
@@ -180,9 +174,7 @@ class Generation:
     #
 
     def draft(self) -> bool:
-        """Guess what follows the last token, unless that is done. Returns whether the next step needs a batch of its
-        own.
-        """
+        """Guess what follows the last token, unless that is done. Returns whether the step needs its own batch."""
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
         if drafts is None:
             return False
@@ -196,9 +188,7 @@ class Generation:
         return bool(len(self._guesses)) or drafts.reads_features
 
     def _limits(self) -> tuple[int, int]:
-        """Return the width of a batch that checks a draft, and how many of its tokens may stand. (1, 1): decode
-        plainly.
-        """
+        """Return the width of a batch that checks a draft, and how many of its tokens may stand; (1, 1): no draft."""
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
         width = drafts.n_max + 1 if drafts else 1
@@ -209,9 +199,7 @@ class Generation:
         return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
 
     def _check(self, guesses: Tokens, width: int) -> list[Event]:
-        """Decode the last token with guesses, in a batch of `width` tokens. Guesses that plain decoding would produce
-        stand.
-        """
+        """Decode the last token with guesses, in a batch of `width` tokens. Keep what plain decoding would produce."""
         sequence, drafts, answer = self.decoder.sequence, self.decoder.drafts, self.answer
         begin = time.perf_counter() - self._guessing_s
         start, n = sequence.n_tokens, 1 + len(guesses)

@@ -223,9 +223,7 @@ def _pool_size(seen: Probe, options: Options) -> PoolSize:
 
 
 def device_memory(seen: Probe, options: Options) -> list[DeviceMemory]:
-    """Return the name, free bytes and KV bytes per token of each device that holds KV. The weights must be loaded
-    already.
-    """
+    """Return the name, free bytes and KV bytes per token of each device that holds KV, with the weights loaded."""
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     found = devices()
     return [

@@ -86,8 +86,7 @@ def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...
 def _measured(
     model: Model, geometry: Geometry, options: Options, here: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Measure the memory beside weights and pool, in contexts that allocate nothing: a small one, and one of the full
-    cache.
+    """Measure the memory beside weights and pool, in contexts that allocate nothing: a small and a full cache.
 
     Returns three values, in bytes:
     - sliding windows and recurrent states, and a cache that cannot be pooled because its rows are unknown, counted once

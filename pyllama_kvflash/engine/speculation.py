@@ -21,7 +21,7 @@ from pyllama_kvflash.policy.gate import Gate
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
 _GLANCE = 256  # tokens that a drafter reads to try a closed gate: few, because most tries fail
-N_GRAM = 4  # tokens that must match earlier text; no draft is shorter, and llama.cpp's 12 is too long
+N_GRAM = 4  # tokens that must match earlier text; llama.cpp's default of 12 would make no shorter drafts
 
 
 @contextmanager
@@ -42,8 +42,7 @@ def drafter_bytes(
     Counts weights, and for each of n_seq sequences the buffers and a window's KV; that KV counts once per device
     because its placement is unknown.
 
-    target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises what DraftModel
-    does.
+    target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises as DraftModel does.
     """
     if spec.kind == "ngram":
         return [0 for _ in at]
@@ -107,8 +106,7 @@ class DraftModel:
     ) -> None:
         """target: the context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
 
-        Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError, each naming the
-        drafter.
+        Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError. All name the drafter.
         """
         self.spec = spec
         self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
@@ -160,9 +158,7 @@ class DraftModel:
 
 
 class Drafts:
-    """The drafts of one sequence, and the choice whether to make one. Report every event in the order in which it
-    happens.
-    """
+    """The drafts of one sequence, and the choice whether to make one. Report every event in its order."""
 
     def __init__(self, model: DraftModel, target: Context) -> None:
         """target: the context of the sequence. Raises UnsupportedError and NativeError, each naming the drafter."""
@@ -223,9 +219,7 @@ class Drafts:
         self._until = n_end
 
     def before(self, pos: int, n: int) -> None:
-        """Before n tokens are decoded at pos, switch the target's features on if the drafter will read them, and off
-        otherwise.
-        """
+        """Before n tokens are decoded at pos, switch the target's features on or off, as the drafter needs them."""
         if self.reads_features:
             prompt = pos < self._until
             wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed

@@ -1,4 +1,4 @@
-"""The tier below host memory: records in a file that is mapped, and gone when the process is."""
+"""The tier below host memory: records in a mapped file, which is gone when the process ends."""
 
 import errno
 import mmap
@@ -14,9 +14,9 @@ from pyllama_kvflash.native import Record
 
 
 def slabs_in(folder: str | Path) -> Callable[[int], Record]:
-    """Gives so many bytes of files in a folder, which have no names: nothing is left of them. Raises UsageError.
+    """Return a function that allocates nameless files in a folder, which leave nothing behind. Raises UsageError.
 
-    What it gives raises HostMemoryError where the disk has no room.
+    The function takes a size and returns an array (size,) uint8. It raises HostMemoryError if the disk is full.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -29,7 +29,7 @@ def _slab(folder: Path, size: int) -> Record:
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".kvflash-") as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so now, not when a page is written
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not when a page is written
             else:
                 file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)

@@ -1,7 +1,7 @@
 """Chunks on their way: the one owner of every move between the pool and the host store.
 
-On a GPU a plan is spread over steps, so that no step waits for a copy: a chunk sets out beside one step (`go_on`), lands in a
-masked block, and is seen by the next step (`land`).
+On a GPU a plan is spread over steps, so that no step waits for a copy. A chunk sets out beside one step (`go_on`) into
+a masked block, lands, and is seen by the next step (`land`).
 """
 
 from collections import deque
@@ -17,12 +17,16 @@ from pyllama_kvflash.policy import Ledger, Plan, State
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.residency import held, n_landing
 
-# That set out in one step: half a ms of a PCIe 5 bus, on which the next step's inputs would wait in line.
+# Most bytes that set out in one step: half a ms of a PCIe 5 bus, where the next step's inputs queue behind them.
 FLIGHT_BYTES = 24 << 20
 
 
 class OnTheWay(NamedTuple):
-    """What a snapshot keeps of flights. landing: chunks that have set out, and their blocks; the rest is still to be done."""
+    """The flights that a snapshot keeps.
+
+    landing: the block of each chunk that has set out.
+    drops, page_ins: chunks of the plan that are still to be moved.
+    """
 
     landing: dict[int, int]
     drops: tuple[int, ...]
@@ -30,7 +34,7 @@ class OnTheWay(NamedTuple):
 
 
 class Flights:
-    """Moves the chunks of one sequence. The ledger is changed first, since it checks the rules; the pool follows.
+    """Moves the chunks of one sequence. The ledger changes first, because it checks the rules; the pool follows.
 
     n_out and n_in count moves since the last forget().
     """
@@ -41,12 +45,12 @@ class Flights:
         self._ledger = ledger
         self._records = records
         self._landing: dict[int, int] = {}  # chunks that have set out, and their blocks
-        self._drops: deque[int] = deque()  # of a plan that is spread over steps
+        self._drops: deque[int] = deque()  # the rest of a plan that is spread over steps
         self._page_ins: deque[int] = deque()
 
     @property
     def in_motion(self) -> bool:
-        """Whether the next steps change what is resident."""
+        """Whether the next steps will change what is resident."""
         return bool(self._landing or self._page_ins)
 
     #
@@ -60,13 +64,13 @@ class Flights:
         self.n_out += 1
 
     def bring(self, chunks: Iterable[int]) -> None:
-        """Bring chunks in. The next batch sees them."""
+        """Bring chunks in; the next batch sees them."""
         for chunk in chunks:
             self._set_out(chunk)
         self.land()
 
     def land(self) -> None:
-        """Make resident what has set out: the next batch waits for its bytes."""
+        """Make resident every chunk that has set out; the next batch waits for its bytes."""
         for chunk in list(self._landing):
             self._ctx.commit(chunk)
             self._ledger.commit_page_in(chunk)
@@ -74,9 +78,9 @@ class Flights:
             self.n_in += 1
 
     def _set_out(self, chunk: int) -> None:
-        record = self._records.get(chunk)  # first: it raises if a lent record is damaged, before anything has moved
+        record = self._records.get(chunk)  # first, because it raises if a lent record is damaged: nothing has moved yet
         self._ledger.begin_page_in(chunk)
-        self._landing[chunk] = -1  # before it sets out: mend() looks for it here
+        self._landing[chunk] = -1  # noted before it sets out, because mend() looks for it here
         self._landing[chunk] = self._ctx.begin_page_in(chunk, record)
 
     #
@@ -90,13 +94,14 @@ class Flights:
         self.go_on()
 
     def go_on(self, n_tokens: int = 0) -> None:
-        """Beside a step of n_tokens, send out the next chunks, and drop those whose blocks the flight after this one takes: a
-        copy into a block that the step does not use need not wait for it.
+        """Beside a step of n_tokens, send out the next chunks of the plan, and free blocks for those after them.
+
+        A copy into a block that the step does not use need not wait for the step.
         """
         drops, page_ins = self._drops, self._page_ins
         if not page_ins:
             return
-        n_taken = self._ledger.new_chunks(n_tokens)  # free blocks that the step uses itself
+        n_taken = self._ledger.new_chunks(n_tokens)  # free blocks that the step itself takes
         n = max(1, FLIGHT_BYTES // self._records.record_bytes)
         n_kept = 1 if drops else 0  # for the chunk that begins next
         for _ in range(min(n, len(page_ins), self._ledger.n_free - n_taken - n_kept)):
@@ -111,14 +116,14 @@ class Flights:
             page_ins.clear()  # a new chunk took the block: the coldest of the plan stays out
 
     def finish(self) -> None:
-        """Bring in all that is left of the plan, now."""
+        """Bring in the rest of the plan now."""
         while self.in_motion:
             self.land()
             self.go_on()
         self._drops.clear()
 
     def cut_short(self) -> None:
-        """Give up the rest of the plan; what has set out lands."""
+        """Give up the rest of the plan; chunks that have set out land."""
         self.land()
         self._drops.clear()
         self._page_ins.clear()
@@ -128,8 +133,9 @@ class Flights:
     #
 
     def mend(self) -> None:
-        """Make the ledger agree with the pool about what is on its way: one chunk at most was cut off as it set out, or as it
-        landed.
+        """After a step was cut off, make the ledger agree with the pool about what is on its way.
+
+        At most one chunk was cut off as it set out or landed.
         """
         there = held(self._ctx)
         for chunk in [c for c in self._landing if c in there]:
@@ -137,20 +143,20 @@ class Flights:
                 self._ledger.commit_page_in(chunk)
             del self._landing[chunk]
         while len(self._landing) > n_landing(self._ctx):
-            self._landing.popitem()  # the last one
+            self._landing.popitem()  # the one that was cut off
         for flying in np.flatnonzero(self._ledger.state == State.IN_FLIGHT):
             if int(flying) not in self._landing:
                 self._ledger.abort_page_in(int(flying))
 
     def cancel(self) -> None:
-        """Do without all that is on its way."""
+        """Cancel everything that is on its way."""
         for flying in self._landing:
-            with suppress(PoolError):  # it is there already, or never began
+            with suppress(PoolError):  # it has landed already, or never began
                 self._ctx.cancel(flying)
         self._abort()
 
     def forget(self) -> None:
-        """The sequence was cleared: nothing is on its way, and nothing was moved."""
+        """Forget all flights and counts, because the sequence was cleared."""
         self._abort()
         self.n_out = self.n_in = 0
 
@@ -166,12 +172,13 @@ class Flights:
     #
 
     def saved(self) -> OnTheWay:
-        """What is on its way now. Nothing is changed by that."""
+        """Return what is on its way now, without changing it."""
         return OnTheWay(dict(self._landing), tuple(self._drops), tuple(self._page_ins))
 
     def resume(self, resident: Mapping[int, int], saved: OnTheWay) -> None:
-        """Put chunks into an empty pool: those that were resident (their blocks), and those on their way. The caller loads the
-        ledger. Raises what a page-in does.
+        """Put chunks into an empty pool: resident ones ({chunk: block}), and those that were on their way.
+
+        The caller loads the ledger. Raises what a page-in raises.
         """
         for chunk, block in sorted({**resident, **saved.landing}.items()):
             self._ctx.begin_page_in(chunk, self._records.get(chunk), block)

@@ -1,4 +1,4 @@
-"""Host memory for the records of chunks, in slabs that are never moved."""
+"""Host memory for the records of chunks, in slabs that never move."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from pyllama_kvflash.errors import HostMemoryError
 Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
-_SLAB = 256 << 20  # bytes of a slab that is taken ahead
-_UNEXPECTED = 32 << 20  # and of one that somebody waits for: some 10 ms
-_PAGE = 4096  # the rows of a record begin on one: a bus reads from there a tenth faster than from anywhere
-_LARGE = 1 << 20  # bytes of a record for which that is worth its room
+_SLAB = 256 << 20  # bytes of a slab that is taken in advance
+_UNEXPECTED = 32 << 20  # bytes of a slab that somebody waits for: some 10 ms
+_PAGE = 4096  # the rows of a record begin on a page, from which a bus reads a tenth faster
+_LARGE = 1 << 20  # bytes of a record that make this worth its room
 
 
 class HostMemory:
@@ -29,15 +29,18 @@ class HostMemory:
         meta_bytes: int = 0,
         spill: Callable[[int], Record] | None = None,
     ) -> None:
-        """allocate: gives so many bytes, or raises MemoryError; None: plain memory. limit: bytes of records at most.
-        meta_bytes: of a record, before its rows. spill: as allocate, for what is beyond the limit, or the memory there is.
+        """record_bytes: bytes of a record.
+        allocate: takes a size and returns an array (size,) uint8, or raises MemoryError; None: plain memory.
+        limit: the most bytes of records; None: no limit.
+        meta_bytes: bytes of a record before its rows.
+        spill: like allocate, for records beyond the limit or beyond the memory there is; None: none may be.
         """
         self.record_bytes = record_bytes
         self.n_used = 0  # places taken
         page = _PAGE if record_bytes >= _LARGE else 1
         self._lead = -meta_bytes % page
         self._pitch = -(-(self._lead + record_bytes) // page) * page
-        self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now, not when written
+        self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now
         self._limit = limit
         self._held: list[tuple[Record, Sequence[object]]] = []
         self._slabs: list[Record] = []
@@ -45,10 +48,10 @@ class HostMemory:
         self._grower = ThreadPoolExecutor(1, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
         self._spill = HostMemory(record_bytes, spill, meta_bytes=meta_bytes) if spill else None
-        self._spilled: set[int] = set()  # ids of places there
+        self._spilled: set[int] = set()  # id() of each place taken from there
 
     def close(self) -> None:
-        """Give the memory back. Nothing may be copied to or from it any more."""
+        """Free the memory. No copy to or from it may follow."""
         self._grower.shutdown(cancel_futures=True)
         self._growing.clear()
         self._slabs.clear()
@@ -59,16 +62,16 @@ class HostMemory:
 
     @property
     def spilled_bytes(self) -> int:
-        """What is taken beyond the limit, used or not."""
+        """Bytes taken beyond the limit, used or not."""
         return self._spill.held_bytes if self._spill else 0
 
     @property
     def held_bytes(self) -> int:
-        """Host memory taken, used or not."""
+        """Bytes of host memory taken, used or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self) -> Record:
-        """A place (record_bytes,). Raises HostMemoryError unless reserve() was called for it."""
+        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, but not if reserve() was called for it."""
         self.reserve(1)
         if self._spill and not self._within(1):
             place = self._spill.take()
@@ -78,7 +81,10 @@ class HostMemory:
         return self._free.pop()
 
     def give(self, place: Record, holders: Sequence[object] = ()) -> None:
-        """A place is used no more, once there are no holders: others may remove themselves from that list, in any thread."""
+        """Free a place. If someone still reads it (`holders` is not empty), free it later, on the next reserve().
+
+        Holders may remove themselves from that list in any thread.
+        """
         if holders:
             self._held.append((place, holders))
             return
@@ -90,13 +96,13 @@ class HostMemory:
         self._free.append(place)
 
     def _within(self, n: int) -> int:
-        """How many of n more places are within the limit."""
+        """Return how many of n more places fit within the limit."""
         return n if self._limit is None else max(0, min(n, self._limit // self.record_bytes - self.n_used))
 
     def expect(self, n: int) -> None:
-        """So many more places will be taken: get the memory for them beside the computation, in slabs.
+        """Announce n more places: memory for them is taken in slabs, beside the computation.
 
-        Raises HostMemoryError if the limit does not allow so many; where memory runs out, reserve() says so.
+        Raises HostMemoryError if the limit does not allow so many. If memory runs out, reserve() raises it.
         """
         self._check_limit(n)
         n = self._within(n)
@@ -112,7 +118,7 @@ class HostMemory:
             missing -= count
 
     def reserve(self, n: int) -> None:
-        """Make sure that n more places can be taken. Raises HostMemoryError, and holds what it held."""
+        """Make sure that n more places can be taken. Raises HostMemoryError, and then keeps what it held."""
         for _ in range(len(self._held)):
             self.give(*self._held.pop(0))
         self._check_limit(n)
@@ -125,7 +131,7 @@ class HostMemory:
                 slab = coming.result() if coming else self._allocate(count * self._pitch)
             except MemoryError:
                 count += self._expect_no_more()
-                if self._spill:  # from now on, what is held is all there is
+                if self._spill:  # the memory held now becomes the limit
                     self._limit = self.record_bytes * (self.n_used + len(self._free))
                     self.reserve(n)
                     return
@@ -139,12 +145,12 @@ class HostMemory:
             self._free.extend(slab.reshape(count, self._pitch)[:, self._lead : self._lead + self.record_bytes])
 
     def _growth(self) -> int:
-        """Places of a slab that nobody expected: no more of them than the limit allows."""
+        """Return the places of a slab that nobody announced, within the limit."""
         count = max(1, min(self.n_used // _GROWTH, _UNEXPECTED // self.record_bytes))
         return count if self._limit is None else min(count, (self._limit - self.held_bytes) // self.record_bytes)
 
     def _expect_no_more(self) -> int:
-        """What is not taken yet will not be: so many records."""
+        """Cancel the slabs that were announced but not taken. Returns how many records they would hold."""
         for _, slab in self._growing:
             slab.cancel()
         count = sum(count for count, _ in self._growing)

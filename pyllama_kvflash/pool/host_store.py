@@ -9,12 +9,17 @@ from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 Check = Callable[[Record], None]
 
-_CHECKERS = 8  # threads that check lent records; each hashes a GB a second
+_CHECKERS = 8  # threads that check lent records; each hashes 1 GB/s
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A record. check: it is somebody else's, and to be checked before it is used; ahead: that is being done."""
+    """A record, with its digest once it is known.
+
+    check: verifies a lent record that was not checked yet; None: none is needed.
+    ahead: that check, if it was begun in a thread.
+    lent: somebody else owns the record.
+    """
 
     record: Record
     check: Check | None = None
@@ -29,10 +34,10 @@ class _Entry:
 
 
 class HostStore:
-    """Owns the records of one sequence's sealed chunks, at places of a HostMemory.
+    """The records of one sequence's sealed chunks, at places of a HostMemory.
 
-    A record's place, once given, holds until forget(); the view that get() returns is valid until then. reserve() is
-    called before the batch that seals a chunk is decoded, so that running out of memory loses nothing.
+    A record keeps its place until forget(), and the view that get() returns is valid until then. Call
+    HostMemory.reserve() before decoding the batch that seals a chunk; then running out of memory loses nothing.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -41,10 +46,10 @@ class HostStore:
         self._ahead: ThreadPoolExecutor | None = None
         self._holders: list[object] = []
 
-    # Without locks: Ctrl-C may come between any two lines, and one that it leaves locked would stop all that follows.
+    # No locks: Ctrl-C may come between any two lines, and a lock left held would block everything after it.
 
     def close(self) -> None:
-        """Let go of the records, for HostMemory.close() to free them."""
+        """Let go of the records, so that HostMemory.close() frees them."""
         self._stop_checking()
         self._entries.clear()
 
@@ -65,19 +70,20 @@ class HostStore:
         return len(self._entries) * self.record_bytes
 
     def put(self, chunk: int) -> Record:
-        """A place (record_bytes,) for a chunk's record, which the caller fills now; the same one if it has one."""
+        """Return the place (record_bytes,) uint8 of a chunk's record, new or the one it has, for the caller to fill."""
         if chunk not in self._entries:
             self._entries[chunk] = _Entry(self.memory.take())
         return self._entries[chunk].record
 
     def lend(self, chunk: int, record: Record, digest: bytes, check: Check) -> None:
-        """A chunk's record that is somebody else's, of a map of a file perhaps, and stays as it is until forget(). check: is
-        called with it before it is used for the first time, and raises if it is not what it should be.
+        """Take a record that somebody else owns, perhaps in a mapped file, and keeps unchanged until forget().
+
+        digest: of the record. check: called with the record before its first use; it raises if the record is damaged.
         """
         self._entries[chunk] = _Entry(record, check, digest, lent=True)
 
     def get(self, chunk: int) -> Record:
-        """The record of a chunk that is in the store. Raises what the check of a lent one does. Any thread may ask."""
+        """Return the record of a chunk in the store. Raises what the check of a lent one raises. For any thread."""
         entry = self._entries[chunk]
         if entry.check is not None:
             if entry.ahead is None or entry.ahead.cancel():
@@ -87,12 +93,15 @@ class HostStore:
         return entry.record
 
     def unchecked(self, chunk: int) -> tuple[Record, Callable[[], None]]:
-        """The record of a chunk, and what is to be called before it is used, in any thread: as the check of a lent one."""
+        """Return the record of a chunk, and a function to call before using it, in any thread.
+
+        The function checks a lent record, and raises what its check raises.
+        """
         entry = self._entries[chunk]
         return entry.record, entry.see
 
     def check_ahead(self) -> None:
-        """All lent records will be used: check them in threads meanwhile. What is wrong get() says."""
+        """Begin to check all lent records in threads, because all will be used. get() raises what was found wrong."""
         self._stop_checking()
         self._ahead = ThreadPoolExecutor(_CHECKERS, "kvflash-check")
         with suppress(RuntimeError):  # no memory for a thread: get() checks
@@ -106,7 +115,7 @@ class HostStore:
             self._ahead = None
 
     def digest(self, chunk: int, record: Record, compute: Callable[[Record], bytes]) -> bytes:
-        """The digest of a whole record that is held, computed once as long as it is the chunk's. Any thread may ask."""
+        """Return the digest of a whole record, computed once while the record is the chunk's. For any thread."""
         entry = self._entries.get(chunk)
         if entry is None or entry.record is not record:  # it was forgotten meanwhile
             return compute(record)
@@ -115,7 +124,7 @@ class HostStore:
         return entry.digest
 
     def forget(self, first: int) -> None:
-        """Forget the records of chunk `first` and all later ones; their places are used again."""
+        """Forget the records of chunk `first` and all later ones, and free their places."""
         if any(c >= first and entry.lent for c, entry in self._entries.items()):
             self._stop_checking()
         for chunk in [c for c in self._entries if c >= first]:
@@ -124,12 +133,12 @@ class HostStore:
                 self.memory.give(entry.record, self._holders)
 
     def hold(self) -> object:
-        """Keep what is forgotten from now on as it is, for somebody who reads it. Returns what release() takes."""
+        """Keep the bytes of records that are forgotten from now on, for a reader. Returns a holder for release()."""
         holder = object()
         self._holders.append(holder)
         return holder
 
     def release(self, holder: object) -> None:
-        """End a hold. Any thread may call this, also again."""
+        """End a hold. Harmless when called again. For any thread."""
         with suppress(ValueError):
             self._holders.remove(holder)

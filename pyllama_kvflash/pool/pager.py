@@ -1,7 +1,7 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
 
-Nothing here waits for a copy that the computation does not wait for. A full chunk is written back while the next batch is
-computed, and summarised after that, in a thread. What is on its way in is the business of `flights`.
+Nothing here waits for a copy unless the computation needs it. A full chunk is written back while the next batch is
+computed, and then summarised in a thread. `flights` moves chunks in and out.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ _NOTHING = Plan()
 
 
 class Shared:
-    """What the sequences of a pool share: its blocks, the host memory for their records, and each other."""
+    """The parts that the sequences of a pool share: its blocks, the host memory for their records, and the pagers."""
 
     def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
         info = ctx.pool_info()
@@ -39,32 +39,33 @@ class Shared:
         self.memory.close()
 
     def n_pinned(self) -> int:
-        """Pinned chunks of all sequences that are no sinks."""
+        """Return the number of pinned chunks that are not sinks, over all sequences."""
         return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
 
     def shape(self, n_more: int = 0) -> PoolShape:
-        """What the pool must hold now, with n_more pinned chunks."""
+        """Return what the pool must hold now, with n_more pinned chunks."""
         ledger = self.blocks.ledgers[0]
         n_seq = len(self.blocks.ledgers)
         return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
 
     @property
     def n_pool(self) -> int:
-        """Tokens that the blocks hold."""
+        """Tokens that the blocks can hold."""
         return self.blocks.n * self.blocks.ledgers[0].chunk
 
 
 class Pager:
-    """Owns the ledger and the host store of one sequence; decides with `policy` what moves in the pool that it shares.
+    """The ledger and host store of one sequence. It decides with `policy` what moves in the pool that it shares.
 
-    Should a step be cut off, reconcile() makes the pool what the ledger says. n_stored counts records written since the last
-    clear(), as flights.n_out and n_in count moves.
+    After a step that was cut off, reconcile() makes the pool agree with the ledger. n_stored counts records written
+    since the last clear(), as flights.n_out and n_in count moves.
     """
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
-        """ctx: as the sequence sees it; the pagers of a pool are made in the order of their sequences.
+        """ctx: the context as this sequence sees it. The pagers of a pool are made in the order of their sequences.
+        summary: the kind of summary to keep of the keys of sealed chunks, for a scorer; None: none.
 
-        summary: what is kept of the keys of sealed chunks, for a scorer. Raises UnsupportedError if that cannot be.
+        Raises UnsupportedError if these keys cannot be summarised.
         """
         self.n_stored = 0
         self.records = HostStore(shared.memory)
@@ -91,28 +92,28 @@ class Pager:
     #
 
     def close(self) -> None:
-        """End the copies and the threads, and free the records."""
+        """End copies and threads, and free the records."""
         self.ctx.wait()
         self._summariser.close()
         self.records.close()
 
     def expect(self, n_tokens: int) -> None:
-        """So many positions are to be written: take the host memory for them meanwhile. Raises HostMemoryError."""
+        """Announce n_tokens more positions: host memory for them is taken meanwhile. Raises HostMemoryError."""
         ledger = self.ledger
         n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
         self.shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
 
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0)) -> Plan:
-        """Blocks for the chunks that a batch begins, and host memory for those that it seals.
+        """Free blocks for the chunks that a batch begins, and reserve host memory for those that it seals.
 
-        taken: how many blocks, and records, other sequences in the same batch take. Raises PoolError and HostMemoryError;
-        nothing has moved then.
+        n_tokens: tokens of the batch. taken: blocks, and records, that other sequences in the same batch take. Returns
+        the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
-        self.flights.land()  # the copies began beside the batch before this one
+        self.flights.land()  # the copies began beside the previous batch
         ledger = self.ledger
         if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
-            return _NOTHING  # most tokens go on in their chunk
+            return _NOTHING  # most tokens neither begin nor fill a chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new and n_new + taken[0] > ledger.n_free:
             self.flights.finish()
@@ -125,13 +126,16 @@ class Pager:
         return plan
 
     def fitting(self, n_tokens: int) -> int:
-        """Of so many tokens to be decoded at once, those for which no more chunks leave than for the first alone."""
+        """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
 
     def written(self, n_tokens: int) -> None:
-        """Its first n_tokens stand: begin to write back the chunks that are full then; they are free to drop."""
+        """Record that the first n_tokens of a batch stand, and begin to write back the chunks that are now full.
+
+        These may be dropped from then on.
+        """
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
@@ -141,12 +145,12 @@ class Pager:
 
     @property
     def n_whole(self) -> int:
-        """Chunks 0 .. n_whole - 1 are sealed, their records whole, and their summaries made or being made."""
+        """Chunks, from the first, that are sealed and stored whole. Their summaries are made, or being made."""
         return self._reads[0][0] if self._reads else self.ledger.n_sealed
 
     @property
     def summaries(self) -> Summaries | None:
-        """Of the keys of sealed chunks, None if the scorer wants none. The last ones may still be being made."""
+        """Summaries of the keys of sealed chunks, the last ones perhaps unfinished; None if the scorer wants none."""
         return self._summariser.summaries
 
     @property
@@ -155,9 +159,9 @@ class Pager:
         return self._summariser.pending
 
     def summarise(self, kind: str | None) -> None:
-        """Keep summaries of this kind from now on, beginning with the records that are there. None: keep none.
+        """Keep summaries of this kind from now on, starting with the stored records. None: keep none.
 
-        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
+        Raises UnsupportedError (the keys of this model have another form) and HostMemoryError.
         """
         self.wait_stored()
         self._summariser.use(kind, [int(c) for c in np.flatnonzero(self.ledger.stored)])
@@ -169,21 +173,21 @@ class Pager:
             self.n_stored += 1
 
     def _arrived(self, n: int) -> None:
-        """The first n records that are being written back are needed whole: wait for them, and have them summarised."""
+        """Wait for the first n records that are being written back, and have them summarised."""
         for _ in range(n):
             chunk, ticket = self._reads[0]
             self.ctx.wait(ticket)
             self._summariser.begin(chunk + 1)
-            self._reads.popleft()  # last: should this be cut off, it is done again
+            self._reads.popleft()  # last, so that it is done again if it is cut off
         self._summariser.collect()
 
     def settle(self) -> None:
-        """Finish all that is under way: records are whole and summarised, no chunk is in flight."""
+        """Finish everything under way: then all records are whole and summarised, and no chunk is in flight."""
         self.flights.finish()
         self.wait_stored()
 
     def wait_stored(self) -> None:
-        """Wait until all records are whole, and summarised."""
+        """Wait until all records are whole and summarised."""
         self._arrived(len(self._reads))
         self._summariser.finish()
 
@@ -192,7 +196,7 @@ class Pager:
     #
 
     def apply(self, plan: Plan) -> None:
-        """A plan, whole: drops first, then page-ins. The next batch sees it."""
+        """Carry out a whole plan: drops first, then page-ins. The next batch sees the result."""
         for i, chunks in plan.taken:
             for chunk in chunks:
                 self.shared.pagers[i].flights.drop(chunk)
@@ -206,8 +210,11 @@ class Pager:
     #
 
     def reselect(self, scores: Scores, n_free: int, n_most: int | None = None, *, spread: bool = False) -> Plan:
-        """Make the chunks of the highest scores (n,) resident, NaN: no candidate. n_free: blocks to leave free. n_most: how many
-        come in at most. spread: over as many steps as it takes for none of them to wait.
+        """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
+
+        n_free: blocks to leave free.
+        n_most: the most chunks to bring in; None: no limit.
+        spread: move the chunks over several steps, none of which waits for a copy.
         """
         self.flights.cut_short()
         self.ledger.rate(scores)
@@ -223,10 +230,10 @@ class Pager:
     #
 
     def rolled_back(self, n_tokens: int) -> Plan:
-        """Positions from n_tokens on were removed from the cache: forget them, and bring back what is the tail now.
+        """Forget positions from n_tokens on, which were removed from the cache, and bring back the new tail.
 
-        A chunk that is cut through comes back whole from its record, and is cut; it is sealed anew when it is full.
-        Returns what moved.
+        A chunk that is cut through comes back whole from its record and is then cut; it is sealed anew when full.
+        Returns what was moved in all.
         """
         ledger = self.ledger
         self.wait_stored()
@@ -245,7 +252,7 @@ class Pager:
         return Plan(whole.drops + tail.drops, whole.page_ins + tail.page_ins)
 
     def clear(self) -> None:
-        """Forget the sequence; pins stay. The context is cleared already."""
+        """Forget the sequence, after the context was cleared. Pins stay."""
         self.ctx.wait()
         self._reads.clear()
         self._summariser.give_up()
@@ -256,7 +263,7 @@ class Pager:
         self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
-        """After a step that was cut off at n_tokens positions: make the pool what the ledger says, and seal."""
+        """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
         if ledger.n_tokens > n_tokens:
             self.flights.cancel()
@@ -278,18 +285,18 @@ class Pager:
     #
 
     def loaded(self) -> None:
-        """A sequence was put back: begin to summarise its chunks."""
+        """Begin to summarise the chunks of a sequence that was put back."""
         if self.summaries is not None:
             self.records.check_ahead()
             self._summariser.reserve(self.ledger.n_sealed)
             self._summariser.begin(self.ledger.n_sealed)
 
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, at the cost of the coldest one."""
+        """Bring a chunk back, in place of the coldest one. Raises UsageError and PoolError."""
         self._check(chunk)
         self.settle()
         self.apply(bring_in(self.ledger, [chunk]))
-        self.ledger.unrate(chunk)  # who asks for it wants it to stay
+        self.ledger.unrate(chunk)  # the caller wants it to stay
 
     def page_in_all(self) -> None:
         """Bring all chunks back. Raises PoolError."""
@@ -297,11 +304,11 @@ class Pager:
         self.apply(bring_in(self.ledger, range(self.ledger.n_chunks)))
 
     def confine(self, n_pool: int) -> None:
-        """Use the blocks of n_pool positions only, for all sequences: until it is called again, all is as in such a pool."""
+        """Use only the blocks of n_pool positions, for all sequences, until called again. Works as a smaller pool."""
         self.shared.blocks.n = n_pool // self.ledger.chunk
 
     def page_out(self, chunk: int) -> None:
-        """Drop a chunk from the pool."""
+        """Drop a chunk from the pool. Raises UsageError and PoolError."""
         self._check(chunk)
         self.settle()
         if self.ledger.state_of(chunk) == State.OUT:
@@ -312,7 +319,10 @@ class Pager:
         self.apply(Plan(drops=(chunk,)))
 
     def pin(self, start: int, end: int) -> None:
-        """Keep the chunks of positions [start, end), bringing back those that are out."""
+        """Keep the chunks of positions [start, end), and bring back those that are out.
+
+        Raises PoolError, and pins nothing, if too little were left to page.
+        """
         ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
         more = n_pinned(ledger.pins | chunks, ledger.n_sinks) - n_pinned(ledger.pins, ledger.n_sinks)
@@ -339,7 +349,7 @@ class Pager:
             raise UsageError(msg)
 
     def residency(self) -> Residency:
-        """Where every chunk is now."""
+        """Return where every chunk is now."""
         return look(self.ledger, self.ctx)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the chunks are, and whether all who should know agree about it."""
+"""Residency: where the chunks are, and whether ledger, host store and native pool agree about it."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,12 @@ from pyllama_kvflash.pool.host_store import HostStore
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Where the chunks are, one array element each (n_chunks,).
+    """The place of every chunk, as arrays (n_chunks,).
 
-    state: int8, 0 out, 1 in flight, 2 resident. block: int32, -1 if not resident. sealed, stored, protected: bool.
-    score: float64, what the last scoring gave, higher is hotter; NaN if it gave none.
+    state: int8; 0 out, 1 in flight, 2 resident.
+    block: int32; -1 if not resident.
+    sealed, stored, protected: bool.
+    score: float64, from the last scoring, higher is hotter; NaN if it gave none.
     """
 
     state: npt.NDArray[np.int8]
@@ -27,7 +29,7 @@ class Residency:
 
 
 def look(ledger: Ledger, ctx: Context) -> Residency:
-    """Where every chunk is now."""
+    """Return where every chunk is now."""
     block = np.full(ledger.n_chunks, -1, np.int32)
     chunks, _ = ctx.blocks()
     used = chunks >= 0
@@ -55,16 +57,16 @@ def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:
 
 
 def held(ctx: Context) -> dict[int, int]:
-    """The chunks of a sequence in the native pool, and how many of their cells are in use."""
+    """Return the chunks of a sequence in the native pool: {chunk: cells in use}."""
     chunks, n_used = ctx.blocks()
     return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
 
 
 def n_landing(ctx: Context) -> int:
-    """Chunks that are on their way into the native pool."""
+    """Return how many chunks are on their way into the native pool."""
     return int(np.count_nonzero(ctx.blocks()[1] < 0))
 
 
 def resident(ledger: Ledger) -> set[int]:
-    """The chunks that the ledger says are in the pool."""
+    """Return the chunks that are in the pool according to the ledger."""
     return {int(c) for c in np.flatnonzero(ledger.state == State.RESIDENT)}

@@ -1,4 +1,4 @@
-"""The selector: has the chunks scored, beside decode or at once, and the pool changed to the best of them."""
+"""The selector: has the chunks scored, beside decoding or at once, and makes the best of them resident."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,28 +17,28 @@ from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scorin
 from pyllama_kvflash.pool.pager import Pager
 
 FADES = 0.8
-"""Of its share a chunk keeps so much at the next scoring, while decoding: what an answer was chosen for may be asked for again."""
+"""While decoding, a chunk's score falls to no less than this share of its last one: an answer may come back to it."""
 COPIED = 32e9
-"""Bytes a second to a device, about: PCIe 4."""
+"""Bytes per second to a device, roughly: PCIe 4."""
 _LAYER_THREADS = 8  # more would only wait for memory
 
 Scored = tuple[Scores, float]
 
 
 class Selector:
-    """Asks the scorer when the schedule says so. One thread scores, and nothing else touches the scorer.
+    """Runs the scorer when the schedule says so. One scoring runs at a time, and nothing else touches the scorer.
 
-    `ask` has the queries of the last token copied, beside the next computation; `begin` looks at the sequence and starts
-    the thread; `finish` waits for it, and has the plan applied. Whoever takes positions away, or replaces them, calls
-    `cancel` first.
+    `ask` begins to copy the last token's queries, beside the next computation. `begin` takes a view of the sequence and
+    starts a scoring, in a thread if the caller need not wait. `finish` waits for it and applies the plan. Call `cancel`
+    before removing or replacing positions.
     """
 
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options, *, goes_back: bool = True) -> None:
-        """goes_back: the last token can be taken out of the sequence, to be decoded again."""
+        """goes_back: whether the last token can be taken out of the sequence and decoded again."""
         self.scorer: Scorer = scorer
-        self._on_cpu = not ctx.pinned  # then scoring takes its time from decoding
+        self._on_cpu = not ctx.pinned  # where scoring takes its time from decoding
         self._again = options.again if goes_back and options.spec is None else 0.0  # a drafter reads along
-        self._at_once = True  # the last scoring was within its token
+        self._at_once = True  # whether the last scoring ended within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.swaps
         self._scales: list[float] = []
@@ -55,7 +55,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
-        self._orphaned = False  # what is under way, if anything is, has no step where it is due: a prompt's, or cut off
+        self._orphaned = False  # begun by a prompt or by a step that was cut off: the next token discards it
 
     def close(self) -> None:
         """End the threads."""
@@ -66,14 +66,17 @@ class Selector:
             close()
 
     def use(self, scorer: Scorer) -> None:
-        """Go on with another scorer."""
+        """Go on with another scorer. Raises UnsupportedError and HostMemoryError."""
         self.cancel()
         self.schedule.within = self._within(scorer)
         self._pager.summarise(scorer.summary)
         self.scorer = scorer
 
     def _within(self, scorer: Scorer) -> bool:
-        """Whether scoring may be over within the token: by summaries, on a CPU, and wherever the token may be decoded again."""
+        """Return whether a scoring may end within its token.
+
+        It may if it works on summaries, and either runs on a CPU or the token can be decoded again.
+        """
         return scorer.summary is not None and (self._on_cpu or (bool(self._again) and shares(scorer)))
 
     @property
@@ -82,18 +85,19 @@ class Selector:
         return bool(self._again) and shares(self.scorer)
 
     def missed(self, event: Reselect) -> bool:
-        """Whether what came in then has so much of the last token's attention that this is to be decoded again."""
+        """Return whether the last token must be decoded again: chunks that came in hold too much of its attention."""
         return self.repeats and event.missed > self._again and self._at_once
 
     @property
     def needed(self) -> bool:
-        """Whether anything is out, or would be if other sequences took their share: else there is nothing to choose."""
+        """Whether there is a choice: a chunk is out, or would be if other sequences took their share of the pool."""
         ledger = self._pager.ledger
         return ledger.n_resident < ledger.n_chunks or ledger.n_chunks > ledger.n_share
 
     def queries(self, back: int = 0) -> Queries:
-        """Those of the last token decoded, or of one before it in the same batch, for each pooled layer, now. What was asked for is
-        still to come.
+        """Return the queries of the last token decoded, or of the token `back` before it in the batch, without delay.
+
+        One array (n_head, n_embd_head_k) for each pooled layer. A copy begun by ask() is not affected.
         """
         return self._ctx.queries(back)
 
@@ -110,7 +114,10 @@ class Selector:
         return split_queries(self._into.copy(), self._shapes)
 
     def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int) -> Reselect | None:
-        """Of n_tokens, n_new are just being decoded: apply the scores that are due, or begin to score. tokens: gives them."""
+        """Apply the scores that are due, or begin to score, while the last n_new of n_tokens tokens are being decoded.
+
+        tokens: returns all n_tokens tokens, (n_tokens,) int32. Returns what changed, if anything did.
+        """
         if self._orphaned:
             self.cancel()
         self._orphaned = True
@@ -132,11 +139,14 @@ class Selector:
         return event
 
     def rest(self) -> None:
-        """What passes until the next token is no time that a token takes."""
+        """Leave the time until the next token out of the schedule's measurements."""
         self._ticked = None
 
     def saved(self) -> Scoring:
-        """How far it is now. Waits for scores that are under way; if there are none, they are begun anew some time."""
+        """Return the state of scoring, for a snapshot. Waits for a scoring under way.
+
+        If that failed, its scores are left out, and begun anew some time later.
+        """
         if self._orphaned:  # the next token cancels it
             return Scoring()
         queries, scores, schedule = None, None, self.schedule
@@ -148,26 +158,28 @@ class Selector:
         return Scoring(schedule.n_since, queries, scores, schedule.cost_s, schedule.step_s or 0.0)
 
     def resume(self, saved: Scoring) -> None:
-        """Go on from there. The sequence is what it was then."""
+        """Go on from a saved state. The sequence must be what it was then."""
         self.cancel()
         self.schedule.resume(saved)
         if saved.scores is not None:
             self._job = Future()
             self._job.set_result((saved.scores, 0.0))
-        elif saved.queries is not None and len(saved.queries) == len(self._into):  # or of another policy's layers
+        elif saved.queries is not None and len(saved.queries) == len(self._into):  # else: of another policy's layers
             self._into[:] = saved.queries
-            self._ticket = 0  # all copies
+            self._ticket = 0  # a wait for this ticket waits for all copies
 
     @property
     def n_steady(self) -> int:
-        """Tokens until something is to be done after one of them: so many may be decoded in one batch."""
+        """Tokens that may be decoded in one batch before something is due after one of them."""
         if self._ticket is not None:
             return 1
         return self.schedule.n_until(due=self._job is not None)
 
     def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
-        """A batch of a prompt is being computed: choose the pool for the next one by the queries of the batch before this one,
-        beside this one; on a CPU, where it is done by now, by its own.
+        """Choose the pool for a prompt's next batch, while one is being computed.
+
+        The choice uses the queries of the batch before this one, and runs beside this one; on a CPU, where this one is
+        done by now, it uses its queries. n_tokens: positions written. n_free: blocks to leave free.
         """
         self._orphaned = True
         if self._on_cpu:
@@ -183,8 +195,8 @@ class Selector:
     def now(
         self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int, n_most: int | None = None
     ) -> Reselect:
-        """Score and change the pool at once. n_free: blocks to leave free for what comes next. n_most: chunks come in at most."""
-        ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long
+        """Score and change the pool at once. n_free: blocks to leave free. n_most: the most chunks to bring in."""
+        ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long, too
         self.cancel()
         self._ticked = ticked
         self._orphaned = True
@@ -197,12 +209,10 @@ class Selector:
         return event
 
     def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
-        """Start to score the sequence as it is now. close: the scorer may take its time."""
-        self._scales = (
-            self._scales or self._ctx.query_scales().tolist()
-        )  # known once a graph was built, and the same from then on
+        """Start to score the sequence as it is now. close: give the scorer the keys themselves, as there is time."""
+        self._scales = self._scales or self._ctx.query_scales().tolist()  # fixed once a graph was built
         ledger = self._pager.ledger
-        in_flight = ledger.state == State.IN_FLIGHT  # they will have landed
+        in_flight = ledger.state == State.IN_FLIGHT  # these will have landed
         candidates = ledger.candidates() | (in_flight & ~ledger.protected())
         candidates[self._pager.n_whole :] = False
         self._view = View(
@@ -224,8 +234,12 @@ class Selector:
     def finish(
         self, reason: str, pos: int, n_free: int, n_most: int | None = None, *, spread: bool = False
     ) -> Reselect:
-        """Wait for the scores, and change the pool to the best chunks. n_most: that come in at most. spread: over steps, none
-        of which waits.
+        """Wait for the scores, and make the best chunks resident.
+
+        pos: positions written, for the event.
+        n_free: blocks to leave free.
+        n_most: the most chunks to bring in; None: no limit.
+        spread: move the chunks over several steps, none of which waits for a copy.
         """
         job, view = self._job, self._view
         if job is None:
@@ -256,13 +270,14 @@ class Selector:
         shown: list[float | None] = scores.tolist()
         for i in np.flatnonzero(np.isnan(scores)):
             shown[i] = None
-        known = [c for c in plan.page_ins if c < len(now)]  # others were written since scoring began
+        known = [c for c in plan.page_ins if c < len(now)]  # the others were written after scoring began
         missed = float(np.nansum(now[known])) if shares(self.scorer) else 0.0
         return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s, missed)
 
     def _with_later(self, scores: Scores) -> Scores:
-        """With the chunks that were written since scoring began, neither hot nor cold: they would fill the pool if they
-        were above all others, as they are while decoding, when there are few of them.
+        """Return the scores with the median for chunks written since scoring began.
+
+        While decoding these rank above all others, but then they are few: here they would fill the pool.
         """
         candidates = self._pager.ledger.candidates()
         res = np.full(len(candidates), np.nan)
@@ -273,7 +288,7 @@ class Selector:
         return res
 
     def cancel(self) -> None:
-        """Forget what was begun, once the thread is done with it."""
+        """Wait for a scoring under way, and discard it."""
         if self._job is not None:
             self._job.exception()
         self._job = self._view = self._ticket = self._ticked = None
@@ -281,7 +296,7 @@ class Selector:
         self.schedule.restart()
 
     def _fall_back(self, err: ScorerError, view: View) -> Scored:
-        """The scorer cannot work: go on with qk, whose summaries are made of the records that are there."""
+        """Replace a scorer that cannot work by qk, with summaries made from the stored records, and score."""
         self.warnings.append(f"{self.scorer.name} cannot score: {err}; using qk")
         if close := getattr(self.scorer, "close", None):
             close()
@@ -291,7 +306,7 @@ class Selector:
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
     def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
-        """In a thread, unless who begins it waits for it, too."""
+        """Score in a thread, or in this one if the caller waits anyway and the scorer reads summaries."""
         if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)
@@ -311,12 +326,15 @@ class Selector:
 
 
 def shares(scorer: Scorer) -> bool:
-    """Whether its scores are shares of the attention of a token, so that they have a meaning of their own."""
+    """Return whether a scorer's scores are shares of a token's attention, and so mean something by themselves."""
     return bool(getattr(scorer, "shares", False))
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
-    """Scores, NaN for what is no candidate, and the seconds they took once the summaries that are `after` were made."""
+    """Return the scores, NaN for chunks that are no candidates, and the seconds they took.
+
+    after: summaries to wait for first, which is not counted. Raises ScorerError, SnapshotError and Interrupted.
+    """
     for summary in after:
         summary.result()
     begin = time.perf_counter()

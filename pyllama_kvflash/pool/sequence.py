@@ -1,7 +1,7 @@
 """A sequence in a pool: its tokens, which of its chunks are on the device, and what is brought back.
 
-`step.advance` decodes a batch. Between batches the selector scores the chunks and changes the pool. Whatever cuts a step off,
-the next one mends first.
+`step.advance` decodes a batch. Between batches the selector scores the chunks and changes the pool. If a step is cut
+off, the next one first repairs what it left.
 """
 
 from array import array
@@ -24,14 +24,19 @@ from pyllama_kvflash.pool.selector import Selector
 class PooledSequence:
     """One sequence of up to n_ctx positions. Without a pool (`pager` is None) it is a sequence of the full cache.
 
-    peers: all sequences of the context, by number. history: the tokens written so far. pending: the token that was produced
-    last, which is not decoded yet. consistent: False while a step is under way, or if one was cut off.
+    peers: all sequences of the context, by number.
+    history: the tokens written so far.
+    pending: the last token produced, which is not decoded yet; None: there is none.
+    consistent: False while a step is under way, and after one was cut off.
     """
 
     def __init__(
         self, ctx: Context, options: Options, peers: list[Self], shared: Shared | None, scorer: Scorer | None
     ) -> None:
-        """ctx: as this sequence sees it. peers: those made before this one, which joins them. shared, scorer: of its pool."""
+        """ctx: the context as this sequence sees it.
+        peers: the sequences made before this one, which joins them.
+        shared, scorer: of its pool; None: no pool.
+        """
         self.seq = len(peers)
         self.peers = peers
         peers.append(self)
@@ -42,7 +47,7 @@ class PooledSequence:
         self.pending: int | None = None
         self.consistent = True
         self.warnings: tuple[str, ...] = ()
-        self._owed: tuple[int, int] | None = None  # a token on its way between history and pending, and its position
+        self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
         self.pager: Pager | None = None
         self.selector: Selector | None = None
@@ -102,7 +107,7 @@ class PooledSequence:
     #
 
     def stand(self, tokens: Tokens) -> None:
-        """Put tokens that were decoded into the history, the pending one first if there is one."""
+        """Move decoded tokens (n,) int32 into the history. If there is a pending token, it is the first of them."""
         self._owed = None if self.pending is None else (self.n_tokens, self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
@@ -110,14 +115,17 @@ class PooledSequence:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A change of the sequence, or of what is resident. If it is cut off, the next one begins by mending."""
+        """Guard a change of the sequence, or of what is resident. If it is cut off, the next step first repairs it."""
         self.recover()
         self.consistent = False
         yield
         self.consistent = True
 
     def recover(self) -> None:
-        """After a step that was cut off, take out of the cache what it left there, and go on from the last position."""
+        """After a step that was cut off, remove what it left in the cache, and go on from the last position.
+
+        Raises NativeError if the model's memory cannot go back.
+        """
         cut_off = [s for s in self.peers if not s.consistent]
         if not cut_off:
             return
@@ -140,8 +148,9 @@ class PooledSequence:
         self._owed = None
 
     def draft_limits(self, n: int) -> tuple[int, int]:
-        """How many tokens a batch with guesses may have, n at most, and how many of them may stand, for each to see the same
-        chunks as if they came one by one.
+        """Return how many tokens a batch with guesses may have, at most n, and how many of them may stand.
+
+        Within these limits each token sees the same chunks as if it were decoded alone.
         """
         pager, selector = self.pager, self.selector
         if pager is None:
@@ -168,7 +177,7 @@ class PooledSequence:
         self.consistent = True
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, see KVFlash.rollback."""
+        """Keep the first n_tokens positions; see KVFlash.rollback. Raises UsageError and UnsupportedError."""
         if not 0 <= n_tokens <= self.n_tokens:
             msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
             raise UsageError(msg)
@@ -188,8 +197,9 @@ class PooledSequence:
                 self.pager.rolled_back(n_tokens)
 
     def take_back(self) -> tuple[int, Paged | None]:
-        """Take the last token out, to be decoded again: it is pending from now on, wherever this is cut off. Returns it, and
-        what moved.
+        """Take the last token out, to be decoded again. Returns it, and what moved.
+
+        The token is pending from now on, wherever this is cut off.
         """
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
@@ -204,7 +214,10 @@ class PooledSequence:
         return token, Paged(n, plan.drops, plan.page_ins) if plan else None
 
     def rewind(self, n_tokens: int, state: bytes) -> Paged | None:
-        """Go back to the first n_tokens positions, with the state that save_partial() gave there. Returns what moved."""
+        """Go back to the first n_tokens positions. Returns what moved.
+
+        state: what save_partial() gave at n_tokens; empty if the memory can go back by itself.
+        """
         with self.step():
             self.paged.settle()
             if state:
@@ -216,7 +229,7 @@ class PooledSequence:
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def cancel_scoring(self) -> None:
-        """Scores of what the sequence was are worth nothing."""
+        """Discard scores of what the sequence was until now."""
         if self.selector is not None:
             self.selector.cancel()
 
@@ -225,13 +238,13 @@ class PooledSequence:
     #
 
     def queries(self) -> Queries:
-        """Queries of the last token decoded, for each pooled layer (n_head, n_embd_head_k); empty without a scorer."""
+        """Return the last token's queries, (n_head, n_embd_head_k) for each pooled layer; empty without a scorer."""
         return self.selector.queries() if self.selector else []
 
     def reselect_now(
         self, reason: str, queries: Sequence[Queries], n_next: int, n_most: int | None = None
     ) -> Iterator[Event]:
-        """Score and repage at once, leaving room for n_next tokens. n_most: chunks come in at most."""
+        """Score and repage at once, leaving room for n_next tokens. n_most: the most chunks to bring in."""
         selector = self.selector
         if selector is None or not selector.needed:
             return
@@ -242,7 +255,7 @@ class PooledSequence:
         yield event
 
     def reselect_between(self, n_next: int) -> Iterator[Event]:
-        """After a batch of a prompt, with at most n_next tokens in the next: choose the pool anew."""
+        """Choose the pool anew between two batches of a prompt. n_next: the most tokens of the next batch."""
         selector = self.selector
         if selector is None or not selector.needed:
             return
@@ -253,7 +266,7 @@ class PooledSequence:
             yield event
 
     def tick(self, n_new: int) -> list[Event]:
-        """After a decode: what the schedule says."""
+        """After n_new tokens were decoded, score and repage if the schedule says so. Returns what happened."""
         selector = self.selector
         if selector is None:
             return []
@@ -276,13 +289,13 @@ class PooledSequence:
         return self.paged.residency()
 
     def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device, see KVFlash.pin."""
+        """Keep positions [start, end) on the device; see KVFlash.pin."""
         check_span(start, end, self.options.n_ctx)
         with self.step():
             self.paged.pin(start, end)
 
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, at the cost of the coldest one. Raises PoolError."""
+        """Bring a chunk back, in place of the coldest one. Raises PoolError."""
         with self.step():
             self.paged.page_in(chunk)
 

@@ -1,7 +1,7 @@
 """The batch step: make room, decode, keep what stands, write back what is full.
 
-The order of these lines is what makes a step safe: wherever Ctrl-C, a full pool or an error cuts it off, every token is either
-in the history or pending, and the next step first takes out what this one left behind (`PooledSequence.recover`).
+The order of these lines makes a step safe. Wherever Ctrl-C, a full pool or an error cuts it off, every token is either
+in the history or pending, and the next step first removes what this one left behind (`PooledSequence.recover`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,19 @@ from pyllama_kvflash.policy import Plan
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 Accept = Callable[[int], tuple[int | None, bool]]
-"""Called once token i of a batch stands, with the logits at hand. Returns the token that follows it (None: the text ends), and
-whether that is token i + 1 of the batch, which then stands, too."""
+"""Called once token i of a batch stands, while its logits are at hand. Returns the token that follows it (None: the
+text ends), and whether that is token i + 1 of the batch, which then stands, too.
+"""
 
 Part = tuple[PooledSequence, Tokens]
 
 
 def advance(parts: Sequence[Part], outputs: int = native.LAST, accept: Accept | None = None) -> list[Paged | None]:
-    """Decode one batch, and return what was moved for each part: one sequence with its tokens, or one token of each of several.
+    """Decode one batch: one sequence with its tokens, or one token of each of several. Returns each one's moves.
 
-    accept: how many tokens of a single sequence stand; None: all do. The others never were: the ledger does not hear of them,
-    and no chunk is sealed for them. outputs: which tokens get logits.
+    accept: decides how many tokens of a single sequence stand; None: all do. The others leave no trace: the ledger does
+    not hear of them, and no chunk is sealed for them.
+    outputs: which tokens get logits.
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """
@@ -35,27 +37,23 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST, accept: Accept | 
         first.ctx.decode(tokens, places[0], outputs)
     else:
         first.ctx.decode_each([sequence.seq for sequence, _ in parts], places, [int(t[0]) for _, t in parts])
-    # a GPU computes by now: what follows takes no time of its
-    if accept is None:  # at once, for a recurrent state cannot go back
-        for sequence, tokens in parts:
-            sequence.stand(tokens)
-    for sequence, tokens in parts:
-        if sequence.pager:
-            sequence.pager.flights.go_on(len(tokens))
+    # a GPU is computing by now, so the rest costs it no time
     if accept is not None:
         _keep(first, tokens, accept)
     else:
         for sequence, tokens in parts:
-            if sequence.pager:
-                sequence.pager.written(len(tokens))
+            sequence.stand(tokens)  # first, because a recurrent state cannot go back
+            if pager := sequence.pager:
+                pager.flights.go_on(len(tokens))
+                pager.written(len(tokens))
             sequence.consistent = True
     return [Paged(pos, plan.drops, plan.page_ins) if plan else None for pos, plan in zip(places, plans, strict=True)]
 
 
 def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
-    """Have the pool take the batch: what moves for each part, None without a pool."""
+    """Make room in the pool for the batch. Returns the moves of each part, None without a pool."""
     plans: list[Plan | None] = []
-    n_blocks = n_records = 0  # that the parts before take
+    n_blocks = n_records = 0  # taken by the parts before
     for sequence, tokens in parts:
         sequence.consistent = False
         pager = sequence.pager
@@ -70,7 +68,9 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
 
 
 def _keep(sequence: PooledSequence, tokens: Tokens, accept: Accept) -> None:
-    """Of a batch that was decoded, have those tokens stand that `accept` takes, as far as it comes."""
+    """Keep those tokens of a decoded batch that `accept` takes, as far as it comes."""
+    if sequence.pager:
+        sequence.pager.flights.go_on(len(tokens))
     stands: tuple[int, int | None] = 1, None  # how many, and what follows them; always replaced whole
     try:
         while True:
@@ -82,7 +82,7 @@ def _keep(sequence: PooledSequence, tokens: Tokens, accept: Accept) -> None:
     finally:
         n, following = stands
         sequence.ctx.keep(n)
-        sequence.pending = None  # the first of them: wherever this is cut off, no token is in both
+        sequence.pending = None  # it is tokens[0]: cleared first, it is never in both, wherever this is cut off
         sequence.history.frombytes(tokens[:n].tobytes())
         sequence.pending = following
         if sequence.pager:

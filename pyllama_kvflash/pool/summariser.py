@@ -9,14 +9,14 @@ from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Layer, Record, Summaries
 
 _THREADS = 8
-_MANY = 16  # chunks that threads share among them, instead of their layers
+_MANY = 16  # from so many chunks on, threads share the chunks instead of the layers of one
 
 
 class Summariser:
-    """Owns the summaries of one sequence's chunks, and the threads that make them from the chunks' records."""
+    """The summaries of one sequence's chunks, and the threads that make them from the chunks' records."""
 
     def __init__(self, layers: Sequence[Layer], chunk: int, record: Callable[[int], Record], n_threads: int) -> None:
-        """record: gives the record of a chunk."""
+        """chunk: positions of a chunk. record: returns the record of a chunk."""
         self.summaries: Summaries | None = None
         self._layers = layers
         self._chunk = chunk
@@ -33,9 +33,9 @@ class Summariser:
             self._layer_threads.shutdown()
 
     def use(self, kind: str | None, chunks: Sequence[int]) -> None:
-        """Keep summaries of this kind from now on, beginning with these chunks. None: keep none.
+        """Keep summaries of this kind from now on, starting with these chunks. None: keep none.
 
-        Raises UnsupportedError (the keys of this model are of another form) and HostMemoryError.
+        Raises UnsupportedError (the keys of this model have another form) and HostMemoryError.
         """
         self.finish()
         self.summaries = None
@@ -48,7 +48,7 @@ class Summariser:
         self.summaries = summaries
 
     def expect(self, n: int) -> None:
-        """There will be n chunks: take the memory for them meanwhile."""
+        """Announce n chunks in all: the memory for their summaries is taken meanwhile."""
         if self.summaries is not None:
             with suppress(RuntimeError):  # no memory for a thread: reserve() takes what it needs
                 (self._layer_threads or self._worker).submit(_try_reserve, self.summaries, n)
@@ -59,7 +59,7 @@ class Summariser:
             _reserve(self.summaries, n)
 
     def begin(self, n: int) -> None:
-        """Begin to summarise the first n chunks, or those of them that have no summary."""
+        """Begin to summarise those of the first n chunks that have no summary yet."""
         if self.summaries is None:
             return
         try:
@@ -92,22 +92,22 @@ class Summariser:
         return list(self._pending)
 
     def collect(self) -> None:
-        """Forget those that are made. Raises what went wrong."""
+        """Forget the summaries that are done. Raises what went wrong with them."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
 
     def finish(self) -> None:
-        """Wait for all. Raises what went wrong."""
+        """Wait for all summaries under way. Raises what went wrong with them."""
         while self._pending:
             self._pending.popleft().result()
 
     def give_up(self) -> None:
-        """Wait for all, whatever became of them: a step was cut off, and has said so."""
+        """Wait for all summaries under way, and ignore their errors: a step was cut off, and has reported it."""
         while self._pending:
             self._pending.popleft().exception()
 
     def truncate(self, n: int) -> None:
-        """Keep those of the first n chunks."""
+        """Keep the summaries of the first n chunks."""
         if self.summaries is not None:
             self.summaries.truncate(n)
 
@@ -120,7 +120,7 @@ def _reserve(summaries: Summaries, n: int) -> None:
 
 
 def _try_reserve(summaries: Summaries, n: int) -> None:
-    with suppress(MemoryError):  # reserve() says so, if it comes to that
+    with suppress(MemoryError):  # reserve() reports it, if it comes to that
         summaries.reserve(n)
 
 

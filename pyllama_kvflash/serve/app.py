@@ -1,4 +1,4 @@
-"""HTTP: routes, who may use them, and how answers are sent."""
+"""HTTP: the routes, access control, and how answers are sent."""
 
 import asyncio
 import hashlib
@@ -29,16 +29,22 @@ from pyllama_kvflash.serve.job import Finished, Job
 from pyllama_kvflash.serve.replies import Reply
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 
-_BODY_SECONDS = 60.0  # in which a body must have come
-_READERS = 2  # requests that are tokenized at once: a text takes some 75 bytes a character then
+_BODY_SECONDS = 60.0  # within which a body must arrive
+_READERS = 2  # requests tokenized at once: a text takes some 75 bytes per character meanwhile
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of a server. name: of the model. n_predict: the most tokens of an answer, -1: what the context holds. max_body: bytes.
-    template: instead of the model's own.
+    """Settings of a server.
+
+    name: of the model, in the protocol.
+    sampling: the defaults for requests.
+    n_predict: the most tokens of an answer; -1: what the context holds.
+    max_body: the most bytes of a request's body.
+    api_key: the key that requests must send; None: anyone may.
+    template: a chat template in place of the model's own.
     """
 
     name: str
@@ -50,7 +56,7 @@ class Settings:
 
 
 class Server:
-    """The handlers. note: is told a line about each answer."""
+    """The HTTP handlers. note: called with a line about each answer."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
@@ -59,7 +65,7 @@ class Server:
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
-        """To be served."""
+        """Return the ASGI application."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -128,7 +134,7 @@ class Server:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
-        """A place in the queue and the body, within which it is looked at; the place is given up if that fails."""
+        """Take a place in the queue, and yield the engine and the body. Gives the place up if the block fails."""
         if self._scheduler.phase != Phase.READY:  # before megabytes are sent for nothing
             raise _not_ready(self._scheduler.phase)
         body = await _body(request, self._settings.max_body)
@@ -148,7 +154,7 @@ class Server:
             raise
 
     def _understood(self, kv: KVFlash, body: bytes, *, chat: bool) -> tuple[schema.Ask, Tokens, tuple[str, ...]]:
-        """What is asked, the tokens (n,) int32 of the prompt, and the strings that end the answer. Raises Fault."""
+        """Return the request, its prompt's tokens (n,) int32, and the strings that end the answer. Raises Fault."""
         ask = schema.parse(
             schema.parse_json(body),
             chat=chat,
@@ -173,7 +179,7 @@ class Server:
         return ask, tokens, stop
 
     def _limit(self, max_tokens: int | None) -> int:
-        """Tokens of an answer, -1: as many as fit."""
+        """Return the most tokens of an answer; -1: as many as fit."""
         most = self._settings.n_predict
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens
@@ -187,7 +193,10 @@ class Server:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The body, which must be JSON by its label: a browser sends no such thing for a foreign page without asking."""
+    """Return a request's body. Raises Fault.
+
+    It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
         raise Fault(415, msg, code="unsupported_media_type")
@@ -242,7 +251,7 @@ async def _on_error(_request: Request, _err: Exception) -> Response:
 
 
 class _Guard:
-    """Lets nobody in without the key, but to /health."""
+    """Refuses requests without the key, except to /health."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
@@ -260,4 +269,4 @@ class _Guard:
         if self._digest is None:
             return True
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)  # digests: not even its length shows
+        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)  # digests hide even the key's length

@@ -1,4 +1,4 @@
-"""One request between its handler and the scheduler: updates come in, and it is cancelled if the client leaves."""
+"""The link between a request's handler and the scheduler: updates come in, and the job ends if the client leaves."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -18,7 +18,7 @@ _ALIVE_SECONDS = 10.0  # between two signs of life on a stream
 
 
 class Exchange:
-    """Made in the event loop that the request is handled in."""
+    """The handler's end of one request. Make it in the event loop that handles the request."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -27,12 +27,12 @@ class Exchange:
         self._job: Job | None = None
 
     def notify(self, update: Update) -> None:
-        """Called by the scheduler's thread."""
-        with suppress(RuntimeError):  # the loop is closed: so is the server
+        """Take an update. The scheduler's thread calls this."""
+        with suppress(RuntimeError):  # the loop is closed, and so is the server
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     def submit(self, job: Job) -> None:
-        """Have it served."""
+        """Submit the job to the scheduler."""
         self._job = job
         self._scheduler.submit(job)
 
@@ -42,12 +42,12 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """However it ends: nobody wants more of it."""
+        """Cancel the job: however the block ends, nobody wants more of it."""
         if self._job is not None:
             self._scheduler.cancel(self._job)
 
     async def updates(self, receive: Receive) -> AsyncGenerator[Update | None, None]:
-        """Until the last one, or the client leaves. None: nothing came for some seconds."""
+        """Yield updates up to the last one, or until the client leaves; None whenever nothing came for some seconds."""
         watch = asyncio.create_task(self._watch(receive))
         update: Update | None = None
         try:
@@ -69,7 +69,7 @@ class Exchange:
         self._updates.put_nowait(None)
 
     async def whole(self, receive: Receive) -> tuple[str, Finished | None]:
-        """The text, and its end; None: the client is gone. Raises Fault."""
+        """Return the whole text and its end. If the client is gone: "" and None. Raises Fault."""
         parts: list[str] = []
         async with aclosing(self.updates(receive)) as updates:
             async for update in updates:
@@ -87,7 +87,10 @@ def _fault(failed: Failed) -> Fault:
 
 
 class Stream(Response):
-    """Server-sent events. Starlette's own notices that a client has left when it next has something to send."""
+    """A response of server-sent events.
+
+    It notices at once if the client leaves. Starlette's own notices when it next has something to send.
+    """
 
     def __init__(
         self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], *, include_usage: bool
@@ -100,7 +103,7 @@ class Stream(Response):
         self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send all of it."""
+        """Send the whole stream."""
         with self._exchange, suppress(OSError):  # the client is gone
             async with aclosing(self._exchange.updates(receive)) as updates:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

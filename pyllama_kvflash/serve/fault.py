@@ -1,4 +1,4 @@
-"""Errors as the OpenAI protocol has them."""
+"""Errors in the form of the OpenAI protocol."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
-    """A request is answered with an error. param: the field at fault; code: a word for programs."""
+    """An error that answers a request. status: of HTTP. param: the field at fault. code: a word for programs."""
 
     def __init__(
         self,
@@ -26,15 +26,15 @@ class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """Return the error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")  # noqa: PLR2004
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """As it is sent: in ASCII, since what it quotes may be half of a surrogate pair."""
+        """Return the response to send, in ASCII, because a message may quote half of a surrogate pair."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """The request itself is at fault."""
+    """Return the Fault for an invalid request (400)."""
     return Fault(400, message, param=param, code=code)

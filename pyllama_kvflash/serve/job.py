@@ -1,4 +1,4 @@
-"""What goes from a handler of HTTP to the scheduler, and what comes back."""
+"""Messages between an HTTP handler and the scheduler."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pyllama_kvflash.native import Sampling, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`done` of `total` tokens of the prompt are in the context, those among them that were there before."""
+    """`done` of `total` tokens of the prompt are in the context, including those that were there before."""
 
     done: int
     total: int
@@ -27,7 +27,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer. reason: as of events.Done. cached: tokens of the prompt that did not have to be read."""
+    """The end of an answer.
+
+    reason: as in events.Done.
+    n_cached: tokens of the prompt that did not have to be read.
+    seconds: since the job was made.
+    """
 
     reason: str
     n_prompt: int
@@ -38,7 +43,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end without an answer, or with a part of it. status: of HTTP. message: a sentence."""
+    """The end of a request without an answer, or with part of one. status: of HTTP. message: a sentence."""
 
     status: int
     message: str
@@ -49,9 +54,12 @@ Update = Reading | Text | Finished | Failed
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request. tokens: (n,) int32, one at least. max_tokens: -1: until the context is full. notify: is called by the
-    scheduler's thread with each Update, and must return at once; Finished or Failed is the last one, and there is one
-    unless the job is cancelled.
+    """A request.
+
+    tokens: (n,) int32, at least one.
+    max_tokens: the most tokens of the answer; -1: until the context is full.
+    notify: called by the scheduler's thread with each Update; it must return at once. The last update is Finished or
+    Failed; only a cancelled job may end without one.
     """
 
     tokens: Tokens
@@ -64,13 +72,13 @@ class Job:
 
 
 class Cache(Protocol):
-    """Prefixes that were read before, on disk. snapshot.cache has one."""
+    """A cache on disk of prefixes that were read before, as in snapshot.cache."""
 
     def match(self, sequence: KVFlash, tokens: Tokens, /) -> int:
-        """Tokens of the longest prefix that it knows for this sequence, 0: none."""
+        """Return the length in tokens of the longest prefix that it has for this sequence; 0: none."""
 
     def restore(self, sequence: KVFlash, tokens: Tokens, /) -> int:
-        """Fill a sequence with the longest known prefix of tokens (n,). Positions that it has then; 0: none, it is clear."""
+        """Fill a sequence with the longest known prefix of tokens (n,). Returns its positions; 0: none, it is clear."""
 
     def begin(self, sequence: KVFlash, /) -> Future[Any] | None:
-        """Keep what a sequence has now: write it while it goes on. None: there is nothing to write."""
+        """Begin to write what a sequence has now, while it goes on. Returns None if there is nothing to write."""

@@ -9,7 +9,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Stats
 
 OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
-"""Of a request: answered; its client left; it failed; the queue was full, or the server not ready; it was at fault."""
+"""A request was answered; its client left; it failed; the queue was full or the server not ready; it was invalid."""
 
 SOURCES = ("memory", "disk")
 
@@ -29,7 +29,7 @@ _TOTALS = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How things stand."""
+    """The state of the server at one moment."""
 
     pool_cells: int = 0
     context: int = 0
@@ -57,7 +57,7 @@ _GAUGES = {
 
 @dataclass(slots=True)
 class Metrics:
-    """Counted by the scheduler's thread and by handlers, read by handlers."""
+    """Counts of the server. The scheduler's thread and the handlers write them; the handlers read them."""
 
     figures: Figures = field(default_factory=Figures)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,18 +68,18 @@ class Metrics:
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, **amounts: float) -> None:
-        """Count more of totals, by name."""
+        """Add amounts to totals, by name."""
         with self._lock:
             for name, amount in amounts.items():
                 self._totals[name] += amount  # type: ignore[assignment]  # seconds are no integers
 
     def request(self, outcome: str) -> None:
-        """A request came to its end: one of OUTCOMES."""
+        """Count a request that ended. outcome: one of OUTCOMES."""
         with self._lock:
             self._outcomes[outcome] += 1
 
     def reused(self, source: str, n_tokens: int) -> None:
-        """The beginning of a prompt was known, in one of SOURCES; n_tokens 0: in none."""
+        """Count a prompt whose first n_tokens were known, in one of SOURCES; 0: none were."""
         with self._lock:
             if n_tokens:
                 self._hits[source] += 1
@@ -88,7 +88,10 @@ class Metrics:
                 self._totals["prefix_cache_misses"] += 1
 
     def pages(self, seq: KVFlash) -> Stats:
-        """Count what moved since the last call; its own counts begin anew when it is cleared, so call this before."""
+        """Count the chunks moved since the last call. Returns the sequence's stats.
+
+        Its own counts restart when it is cleared, so call this before that.
+        """
         stats = seq.stats()
         now, before = (stats.pages_out, stats.pages_in), self._seen.get(seq.seq, (0, 0))
         if now[0] < before[0] or now[1] < before[1]:
@@ -98,7 +101,7 @@ class Metrics:
         return stats
 
     def look(self, sequences: Iterable[KVFlash], busy: int, queue: int) -> None:
-        """Take down how the sequences stand."""
+        """Record the present state of the sequences."""
         stats = [self.pages(seq) for seq in sequences]
         self.figures = Figures(
             pool_cells=stats[0].n_pool or 0,
@@ -113,7 +116,7 @@ class Metrics:
         )
 
     def text(self) -> str:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus' text format."""
         with self._lock:
             totals, outcomes, hits, reused = map(Counter, (self._totals, self._outcomes, self._hits, self._reused))
         lines = []

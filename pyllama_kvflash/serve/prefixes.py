@@ -12,13 +12,13 @@ from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.slot import Slot
 from pyllama_kvflash.text import n_common
 
-_COMMON = 64  # tokens for which a sequence is preferred to another whose loss costs less: BOS alone is no reason
+_COMMON = 64  # common tokens that make a sequence worth choosing over one that is cheaper to lose: BOS alone does not
 
 log = logging.getLogger("kvflash.serve")
 
 
 class Prefixes:
-    """Chooses sequences for prompts, and leaves in them what the prompt begins with. For the scheduler's thread."""
+    """Chooses sequences for prompts, and leaves in them what a prompt begins with. For the scheduler's thread only."""
 
     def __init__(self, metrics: Metrics, cache: Cache | None, cache_min: int) -> None:
         """cache_min: new tokens of a sequence that are worth writing to the cache."""
@@ -28,7 +28,10 @@ class Prefixes:
         self._writing: list[tuple[Tokens, Future[Any]]] = []
 
     def choose(self, free: Sequence[Slot], tokens: Tokens) -> Slot:
-        """Of these the one with the longest beginning in common; else an empty one, or that which was not used for longest."""
+        """Return the free slot whose sequence has the longest beginning in common with a prompt (n,) int32.
+
+        Failing that, return an empty one, or the least recently used.
+        """
 
         def worth(slot: Slot) -> tuple[int, bool, float]:
             common = slot.common(tokens)
@@ -37,8 +40,9 @@ class Prefixes:
         return max(free, key=worth)
 
     def prepare(self, slot: Slot, tokens: Tokens) -> None:
-        """Leave in a sequence what a prompt (n,) begins with, from memory or from disk, and nothing else; one token of it at
-        least is left to read. Raises what clear() of a sequence does.
+        """Leave in a sequence what a prompt (n,) int32 begins with, from memory or from disk, and nothing else.
+
+        At least one token of the prompt is left to read. Raises what clear() of a sequence raises.
         """
         common = slot.common(tokens)
         if common < slot.seq.n_tokens:
@@ -46,10 +50,10 @@ class Prefixes:
         if n := self._restore(slot, tokens, common):
             self._metrics.reused("disk", n)
             return
-        common = min(common, slot.seq.n_tokens)  # a cache that failed has cleared it
+        common = min(common, slot.seq.n_tokens)  # it was cleared if the cache failed
         if common < slot.seq.n_tokens:
             self._roll_back(slot, common)
-        self._metrics.reused("memory", slot.seq.n_tokens if slot.seq.n_tokens > 1 else 0)  # BOS alone is nothing
+        self._metrics.reused("memory", slot.seq.n_tokens if slot.seq.n_tokens > 1 else 0)  # BOS alone does not count
 
     def _roll_back(self, slot: Slot, n_tokens: int) -> None:
         try:
@@ -62,7 +66,10 @@ class Prefixes:
         slot.kept = min(slot.kept, n_tokens)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
-        """What the cache has, if that is more than what is in common. Positions; 0: nothing was changed, or it is clear."""
+        """Restore what the cache has, if that is more than `common` tokens. Returns the positions restored.
+
+        0: nothing was changed, or the sequence is clear.
+        """
         if self._cache is None:
             return 0
         self._finish([future for text, future in self._writing if n_common(text, tokens) > common])
@@ -77,15 +84,13 @@ class Prefixes:
         return slot.kept
 
     def save_all(self, slots: Iterable[Slot]) -> None:
-        """As save(), of all that are idle."""
+        """Save all idle sequences, as save() does."""
         for slot in slots:
             if slot.job is None:
                 self.save(slot)
 
     def save(self, slot: Slot) -> None:
-        """Have the cache keep a sequence, if much of it is new, while others go on. A cache that cannot be written is no reason
-        to stop.
-        """
+        """Let the cache write a sequence, if much of it is new, while others go on. Errors are only logged."""
         if self._cache is None or slot.seq.n_tokens - slot.kept < self._cache_min:
             return
         try:
@@ -96,17 +101,17 @@ class Prefixes:
             if future is not None:
                 self._writing.append((slot.seq.tokens, future))
                 future.add_done_callback(self._written)
-        slot.kept = slot.seq.n_tokens  # not again, for the same error
+        slot.kept = slot.seq.n_tokens  # even after an error, which would come again
 
     def _written(self, future: Future[Any]) -> None:
-        """Called by the thread that wrote."""
+        """Count or log the result of a write. The writing thread calls this."""
         if (err := future.exception()) is not None:
             log.warning("the prefix cache could not be written: %s", err)
         else:
             self._metrics.add(prefix_cache_saves=1)
 
     def finish(self) -> bool:
-        """Wait for all that is being written: what it is of holds memory until then. Whether there was anything."""
+        """Wait for all writes under way, since their captures hold memory. Returns whether there were any."""
         futures = [future for _, future in self._writing if not future.done()]
         self._finish(futures)
         return bool(futures)
@@ -121,6 +126,6 @@ class Prefixes:
         slot.seq.clear()
 
     def forget(self, slot: Slot) -> None:
-        """Take down that a sequence is about to be cleared."""
+        """Count the moves of a sequence that is about to be cleared."""
         self._metrics.pages(slot.seq)
         slot.kept = 0

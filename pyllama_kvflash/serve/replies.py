@@ -22,7 +22,7 @@ class Reply:
         }
 
     def whole(self, text: str, done: Finished) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole answer as one object."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -31,15 +31,15 @@ class Reply:
         return {**self._same, "object": kind, "choices": [choice], "usage": usage(done)}
 
     def first(self) -> bytes:
-        """The event that begins a stream."""
+        """Return the event that begins a stream."""
         return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
 
     def text(self, text: str) -> bytes:
-        """An event with more of the text."""
+        """Return an event with more of the text."""
         return self._chunk({"content": text} if self._chat else text)
 
     def last(self, done: Finished, *, include_usage: bool) -> bytes:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
         res = self._chunk({} if self._chat else "", _REASONS[done.reason])
         if include_usage:
             res += event({**self._same, "object": self._kind, "choices": [], "usage": usage(done)})
@@ -58,17 +58,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def comment(text: str) -> bytes:
-    """What clients pass over, and what keeps a connection alive."""
+    """Return a comment, which clients ignore and which keeps the connection alive."""
     return f": {text}\n\n".encode()
 
 
 def usage(done: Finished) -> dict[str, Any]:
-    """Tokens of a request."""
+    """Return the token counts of a request."""
     return {
         "prompt_tokens": done.n_prompt,
         "completion_tokens": done.n_answer,

@@ -1,7 +1,7 @@
 """The one thread that owns the model: requests take turns on the sequences of its pool.
 
-A turn is one batch of one prompt, and one step of each answer: a token, or a draft that is checked. So a long prompt holds nobody up for longer than a batch
-takes, and a request that is no longer wanted ends before the next turn.
+A turn is one batch of one prompt, and one step of each answer: a token, or a draft to check. So a long prompt holds
+nobody up for longer than a batch takes, and an unwanted request ends before the next turn.
 """
 
 import logging
@@ -21,16 +21,16 @@ from pyllama_kvflash.serve.prefixes import Prefixes
 from pyllama_kvflash.serve.slot import Serving, Slot
 
 Open = Callable[[Callable[[float], None]], KVFlash]
-"""Loads the model; takes what to call with 0.0 to 1.0 meanwhile."""
+"""Loads the model. Takes a function to call with 0.0 to 1.0 meanwhile."""
 
-_LOOK_SECONDS = 0.5  # between two looks at how things stand while there is work
-_LEAVE_SECONDS = 5.0  # that requests have to leave which were admitted as the end came
+_LOOK_SECONDS = 0.5  # between two updates of the figures while there is work
+_LEAVE_SECONDS = 5.0  # that requests admitted just before the end have to leave
 
 log = logging.getLogger("kvflash.serve")
 
 
 class Phase(Enum):
-    """Of the scheduler. FAILED: `error` says why."""
+    """Phase of the scheduler. In FAILED, `error` says why."""
 
     LOADING = "loading"
     READY = "ok"
@@ -39,12 +39,12 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class NotReady(Exception):  # noqa: N818 (its state is at fault, not what was asked)
-    """No request can be taken: the state says why."""
+class NotReady(Exception):  # noqa: N818 (the scheduler's phase is at fault, not the request)
+    """The scheduler takes no request; its phase says why."""
 
 
 class QueueFull(Exception):  # noqa: N818 (as above)
-    """As many wait as may. seconds: after which it is worth another try."""
+    """The queue is full. seconds: after which another try makes sense."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class QueueFull(Exception):  # noqa: N818 (as above)
 class Scheduler:
     """Loads a model and serves requests with it, in a thread of its own.
 
-    admit(), leave(), submit(), cancel(), stop() and end() can be called from any thread. A request is admitted before it is
-    looked at, since its tokens are made with the model, which stays until the last one has left.
+    Any thread may call admit(), leave(), submit(), cancel(), stop() and end(). Admit a request before looking at it:
+    its tokens are made with the model, which stays until the last request has left.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scheduler:
         cache: Cache | None = None,
         cache_min: int = 1024,
     ) -> None:
-        """n_queue: requests that may wait. cache: prefixes on disk; cache_min: new tokens that are worth writing there."""
+        """n_queue: requests that may wait. cache: prefixes on disk. cache_min: new tokens worth writing there."""
         self.metrics = Metrics()
         self.phase = Phase.LOADING
         self.error: BaseException | None = None
@@ -75,7 +75,7 @@ class Scheduler:
         self._prefixes = Prefixes(self.metrics, cache, cache_min)
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._n_admitted = 0  # from admit() to the last update
+        self._n_admitted = 0  # requests between admit() and their last update
         self._ending = False
         self._slots: list[Slot] = []
         self._last_read = -1
@@ -88,7 +88,7 @@ class Scheduler:
     #
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start the thread, which loads the model."""
         self._thread.start()
 
     def admit(self) -> None:
@@ -103,13 +103,13 @@ class Scheduler:
             self._n_admitted += 1
 
     def leave(self) -> None:
-        """Give a place up that was taken, and for which there is no job."""
+        """Give up a place that was taken, if no job will follow."""
         with self._changed:
             self._n_admitted -= 1
             self._changed.notify_all()
 
     def submit(self, job: Job) -> None:
-        """Have an admitted request served. Its place is given up at its end."""
+        """Serve an admitted request. Its place is given up when it ends."""
         with self._changed:
             if self.phase not in {Phase.CLOSED, Phase.FAILED}:
                 self._waiting.append(job)
@@ -119,27 +119,27 @@ class Scheduler:
         self.leave()
 
     def cancel(self, job: Job) -> None:
-        """Its client is gone: it ends before the next turn, without a last update. Harmless after its end."""
+        """End a job before the next turn, without a last update: its client is gone. Harmless after its end."""
         with self._changed:
             job.cancelled = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Admit no more; what was admitted goes on."""
+        """Admit no more requests; those that were admitted go on."""
         with self._changed:
             if self.phase in {Phase.LOADING, Phase.READY}:
                 self.phase = Phase.STOPPING
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all answers as they are, and the thread: what waits fails."""
+        """End all answers as they are, and the thread. Waiting requests fail."""
         self.stop()
         with self._changed:
             self._ending = True
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread. Whether it has ended."""
+        """Wait for the thread, for `timeout` seconds at most. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -181,7 +181,7 @@ class Scheduler:
             raise Interrupted(msg)
 
     def _wait(self) -> bool:
-        """Wait for something to do. Whether to go on."""
+        """Wait for work. Returns whether to go on."""
         while True:
             with self._changed:
                 if self._ending:
@@ -208,7 +208,7 @@ class Scheduler:
         self.metrics.look([slot.seq for slot in self._slots], self.n_busy, len(self._waiting))
 
     def _sweep(self) -> None:
-        """Forget those whose clients are gone."""
+        """Forget the requests whose clients are gone."""
         with self._changed:
             gone = [job for job in self._waiting if job.cancelled]
             for job in gone:
@@ -229,7 +229,7 @@ class Scheduler:
     #
 
     def _seat(self) -> None:
-        """Give free sequences to those who wait, the first one first."""
+        """Give free sequences to waiting requests, first come, first served."""
         while free := [slot for slot in self._slots if slot.serving is None]:
             with self._changed:
                 if not self._waiting:
@@ -239,11 +239,11 @@ class Scheduler:
             try:
                 self._prefixes.prepare(slot, job.tokens)
                 slot.begin(job)
-            except Exception as err:  # noqa: BLE001 (of one request, and no matter to the others)
+            except Exception as err:  # noqa: BLE001 (it concerns one request, not the others)
                 self._fail(slot, job, err)
 
     def _read(self) -> None:
-        """Read one batch of a prompt, in turns."""
+        """Read one batch of one prompt; prompts take turns."""
         n = len(self._slots)
         order = [self._slots[(self._last_read + 1 + i) % n] for i in range(n)]
         slot = next((s for s in order if s.reading), None)
@@ -267,14 +267,14 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
-        """Take one step in each answer: a token of each in one batch, but for those that have guesses to check."""
+        """Take one step in each answer: one token of each in a shared batch, except those with guesses to check."""
         begin = time.perf_counter()
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)
         try:
             if together:
                 step_together([serving.generation for _, serving in together])
-        except Exception:  # noqa: BLE001 (one by one, so that only those end that cannot go on)
+        except Exception:  # noqa: BLE001 (each alone, so that only those that cannot go on end)
             alone = together + alone
         else:
             for slot, serving in together:
@@ -285,7 +285,7 @@ class Scheduler:
         self.metrics.add(decode_tokens=n, decode_seconds=time.perf_counter() - begin)
 
     def _drafted(self, answering: list[tuple[Slot, Serving]]) -> tuple[list[tuple[Slot, Serving]], ...]:
-        """Guess what follows each answer. Returns those whose step can share a batch, and those that need one of their own."""
+        """Guess what follows each answer. Returns the answers that can share a batch, and those that cannot."""
         shares: tuple[list[tuple[Slot, Serving]], ...] = [], []
         for slot, serving in answering:
             try:
@@ -301,7 +301,7 @@ class Scheduler:
         except SnapshotError as err:
             self._recover(slot, serving, err)
         except (HostMemoryError, PoolError) as err:
-            if not self._free_idle():  # else it is tried again at the next turn
+            if not self._free_idle():  # else the next turn tries again
                 self._fail(slot, serving.job, err)
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, serving.job, err)
@@ -317,13 +317,13 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _recover(self, slot: Slot, serving: Serving, err: SnapshotError) -> None:
-        """What was restored is damaged: read its text anew."""
+        """Read the text of a damaged snapshot anew."""
         log.warning("%s; the text is read again", err)
         self._prefixes.forget(slot)
         serving.generation.recover()
 
     def _finish(self, slot: Slot, serving: Serving) -> None:
-        """End the answer if it is whole."""
+        """End the answer if it is complete."""
         if serving.generation.ended:
             seconds = time.perf_counter() - serving.job.began
             self._mean_seconds += (seconds - self._mean_seconds) / 8
@@ -333,18 +333,18 @@ class Scheduler:
         if (stats := serving.generation.draft_stats) is not None:
             self.metrics.add(drafted_tokens=stats.drafted, accepted_tokens=stats.accepted)
         done = slot.finish(serving, reason)
-        self._left("ok")  # first: who hears of the end may ask again at once
+        self._left("ok")  # first, because the client may ask again at once
         serving.job.notify(done)
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
-        """End a request that cannot go on. Its sequence begins anew, so that nothing is left of it."""
+        """End a request that cannot go on, and clear its sequence, so that nothing of it is left."""
         self._prefixes.clear(slot)
         slot.leave()
         self._left("error")
         job.notify(_failure(err))
 
     def _free_idle(self) -> bool:
-        """Give the memory of idle sequences up, and of what is being written. Whether there was any."""
+        """Free the memory of idle sequences and of writes under way. Returns whether there was any."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
             self._prefixes.save(slot)
@@ -356,7 +356,7 @@ class Scheduler:
     #
 
     def _end_all(self) -> bool:
-        """Whether all requests have left, so that the model can be closed."""
+        """End all answers. Returns whether all requests have left, so that the model can be closed."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         for slot in self._slots:
             if slot.serving is not None:
@@ -372,7 +372,7 @@ class Scheduler:
                     self._changed.wait(0.1)
 
     def _refuse_all(self, answer: Failed) -> None:
-        """All that wait fail."""
+        """Fail all waiting requests."""
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
@@ -381,7 +381,7 @@ class Scheduler:
             job.notify(answer)
 
     def _die(self, err: BaseException) -> None:
-        """Nothing works any more: everyone hears of it, and whoever comes from now on."""
+        """Fail every request, those waiting and those to come, after an error that stops the thread."""
         with self._changed:
             self.error = None if isinstance(err, Interrupted) else err
             self.phase = Phase.CLOSED if self.error is None else Phase.FAILED

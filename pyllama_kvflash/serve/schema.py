@@ -1,4 +1,4 @@
-"""What may be asked: bodies of requests, checked field by field. Whatever is not understood is refused, not ignored."""
+"""Request bodies, checked field by field. Whatever is not understood is refused, not ignored."""
 
 import json
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve.fault import Fault, invalid
 
 MAX_STOP, MAX_STOP_CHARS = 4, 500
-LEGACY_MAX_TOKENS = 16  # of a completion, as the OpenAI protocol has it
+LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
 
-_SEEDS = 2**32 - 1  # of the sampler; seeds of the protocol are 64-bit
+_SEEDS = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls",
 }  # fmt: skip
-"""Fields that say nothing about the answer."""
+"""Fields that do not affect the answer."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -43,14 +43,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": (),
 }
-"""Fields of the protocol that cannot be done, with the values (beside null) that ask for nothing."""
+"""Fields of the protocol that this server cannot do, with the values (besides null) that ask for nothing."""
 
 T = TypeVar("T", bound=int | float | str | bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for an answer. Either messages (of a chat) or a prompt (text or token ids). max_tokens None: not given."""
+    """A checked request: messages (of a chat), or a prompt (text or token ids). max_tokens: None if not given."""
 
     messages: tuple[Message, ...]
     prompt: str | list[int]
@@ -62,7 +62,7 @@ class Ask:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The object in a body. Raises Fault."""
+    """Return the JSON object in a body. Raises Fault."""
     try:
         value = json.loads(body)
     except RecursionError:
@@ -75,7 +75,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def parse(body: dict[str, Any], *, chat: bool, name: str, defaults: Sampling, n_vocab: int) -> Ask:
-    """Check a body. name: of the model that is served. defaults: of what the request leaves open. Raises Fault."""
+    """Check a body. Raises Fault.
+
+    chat: whether it asks for a chat, not a completion.
+    name: of the model that is served.
+    defaults: for what the request leaves open.
+    n_vocab: tokens of the model.
+    """
     fields = {k: v for k, v in body.items() if v is not None}
     _check_known(fields, {*_COMMON, "messages" if chat else "prompt"})
     model = _get(fields, "model", str)
@@ -107,7 +113,7 @@ def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
             continue
         if key not in _UNSUPPORTED:
             raise invalid(f"there is no field {key[:100]!r} here: leave it out", key[:100], "unknown_parameter")
-        # True == 1, and is no number of answers
+        # True == 1, but is not a number of answers
         if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in _UNSUPPORTED[key]):
             harmless = "".join(f", or give {json.dumps(v)}" for v in _UNSUPPORTED[key])
             raise invalid(
@@ -116,7 +122,7 @@ def _check_known(fields: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _get(fields: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    """A field of this type, None if it is not there. An integer is a float, too."""
+    """Return a field of this type; None if it is missing. An integer also counts as a float."""
     value = fields.get(key)
     if value is None:
         return None
@@ -138,13 +144,13 @@ _KINDS: dict[type, str] = {
 
 
 def _kind(value: Any) -> str:
-    """The type of a JSON value, in words."""
+    """Return the type of a JSON value, in words."""
     return "null" if value is None else _KINDS[type(value)]
 
 
 def _ranged(fields: Mapping[str, Any], key: str, kind: type[T], low: float, high: float) -> T | None:
     value: Any = _get(fields, key, kind)
-    if value is not None and not low <= value <= high:  # a NaN is within nothing
+    if value is not None and not low <= value <= high:  # NaN fails
         raise invalid(f"{key} is {value}, and must be from {low:g} to {high:g}", key, "invalid_value")
     res: T | None = value
     return res
@@ -211,7 +217,7 @@ def _message(value: Any, at: str) -> Message:
 
 
 def _content(value: Any, at: str) -> str:
-    """A string, or an array of parts, of which only text can be read."""
+    """Return the text of a string, or of an array of parts, which must all be text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The process: a socket, the event loop, and how it ends."""
+"""The server process: its socket, its event loop, and how it ends."""
 
 import asyncio
 import os
@@ -23,16 +23,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves the signals to us: it would refuse new connections while answers are finished, without a word."""
+    """A uvicorn server that leaves signals to us.
+
+    On a signal, its own handler silently refuses new connections while answers are finished.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None."""
+        """Capture none."""
         yield
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that an address in use is found before a model is loaded. Raises UsageError."""
+    """Return a listening socket, so that an address in use is found before a model is loaded. Raises UsageError."""
     res: socket.socket | None = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -40,7 +43,7 @@ def bound(host: str, port: int) -> socket.socket:
         res.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         res.bind(address)
         res.listen(_BACKLOG)
-    except (OSError, OverflowError, UnicodeError) as err:  # no name of a host is a UnicodeError
+    except (OSError, OverflowError, UnicodeError) as err:  # a bad host name raises UnicodeError
         if res is not None:
             res.close()
         what = getattr(err, "strerror", None) or err
@@ -52,9 +55,9 @@ def bound(host: str, port: int) -> socket.socket:
 def run(
     app: ASGIApp, scheduler: Scheduler, listening: socket.socket, *, grace: float, note: Callable[[str], None]
 ) -> None:
-    """Serve until a signal comes, or the scheduler fails. grace: seconds that answers have to be finished in then.
+    """Serve until a signal comes or the scheduler fails. grace: seconds that answers then have to finish.
 
-    Raises what the model could not be loaded for.
+    Raises the scheduler's error, such as why the model could not be loaded.
     """
     asyncio.run(_run(app, scheduler, listening, grace, note))
     if scheduler.error is not None:
@@ -85,12 +88,12 @@ async def _run(
 
 @contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """Within: is set by the first signal; the second one ends the process."""
+    """Yield an event that the first signal sets; the second signal ends the process."""
     asked = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if asked.is_set():
-            os._exit(Interrupted.exit_code)  # a batch is one call, which may take long, and nothing cuts it off
+            os._exit(Interrupted.exit_code)  # a batch may be one long native call, which nothing cuts off
         asked.set()
 
     previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
@@ -102,7 +105,7 @@ def _signals() -> Iterator[threading.Event]:
 
 
 async def _until_asked(scheduler: Scheduler, asked: threading.Event, note: Callable[[str], None]) -> None:
-    """Until a signal comes, or the scheduler has ended by itself. Says when the model is loaded."""
+    """Wait until a signal comes, or the scheduler ends by itself. Notes when the model is loaded."""
     loading = True
     while not asked.is_set() and scheduler.phase in {Phase.LOADING, Phase.READY}:
         if loading and scheduler.phase == Phase.READY:
@@ -112,7 +115,7 @@ async def _until_asked(scheduler: Scheduler, asked: threading.Event, note: Calla
 
 
 async def _wind_up(scheduler: Scheduler, grace: float, note: Callable[[str], None]) -> None:
-    """Let answers be finished, for so many seconds, then end them as they are."""
+    """Let answers finish for `grace` seconds, then end them as they are."""
     was_loading = scheduler.phase == Phase.LOADING
     scheduler.stop()
     if n := scheduler.n_admitted:

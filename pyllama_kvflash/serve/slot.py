@@ -14,23 +14,24 @@ from pyllama_kvflash.text import n_common
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A request that is served. n_cached: tokens of its prompt that did not have to be read."""
+    """A request that is being served. n_cached: tokens of its prompt that did not have to be read."""
 
     job: Job
     generation: Generation
     n_cached: int
 
     def tell(self, events: Iterable[Event]) -> None:
-        """Send the text among what happened."""
+        """Send the text among these events."""
         if text := "".join(event.text for event in events if isinstance(event, Token)):
             self.job.notify(Text(text))
 
 
 class Slot:
-    """One of these reads a prompt, answers, or is idle. What its sequence has stays in it for the next request.
+    """A sequence that reads a prompt, answers, or is idle. It keeps what it has for the next request.
 
-    serving: None while it is idle. kept: positions, from the first, that the cache on disk has. used: when it last had
-    something to do.
+    serving: None while it is idle.
+    kept: positions, from the first, that the cache on disk has.
+    used: time.monotonic() when it last became idle.
     """
 
     def __init__(self, seq: KVFlash) -> None:
@@ -41,20 +42,20 @@ class Slot:
 
     @property
     def job(self) -> Job | None:
-        """The request, None while it is idle."""
+        """The request being served; None while it is idle."""
         return self.serving.job if self.serving else None
 
     @property
     def reading(self) -> bool:
-        """Whether a part of its prompt is to be read."""
+        """Whether part of its prompt is still to be read."""
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
-        """Return how many tokens of a prompt its sequence begins with; never all of them, since one has to give logits."""
+        """Return how many tokens of a prompt its sequence begins with; never all, since one must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
     def begin(self, job: Job) -> None:
-        """Serve a request, whose first tokens the sequence has, and no others."""
+        """Serve a request. The sequence must hold first tokens of its prompt, and no others."""
         n = self.seq.n_tokens
         generation = self.seq.generation(
             job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop
@@ -70,7 +71,7 @@ class Slot:
         return self.seq.n_tokens - start
 
     def finish(self, serving: Serving, reason: str) -> Finished:
-        """End the answer, send the rest of its text, and be idle. Returns what is to be sent last."""
+        """End the answer, send the rest of its text, and become idle. Returns the last update to send."""
         job, answer = serving.job, serving.generation.answer
         serving.tell(answer.shown())
         if text := answer.flush():
@@ -81,6 +82,6 @@ class Slot:
         return done
 
     def leave(self) -> None:
-        """Be idle; the sequence stays as it is."""
+        """Become idle. The sequence stays as it is."""
         self.serving = None
         self.used = time.monotonic()

@@ -1,4 +1,4 @@
-"""Sequences on disk: the .kvsnap file, what is taken from a sequence and put back, and the prefix cache.
+"""Sequences on disk: the .kvsnap file, saving and restoring a sequence, and the prefix cache.
 
 See docs/SNAPSHOT_FORMAT.md.
 """

@@ -1,7 +1,6 @@
-"""The prefix cache: a folder of snapshots, of which the one with the longest prefix of a text is put back.
+"""The prefix cache: a folder of snapshots, from which the longest known prefix of a text is restored.
 
-A text that goes on from one that is there takes its first records from that file, so that a turn of a conversation writes
-what is new in it.
+A text that continues a cached one takes its first records from that file: a new turn writes only what is new.
 """
 
 import os
@@ -30,13 +29,13 @@ try:
 except ImportError:  # Windows: two processes may then both count a file that one of them removed
     fcntl = None  # type: ignore[assignment]
 
-_NAME = 32  # hex digits of a digest that a name has
-_ABANDONED = 24 * 3600  # seconds after which an unfinished file is nobody's, if its process cannot be asked for
+_NAME = 32  # hex digits of a digest in a name
+_ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, whatever its process
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. used: when, seconds since 1970. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: last use, seconds since 1970. mark: inode and bytes."""
 
     path: Path
     size: int
@@ -46,7 +45,7 @@ class Entry:
 
 @dataclass(slots=True)
 class CacheStats:
-    """What became of restore() and save(). n_tokens: positions that were not read again."""
+    """Counts of restore() and save(). n_tokens: positions that did not have to be read again."""
 
     hits: int = 0
     misses: int = 0
@@ -56,13 +55,13 @@ class CacheStats:
 
 
 class Savable(Protocol):
-    """What the cache needs of a sequence: a KVFlash is one."""
+    """The interface that the cache needs of a sequence. KVFlash has it."""
 
     options: Options
 
     @property
     def identity(self) -> Identity:
-        """What a snapshot must be of to be restored into it."""
+        """Identity that a snapshot must have to be restored here."""
 
     @property
     def tokens(self) -> Tokens:
@@ -70,32 +69,37 @@ class Savable(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """How many."""
+        """Number of its tokens."""
 
     @property
     def pager(self) -> Pager:
         """Its pager. Raises UsageError without a pool."""
 
     def capture(self) -> Capture:
-        """Take it as it is now."""
+        """Capture the sequence as it is now."""
 
     def restore(self, snapshot: SnapshotFile, prompt: Tokens | None = None) -> int:
-        """Put a snapshot in place of what is there."""
+        """Replace the sequence by a snapshot. Returns the number of positions."""
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget the sequence."""
 
 
 class PrefixCache:
-    """Snapshots in a folder, one sub-folder for each model and kind of cache, named by the digest of the chain of their tokens.
+    """Snapshots in a folder: one sub-folder for each model and kind of cache, one file for each text.
 
-    Any number of processes may use a folder: files appear whole, and vanish whole; one that is removed while it is in use
-    stays for who uses it. Nothing outside the folder is touched, and no link in it is followed. A sequence is used by the
-    thread that calls; begin() writes in another.
+    A file's name is the digest of the chain of its tokens.
+
+    Any number of processes may use a folder. Files appear whole and vanish whole; one that is removed while in use
+    stays readable for its user. Nothing outside the folder is touched, and no link in it is followed. Only the calling
+    thread uses a sequence; begin() writes in another.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
-        """folder: is made. limit: bytes of all files; the one that was used longest ago goes first. Raises UsageError."""
+        """folder: created if it is missing. limit: bytes of all files; the least recently used go first.
+
+        Raises UsageError.
+        """
         self.folder = Path(folder).expanduser()
         self.limit = limit
         self.stats = CacheStats()
@@ -116,12 +120,14 @@ class PrefixCache:
     #
 
     def match(self, sequence: Savable, tokens: Tokens) -> int:
-        """How many tokens of a text the cache has for this sequence, 0: none."""
+        """Return how many tokens of a text (n,) int32 the cache has for this sequence; 0: none."""
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
     def restore(self, sequence: Savable, tokens: Tokens) -> int:
-        """Put the longest prefix of a text into a sequence, in place of what is there. How many positions it has, 0: none, and
-        the sequence is empty. A file that turns out to be damaged is removed, and the next best one taken.
+        """Replace a sequence by the longest cached prefix of a text. Returns the number of positions.
+
+        0: no file had one, and the sequence is empty. If a file turns out to be unusable, the next best one is taken;
+        one with a damaged record is removed.
         """
         found = sorted(self._matches(sequence.identity, tokens), key=lambda match: match[0], reverse=True)
         for _, path in found:
@@ -141,14 +147,20 @@ class PrefixCache:
         return 0
 
     def save(self, sequence: Savable) -> Path | None:
-        """Keep a sequence as it is now. Its file; None: it is larger than the cache. Raises SnapshotError and UsageError."""
+        """Save a sequence as it is now. Returns its file; None: it is larger than the cache.
+
+        Raises SnapshotError and UsageError.
+        """
         path = self._path(sequence)
         if not self._wanted(path, sequence):
             return path if path.exists() else None
         return self._write(sequence.capture(), path)
 
     def begin(self, sequence: Savable) -> Future[Path] | None:
-        """As save(), in a thread, while the sequence goes on. None: there is nothing to write."""
+        """Save a sequence in a thread, while it goes on. Returns its file to come; None: there is nothing to write.
+
+        Raises SnapshotError and UsageError.
+        """
         path = self._path(sequence)
         if not self._wanted(path, sequence):
             return None
@@ -156,11 +168,11 @@ class PrefixCache:
         return capture.submit(self._writer, path, partial(self._write, capture, path))
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the files being written."""
         self._writer.shutdown()
 
     def _wanted(self, path: Path, sequence: Savable) -> bool:
-        """Whether its file is to be written: it is not there, and not too large."""
+        """Return whether to write a sequence's file: it is missing and not too large. Touches a file that is there."""
         pager = sequence.pager
         if pager.ledger.n_chunks * pager.records.record_bytes > self.limit:
             return False
@@ -184,10 +196,10 @@ class PrefixCache:
         return path
 
     def _sources(self, home: Path, chunks: Chunks) -> list[Source]:
-        """Files that have the records of the first chunks.
+        """Return the files that already have the records of the first chunks.
 
-        Of the last ones no more than are larger than what is new: so a file has few sources, however many turns it comes
-        after, and a record is written again each time that twice as many come after it, at most.
+        The last source is dropped while it has no more records than the new file must write itself. So a file has few
+        sources, however many turns came before it, and a record is written again only when twice as many follow it.
         """
         n, best = 0, None
         for file in self._known(home):
@@ -206,7 +218,7 @@ class PrefixCache:
         return res
 
     def _path(self, sequence: Savable) -> Path:
-        """Of the file of a sequence. Raises UsageError if there is nothing in it."""
+        """Return the path of a sequence's file. Raises UsageError if the sequence is empty."""
         identity = sequence.identity
         if not sequence.n_tokens:
             msg = "there is nothing to save: the context is empty"
@@ -218,17 +230,17 @@ class PrefixCache:
         return self.folder / layout.digest(identity.raw).hex()[:_NAME]
 
     def _matches(self, identity: Identity, tokens: Tokens) -> list[tuple[int, Path]]:
-        """Files that have a prefix of a text, and how much of it."""
+        """Return the files that have a prefix of a text, each with the length of that prefix in tokens."""
         res = []
         for file in self._known(self._home(identity)):
-            with suppress(SnapshotError):  # of another text
+            with suppress(SnapshotError):  # it is of another text
                 n = usable(file, identity, tokens)
                 if not file.is_orphan:
                     res.append((n, file.path))
         return res
 
     def _known(self, home: Path) -> list[Outline]:
-        """Of the files of a sub-folder, without those that are damaged: verify() says so."""
+        """Return the outlines of a sub-folder's files, without damaged ones, which verify() reports."""
         res = []
         with self._mutex:
             known, self._outlines[home] = self._outlines.get(home, {}), {}
@@ -242,7 +254,10 @@ class PrefixCache:
         return res
 
     def _supersede(self, path: Path) -> None:
-        """Remove the files whose text this one begins with, if it can be cut wherever they end, and no other needs them."""
+        """Remove files that this one makes useless.
+
+        Their text begins this one's text, this one can be cut wherever they end, and no other file needs them.
+        """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}
         new = files.pop(path, None)
@@ -257,12 +272,12 @@ class PrefixCache:
                 self.remove(old.path)
 
     def remove(self, path: Path) -> list[Path]:
-        """Remove a file, and those that have records in it. What was removed."""
+        """Remove a file and those that have records in it. Returns the files removed."""
         gone = [path, *(file.path for file in self._known(path.parent) if path in file.needs)]
         return [p for p in gone if _unlinked(p)]
 
     def _discard(self, path: Path) -> None:
-        """It turned out to be damaged."""
+        """Remove a file that turned out to be damaged."""
         if self.remove(path):
             self.stats.damaged += 1
 
@@ -271,13 +286,15 @@ class PrefixCache:
     #
 
     def entries(self) -> list[Entry]:
-        """All files, the one that was used last first."""
+        """Return all files, the most recently used first."""
         found = [entry for home in _folders(self.folder) for entry in _files(home)]
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
     def evict(self, limit: int | None = None) -> list[Path]:
-        """Remove what was used longest ago until the rest has no more bytes than the limit, and what killed processes left
-        behind. What was removed. A file was used when those were that have records in it.
+        """Remove what killed processes left behind, then the least recently used files, until the rest fits the limit.
+
+        limit: bytes; None: the cache's own. Using a file counts as using the files that have records of it.
+        Returns the files removed.
         """
         removed: list[Path] = []
         with self._lock():
@@ -294,7 +311,7 @@ class PrefixCache:
         return removed
 
     def _by_use(self) -> list[tuple[Entry, Outline | None]]:
-        """All files, the one that was used last first, and before those that need it."""
+        """Return all files, the most recently used first; a file comes before those that need it."""
         files = {file.path: file for home in _folders(self.folder) for file in self._known(home)}
         entries = self.entries()
         used = {entry.path: entry.used for entry in entries}
@@ -310,7 +327,7 @@ class PrefixCache:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time removes files."""
+        """Let one process at a time remove files."""
         if fcntl is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""A sequence as a snapshot has it: taken while it goes on, put back where it was or elsewhere."""
+"""Captures of a sequence for a snapshot: taken while it goes on, put back where it was or elsewhere."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,21 +22,21 @@ from pyllama_kvflash.snapshot.saved_pool import SavedPool
 from pyllama_kvflash.text import n_common
 
 States = Sequence[tuple[int, bytes]]
-"""Of what no chunk holds, (position, bytes), in ascending order."""
+"""State that no chunk holds (recurrent, sliding window): (position, bytes), in ascending order."""
 
 T = TypeVar("T")
 
-_HASHERS = 8  # threads, each of which hashes a GB a second
+_HASHERS = 8  # threads; each hashes 1 GB/s
 
 OnRecord = Callable[[int, int], None]
-"""Called with how many records are written, of how many."""
+"""Called with the number of records written, and the number of all to write."""
 
 Choose = Callable[[Chunks], Sequence[Source]]
-"""Which files have the records of the first of these chunks already, by their digests."""
+"""Returns the files that already have the records of the first of these chunks, by their digests."""
 
 
 def identity_of(ctx: Context, fingerprint: int) -> Identity:
-    """What a record of this context can be used with. fingerprint: of the model's file."""
+    """Return the identity of a context: what its records can be used with. fingerprint: of the model's file."""
     info, layers = ctx.pool_info(), ctx.layers()
     head = np.zeros((), layout.IDENTITY)
     for name in ("record_bytes", "meta_bytes", "n_layer", "flags"):
@@ -50,16 +50,16 @@ def identity_of(ctx: Context, fingerprint: int) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence as it was at one moment, which goes on meanwhile.
+    """A sequence as it was at one moment; the sequence itself goes on.
 
-    It holds its records until release(): after it was written, or could not be, or is garbage.
+    It holds its records until release(): once they are written, could not be, or the capture is garbage.
     """
 
     contents: Contents
     records: tuple[Record, ...]
-    checks: tuple[Callable[[], None], ...]  # of the full ones, before they are used
+    checks: tuple[Callable[[], None], ...]  # one for each full record, called before its use
     store: HostStore
-    holder: object  # of the store
+    holder: object  # given by store.hold()
 
     def release(self) -> None:
         """Let go of the records. Harmless when called again."""
@@ -70,8 +70,10 @@ class Capture:
         self.release()
 
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
-        """The bytes of the file, which has no records of its own that files in the same folder have, which `choose` names.
-        Raises SnapshotError.
+        """Write the file. Returns its size in bytes. Raises SnapshotError.
+
+        choose: names files in the same folder that have some of the records; these are not written again.
+        on_record: called with (records done, of how many).
         """
         n = len(self.records)
         n_full = len(self.contents.tokens) // int(self.contents.identity.fields["chunk"])
@@ -92,7 +94,7 @@ class Capture:
         return self.store.digest(i, self.records[i], layout.digest) if i < n_full else layout.digest(self.records[i])
 
     def begin(self, path: Path) -> Future[int]:
-        """Write it in a thread. Raises SnapshotError."""
+        """Write the file in a new thread. Raises SnapshotError."""
         worker = ThreadPoolExecutor(1, "kvflash-save")
         try:
             return self.submit(worker, path, partial(self.write, path))
@@ -100,7 +102,7 @@ class Capture:
             worker.shutdown(wait=False)
 
     def submit(self, worker: ThreadPoolExecutor, path: Path, write: Callable[[], T]) -> Future[T]:
-        """Have a thread write it to a path. Raises SnapshotError if none can start; the records are let go then."""
+        """Have a worker write the file. Raises SnapshotError if no thread can start; the records are then released."""
         try:
             return worker.submit(write)
         except RuntimeError as err:  # no memory for a thread, or it was closed
@@ -119,8 +121,11 @@ def capture(
     pending: int | None,
     scoring: Scoring,
 ) -> Capture:
-    """The first len(tokens) positions: all, or those up to a chunk's end. states: at some of them; pending: a token that comes
-    after them; scoring: what is under way. Raises UsageError.
+    """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
+
+    states: those at some of these positions. pending: a token that comes after them. scoring: the one under way.
+
+    Raises UsageError.
     """
     chunk, n = pager.ledger.chunk, len(tokens)
     if n == 0:
@@ -148,9 +153,10 @@ def capture(
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
-    """How many positions of a snapshot can be put back here, for a prompt that begins with their tokens (None: all of them).
+    """Return how many positions of a snapshot can be restored here, for a prompt that begins with their tokens.
 
-    Fewer than the prompt has: its last token is to be decoded. Raises SnapshotError, with the reason, if there are none.
+    None: all of them. Fewer than the prompt has, because its last token must be decoded. Raises SnapshotError, with the
+    reason, if there are none.
     """
     if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"
@@ -167,8 +173,10 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
 
 
 def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
-    """The first n positions, as usable() gave them, into an empty sequence. The state that no chunk holds, to be put back
-    next; empty: there is none. Raises SnapshotError (damage of what comes back at once) and PoolError.
+    """Put the first n positions into an empty sequence. n: from usable().
+
+    Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError, and
+    SnapshotError if a record that comes back at once is damaged.
     """
     contents = snapshot.contents
     sequence, chunks = contents.sequence, contents.chunks

@@ -1,4 +1,4 @@
-"""A .kvsnap file as it is read: its tables at once, its records by pages, when they are used."""
+"""A .kvsnap file being read: its tables at once, its records by pages, when they are used."""
 
 import mmap
 import os
@@ -18,17 +18,17 @@ from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SECTIONS, SOU
 
 
 class OrphanError(SnapshotError):
-    """A file that has some of its records in another one, which is gone."""
+    """A file depends on records of another one, which is gone."""
 
 
 class _Mapped:
-    """A file whose header is whole, mapped."""
+    """A mapped file with a valid header."""
 
     def __init__(self, path: Path) -> None:
-        """Raises SnapshotError, with what is wrong with it."""
+        """Map a file. Raises SnapshotError, with what is wrong with it."""
         self.path = path
         try:
-            if path.exists() and not path.is_file():  # to open a pipe would be to wait for ever
+            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
                 raise self.damaged("it is no regular file")
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -60,7 +60,7 @@ class _Mapped:
         return res
 
     def section(self, i: int) -> bytes:
-        """Whole, and what was written. Raises SnapshotError."""
+        """Return the bytes of section i, checked by its digest. Raises SnapshotError."""
         entry = self.header["sections"][i]
         start, size = int(entry["offset"]), int(entry["size"])
         if start + size > len(self.bytes):
@@ -72,12 +72,12 @@ class _Mapped:
 
 
 def _mapped(path: Path, source: Source) -> _Mapped:
-    """A source of the file at `path`. Raises OrphanError."""
+    """Map a source of the file at `path`. Raises OrphanError."""
     try:
         its = path.with_name(source.name)
         if not its.is_symlink() and (found := _Mapped(its)).header["digest"].tobytes() == source.header:
             return found
-    except (SnapshotError, ValueError):  # ValueError: no name of a file
+    except (SnapshotError, ValueError):  # ValueError: not a file name
         pass
     msg = f"{path} has some of its records in {source.name}, which is gone from that folder, or was changed"
     raise OrphanError(msg)
@@ -85,8 +85,13 @@ def _mapped(path: Path, source: Source) -> _Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a file is of: enough to see whether it is of use for a text. mark: inode and bytes; header: its digest; digests:
-    (n_chunks,) V32, of the records; states: numbers of positions for which it has what no chunk holds, none: that is nothing.
+    """The tables of a file, which tell whether it is of use for a text.
+
+    mark: inode and bytes.
+    header: digest of the header.
+    tokens: (n_tokens,) int32.
+    digests: (n_chunks,) V32, of the records.
+    states: positions at which it has the state that no chunk holds; empty: there is no such state.
     """
 
     path: Path
@@ -100,7 +105,7 @@ class Outline:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Of a file that is not kept open, however many there are. Raises SnapshotError."""
+        """Read the outline of a file without keeping it open, since there may be many. Raises SnapshotError."""
         own = _Mapped(path)
         raw = {name: own.section(i) for i, name in enumerate(SECTIONS[:-1]) if name != "states"}
         return cls._of(own, _contents({**raw, "states": b""}))
@@ -120,23 +125,23 @@ class Outline:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Numbers of positions that it can be cut to, ascending, all of them the last."""
+        """Numbers of positions that it can be cut to, ascending; the last is all of them."""
         n, chunk = len(self.tokens), int(self.identity.fields["chunk"])
         return self.states or (*range(chunk, n, chunk), n)
 
     @property
     def as_source(self) -> Source:
-        """All of it, as a source of another file."""
+        """The file as a source of another one, with the records it has itself."""
         return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.digests))
 
     @property
     def needs(self) -> frozenset[Path]:
-        """The files that have records of it."""
+        """The files that have records of this one."""
         return frozenset(self.path.parent / source.name for source in self.sources)
 
     @property
     def is_orphan(self) -> bool:
-        """Whether it has records in a file that is gone: it will never be of use."""
+        """Whether it depends on records in a file that is gone: it will never be of use."""
         try:
             for source in self.sources:
                 _mapped(self.path, source)
@@ -146,15 +151,15 @@ class Outline:
 
 
 class SnapshotFile:
-    """A file that was opened: everything is checked but the records, which are mapped, and checked when they are used.
+    """An open snapshot. Everything but the records is checked at once; these are mapped, and checked when used.
 
-    A record is a view into the map, which stays as long as any view does, whatever becomes of the file's name.
+    A record is a view into the map, which lives as long as any view, whatever happens to the file's name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises SnapshotError, with what is wrong with it, OrphanError if a file is gone that has some of its records."""
+        """Open a file. Raises SnapshotError, with what is wrong; OrphanError if a file that it depends on is gone."""
         self.path = path
-        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a record which was changed
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a changed record
         own = _Mapped(path)
         self.header = own.header
         self.contents = _contents({name: own.section(i) for i, name in enumerate(SECTIONS[:-1])})
@@ -175,16 +180,16 @@ class SnapshotFile:
 
     @property
     def n_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file in bytes."""
         return len(self._parts[-1].bytes)
 
     @property
     def outline(self) -> Outline:
-        """What it is of."""
+        """The outline of this file."""
         return Outline._of(self._parts[-1], self.contents)  # noqa: SLF001 (of this module)
 
     def record(self, i: int) -> Record:
-        """The record of chunk i, (record_bytes,) uint8, read only; not checked."""
+        """Return the record of chunk i, (record_bytes,) uint8, read-only and unchecked."""
         k = bisect_right(self._ends, i)
         start = self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
         return self._parts[k].bytes[start : start + self._record_bytes]
@@ -198,7 +203,7 @@ class SnapshotFile:
             raise part.damaged(f"the record of chunk {i} was changed")
 
     def verify(self) -> Iterator[int]:
-        """Check the records that it has itself, one by one: how many are done. Raises SnapshotError."""
+        """Check the file's own records one by one. Yields how many are done. Raises SnapshotError."""
         n = self.contents.n_lent
         for i in range(n, len(self.contents.chunks)):
             self.check(i, self.record(i))
@@ -206,7 +211,7 @@ class SnapshotFile:
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
-    """Of sections that have the digests they should have: what they say is what was written."""
+    """Return the contents of sections whose digests were checked: they say what was written."""
     numbers = np.frombuffer(raw["plan"], "<i4").tolist()
     n = numbers[0]
     at, states = 0, []

@@ -1,4 +1,4 @@
-"""The layout of a .kvsnap file, see docs/SNAPSHOT_FORMAT.md, and how one is written: whole or not at all."""
+"""The layout of a .kvsnap file (see docs/SNAPSHOT_FORMAT.md), and how one is written: whole or not at all."""
 
 import hashlib
 import os
@@ -19,8 +19,8 @@ from pyllama_kvflash.policy import Scoring
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
 VERSION = 1
-DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, and no other good digest is as fast with hashlib
-PAGE = 4096  # a record's rows begin on one, as in host memory
+DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
+PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
 SECTIONS = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "records")
 
@@ -32,7 +32,7 @@ HEADER = np.dtype(
         ("header_bytes", "<u4"),
         ("file_bytes", "<u8"),
         ("sections", _SECTION, len(SECTIONS)),
-        ("digest", "V32"),  # of all before
+        ("digest", "V32"),  # of everything before it
     ]
 )
 LAYER = np.dtype(
@@ -59,12 +59,12 @@ SEQUENCE = np.dtype(
         ("n_pool", "<u4"),
         ("n_kv", "<u4"),  # width of the attention graph
         ("tick", "<u8"),
-        ("pending", "<i4"),  # a token that was produced, and is not decoded yet, -1: none
+        ("pending", "<i4"),  # a token that was produced but not decoded yet; -1: none
     ]
 )
 CHUNK = np.dtype(
     [
-        ("chain", "V32"),  # digest of the chain before and of this chunk's tokens
+        ("chain", "V32"),  # digest of the chain so far and this chunk's tokens
         ("digest", "V32"),  # of its record
         ("state", "<i1"),  # policy.State
         ("pinned", "<i1"),
@@ -76,10 +76,10 @@ CHUNK = np.dtype(
 )
 SCORING = np.dtype(
     [
-        ("n_since", "<u4"),  # tokens since it was begun
-        ("what", "<u4"),  # comes after it: 0 nothing, 1 queries (f4), 2 scores (f8)
-        ("cost_s", "<f8"),  # that a scoring takes, 0: not measured
-        ("step_s", "<f8"),  # that a token takes
+        ("n_since", "<u4"),  # tokens since the scoring began
+        ("what", "<u4"),  # follows this: 0 nothing, 1 queries (f4), 2 scores (f8)
+        ("cost_s", "<f8"),  # seconds of a scoring; 0: not measured
+        ("step_s", "<f8"),  # seconds of a token
     ]
 )
 SOURCE = np.dtype(
@@ -87,31 +87,31 @@ SOURCE = np.dtype(
         ("name", "S64"),
         ("header", "V32"),  # digest of its header
         ("first", "<u4"),  # chunk of the first record in it
-        ("end", "<u4"),  # it has the records up to this chunk, from where the source before ends
+        ("end", "<u4"),  # first chunk whose record it does not supply; it starts at the end of the source before
     ]
 )
 STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
 
 Chunks = npt.NDArray[Any]
-"""Of dtype CHUNK."""
+"""Array (n_chunks,) of dtype CHUNK."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a record can be used with. bytes: as in a file; layers and fields as numpy records."""
+    """The model and cache that a record can be used with. raw: an IDENTITY and its LAYERs, as in a file."""
 
     raw: bytes
 
     @property
     def fields(self) -> dict[str, Any]:
-        """By name, for a sentence about what differs."""
+        """The fields by name, for a message about what differs."""
         head = np.frombuffer(self.raw, IDENTITY, 1)[0]
         res: dict[str, Any] = {name: head[name].item() for name in IDENTITY.names or ()}
         res["layers"] = np.frombuffer(self.raw, LAYER, -1, IDENTITY.itemsize).tolist()
         return res
 
     def difference(self, other: "Identity") -> str | None:
-        """The first field in which another one differs, and how; None: none does."""
+        """Return how another identity differs, by the first field that does; None: they are the same."""
         if self.raw == other.raw:
             return None
         mine, its = self.fields, other.fields
@@ -132,8 +132,9 @@ _DIFFERENCES = {
 
 
 def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
-    """For each chunk of tokens (n,) int32, the last one partly filled perhaps: a digest of all tokens up to its end, for this
-    model and cache.
+    """Return, for each chunk of tokens (n,) int32, a digest of all tokens up to its end, for this model and cache.
+
+    The last chunk may be partly filled.
     """
     last, res = digest(identity.raw), []
     raw = np.ascontiguousarray(tokens, "<i4").tobytes()
@@ -144,14 +145,17 @@ def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
 
 
 def digest(data: Any) -> bytes:
-    """Of bytes, or of an array's."""
+    """Return the SHA-256 of bytes, or of an array's bytes."""
     return hashlib.sha256(data).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Another file of the same folder, which has records of this one: those up to chunk `end`, from where the source before
-    it ends. first: the chunk of the first record in it; header: the digest that its header ends with.
+    """Another file of the same folder, which has records of this one.
+
+    header: the digest that its header ends with.
+    first: chunk of the first record in it.
+    end: it supplies the records of the chunks before this one, from the end of the source before it.
     """
 
     name: str
@@ -162,9 +166,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a file holds, but for the records. chunks: CHUNK, one for each chunk with a position; plan: chunks to drop and to
-    bring in that are still to come; states: (position, bytes) of what no chunk holds, the last one at n_tokens; sources:
-    files that have the records of the first chunks.
+    """The contents of a file, without the records.
+
+    tokens: (n_tokens,) int32.
+    chunks: (n_chunks,) CHUNK, one for each chunk with a position.
+    plan: chunks to drop and chunks to bring in that are still to be moved.
+    states: (position, bytes) of the state that no chunk holds, the last one at n_tokens.
+    sources: files that have the records of the first chunks.
     """
 
     identity: Identity
@@ -178,17 +186,20 @@ class Contents:
 
     @property
     def n_lent(self) -> int:
-        """Chunks, from the first, whose records are in other files."""
+        """Number of chunks, from the first, whose records are in other files."""
         return n_lent(self.sources)
 
 
 def n_lent(sources: Sequence[Source]) -> int:
-    """Up to which chunk these have the records."""
+    """Return the number of chunks, from the first, whose records these sources have."""
     return sources[-1].end if sources else 0
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
-    """Bytes from one record to the next, and those before the first one's head: so that the rows begin on a page."""
+    """Return the bytes from one record to the next, and those before the first one.
+
+    They make the rows of each record begin on a page.
+    """
     fields = identity.fields
     lead = -fields["meta_bytes"] % PAGE
     return -(-(lead + fields["record_bytes"]) // PAGE) * PAGE, lead
@@ -202,10 +213,12 @@ def record_place(identity: Identity) -> tuple[int, int]:
 def write(
     path: Path, contents: Contents, records: Iterable[Record], on_record: Callable[[int], None] | None = None
 ) -> int:
-    """Write a file under another name, and rename it once it is whole and on the disk; the bytes it has.
+    """Write a file under another name, and rename it once it is whole and on the disk. Returns its size in bytes.
 
-    records: of the chunks from contents.n_lent on, in order, whose digests the chunks have. on_record: called with how many are written. Raises
-    SnapshotError; nothing is left behind then, nor if the process is killed, but for a file named `.*.part`.
+    records: of the chunks from contents.n_lent on, in order; contents.chunks has their digests.
+    on_record: called with how many are written.
+
+    Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}.part")
     try:
@@ -236,7 +249,7 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
     end = start + (len(contents.chunks) - contents.n_lent) * pitch
     file.truncate(end)
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, end)  # a full disk says so now
+        os.posix_fallocate(file.fileno(), 0, end)  # a full disk fails here
     for i, record in enumerate(records):
         file.seek(start + i * pitch + lead)
         file.write(record)
@@ -252,7 +265,7 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
 
 
 def _small(contents: Contents) -> list[bytes]:
-    """All sections but the records."""
+    """Return all sections but the records."""
     plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
     return [
         contents.identity.raw,
@@ -278,7 +291,7 @@ def _packed(scoring: Scoring) -> bytes:
 
 
 def unpacked(raw: bytes) -> Scoring:
-    """What the section scoring says."""
+    """Return the scoring that its section holds."""
     head, rest = np.frombuffer(raw, SCORING, 1)[0], raw[SCORING.itemsize :]
     return Scoring(
         n_since=int(head["n_since"]),
@@ -290,12 +303,12 @@ def unpacked(raw: bytes) -> Scoring:
 
 
 def _private(name: str, flags: int) -> int:
-    """A text is nobody else's."""
+    """Open a file that only its owner can read, since it holds a text."""
     return os.open(name, flags, 0o600)
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every system can
+    with suppress(OSError):  # not every system can sync a folder
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -1,4 +1,4 @@
-"""A sequence that can be saved while it goes on, and put back: in this process or another one."""
+"""A sequence that can be saved while it goes on, and restored in this process or another."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,12 +16,14 @@ from pyllama_kvflash.snapshot.capture import Capture, capture, identity_of, put_
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import Identity
 
-_CHECKPOINTS = 4  # that are kept: of a model of 27 B one takes some 150 MiB
+_CHECKPOINTS = 4  # most that are kept; one takes some 150 MiB for a 27B model
 
 
 class SavedSequence:
-    """Saves and restores a sequence. A plain cache can be cut at any chunk's end; a recurrent state or a sliding window only where
-    a checkpoint of it was made: before the end of each prompt (`Options.snapshots`), and where it was saved.
+    """Saves and restores a sequence.
+
+    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. One is
+    made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
     """
 
     def __init__(self, sequence: PooledSequence) -> None:
@@ -32,7 +34,7 @@ class SavedSequence:
 
     @cached_property
     def identity(self) -> Identity:
-        """What a snapshot must be of for this sequence to take it. Raises UsageError without a pool."""
+        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
         ctx = self.sequence.ctx
         if self.sequence.pager is None:
             msg = (
@@ -48,27 +50,27 @@ class SavedSequence:
 
     @property
     def checkpoints(self) -> list[int]:
-        """Numbers of positions, fewer than there are, that can be saved by themselves."""
+        """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
         n, chunk = self.sequence.n_tokens, self.sequence.options.chunk
         if self._stateful:
             return [pos for pos in sorted(self._checkpoints) if pos < n]
         return list(range(chunk, n, chunk))
 
     def checkpoint_after(self, n: int) -> int:
-        """After how many of n tokens that are to be read a checkpoint is due: at the last chunk's end. 0: none is."""
+        """Return after how many of n tokens to come a checkpoint is due, at the end of the last chunk; 0: none is."""
         options, start = self.sequence.options, self.sequence.n_tokens
         if not (options.snapshots and self._stateful and self.sequence.pager):
             return 0
         return max(0, (start + n - 1) // options.chunk * options.chunk - start)
 
     def make_checkpoint(self) -> None:
-        """Keep the state that no chunk holds, as it is now."""
+        """Keep a copy of the state that no chunk holds, as it is now."""
         self._checkpoints[self.sequence.n_tokens] = self.sequence.ctx.save_partial()
         while len(self._checkpoints) > _CHECKPOINTS:
             del self._checkpoints[min(self._checkpoints)]
 
     def truncate(self, n_tokens: int) -> None:
-        """The sequence was cut to n_tokens positions."""
+        """Forget the checkpoints after the first n_tokens positions."""
         self._checkpoints = {pos: state for pos, state in self._checkpoints.items() if 0 < pos <= n_tokens}
 
     #
@@ -76,9 +78,9 @@ class SavedSequence:
     #
 
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Take the first n_tokens positions (None: all) as they are now, to be written while the sequence goes on.
+        """Capture the first n_tokens positions (None: all), to be written while the sequence goes on.
 
-        Raises UsageError, see KVFlash.save.
+        Raises UsageError; see KVFlash.save.
         """
         sequence = self.sequence
         n = sequence.n_tokens if n_tokens is None else n_tokens
@@ -107,7 +109,7 @@ class SavedSequence:
     #
 
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Put a snapshot into the sequence, which is empty; see KVFlash.restore. Returns how many positions there are now."""
+        """Put a snapshot into the sequence, which must be empty; see KVFlash.restore. Returns the positions."""
         sequence = self.sequence
         file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
         n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
@@ -127,7 +129,7 @@ class SavedSequence:
         except (KVFlashError, KeyboardInterrupt):
             sequence.clear()
             raise
-        chunk = sequence.options.chunk  # elsewhere the record of the chunk goes on, or is another one's by now
+        chunk = sequence.options.chunk  # within a chunk, its record has other positions by now
         self._checkpoints = {pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0}
         pending = int(file.contents.sequence["pending"])
         if prompt is None:
@@ -143,7 +145,7 @@ def checked_path(path: str | Path) -> Path:
     if "\0" in str(path):
         msg = f"{str(path)!r} is no file name: it has a zero byte"
         raise UsageError(msg)
-    with suppress(OSError):  # which opening it says
+    with suppress(OSError):  # opening it reports that
         if res.is_dir():
             msg = f"{path} is a directory: give the name of a snapshot in it, such as {res / 'text.kvsnap'}"
             raise UsageError(msg)

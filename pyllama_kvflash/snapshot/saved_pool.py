@@ -1,4 +1,4 @@
-"""The pool as it is kept in a snapshot: taken from a pager, and put back into one."""
+"""The pool as a snapshot keeps it: taken from a pager, and put back into one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,13 +13,17 @@ from pyllama_kvflash.pool.flights import OnTheWay
 from pyllama_kvflash.pool.pager import Pager
 
 Lend = Callable[[int], None]
-"""Puts the record of a chunk into the store."""
+"""Puts the record of a chunk into the host store."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
-    """Where every chunk was, arrays (n_chunks,). block: -1: in none. n_pool: cells;
-    n_kv: how many of them the attention read; drops, page_ins: what was still to come of a plan.
+    """The place of every chunk, as arrays (n_chunks,).
+
+    block: -1: none.
+    n_pool: cells of the pool.
+    n_kv: cells that the attention read; 0: not kept, since positions were cut off.
+    drops, page_ins: chunks of a plan that are still to be moved.
     """
 
     n_tokens: int
@@ -36,7 +40,7 @@ class SavedPool:
 
     @classmethod
     def of(cls, pager: Pager) -> Self:
-        """As it is now. Nothing is changed by that: what is on its way is noted as such."""
+        """Take the pool as it is now, without changing it. Chunks on their way are noted as such."""
         ledger, info = pager.ledger, pager.ctx.pool_info()
         where = pager.residency()
         block = where.block.copy()
@@ -58,7 +62,7 @@ class SavedPool:
         )
 
     def first(self, n_tokens: int, chunk: int) -> Self:
-        """Of the first positions alone, which end with a chunk, unless they are all."""
+        """Return the first n_tokens positions alone. They end with a chunk, unless they are all."""
         if n_tokens == self.n_tokens:
             return self
         n = n_tokens // chunk
@@ -67,8 +71,10 @@ class SavedPool:
         return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), **cut)
 
     def put_back(self, pager: Pager, lend: Lend) -> bool:
-        """Into an empty sequence's. Whether all is where it was: so it is in a pool of the same size without other sequences.
-        Else the hottest chunks come back that there is room for. Raises what `lend` and page-ins do.
+        """Put the pool into an empty sequence's pager. Returns whether everything is where it was.
+
+        It is in a pool of the same size without other sequences. Elsewhere the hottest chunks come back, as far as
+        there is room. Raises what `lend` and page-ins raise.
         """
         ledger, n_chunks = pager.ledger, len(self.state)
         for chunk in range(n_chunks):
@@ -90,7 +96,7 @@ class SavedPool:
         else:
             self._anew(pager)
         pager.ctx.wait()
-        pager.records.forget(self.n_tokens // ledger.chunk)  # the last one is not full
+        pager.records.forget(self.n_tokens // ledger.chunk)  # of a chunk that is not full
         return same
 
     def _in_place(self, pager: Pager) -> None:
