@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -13,7 +14,6 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.commands import INTERRUPTED, good, invoke
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.demo import Answers
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import Interrupted
 
@@ -30,16 +30,16 @@ def args(tmp_path: Path) -> tuple[str, ...]:
 
 def announce(monkeypatch: pytest.MonkeyPatch, cut: str | None = None) -> None:
     """Have the runs write their names to stdout as they begin. One of them is cut short by Ctrl-C."""
-    run = module.answer_all
+    read = module.read
 
-    def announced(kv: KVFlash, *args: object) -> Answers:
+    def announced(kv: KVFlash, *args: Any) -> float:
         name = "full" if kv.n_pool is None else kv.policy
         click.echo(f"RUN {name}")
         if name == cut:
             raise Interrupted("interrupted")
-        return run(kv, *args)
+        return read(kv, *args)
 
-    monkeypatch.setattr(module, "answer_all", announced)
+    monkeypatch.setattr(module, "read", announced)
 
 
 def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,8 @@ def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyP
     assert re.search(r"full cache[┃ ]+pool, lru[┃ ]+pool, qk", last)
     codes = re.findall(r"(\d{7}) ✓ │\n", first)
     assert len(codes) == 3
+    for name in ("qk", "lru", "full cache"):
+        assert f"kvflash: {name} answers 1/3\n" in res.stderr
     assert re.findall(r"(\d{7}) ✓ │\n", last) == codes
 
 

@@ -27,21 +27,34 @@ class Answers:
 
 
 def answer_all(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> Answers:
-    """Read the text, and answer all questions, each as if it were the only one."""
+    """Read the text, and answer all questions."""
+    return ask_all(kv, prompt, read(kv, prompt, on_prefill))
+
+
+def read(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> float:
+    """Read the text. Returns the seconds that it took."""
     kv.clear()
-    prefill_s = 0.0
+    seconds = 0.0
     for event in kv.prefill(kv.tokenize(prompt.text)):
         if isinstance(event, Prefill):
-            prefill_s = event.seconds
+            seconds = event.seconds
             on_prefill(event)
+    return seconds
+
+
+def ask_all(
+    kv: KVFlash, prompt: NeedlePrompt, prefill_s: float, on_answer: Callable[[int], None] = lambda _: None
+) -> Answers:
+    """Answer all questions after the text, each as if it were the only one. on_answer is told how many are answered."""
     end, n_decoded, decode_s = kv.n_tokens, 0, 0.0
-    answers = []
+    answers: list[str] = []
     for needle in prompt.needles:
         text, stats = ask(kv, needle.question)
         answers.append(text)
         n_decoded += stats.n_generated - 1
         decode_s += stats.decode_s
         kv.rollback(end)
+        on_answer(len(answers))
     stats = kv.stats(n_prompt=end, n_generated=n_decoded + 1, prefill_s=prefill_s, decode_s=decode_s)
     name = "full cache" if kv.n_pool is None else f"pool, {kv.policy}"
     return Answers(name, tuple(answers), stats)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash import native
-from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, answer_all, positions
+from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, positions, read
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
@@ -92,8 +92,16 @@ def _run(kv: KVFlash, prompt: NeedlePrompt, reporter: Reporter) -> Answers:
         reporter.warn(warning)
     for line in banner(kv):
         reporter.note(line)
-    with reporter.prefilling("full cache" if kv.n_pool is None else kv.policy) as bar:
-        return answer_all(kv, prompt, bar)
+    name, total = "full cache" if kv.n_pool is None else kv.policy, len(prompt.needles)
+    with reporter.prefilling(name) as reading:
+        seconds = read(kv, prompt, reading)
+    with reporter.counting(f"{name} answers", total) as asking:
+
+        def answered(n: int) -> None:
+            asking.done()
+            reporter.plain(f"{name} answers {n}/{total}")
+
+        return ask_all(kv, prompt, seconds, answered)
 
 
 def _print(prompt: NeedlePrompt, at: list[int], runs: list[Answers]) -> None:
