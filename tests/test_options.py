@@ -232,6 +232,18 @@ def test_scoring_by_default(options: type["Options"]) -> None:
 
 
 @pytest.mark.native
+def test_former_names_still_work(options: type["Options"]) -> None:
+    """And are checked like the new ones; replace() keeps what they gave."""
+    made = options(draft_model="small.gguf", draft_pool=512)
+    assert (made.scorer_model, made.scorer_pool) == ("small.gguf", 512)
+    assert made == options(scorer_model="small.gguf", scorer_pool=512)
+    again = replace(made, scorer_pool=1024)
+    assert (again.scorer_model, again.scorer_pool) == ("small.gguf", 1024)
+    with pytest.raises(UsageError, match=r"scorer_pool .* is 0"):
+        options(draft_pool=0)
+
+
+@pytest.mark.native
 def test_options_cannot_be_changed_unchecked(options: type["Options"]) -> None:
     made = options()
     with pytest.raises(AttributeError):
