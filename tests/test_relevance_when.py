@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-import types
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, oldest, other_ones, shuffled
 
-from pyllama_kvflash import KVFlash, Paged, View
+from pyllama_kvflash import Paged, View
+from pyllama_kvflash.engine.decoder import asking_parts
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Qk, Schedule, State, n_queries
@@ -99,10 +99,7 @@ def test_the_batches_that_ask_are_the_tokens_and_ask_for_the_last_of_them(
 ) -> None:
     """Whatever the tap keeps, which is those of the last tokens of a graph, and no graph has more tokens than n_ubatch."""
     n_asking = data.draw(st.integers(1, n))
-    kv: Any = types.SimpleNamespace(
-        ctx=types.SimpleNamespace(q_tap=n_tap), options=types.SimpleNamespace(n_ubatch=n_ubatch)
-    )
-    parts = KVFlash._asking(kv, TOKENS[:n], n_asking)
+    parts = asking_parts(TOKENS[:n], n_asking, n_tap, n_ubatch)
     assert np.array_equal(np.concatenate([part for part, _ in parts]), TOKENS[:n])
     asked, end = [], 0
     for part, k in parts:

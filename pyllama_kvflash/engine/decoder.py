@@ -188,7 +188,8 @@ class Decoder:
         state = sequence.ctx.save_partial() if sequence.recurrent else b""
         queries: list[Queries] = []
         n_asking = min(n_queries(selector.scorer.query) or len(tokens), len(tokens))
-        for part, n in self._asking(tokens, n_asking):
+        n_tap, n_ubatch = sequence.ctx.q_tap, self._options.n_ubatch
+        for part, n in asking_parts(tokens, n_asking, n_tap, n_ubatch):
             if paged := self._batch(part):
                 yield paged
             queries += [selector.queries(back) for back in reversed(range(n))]
@@ -205,22 +206,20 @@ class Decoder:
                 yield from seen
                 yield from self.again(seen)
 
-    def _asking(self, tokens: Tokens, n_asking: int) -> list[tuple[Tokens, int]]:
-        """Cut tokens into batches. Returns each with the number of its last tokens whose queries are wanted.
 
-        n_asking: the sum of these numbers. The tap keeps the queries of a graph's last tokens only; this makes the
-        fewest batches that allows.
-        """
-        n, n_ubatch = len(tokens), self._options.n_ubatch
-        n_most = min(self.sequence.ctx.q_tap, n_ubatch)
-        n_first = (n_asking - 1) % n_most + 1
-        end = n - n_asking + n_first  # end of the first part that asks
-        cuts = list(range(end, n, n_most))
-        wanted = [n_first, *[n_most] * len(cuts)]
-        if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
-            cuts.insert(0, end - n_first)
-            wanted.insert(0, 0)
-        return list(zip(np.split(tokens, cuts), wanted, strict=True))
+def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
+    """Cut tokens into batches, each with the number of its last tokens whose queries are wanted, n_asking in all: as few
+    batches as the tap allows, which keeps the queries of the last n_tap tokens of a graph.
+    """
+    n, n_most = len(tokens), min(n_tap, n_ubatch)
+    n_first = (n_asking - 1) % n_most + 1
+    end = n - n_asking + n_first  # of the first part that asks
+    cuts = list(range(end, n, n_most))
+    wanted = [n_first, *[n_most] * len(cuts)]
+    if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
+        cuts.insert(0, end - n_first)
+        wanted.insert(0, 0)
+    return list(zip(np.split(tokens, cuts), wanted, strict=True))
 
 
 def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
