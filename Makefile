@@ -16,7 +16,7 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 help:               ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-run: build          ## set up, then a 32K-token prompt through a 2,048-token pool, and through the full cache
+run: build          ## set up, then a 16K-token prompt through a 2,048-token pool, and through the full cache
 	$(BIN)/kvflash demo
 
 test: build         ## set up, then all tests, but only the mutants of C++ that has changed

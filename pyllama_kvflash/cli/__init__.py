@@ -31,7 +31,7 @@ A model's KV cache grows with the context. kvflash keeps a fixed pool of it on t
 of 64 tokens, to host memory and back, bit for bit. Device memory and decode speed then do not depend on the context.
 
 \b
-  kvflash demo                                        a 32K prompt, full cache against a 2K pool
+  kvflash demo                                        a 16K prompt, full cache against a 2K pool
   kvflash run model.gguf -f long.txt                  a prompt file, pool chosen from free memory
   kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control

@@ -26,14 +26,15 @@ a small cache forgets, and through the full cache, which shows what the model fi
 that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answers on the screen.
 
 \b
-  kvflash demo                              32K tokens through a pool of 2K; on 2 cores about 15 seconds to the
-                                            answers of the pool, 2 minutes to the end
+  kvflash demo                              16K tokens through a pool of 2K; on 2 cores about 10 seconds to the
+                                            answers of the pool, a minute to the end
+  kvflash demo --tokens 32K                 the full cache then takes over two minutes
   kvflash demo --tokens 8K --kvflash 1K     about 10 seconds
 """
 
 
 @click.command(help=HELP, short_help="A long prompt, full cache against pool.")
-@click.option("--tokens", type=params.TokenCount(), default=32768, show_default=True, help="Length of the text.")
+@click.option("--tokens", type=params.TokenCount(), default=16384, show_default=True, help="Length of the text.")
 @click.option("--kvflash", "pool", type=params.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
 @click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
 @click.option("-s", "--seed", type=int, default=1, show_default=True, help="Number of the text.")

@@ -208,12 +208,14 @@ class Decoder:
 
 
 def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
-    """Cut tokens into batches, each with the number of its last tokens whose queries are wanted, n_asking in all: as few
-    batches as the tap allows, which keeps the queries of the last n_tap tokens of a graph.
+    """Cut tokens (n,) int32 into batches. Returns each with the number of its last tokens whose queries are wanted.
+
+    n_asking: the sum of these numbers. n_tap: the tap keeps the queries of so many tokens at the end of a graph; this makes
+    the fewest batches that allows. n_ubatch: tokens of a graph.
     """
     n, n_most = len(tokens), min(n_tap, n_ubatch)
     n_first = (n_asking - 1) % n_most + 1
-    end = n - n_asking + n_first  # of the first part that asks
+    end = n - n_asking + n_first  # end of the first part that asks
     cuts = list(range(end, n, n_most))
     wanted = [n_first, *[n_most] * len(cuts)]
     if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
