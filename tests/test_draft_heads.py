@@ -16,6 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.drafting import width_noise
 from support.rounding import Chosen, held
+from support.runs import turn
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import UnsupportedError
@@ -129,8 +130,7 @@ def by_turns(kv: KVFlash, prompts: list[Any], n: int) -> list[tuple[list[int], i
     ids: list[list[int]] = [[] for _ in runs]
     while going := [i for i, run in enumerate(runs) if not run.ended]:
         for i in going:
-            events = list(runs[i].read()) if runs[i].reading else runs[i].step()
-            ids[i] += [e.id for e in events if isinstance(e, Token)]
+            ids[i] += turn(runs[i])
     stats = [run.draft_stats for run in runs]
     return [(tokens, found.accepted if found else 0) for tokens, found in zip(ids, stats, strict=True)]
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.runs import GREEDY, TOKENS, Open
+from support.runs import GREEDY, TOKENS, Open, turn
 
 from pyllama_kvflash import KVFlash, Prefill, Token
 from pyllama_kvflash.engine import decoder
@@ -42,8 +42,7 @@ def finish(run: Generation) -> list[int]:
     """Its tokens from here on."""
     res: list[int] = []
     while not run.ended:
-        events = list(run.read()) if run.reading else run.step()
-        res += [e.id for e in events if isinstance(e, Token)]
+        res += turn(run)
     return res
 
 
@@ -51,7 +50,7 @@ def finish_reading(run: Generation) -> list[int]:
     """The first token of its answer."""
     res: list[int] = []
     while run.reading:
-        res += [e.id for e in run.read() if isinstance(e, Token)]
+        res += turn(run)
     return res
 
 
@@ -122,8 +121,7 @@ def test_a_step_that_failed_can_be_taken_again(opened: Open, monkeypatch: pytest
                 patch.setattr(decoder, "advance", fails)
                 with pytest.raises(PoolError):
                     run.step()
-        events = list(run.read()) if run.reading else run.step()
-        got += [e.id for e in events if isinstance(e, Token)]
+        got += turn(run)
     assert got == want
     assert n_failed == N - 1
     assert kv.tokens.tolist() == [*prompt.tolist(), *want[:-1]]
@@ -155,8 +153,7 @@ def test_what_is_damaged_is_read_anew(opened: Open, monkeypatch: pytest.MonkeyPa
             assert run.reading
             assert kv.n_tokens == 0
         n += 1
-        events = list(run.read()) if run.reading else run.step()
-        got += [e.id for e in events if isinstance(e, Token)]
+        got += turn(run)
     assert got == want
     assert kv.tokens.tolist() == [*prompt.tolist(), *want[:-1]]
 
@@ -171,8 +168,7 @@ def test_sequences_of_a_pool_draft_each_for_itself(opened: Open) -> None:
     got: list[list[int]] = [[], []]
     while going := [i for i, run in enumerate(runs) if not run.ended]:
         for i in going:
-            events = list(runs[i].read()) if runs[i].reading else runs[i].step()
-            got[i] += [e.id for e in events if isinstance(e, Token)]
+            got[i] += turn(runs[i])
     assert got == want
     for run in runs:
         assert run.draft_stats is not None

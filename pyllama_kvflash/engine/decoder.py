@@ -73,14 +73,14 @@ class Decoder:
         again = self.again(events) if events and len(tokens) == 1 else ()
         return [*([paged] if paged else []), *events, *again]
 
-    def _batch(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
-        """Decode one batch, and let a drafter read it. Returns what moved."""
+    def _batch(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> Paged | None:
+        """Decode one batch, and let a drafter read the tokens that stand. Returns what moved."""
         start, drafts = self.sequence.n_tokens, self.drafts
         if drafts:
             drafts.before(start, len(tokens))
-        paged = advance([(self.sequence, tokens)], outputs)[0]
+        paged = advance([(self.sequence, tokens)], outputs, accept)[0]
         if drafts:
-            drafts.decoded(tokens, start)
+            drafts.decoded(tokens[: self.sequence.n_tokens - start], start)
         return paged
 
     def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
@@ -88,24 +88,18 @@ class Decoder:
 
         Raises as advance().
         """
-        sequence, drafts = self.sequence, self.drafts
-        start = sequence.n_tokens
-        if drafts:
-            drafts.before(start, len(tokens))
-        paged = advance([(sequence, tokens)], native.ALL, accept)[0]
-        n = sequence.n_tokens - start
-        if drafts:
-            drafts.decoded(tokens[:n], start)
-        return [*([paged] if paged else []), *sequence.tick(n)]
+        start = self.sequence.n_tokens
+        paged = self._batch(tokens, native.ALL, accept)
+        return [*([paged] if paged else []), *self.sequence.tick(self.sequence.n_tokens - start)]
 
-    def missed(self, events: Sequence[Event]) -> Reselect | None:
-        """Return the event of a token's decode that brought in chunks with much of the token's attention, or None.
+    def missed(self, events: Sequence[Event]) -> bool:
+        """Return whether a token's decode brought in chunks with much of the token's attention.
 
-        Such a token was decoded without these chunks, and should be decoded again.
+        Such a token was decoded without these chunks, and should be decoded again. events: those of its decode.
         """
         selector = self.sequence.selector
         found = next((e for e in events if isinstance(e, Reselect)), None)
-        return found if selector and found and selector.missed(found) else None
+        return selector is not None and found is not None and selector.missed(found)
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
         """Decode the last token again while it misses much of its attention, up to _ROUNDS times.

@@ -147,7 +147,7 @@ class Generation:
 
     def step(self) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
-        drafts, sequence = self.decoder.drafts, self.decoder.sequence
+        drafts = self.decoder.drafts
         if drafts:
             self.draft()
             width, n_most = self._limits()
@@ -155,8 +155,7 @@ class Generation:
             if guesses is not None and len(guesses := guesses[: n_most - 1]):
                 return [*self._check(guesses, width), *self.answer.shown()]
         begin = time.perf_counter()
-        if sequence.n_tokens > self._at:
-            self.go_back()
+        self.go_back()
         events = self.decoder.decode(np.array([self.answer.token], np.int32))
         self.take()
         if drafts:

@@ -99,8 +99,7 @@ class Pager:
 
     def expect(self, n_tokens: int) -> None:
         """Announce n_tokens more positions: host memory for them is taken meanwhile. Raises HostMemoryError."""
-        ledger = self.ledger
-        n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
+        n_full = self.ledger.n_sealed + self.ledger.seals(n_tokens)
         self.shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
 
@@ -118,10 +117,9 @@ class Pager:
         if n_new and n_new + taken[0] > ledger.n_free:
             self.flights.finish()
         plan = make_room(ledger, n_new + taken[0]) if n_new else _NOTHING
-        n_full = (ledger.n_tokens + n_tokens) // ledger.chunk
-        if n_full > ledger.n_sealed:
-            self.shared.memory.reserve(n_full - ledger.n_sealed + taken[1])
-            self._summariser.reserve(n_full)
+        if n_sealing := ledger.seals(n_tokens):
+            self.shared.memory.reserve(n_sealing + taken[1])
+            self._summariser.reserve(ledger.n_sealed + n_sealing)
         self.apply(plan)
         return plan
 

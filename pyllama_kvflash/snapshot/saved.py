@@ -108,10 +108,9 @@ class SavedSequence:
     # restore
     #
 
-    def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
+    def restore(self, file: SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
         """Put a snapshot into the sequence, which must be empty; see KVFlash.restore. Returns the positions."""
         sequence = self.sequence
-        file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
         n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
         if n > sequence.options.n_ctx:
             msg = f"{file.path} cannot be used: it has {n} positions, and the context {sequence.options.n_ctx}: use a larger -c"

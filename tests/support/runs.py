@@ -10,6 +10,7 @@ import pytest
 
 from pyllama_kvflash import Done, KVFlash, Reselect, Sampling, Token
 from pyllama_kvflash.engine import generation
+from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import LAST, Context, Model, Sampler
 from pyllama_kvflash.policy import State
@@ -53,6 +54,12 @@ def logits_of(kv: KVFlash, end: int, size: int = 64) -> Logits:
 def read(kv: KVFlash, end: int) -> list[Event]:
     """The same as a prompt; what happened."""
     return list(kv.prefill(TOKENS[kv.n_tokens : end]))
+
+
+def turn(run: Generation) -> list[int]:
+    """Read a batch of a prompt, or take a step of its answer; the tokens of the answer that came."""
+    events = list(run.read()) if run.reading else run.step()
+    return [e.id for e in events if isinstance(e, Token)]
 
 
 def spell(monkeypatch: pytest.MonkeyPatch) -> None:
