@@ -150,6 +150,8 @@ enum kvf_status {
 #define KVF_FLAG_ROT_V     ...
 
 struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every; };
+struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; };
+struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
     uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
@@ -170,7 +172,8 @@ int  kvf_model_load(const char * path, const struct llama_model_params * params,
 int  kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
 uint32_t kvf_n_weight(struct llama_model * model);
 int  kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
-                     const struct kvf_pool_params * pool, struct llama_context ** ctx);
+                     const struct kvf_pool_params * pool, const struct kvf_pane_params * panes,
+                     struct llama_context ** ctx);
 const char * kvf_memory_class(struct llama_context * ctx);
 int  kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
 int  kvf_get_compute_bytes(struct llama_context * ctx, int32_t device, uint64_t * bytes);
@@ -178,6 +181,9 @@ int  kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * la
 uint32_t kvf_n_layer(struct llama_context * ctx);
 int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
                 const llama_token * tokens, int32_t n, int outputs);
+int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
+                      const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record);
+int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,
                      const llama_token * tokens, int32_t n);

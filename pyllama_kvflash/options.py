@@ -14,6 +14,7 @@ from pyllama_kvflash.registry import policy_names
 CHUNKS = (16, 32, 64)
 SUMMARY = re.compile(r"(?:centroid|runs):(?:1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
+PREFILL = ("exact", "pool", "auto")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
@@ -82,6 +83,10 @@ class Options:
     tail: int = 4  # chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
     n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
+
+    # how prompts are read that the pool cannot hold
+    prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
+    panes: int = 0  # layers whose KV an exact pass keeps on each device, at least 2; 0: all if they fit beside an automatic pool
 
     # which chunks are resident
     policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
@@ -215,6 +220,9 @@ class Options:
             check_range(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
+        check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
+        if self.panes != 0:
+            check_range(self.panes, 2, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 2 takes the least memory")
 
     @property
     def interval(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -186,7 +187,8 @@ def measure(paging: Paging, path: Path, on_prefill: OnPrefill, done: Callable[[]
     Raises what KVFlash.from_file does.
     """
     loaded = load(path, Options(**paging.engine("lru")), KVFlash.open)
-    with loaded.model, loaded.ctx as ctx:
+    with closing(loaded):
+        ctx = loaded.sequences[0].ctx
         _fill(ctx, paging.n_pool, loaded.n_batch)
         info = ctx.pool_info()
         plain = _plain_bytes(info.record_bytes)

@@ -12,7 +12,8 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.engine.loading import Probe, check_file, device_memory, probe
+from pyllama_kvflash.engine.loading import Probe, check_file, probe
+from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import auto_pool
@@ -70,7 +71,7 @@ def _look(model: Model, options: Options) -> Findings:
     options = options.resolved(model.n_ctx_train)
     seen = probe(model, options)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    found = device_memory(seen, options)
+    found = device_memory(seen.geometry, options)
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     return Findings(model, options.n_ctx, seen, sizes, found, tokens, note)
 

@@ -128,15 +128,21 @@ class Decoder:
 
         See KVFlash.prefill.
         """
-        sequence, n, done = self.sequence, len(tokens), 0
+        sequence, n = self.sequence, len(tokens)
         self.check_fits(n, sequence.n_tokens)
         sequence.cancel_scoring()
-        n_tail = self._n_replayed(n)
-        begin = time.perf_counter()
         if sequence.pager:
             sequence.pager.expect(n)
         if self.drafts:
             self.drafts.expect(sequence.n_tokens + n)
+        exactly = sequence.exact is not None and self._is_too_long(n)
+        yield from self._read_exactly(tokens) if exactly else self._read_through_pool(tokens)
+
+    def _read_through_pool(self, tokens: Tokens) -> Iterator[Event]:
+        """Decode tokens in batches that see what the pool holds; the pool is chosen anew between them."""
+        sequence, n, done = self.sequence, len(tokens), 0
+        begin = time.perf_counter()
+        n_tail = self._n_replayed(n)
         mark = self._saved.checkpoint_after(n - n_tail)
         stops = sorted({mark, n - n_tail, n})
         while done < n:
@@ -156,6 +162,41 @@ class Decoder:
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
+    def _read_exactly(self, tokens: Tokens) -> Iterator[Event]:
+        """Decode tokens against everything before them, and then have the pool hold what the last ones attend to."""
+        sequence, selector, n, done = self.sequence, self.sequence.selector, len(tokens), 0
+        begin = time.perf_counter()
+        mark = self._saved.checkpoint_after(n)
+        n_asking = min(self._n_asking(), n)
+        queries: list[Queries] = []
+        while done < n:
+            if mark and done == mark:
+                self._saved.make_checkpoint()
+            size = min(sequence.reads_exactly.n_batch, (mark if done < mark else n) - done)
+            outputs = native.LAST if done + size == n else native.NONE
+            if paged := sequence.advance_exactly(tokens[done : done + size], outputs):
+                yield paged
+            done += size
+            if selector:
+                n_here = min(size, done - (n - n_asking))
+                queries += [selector.queries(back) for back in reversed(range(n_here))]
+            if done == n:
+                if paged := sequence.settle_in():
+                    yield paged
+                yield from sequence.reselect_now("question", queries, 1)
+            seconds = time.perf_counter() - begin
+            yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
+
+    def _n_asking(self) -> int:
+        """Return how many tokens at the end of a prompt the scorer wants the queries of."""
+        selector = self.sequence.selector
+        return (n_queries(selector.scorer.query) or max(1, self._options.replay)) if selector else 0
+
+    def _is_too_long(self, n: int) -> bool:
+        """Return whether the sequence's share of the pool cannot hold n more tokens with all before them."""
+        ledger = self.sequence.paged.ledger
+        return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
+
     def _n_replayed(self, n: int) -> int:
         """Return how many of a prompt's n tokens run again, at its end; 0 if every chunk is resident and stays so."""
         o = self._options
@@ -168,10 +209,7 @@ class Decoder:
         It does if a chunk is out, as after a rollback of a longer text, or if the sequence's share cannot hold
         everything.
         """
-        if self.sequence.selector is None:
-            return False
-        ledger = self.sequence.paged.ledger
-        return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
+        return self.sequence.selector is not None and self._is_too_long(n)
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
         """Run the end of a prompt, choose the pool for it, and run it again with the chunks that were missing."""

@@ -1,21 +1,25 @@
 """Loading: from a path and options to a model and its context, with every check possible before the first token."""
 
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyllama_kvflash.engine.exactly import open_exact
+from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
+from pyllama_kvflash.policy.sizing import BATCH
+from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.pager import Shared
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.scorers.factory import make_scorer
@@ -30,14 +34,15 @@ class Loaded:
     """A model, its context, and the sequences of that context.
 
     n_pool: cells of the pool; None: the full cache.
-    n_batch: the most tokens of a batch.
+    n_batch: the most tokens of a batch that goes through the pool.
     full_bytes: full-attention KV of the whole context, over all sequences.
     shared: the part of a pool that its sequences share; None with the full cache.
+    exact: reads prompts that the pool cannot hold; None: they go through the pool.
     drafts: one for each sequence; empty without speculative decoding.
+    parts: everything that is to be closed.
     """
 
     model: Model
-    ctx: Context
     options: Options
     n_pool: int | None
     n_batch: int
@@ -45,15 +50,14 @@ class Loaded:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     shared: Shared | None
+    exact: ExactReader | None
     sequences: tuple[PooledSequence, ...]
-    draft_model: DraftModel | None
     drafts: tuple[Drafts, ...]
+    parts: ExitStack
 
     def close(self) -> None:
-        """Free the sequences, the context and the model. Harmless when called again."""
-        _close(self.sequences, self.shared, self.drafts, self.draft_model)
-        self.ctx.close()
-        self.model.close()
+        """Free the sequences, the contexts and the model. Harmless when called again."""
+        self.parts.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,9 @@ def load(
         with Model.load(path, **where, no_alloc=True) as model:
             placed = _place(model, _resolved(model, options))
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
-    model = Model.load(path, **where, on_host=on_host(placed.n_cpu_moe), progress=progress)
-    try:
-        return _load(model, _resolved(model, options), placed, open_engine)
-    except BaseException:
-        model.close()
-        raise
+    with ExitStack() as parts:
+        model = parts.enter_context(Model.load(path, **where, on_host=on_host(placed.n_cpu_moe), progress=progress))
+        return _load(model, _resolved(model, options), placed, open_engine, parts)
 
 
 def _resolved(model: Model, options: Options) -> Options:
@@ -118,79 +119,77 @@ def _probed(model: Model, options: Options) -> Probe:
     return seen
 
 
-def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine) -> Loaded:
+def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
     seen = _probed(model, options)
-    type_k, type_v = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
-    token_bytes = seen.geometry.token_bytes(row_bytes, type_k, type_v)
-    size = PoolSize(None) if options.pool == "off" else _pool_size(seen, options)
-    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
-    n_batch = min(options.n_batch or usual, options.n_ctx)
-    pool, scorers = None, tuple[Scorer, ...]()
-    n_all = options.n_ctx * options.n_parallel
+    size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
+    if options.pool != "off":
+        size = _pool_size(seen, options)
+    warnings, notes = placed.warnings, placed.notes
+    q_tap = q_every = 0
     if size.n_pool is None:
-        _check_memory(device_memory(seen, options), n_all)
+        n_all = options.n_ctx * options.n_parallel
+        check_memory(device_memory(seen.geometry, options), n_all, "the full cache", "a pool (--kvflash) or a smaller -c")
     else:
         scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
-        q_tap = 0 if scorers[0].name == "lru" else max(1 + options.n_draft, _n_asking(scorers[0], options))
-        mark = fingerprint(model.path)
-        n_layer = len(seen.geometry.rows)
-        q_every = -(-n_layer // MOST_LAYERS) if scorers[0].name == "qk" else 1
-        pool = PoolParams(
-            n_pool=size.n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=max(1, q_every)
-        )
-    ctx = _context(model, options, n_batch, pool)
-    full_bytes = token_bytes * ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
-    warnings = placed.warnings + size.warnings
-    if options.n_ctx > model.n_ctx_train:
-        trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
-        warnings += (f"{trained}: text beyond that may come out wrong",)
-    notes = placed.notes + size.notes
+        q_tap, q_every = _tap(scorers[0], options, len(seen.geometry.rows))
+        exact, more_notes, more_warnings = open_exact(model, seen.geometry, options, q_tap, q_every)
+        notes, warnings = notes + more_notes, warnings + more_warnings
+        if exact is not None:
+            parts.callback(exact.close)
+            size = _pool_size(seen, options)  # an automatic one is chosen by the memory that is left
+    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
+    n_batch = min(options.n_batch or usual, options.n_ctx)
+    pool = _pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
+    ctx = parts.enter_context(_context(model, options, n_batch, pool))
+    draft_model = _draft_model(ctx, options, n_batch)
+    if draft_model is not None:
+        parts.callback(draft_model.close)
+    shared = Shared(ctx, options, size.n_pool) if size.n_pool is not None else None
+    if shared is not None:
+        parts.callback(shared.close)
     drafts: list[Drafts] = []
     sequences: list[PooledSequence] = []
-    draft_model: DraftModel | None = None
-    shared: Shared | None = None
-    try:
-        draft_model = _draft_model(ctx, options, n_batch)
-        shared = Shared(ctx, options, size.n_pool) if size.n_pool is not None else None
-        for i in range(options.n_parallel):
-            own = ctx.sequence(i)
-            PooledSequence(own, options, sequences, shared, scorers[i] if scorers else None)
-            if draft_model is not None:
-                drafts.append(Drafts(draft_model, own))
-    except BaseException:
-        _close(sequences, shared, drafts, draft_model)
-        ctx.close()
-        raise
+    for i in range(options.n_parallel):
+        own = ctx.sequence(i)
+        sequence = PooledSequence(own, options, sequences, shared, scorers[i] if scorers else None, exact)
+        parts.callback(sequence.close)
+        if draft_model is not None:
+            drafts.append(Drafts(draft_model, own))
+            parts.callback(drafts[-1].close)
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    n_cells = ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
     return Loaded(
         model,
-        ctx,
         options,
         size.n_pool,
         n_batch,
-        full_bytes,
-        notes,
-        warnings,
+        seen.geometry.token_bytes(row_bytes, *types) * n_cells,
+        notes + size.notes,
+        warnings + size.warnings + _trained(model, options),
         shared,
+        exact,
         tuple(sequences),
-        draft_model,
         tuple(drafts),
+        parts.pop_all(),
     )
 
 
-def _close(
-    sequences: Sequence[PooledSequence],
-    shared: Shared | None,
-    drafts: Sequence[Drafts],
-    draft_model: DraftModel | None,
-) -> None:
-    for draft in drafts:
-        draft.close()
-    if draft_model is not None:
-        draft_model.close()
-    for sequence in sequences:
-        sequence.close()
-    if shared is not None:
-        shared.close()
+def _trained(model: Model, options: Options) -> tuple[str, ...]:
+    if options.n_ctx <= model.n_ctx_train:
+        return ()
+    trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
+    return (f"{trained}: text beyond that may come out wrong",)
+
+
+def _tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
+    """Return of how many tokens the queries are kept, and in every how many layers."""
+    q_tap = 0 if scorer.name == "lru" else max(1 + options.n_draft, _n_asking(scorer, options))
+    return q_tap, max(1, -(-n_layer // MOST_LAYERS)) if scorer.name == "qk" else 1
+
+
+def _pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int) -> PoolParams:
+    mark = fingerprint(model.path)
+    return PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:
@@ -216,34 +215,10 @@ def _pool_size(seen: Probe, options: Options) -> PoolSize:
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
         floor=options.shape.floor(options.n_batch),
-        memory=device_memory(seen, options),
+        memory=device_memory(seen.geometry, options),
         cap=options.auto_cap,
         keep=options.snapshots,
     )
-
-
-def device_memory(seen: Probe, options: Options) -> list[DeviceMemory]:
-    """Return the name, free bytes and KV bytes per token of each device that holds KV, with the weights loaded."""
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
-    found = devices()
-    return [
-        DeviceMemory(found[i].name, found[i].free, n) for i, n in seen.geometry.by_device(row_bytes, *types).items()
-    ]
-
-
-def _check_memory(memory: Sequence[DeviceMemory], n_ctx: int) -> None:
-    """Raise NativeError if a device has no room for the full cache.
-
-    The allocation itself may succeed, and the system end some process once the memory is used.
-    """
-    for device in memory:
-        if device.token_bytes * n_ctx > device.free:
-            need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
-            msg = (
-                f"the full cache of {n_ctx} tokens takes {need} on {device.name}, and {have} are free: use a pool"
-                " (--kvflash) or a smaller -c"
-            )
-            raise NativeError(msg)
 
 
 def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:

@@ -12,7 +12,8 @@ from pyllama_kvflash.native.context import (
     split_queries,
 )
 from pyllama_kvflash.native.device import Device, add_rpc, devices
-from pyllama_kvflash.native.geometry import KVBytes, Layer, PoolInfo, PoolParams
+from pyllama_kvflash.native.exact import ExactContext
+from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
@@ -27,10 +28,13 @@ __all__ = [
     "NONE",
     "Context",
     "Device",
+    "ExactContext",
     "KVBytes",
     "Keys",
     "Layer",
     "Model",
+    "PaneInfo",
+    "PaneParams",
     "PoolInfo",
     "PoolParams",
     "Record",

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.geometry import KVBytes, Layer, PoolInfo, PoolParams
+from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
 from pyllama_kvflash.native.model import Model, Tokens
 
@@ -23,12 +23,32 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
     return cls(**{name: getattr(struct, name) for name in cls.__dataclass_fields__})
 
 
+class Output(NamedTuple):
+    """Where the logits and queries of a sequence's last token are.
+
+    native: the context that computed it.
+    first, last: the token's place in that context's last batch, counted from its first token and from its last.
+    """
+
+    native: Any
+    first: int
+    last: int
+
+
 class _Handle:
-    """State that the views of a context share: the native context, and each sequence's token in the last batch."""
+    """State that the views of a context share: the native context, and the last token of each sequence."""
 
     def __init__(self, handle: Any) -> None:
         self.native = handle
-        self.outputs: dict[int, tuple[int, int]] = {}  # by sequence: index from the first token, and from the last
+        self.outputs: dict[int, Output] = {}  # by sequence
+
+    def computed(self, native: Any, outputs: dict[int, tuple[int, int]]) -> None:
+        """Record a batch of a native context: {sequence: index from the first token, and from the last}.
+
+        It replaces what that context computed before.
+        """
+        kept = {seq: o for seq, o in self.outputs.items() if o.native != native}
+        self.outputs = kept | {seq: Output(native, *at) for seq, at in outputs.items()}
 
 
 class Context:
@@ -52,6 +72,7 @@ class Context:
         n_seq: int = 1,
         n_rollback: int = 0,
         pool: PoolParams | None = None,
+        panes: PaneParams | None = None,
         other: "Context | None" = None,
         mtp: bool = False,
         n_outputs: int = 0,
@@ -61,7 +82,7 @@ class Context:
         n_ctx: logical positions of a sequence.
         n_seq: sequences, which share the cells.
         n_rollback: tokens at the end of a batch that a recurrent state can go back over: at most all but the first.
-        pool: None: a stock cache with a cell for each position.
+        pool, panes: at most one of them; None: a stock cache with a cell for each position.
         other: for a drafter: the context of its target.
         mtp: for a drafter: True if it is a model's own heads, which predict further tokens.
         n_outputs: for a drafter: most tokens of a batch that get logits; 0: all.
@@ -69,7 +90,7 @@ class Context:
         Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
         """
         params = lib.llama_context_default_params()
-        params.n_ctx = n_ctx if pool else n_ctx * n_seq
+        params.n_ctx = n_ctx if pool or panes else n_ctx * n_seq
         params.n_batch = n_batch
         params.n_ubatch = n_ubatch
         params.n_seq_max = n_seq
@@ -84,23 +105,27 @@ class Context:
         params.flash_attn_type = getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{_FLASH_ATTN[flash_attn]}")
         params.offload_kqv = offload_kqv
         params.swa_full = False
-        p_pool = ffi.NULL
+        p_pool = p_panes = ffi.NULL
+        if panes is not None:
+            p_panes = ffi.new("struct kvf_pane_params *", [panes.n_pane, panes.q_tap, panes.q_every])
         if pool is not None:
             p_pool = ffi.new(
                 "struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint, pool.q_every]
             )
         out = ffi.new("struct llama_context **")
-        check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, out))
+        check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, p_panes, out))
         self._shared = _Handle(out[0])
         self.seq = 0
         self._batch = 0, 0  # first position and number of tokens of the last one
         self.n_seq = n_seq
+        self.n_ubatch = n_ubatch
         self.model = model
         self.n_ctx = int(
             lib.llama_n_ctx(self.handle)
         )  # of a stock cache: positions of all sequences, rounded up to 256
         self.pooled = pool is not None
-        self.q_tap, self._q_every = (pool.q_tap, pool.q_every) if pool else (0, 1)
+        tap = pool or panes
+        self.q_tap, self._q_every = (tap.q_tap, tap.q_every) if tap else (0, 1)
         self._tapped: list[Layer] | None = None  # a cache: they never change
 
     def sequence(self, seq: int) -> Self:
@@ -149,15 +174,19 @@ class Context:
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
         check(lib.kvf_decode(self.handle, self.seq, pos, buf, len(tokens), outputs))
-        self._shared.outputs = {self.seq: (len(tokens) - 1, 0)}
+        self.computed(self.handle, len(tokens))
         self._batch = pos, len(tokens)
+
+    def computed(self, native: Any, n: int) -> None:
+        """Record that a native context, this one or a paned one, computed a batch of n tokens of this sequence."""
+        self._shared.computed(native, {self.seq: (n - 1, 0)})
 
     def keep(self, n: int) -> None:
         """Keep only the first n tokens of the last batch, all of whose tokens got logits. Raises as seq_rm() does."""
         start, n_batch = self._batch
         if n < n_batch:
             self.seq_rm(start + n)
-        self._shared.outputs = {self.seq: (n - 1, n_batch - n)}
+        self._shared.computed(self.handle, {self.seq: (n - 1, n_batch - n)})
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
         """Decode one token of each of several sequences in one batch, at the given positions. All get logits.
@@ -166,28 +195,21 @@ class Context:
         """
         n = len(seqs)
         check(lib.kvf_decode_each(self.handle, list(seqs), list(pos), list(tokens), n))
-        self._shared.outputs = {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)}
+        self._shared.computed(self.handle, {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)})
 
-    def _output(self) -> tuple[int, int]:
-        """Return the index of this sequence's last token in the last batch, from the first token and from the last.
-
-        Raises UsageError if this sequence was not in it.
-        """
+    @property
+    def output(self) -> Output:
+        """Where this sequence's last token was computed. Raises UsageError if it was not in the last batch."""
         if not self._shared.outputs:
-            return -1, 0  # nothing was decoded: the library raises the error
+            return Output(self.handle, -1, 0)  # nothing was decoded: the library raises the error
         if self.seq not in self._shared.outputs:
             msg = f"sequence {self.seq} was not in the last batch: what was computed then is another one's"
             raise errors.UsageError(msg)
         return self._shared.outputs[self.seq]
 
-    @property
-    def last(self) -> int:
-        """Index of this sequence's last token in the last batch, for logits() and samplers. Raises UsageError."""
-        return self._output()[0]
-
     def synchronize(self) -> None:
-        """Wait for the computation."""
-        lib.llama_synchronize(self.handle)
+        """Wait for the computation of this sequence's last token."""
+        lib.llama_synchronize(self.output.native)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last
@@ -195,8 +217,9 @@ class Context:
 
         Raises UsageError if the batch gave it none.
         """
-        i = self.last if i == -1 else i
-        ptr = lib.llama_get_logits_ith(self.handle, i)
+        native, at, _ = self.output
+        i = at if i == -1 else i
+        ptr = lib.llama_get_logits_ith(native, i)
         if ptr == ffi.NULL:
             msg = f"token {i} of the last batch has no logits"
             raise errors.UsageError(msg)
@@ -398,13 +421,14 @@ class Context:
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
-        check(lib.kvf_q(self.handle, self._output()[1] + back, dst, into.size, ticket))
+        native, _, at = self.output
+        check(lib.kvf_q(native, at + back, dst, into.size, ticket))
         return int(ticket[0])
 
     def query_scales(self) -> npt.NDArray[np.float32]:
         """Return the factor of the products of these queries with the keys, (n_tapped,) float32."""
         res = np.empty(len(self.tapped()), np.float32)
-        check(lib.kvf_q_scale(self.handle, ffi.from_buffer("float[]", res), len(res)))
+        check(lib.kvf_q_scale(self.output.native, ffi.from_buffer("float[]", res), len(res)))
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
@@ -415,7 +439,8 @@ class Context:
         """
         shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)
-        self.wait(self.begin_queries(into, back))
+        if ticket := self.begin_queries(into, back):
+            self.wait(ticket)
         return split_queries(into, shapes)
 
 

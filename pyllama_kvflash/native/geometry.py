@@ -22,6 +22,35 @@ class PoolParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaneParams:
+    """The parameters of a paned context, which computes what a stock one does with a few layers on the device at a time.
+
+    n_pane: layers of a device that are there at once, at least 2; as many as there are: nothing is streamed.
+    q_tap, q_every: as in PoolParams.
+    """
+
+    n_pane: int = 2
+    q_tap: int = 0
+    q_every: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaneInfo:
+    """The panes of a context.
+
+    bytes: of all of them, on all devices.
+    n_bytes: copied so far, in both directions.
+    n_pane: panes of the device that has the most.
+    n_layer: layers that the graph reads.
+    """
+
+    bytes: int
+    n_bytes: int
+    n_pane: int
+    n_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
     """The pool as it is now.
 

@@ -74,9 +74,10 @@ class Sampler:
         """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the
         chain.
         """
-        i = ctx.last if i == -1 else i
+        native, at, _ = ctx.output
+        i = at if i == -1 else i
         if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
-            check(lib.kvf_argmax(ctx.handle, i, self._token))
+            check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
-        token: int = lib.llama_sampler_sample(self._handle, ctx.handle, i)
+        token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token

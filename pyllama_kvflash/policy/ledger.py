@@ -220,6 +220,25 @@ class Ledger:
         chunks["score"][self.n_sealed :] = np.nan
         self._now = (self.n_tokens + n_tokens, chunks)
 
+    def append(self, n_tokens: int) -> None:
+        """Record that n_tokens more positions were computed outside the pool.
+
+        Chunks that are full now are out, and have their records. One that is partly filled is resident: in the block of the
+        chunk that was being written before, or in a free one.
+        """
+        end, first = self.n_tokens + n_tokens, self.n_sealed
+        n_full = end // self.chunk
+        if n_tokens <= 0:
+            raise LedgerError("nothing to append")
+        if end % self.chunk and not self.n_tokens % self.chunk and self.n_free <= 0:
+            raise LedgerError("no free block for the chunk that is being written")
+        new = np.array([(State.OUT, True, 0, np.nan)] * (-(-end // self.chunk) - first), _CHUNK)
+        chunks = np.concatenate([self._now[1][:first], new])
+        chunks["state"][n_full:], chunks["stored"][n_full:] = State.RESIDENT, False
+        self._tick += 1
+        chunks["touched"][first:] = self._tick
+        self._now = (end, chunks)
+
     def rate(self, scores: Scores) -> None:
         """Set the scores of the first n chunks, (n,) float64, n at most n_chunks; NaN: no score."""
         if len(scores) > self.n_chunks:

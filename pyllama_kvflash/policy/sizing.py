@@ -7,6 +7,7 @@ CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
 BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
+LEAST_PANES = 2  # a layer's rows, and those of the next one on their way
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
 
 
@@ -29,13 +30,32 @@ class Geometry:
         return res
 
 
+    def panes_by_device(
+        self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
+    ) -> dict[int, int]:
+        """Return the bytes that n_pane panes take on each device for each position: the layers there take turns in so
+        many buffers, each as large as the largest rows.
+        """
+        res: dict[int, int] = {}
+        devices = self.devices or (0,) * len(self.rows)
+        for device in dict.fromkeys(devices):
+            rows = [row for row, its in zip(self.rows, devices, strict=True) if its == device]
+            k, v = max(k for k, _ in rows), max(v for _, v in rows)
+            res[device] = min(n_pane, len(rows)) * (row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0))
+        return res
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there."""
+    """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there.
+
+    host: whether it is the host's memory, where the records are, too.
+    """
 
     name: str
     free: int
     token_bytes: int
+    host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -155,6 +175,18 @@ def resolve_pool(
         )
         return PoolSize(None, tuple(notes), tuple(warnings))
     return PoolSize(n_pool, tuple(notes), tuple(warnings))
+
+
+def n_panes(request: int, pool: int | str, memory: Sequence[DeviceMemory], n_ctx: int, n_layer: int) -> int:
+    """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
+
+    All of them, so that nothing is streamed, if the pool is automatic and the rows of n_ctx positions fit half of (free -
+    reserve) on each device, on the host with the records. Otherwise 2.
+    """
+    if request or pool != "auto":
+        return request or LEAST_PANES
+    fits = all(d.token_bytes * n_ctx * (2 if d.host else 1) <= (d.free - RESERVE) // 2 for d in memory)
+    return max(LEAST_PANES, n_layer) if fits else LEAST_PANES
 
 
 def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:

@@ -16,7 +16,7 @@ from pyllama_kvflash.policy import Blocks, Ledger, Plan, Scores, State, bring_in
 from pyllama_kvflash.policy.sizing import PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.pool.disk import slabs_in
 from pyllama_kvflash.pool.flights import Flights
-from pyllama_kvflash.pool.host_memory import HostMemory
+from pyllama_kvflash.pool.host_memory import HostMemory, Record
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
 from pyllama_kvflash.pool.summariser import Summariser
@@ -122,6 +122,53 @@ class Pager:
             self._summariser.reserve(ledger.n_sealed + n_sealing)
         self.apply(plan)
         return plan
+
+    def prepare(self, n_tokens: int) -> tuple[Plan, list[Record]]:
+        """Prepare for n_tokens that are computed outside the pool.
+
+        Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Those of
+        earlier positions are whole; the rest is to be written. Raises PoolError and HostMemoryError; nothing has moved then.
+        """
+        self.settle()
+        ledger = self.ledger
+        end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
+        needs_block = end % ledger.chunk and not ledger.n_tokens % ledger.chunk
+        plan = make_room(ledger, 1) if needs_block else _NOTHING
+        n_chunks = -(-end // ledger.chunk)
+        self.shared.memory.reserve(max(0, n_chunks - len(self.records)))
+        self._summariser.reserve(end // ledger.chunk)
+        self.apply(plan)
+        records = [self.records.get(c) for c in range(first)]
+        records += [self.records.put(c) for c in range(first, n_chunks)]
+        if ledger.n_tokens % ledger.chunk:
+            self.ctx.read(first, records[first])
+        return plan, records
+
+    def arrive(self) -> None:
+        """After positions were appended to the ledger, make the pool hold the chunk that is being written, from its record.
+
+        Harmless when repeated.
+        """
+        ledger, there = self.ledger, held(self.ctx)
+        for chunk in there.keys() - resident(ledger):
+            self.ctx.drop(chunk)  # it was being written, and is full now
+        if ledger.n_tokens % ledger.chunk:
+            last = ledger.n_chunks - 1
+            if last in there:
+                self.ctx.drop(last)
+            self.ctx.page_in(last, self.records.get(last))
+        self.n_stored = max(self.n_stored, ledger.n_sealed)
+        self._summariser.begin(ledger.n_sealed)
+
+    def settle_in(self) -> Plan:
+        """Bring in what must always be resident, and then the most recent of the others. Returns what moved."""
+        self.settle()
+        ledger = self.ledger
+        must = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
+        self.apply(must)
+        recent = reselect(ledger, 1)
+        self.apply(recent)
+        return Plan(must.drops + recent.drops, must.page_ins + recent.page_ins)
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""

@@ -16,6 +16,7 @@ from pyllama_kvflash.events import Event, Paged, Warn
 from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.pager import Pager, Shared
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.pool.selector import Selector
@@ -31,11 +32,18 @@ class PooledSequence:
     """
 
     def __init__(
-        self, ctx: Context, options: Options, peers: list[Self], shared: Shared | None, scorer: Scorer | None
+        self,
+        ctx: Context,
+        options: Options,
+        peers: list[Self],
+        shared: Shared | None,
+        scorer: Scorer | None,
+        exact: ExactReader | None = None,
     ) -> None:
         """ctx: the context as this sequence sees it.
         peers: the sequences made before this one, which joins them.
         shared, scorer: of its pool; None: no pool.
+        exact: reads prompts that the pool cannot hold; None: they are read through the pool.
         """
         self.seq = len(peers)
         self.peers = peers
@@ -46,6 +54,8 @@ class PooledSequence:
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
+        self.exact = exact
+        self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
         self.warnings: tuple[str, ...] = ()
         self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
@@ -93,6 +103,14 @@ class PooledSequence:
         return self.pager
 
     @property
+    def reads_exactly(self) -> ExactReader:
+        """What reads prompts exactly. Raises UsageError if they are read through the pool."""
+        if self.exact is None:
+            msg = "prompts are read through the pool: open the model with prefill (--kvflash-prefill) exact"
+            raise UsageError(msg)
+        return self.exact
+
+    @property
     def resident_bytes(self) -> int:
         """Device bytes of the full-attention KV that is allocated: the pool, or the whole context."""
         return self.ctx.kv_bytes().attn
@@ -121,6 +139,37 @@ class PooledSequence:
         yield
         self.consistent = True
 
+    def advance_exactly(self, tokens: Tokens, outputs: int) -> Paged | None:
+        """Decode tokens (n,) int32, at most a batch of `exact`, against everything before them. Returns what moved.
+
+        The pool then holds the chunk that is being written; settle_in() brings in the others. Raises PoolError,
+        HostMemoryError, Interrupted and NativeError.
+        """
+        self.recover()
+        start, exact, pager = self.n_tokens, self.reads_exactly, self.paged
+        self.consistent = False
+        plan, records = pager.prepare(len(tokens))
+        exact.decode(self.ctx, tokens, start, records, outputs)
+        self._arriving = start + len(tokens)  # from here on a step that is cut off is carried on, not undone
+        pager.ledger.append(len(tokens))
+        self.stand(tokens)
+        self.arrive()
+        self.consistent = True
+        return Paged(start, plan.drops, plan.page_ins) if plan else None
+
+    def arrive(self) -> None:
+        """Have the pool go on from where an exact batch ended, if one has."""
+        if self._arriving == self.n_tokens and self.exact is not None:
+            self.exact.hand_over(self.ctx, self.n_tokens)
+            self.paged.arrive()
+        self._arriving = None
+
+    def settle_in(self) -> Paged | None:
+        """After an exact pass, bring in the sinks, the tail and the pins, and then the most recent chunks."""
+        with self.step():
+            plan = self.paged.settle_in()
+        return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
+
     def recover(self) -> None:
         """After a step that was cut off, remove what it left in the cache, and go on from the last position.
 
@@ -139,6 +188,7 @@ class PooledSequence:
         for s in self.peers:  # some may have been about to give up blocks
             if s.pager:
                 s.pager.reconcile(s.n_tokens)
+                s.arrive()
             s.consistent = True
 
     def settle_owed(self) -> None:
@@ -171,10 +221,16 @@ class PooledSequence:
         self._owed = None
         del self.history[:]
         self.pending = None
+        self._forget_exactly(0)
         self.ctx.clear()
         if self.pager:
             self.pager.clear()
+        self._arriving = None
         self.consistent = True
+
+    def _forget_exactly(self, n_tokens: int) -> None:
+        if self.exact is not None:
+            self.exact.forget(self.seq, n_tokens)
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions; see KVFlash.rollback. Raises UsageError and UnsupportedError."""
@@ -185,6 +241,7 @@ class PooledSequence:
         with self.step():
             if self.pager:
                 self.pager.settle()
+            self._forget_exactly(n_tokens)
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
@@ -204,6 +261,7 @@ class PooledSequence:
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
             self.paged.settle()
+            self._forget_exactly(n)
             self._owed = n, token
             del self.history[n:]
             try:
@@ -220,6 +278,7 @@ class PooledSequence:
         """
         with self.step():
             self.paged.settle()
+            self._forget_exactly(n_tokens)
             if state:
                 self.ctx.restore_partial(state, n_tokens)
             else:

@@ -156,8 +156,8 @@ struct fuzz {
         cparams.type_v          = set.type;
         cparams.swa_full        = false;
 
-        expect_ok("pooled context", kvf_context_new(model, &cparams, &pparams, &pool));
-        expect_ok("stock context", kvf_context_new(model, &cparams, nullptr, &mirror));
+        expect_ok("pooled context", kvf_context_new(model, &cparams, &pparams, nullptr, &pool));
+        expect_ok("stock context", kvf_context_new(model, &cparams, nullptr, nullptr, &mirror));
         expect_status("the stock context is none", KVF_E_ARGUMENT, kvf_get_pool_info(mirror, &info));
 
         for (uint32_t i = 0; i < kvf_n_layer(pool); ++i) {

@@ -106,6 +106,17 @@ static void check_seq(llama_context * ctx, llama_seq_id seq) {
     kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
 }
 
+static void check_not_paned(llama_context * ctx) {
+    const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    kvf_check(!kv || !llama_kvflash::panes(*kv), "a paned context decodes exact batches only");
+}
+
+// the rows from pos on, if the context is paned, are not what the records will have
+static void forget(llama_context * ctx, llama_pos pos) {
+    const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::panes(*kv)->forget(std::max(pos, 0)); }
+}
+
 static void check_chunk(const llama_kv_cache & kv, int32_t chunk) {
     kvf_check(chunk >= 0 && chunk < INT32_MAX / (int32_t) llama_kvflash::n_chunk(kv), "there is no such chunk");
 }
@@ -127,6 +138,8 @@ void kvf_init(void) {
 }
 
 void kvf_interrupt(bool stop) { g_stop = stop; }
+
+bool kvf_stopped() { return g_stop.load(std::memory_order_relaxed); }
 
 //
 // model and context
@@ -210,16 +223,18 @@ int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t
 }
 
 int kvf_context_new(
-        llama_model * model, const llama_context_params * params, const kvf_pool_params * pool, llama_context ** ctx) {
+        llama_model * model, const llama_context_params * params, const kvf_pool_params * pool,
+        const kvf_pane_params * panes, llama_context ** ctx) {
     return kvf_guard([&] {
         kvf_check(model && params && ctx, "a model, parameters and a place for the context are needed");
+        kvf_check(!pool || !panes, "a context is pooled or paned, not both");
         take_log();
 
         llama_context_params cparams = *params;
-        cparams.abort_callback       = [](void *) { return g_stop.load(std::memory_order_relaxed); };
+        cparams.abort_callback       = [](void *) { return kvf_stopped(); };
 
         // a cache alone does not make a decoder: t5, eagle3 and models with attention in both directions have one, too
-        if (pool && (!model->hparams.causal_attn || llama_model_has_encoder(model))) {
+        if ((pool || panes) && (!model->hparams.causal_attn || llama_model_has_encoder(model))) {
             throw kvf_failure(
                     KVF_E_UNSUPPORTED, "only a decoder has a pool: this model has an encoder; use a stock context");
         }
@@ -230,6 +245,13 @@ int kvf_context_new(
 
         if (pool) {
             const llama_kvflash::scope scope(*pool);
+            *ctx = llama_init_from_model(model, cparams);
+            if (!*ctx) { scope.rethrow(); }
+        } else if (panes) {
+            const auto their          = std::make_shared<kvf_panes>(*panes);
+            cparams.cb_eval           = kvf_panes::on_node;
+            cparams.cb_eval_user_data = their.get(); // the cache owns it, which the context outlives by no decode
+            const llama_kvflash::scope scope(their);
             *ctx = llama_init_from_model(model, cparams);
             if (!*ctx) { scope.rethrow(); }
         } else {
@@ -316,21 +338,26 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
     }
 }
 
+void kvf_compute(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
+    std::vector<llama_pos>      p(n);
+    std::vector<llama_seq_id *> seqs(n, &seq);
+    std::vector<int8_t>         out(n, outputs == 2);
+
+    std::iota(p.begin(), p.end(), pos);
+    out[n - 1] = outputs != 0;
+
+    decode(ctx, tokens, n, p, seqs, out);
+}
+
 int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
     return kvf_guard([&] {
         kvf_check(ctx && tokens, "a context and tokens are needed");
         check_seq(ctx, seq);
+        check_not_paned(ctx);
         kvf_check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
         kvf_check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
 
-        std::vector<llama_pos>      p(n);
-        std::vector<llama_seq_id *> seqs(n, &seq);
-        std::vector<int8_t>         out(n, outputs == 2);
-
-        std::iota(p.begin(), p.end(), pos);
-        out[n - 1] = outputs != 0;
-
-        decode(ctx, tokens, n, p, seqs, out);
+        kvf_compute(ctx, seq, pos, tokens, n, outputs);
     });
 }
 
@@ -338,6 +365,7 @@ int kvf_decode_each(
         llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n) {
     return kvf_guard([&] {
         kvf_check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
+        check_not_paned(ctx);
         kvf_check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "there are 1 to n_ubatch sequences in a batch");
 
         std::vector<llama_pos>      p(pos, pos + n);
@@ -395,6 +423,7 @@ int kvf_clear(llama_context * ctx) {
             llama_kvflash::mover(*kv).wait();
             llama_kvflash::mover(*kv).landings.clear();
         }
+        forget(ctx, 0);
         llama_memory_clear(llama_get_memory(ctx), true);
     });
 }
@@ -412,6 +441,7 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
                                          [&](const auto & l) { return l.seq == seq; }),
                     mover.landings.end());
         }
+        forget(ctx, 0);
         llama_memory_seq_rm(llama_get_memory(ctx), seq, -1, -1);
     });
 }
@@ -426,6 +456,7 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
                                                         "have taken its cells; clear the sequence and read its tokens again",
                                                          p0));
         }
+        forget(ctx, p0);
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
             throw kvf_failure(
                     KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d, for it "
@@ -439,6 +470,7 @@ int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_p
     return kvf_guard([&] {
         auto & kv = get_kv(ctx, false);
         check_seq(ctx, seq);
+        forget(ctx, p0);
         kv.seq_rm(seq, p0, p1);
     });
 }
@@ -610,6 +642,7 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
                    llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
         }
+        forget(ctx, pos);
         if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
     });
 }
@@ -704,7 +737,7 @@ int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const ui
 
 int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
     return kvf_guard([&] {
-        const auto & kv   = get_kv(ctx, true);
+        const auto & kv   = get_kv(ctx, false);
         const auto * res  = ctx->get_gf_res_active();
         const auto   taps = llama_kvflash::tapped(kv);
         kvf_check(dst && n == taps.size(), "room for a number of each tapped layer is needed");
@@ -720,7 +753,7 @@ int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
 
 int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
     return kvf_guard([&] {
-        const auto & kv  = get_kv(ctx, true);
+        const auto & kv  = get_kv(ctx, false);
         const auto * res = ctx->get_gf_res_active();
         kvf_check(dst && ticket, "room for the queries and the ticket is needed");
 
@@ -737,7 +770,16 @@ int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * 
         }
         kvf_check(n == n_all, "room for n_head*n_embd_head_k floats of all tapped layers is needed");
 
-        *ticket = llama_kvflash::mover(kv).fetch(ctx, tensors, dst);
+        if (llama_kvflash::is_pool(kv)) {
+            *ticket = llama_kvflash::mover(kv).fetch(ctx, tensors, dst);
+            return;
+        }
+        ctx->synchronize();
+        for (const auto & r : tensors) {
+            ggml_backend_tensor_get(r.tensor, dst, r.at, r.size);
+            dst += r.size / sizeof(float);
+        }
+        *ticket = 0;
     });
 }
 

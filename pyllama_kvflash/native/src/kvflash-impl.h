@@ -6,7 +6,11 @@
 #include "llama-kv-cache.h"
 
 #include <deque>
+#include <exception>
 #include <functional>
+#include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 struct llama_cparams;
@@ -66,6 +70,8 @@ struct kvf_mover {
     void wait() { wait(n_begun); }
 
     static ggml_backend_dev_t device_of(ggml_backend_buffer_t buf);
+    // whether copies can run beside what the device computes
+    static bool is_async(ggml_backend_dev_t dev);
 
     // how many copies a block takes
     size_t n_run() const;
@@ -121,6 +127,102 @@ private:
     uint64_t             n_batch = 0;
 };
 
+// a layer of a cache, v is null where none is stored
+struct kvf_layer_tensors {
+    int32_t       il;
+    ggml_tensor * k;
+    ggml_tensor * v;
+};
+
+// The layers of a full-attention cache, a few at a time. Each layer has a pane of its device's, which it shares with the
+// layers that are n_pane before and after it. While one is computed, the next one that uses its neighbour's pane is copied
+// there; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.
+struct kvf_panes {
+    explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
+    ~kvf_panes();
+
+    kvf_panes(const kvf_panes &)             = delete;
+    kvf_panes & operator=(const kvf_panes &) = delete;
+
+    // the buffer of a cache's layers on one device, with their tensors laid over its panes; nullptr: no memory
+    ggml_backend_buffer_t alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft);
+
+    // the callback of the scheduler (ggml_backend_sched_eval_callback)
+    static bool on_node(ggml_tensor * t, bool ask, void * self);
+
+    // a batch at positions [pos, pos + n) begins, whose rows go to and come from records, laid out as `of` has it
+    void begin(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n,
+            void * const * records);
+    // it is computed: the records are whole. throws what went wrong in a callback
+    void finish();
+    // it is not: all copies have ended
+    void abandon();
+
+    // the rows of positions from pos on are not what the records have
+    void forget(uint32_t pos);
+
+    kvf_pane_info info() const;
+
+    const kvf_pane_params params;
+
+private:
+    struct pane {
+        int32_t                holds = -1; // layer
+        uint32_t               n     = 0;  // rows that are right, from position 0
+        ggml_backend_event_ptr loaded;
+    };
+
+    // the panes of one device
+    struct part {
+        ggml_backend_buffer_t  buf;
+        ggml_backend_ptr       stream; // null: copies are synchronous
+        ggml_backend_event_ptr stored;
+        ggml_backend_t         compute = nullptr;
+        std::vector<pane>      panes;
+    };
+
+    struct layer {
+        size_t        part, pane;
+        ggml_tensor * k;
+        ggml_tensor * v;              // null: none
+        size_t        offs_k, offs_v; // in a record
+    };
+
+    // nodes of the graph, one after the other, that read or write a layer's rows
+    struct turn {
+        int32_t             layer;
+        const ggml_tensor * last;
+        bool                reads, writes;
+    };
+
+    void    bind(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of);
+    int32_t touched(const ggml_tensor * t) const;
+    void    start();
+    void    taken();
+    void    check(const ggml_tensor * t) const;
+    void    load(int32_t layer);
+    void    ready(int32_t layer);
+    void    copy(const layer & l, uint32_t from, uint32_t to, bool in);
+    void copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride, size_t stride_host,
+            bool in);
+
+    std::vector<part>                                        parts;
+    std::vector<layer>                                       layers;
+    std::map<const ggml_tensor *, std::pair<size_t, size_t>> places;   // part and pane of each K
+    std::map<const ggml_tensor *, int32_t>                   layer_of; // each K and V
+    uint64_t                                                 n_bytes = 0;
+
+    // the batch
+    bool               running = false;
+    llama_context *    ctx     = nullptr;
+    uint32_t           pos = 0, n = 0, n_chunk = 0;
+    bool               v_trans = false;
+    void * const *     records = nullptr;
+    std::vector<turn>  order;
+    size_t             n_done = 0;
+    std::exception_ptr failed;
+};
+
 // pinned host memory
 struct kvf_host {
     kvf_host(ggml_backend_dev_t dev, size_t size);
@@ -144,9 +246,11 @@ struct llama_kvflash {
     // set-up
     //
 
-    // while one is alive, the context that this thread creates is pooled
+    // while one is alive, the context that this thread creates is pooled ...
     struct scope {
         explicit scope(const kvf_pool_params & params);
+        // ... or paned; its callback is for the context's parameters
+        explicit scope(std::shared_ptr<kvf_panes> panes);
         ~scope();
 
         // throw what attach() threw: the library turned it into a null pointer
@@ -156,7 +260,10 @@ struct llama_kvflash {
     // cells of a full-attention cache of kv_size logical positions
     static uint32_t n_cells(uint32_t kv_size);
 
-    // make the memory that was just created a pool, throw if it cannot be one
+    // the buffer of a new cache's layers on a device, nullptr: no memory. those of full attention may have panes
+    static ggml_backend_buffer_t alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, llama_swa_type swa_type);
+
+    // make the memory that was just created a pool, or a paned one; throw if it cannot be
     static void attach(llama_memory_i * mem, llama_cparams & cparams);
 
     // throw if the memory is a pool: a whole-context restore re-packs the cells
@@ -195,15 +302,27 @@ struct llama_kvflash {
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }
 
     //
+    // panes
+    //
+
+    static kvf_panes * panes(const llama_kv_cache & kv) { return kv.pool_panes.get(); }
+
+    // have the cells of a paned cache be positions [0, pos) of a sequence, and nothing else
+    static void place_before(
+            llama_kv_cache & kv, const llama_kv_cache & of, llama_seq_id seq, uint32_t pos, void * const * records);
+    // write the heads of the records of positions [pos, pos + n)
+    static void write_heads(
+            const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n, void * const * records);
+
+    //
     // records
     //
 
     static uint32_t  meta_bytes(const llama_kv_cache & kv);
     static kvf_layer layer(const llama_kv_cache & kv, uint32_t i);
     static uint32_t  n_layer(const llama_kv_cache & kv) { return kv.layers.size(); }
-    // the pooled layers whose queries are kept, if every so many are
-    static std::vector<uint32_t> tapped(const llama_kv_cache & kv, uint32_t every);
-    static std::vector<uint32_t> tapped(const llama_kv_cache & kv) { return tapped(kv, kv.pool_q_every); }
+    // the layers whose queries are kept
+    static std::vector<uint32_t> tapped(const llama_kv_cache & kv);
     static kvf_pool_info         info(const llama_kv_cache & kv);
     static kvf_record            head(const llama_kv_cache & kv, int32_t chunk, uint64_t mask);
     static kvf_mover &           mover(const llama_kv_cache & kv) { return *kv.pool_mover; }
@@ -224,12 +343,25 @@ struct llama_kvflash {
     // the width of the attention graph as it was, when chunks come back to their blocks; it never shrinks
     static void set_n_kv(const llama_kv_cache & kv, uint32_t n_kv);
 
+    static kvf_layer_tensors tensors(const llama_kv_cache & kv, uint32_t i);
+
+    static bool v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
+
 private:
+    static void attach_panes(llama_memory_i * mem, llama_cparams & cparams);
+    static void tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q_tap, uint32_t q_every);
+
     static kvf_window                    window_head(const llama_kv_cache & kv, llama_seq_id seq);
     static std::vector<kvf_window_place> window_places(
             const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved);
     static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
+
+// decode a batch of one sequence as kvf_decode() does, but for the checks
+void kvf_compute(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
+
+// whether kvf_interrupt() asks for a stop
+bool kvf_stopped();
 
 // summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
 // and the logarithms of how many keys each stands for

@@ -18,7 +18,7 @@ ggml_backend_dev_t kvf_mover::device_of(ggml_backend_buffer_t buf) {
 }
 
 // a stream of copies is worth having where the device computes by itself, and can be waited for
-static bool is_async(ggml_backend_dev_t dev) {
+bool kvf_mover::is_async(ggml_backend_dev_t dev) {
     if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) { return false; }
 
     ggml_backend_dev_props props;

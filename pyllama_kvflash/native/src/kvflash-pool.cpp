@@ -26,6 +26,7 @@
 
 // thread-local rather than a field of llama_context_params, whose layout other bindings rely on
 static thread_local const kvf_pool_params *    g_setup = nullptr;
+static thread_local std::shared_ptr<kvf_panes> g_panes;
 static thread_local std::optional<kvf_failure> g_refusal;
 
 [[noreturn]] static void refuse(int status, const std::string & what) {
@@ -45,7 +46,19 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
     g_refusal.reset();
 }
 
-llama_kvflash::scope::~scope() { g_setup = nullptr; }
+llama_kvflash::scope::scope(std::shared_ptr<kvf_panes> panes) {
+    if (panes->params.n_pane < 2) {
+        throw kvf_failure(KVF_E_ARGUMENT, format("there are two panes at least, not %u", panes->params.n_pane));
+    }
+
+    g_panes = std::move(panes);
+    g_refusal.reset();
+}
+
+llama_kvflash::scope::~scope() {
+    g_setup = nullptr;
+    g_panes.reset();
+}
 
 void llama_kvflash::scope::rethrow() const {
     if (g_refusal) { throw *g_refusal; }
@@ -54,7 +67,32 @@ void llama_kvflash::scope::rethrow() const {
 // not clipped to kv_size, which is one sequence's: several may share a pool
 uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? g_setup->n_pool : kv_size; }
 
+ggml_backend_buffer_t llama_kvflash::alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, llama_swa_type swa_type) {
+    const bool paned = g_panes && swa_type == LLAMA_SWA_TYPE_NONE;
+
+    return paned ? g_panes->alloc(ctx, buft) : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
+}
+
+void llama_kvflash::tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q_tap, uint32_t q_every) {
+    kv.pool_q_every = std::max(1u, q_every);
+
+    cparams.q_tap = q_tap ? std::max(q_tap, cparams.n_seq_max) : 0;
+    for (const uint32_t i : tapped(kv)) {
+        cparams.q_tap_layers[layer(kv, i).il] = true;
+    }
+}
+
+void llama_kvflash::attach_panes(llama_memory_i * mem, llama_cparams & cparams) {
+    auto * kv = get_kv(mem);
+    if (!kv || kv->other || kv->layers.empty() || kv->get_n_stream() != 1) {
+        refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be read layer by layer", class_name(mem)));
+    }
+    kv->pool_panes = g_panes;
+    tap(*kv, cparams, g_panes->params.q_tap, g_panes->params.q_every);
+}
+
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
+    if (g_panes) { attach_panes(mem, cparams); }
     if (!g_setup) { return; }
 
     auto * kv = get_kv(mem);
@@ -77,16 +115,12 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     const auto last = layer(*kv, n_layer(*kv) - 1);
     kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
 
-    cparams.q_tap = g_setup->q_tap ? std::max(g_setup->q_tap, cparams.n_seq_max) : 0;
-    for (const uint32_t i : tapped(*kv, std::max(1u, g_setup->q_every))) {
-        cparams.q_tap_layers[layer(*kv, i).il] = true;
-    }
-    kv->pool_q_every = std::max(1u, g_setup->q_every);
+    tap(*kv, cparams, g_setup->q_tap, g_setup->q_every);
 }
 
-std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv, uint32_t every) {
+std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv) {
     std::vector<uint32_t> res;
-    for (uint32_t i = every / 2; i < n_layer(kv); i += every) {
+    for (uint32_t i = kv.pool_q_every / 2; i < n_layer(kv); i += kv.pool_q_every) {
         res.push_back(i);
     }
     return res;
@@ -164,7 +198,7 @@ kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
 
     kvf_kv_bytes res = {};
 
-    if (const auto * kv = get_kv(mem)) { res.attn = bytes(kv); }
+    if (const auto * kv = get_kv(mem)) { res.attn = panes(*kv) ? panes(*kv)->info().bytes : bytes(kv); }
     if (const auto * kv = get_swa(mem)) { res.swa = bytes(kv); }
     if (auto * m = exactly<llama_memory_hybrid>(mem)) {
         res.recurrent = sum(m->get_mem_recr());

@@ -69,6 +69,15 @@ struct kvf_pool_params {
     uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
 };
 
+// A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
+// full-attention layers at a time: the layers take turns in n_pane buffers of a device, its panes. All rows of earlier
+// positions are in the records of a pool.
+struct kvf_pane_params {
+    uint32_t n_pane;  // layers of a device that are there at once, at least 2; as many as there are: nothing is streamed
+    uint32_t q_tap;   // as in kvf_pool_params
+    uint32_t q_every; // as in kvf_pool_params
+};
+
 struct kvf_pool_info {
     uint32_t n_pool;
     uint32_t n_chunk;
@@ -81,6 +90,13 @@ struct kvf_pool_info {
     uint64_t record_bytes;
     uint32_t meta_bytes;
     uint32_t flags; // KVF_FLAG_*
+};
+
+struct kvf_pane_info {
+    uint64_t bytes;   // of all panes, of all devices
+    uint64_t n_bytes; // copied so far, in both directions
+    uint32_t n_pane;  // of the device that has the most
+    uint32_t n_layer; // layers that the graph reads
 };
 
 struct kvf_layer {
@@ -125,9 +141,9 @@ LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params 
 LLAMA_API int kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
 LLAMA_API uint32_t kvf_n_weight(struct llama_model * model);
 
-// pool: NULL for a stock context, with one cell for each logical position
+// with pool: a pooled context; with panes: a paned one; neither: a stock context, with one cell for each logical position
 LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
-        const struct kvf_pool_params * pool, struct llama_context ** ctx);
+        const struct kvf_pool_params * pool, const struct kvf_pane_params * panes, struct llama_context ** ctx);
 
 // the class of the context's memory ("llama_kv_cache", ...)
 LLAMA_API const char * kvf_memory_class(struct llama_context * ctx);
@@ -148,6 +164,15 @@ LLAMA_API int kvf_decode(
 // decode one token of each of n sequences, tokens[i] at position pos[i] of sequence seqs[i], which differ; all get logits
 LLAMA_API int kvf_decode_each(
         struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n);
+
+// decode n tokens (at most n_ubatch) of sequence seq in a paned context, against all positions before pos, which are read
+// from records of `pool`: one for each chunk, n_record of them, the last ones for the chunks that this batch writes to. their
+// rows before pos are right, their other rows and their heads are written. what is not in the full-attention cache is the
+// caller's to put in and to take out (kvf_partial_*). when it returns, the records are whole
+// KVF_E_ABORTED and other errors: the records of the chunks that this batch writes to have rows from pos on that say nothing
+LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
+        const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record);
+LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 
 // the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);

@@ -1,0 +1,57 @@
+"""The exact pass of a pool: how many panes it has, and whether there is memory for them."""
+
+from pyllama_kvflash.engine.memory import check_memory, device_memory, pane_memory
+from pyllama_kvflash.errors import NativeError, UnsupportedError
+from pyllama_kvflash.native import ExactContext, Model, PaneParams
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.sizing import n_panes
+from pyllama_kvflash.pool.exact import ExactReader
+
+_WAY_OUT = "a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool"
+
+
+def open_exact(
+    model: Model, geometry: Geometry, options: Options, q_tap: int, q_every: int
+) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
+    """Make the context that reads prompts exactly, unless `options.prefill` is "pool".
+
+    options: resolved. q_tap, q_every: as in PoolParams.
+
+    Returns it, notes and warnings. Raises NativeError and UnsupportedError; with "auto" they become a warning instead.
+    """
+    if options.prefill == "pool":
+        return None, (), ()
+    n_pane = n_panes(
+        options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows)
+    )
+    try:
+        check_memory(pane_memory(geometry, options, n_pane), options.n_ctx, f"an exact pass with {n_pane} panes", _WAY_OUT)
+        ctx = _context(model, options, PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every))
+    except (NativeError, UnsupportedError) as err:
+        if options.prefill == "auto":
+            return None, (), (f"prompts are read through the pool: {err}",)
+        raise
+    size = ctx.pane_info().bytes / 2**20
+    streamed = "nothing is streamed" if n_pane >= len(geometry.rows) else f"{n_pane} layers at a time"
+    return ExactReader(ctx), (f"prompts are read exactly: {size:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}",), ()
+
+
+def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:
+    n_ubatch = min(options.n_ubatch, options.n_ctx)
+    try:
+        return ExactContext(
+            model,
+            panes,
+            n_ctx=options.n_ctx,
+            n_batch=n_ubatch,
+            n_ubatch=n_ubatch,
+            n_threads=options.n_threads or 1,
+            type_k=options.type_k,
+            type_v=options.type_v,
+            flash_attn=options.flash_attn,
+            n_seq=options.n_parallel,
+        )
+    except (NativeError, UnsupportedError) as err:
+        msg = f"no exact pass over {options.n_ctx} tokens in batches of {n_ubatch} can be made: {err}; use {_WAY_OUT}"
+        raise type(err)(msg) from None

@@ -1,0 +1,41 @@
+"""Device memory before something is made of it: what is free, and whether it is enough."""
+
+from collections.abc import Sequence
+
+from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.sizing import DeviceMemory
+
+
+def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
+    """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now."""
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    found = devices()
+    return [
+        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu)
+        for i, n in geometry.by_device(row_bytes, *types).items()
+    ]
+
+
+def pane_memory(geometry: Geometry, options: Options, n_pane: int) -> list[DeviceMemory]:
+    """Return the name, free bytes and pane bytes per token of each device that holds KV, with what is loaded now."""
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    found = devices()
+    return [
+        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu)
+        for i, n in geometry.panes_by_device(row_bytes, *types, n_pane).items()
+    ]
+
+
+def check_memory(memory: Sequence[DeviceMemory], n_ctx: int, what: str, way_out: str) -> None:
+    """Raise NativeError if a device has no room for n_ctx tokens of `what`.
+
+    The allocation itself may succeed, and the system end some process once the memory is used.
+    """
+    for device in memory:
+        if device.token_bytes * n_ctx > device.free:
+            need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
+            msg = f"{what} of {n_ctx} tokens takes {need} on {device.name}, and {have} are free: use {way_out}"
+            raise NativeError(msg)

@@ -1,0 +1,44 @@
+"""A paned context: it computes what a stock context does, with a few layers of its KV on the device at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyllama_kvflash.native.context import LAST, Context, Record
+from pyllama_kvflash.native.geometry import PaneInfo, PaneParams
+from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.model import Model, Tokens
+
+
+class ExactContext(Context):
+    """Decodes batches against all earlier positions, whose rows it takes from the records of a pooled context.
+
+    On a CPU its logits and records are a stock cache's, bit for bit. It has one sequence at a time, and holds the state that
+    is not in the full-attention cache (recurrent, sliding window) for that one only.
+    """
+
+    def __init__(self, model: Model, panes: PaneParams, **options: Any) -> None:
+        """options: those of Context, as for the pooled context. Raises UnsupportedError and NativeError (memory)."""
+        super().__init__(model, panes=panes, **options)
+
+    def decode_into(
+        self, pool: Context, tokens: Tokens, pos: int, records: Sequence[Record], outputs: int = LAST
+    ) -> None:
+        """Decode tokens (n,) int32, at most a ubatch, of the pooled context's sequence, at positions pos, pos + 1, ...
+
+        records: (record_bytes,) uint8 for each chunk, up to the last one of this batch. The rows of earlier positions are
+        read from them; heads and rows of this batch are written to them.
+
+        State that is not in the full-attention cache must have been put in (restore_partial). Raises Interrupted and
+        NativeError; the records then have no meaning from pos on.
+        """
+        buf = ffi.from_buffer("int32_t[]", tokens)
+        held = [ffi.from_buffer(record) for record in records]
+        place = pool.handle, pool.seq, pos, buf, len(tokens), outputs
+        check(lib.kvf_decode_exact(self.handle, *place, ffi.new("void *[]", held), len(held)))
+        pool.computed(self.handle, len(tokens))
+
+    def pane_info(self) -> PaneInfo:
+        """Return the size of the panes, and how many bytes were copied to and from them."""
+        out = ffi.new("struct kvf_pane_info *")
+        check(lib.kvf_get_pane_info(self.handle, out))
+        return PaneInfo(bytes=out.bytes, n_bytes=out.n_bytes, n_pane=out.n_pane, n_layer=out.n_layer)

@@ -1,0 +1,462 @@
+// the layers of a full-attention cache a few at a time, see kvflash-impl.h
+
+#include "kvflash-impl.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+// the largest stride that a 2D copy of CUDA takes
+static constexpr ptrdiff_t MAX_STRIDE = INT32_MAX;
+
+// whether a node computes, rather than names a part of another
+static bool computes(const ggml_tensor * t) {
+    return t->op != GGML_OP_NONE && t->op != GGML_OP_VIEW && t->op != GGML_OP_RESHAPE && t->op != GGML_OP_PERMUTE &&
+           t->op != GGML_OP_TRANSPOSE;
+}
+
+static const ggml_tensor * root(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+
+//
+// memory
+//
+
+ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    std::vector<ggml_tensor *> ks, vs;
+    for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (!t->view_src) { (strstr(t->name, "v_l") ? vs : ks).push_back(t); }
+    }
+
+    const size_t align   = ggml_backend_buft_get_alignment(buft);
+    const auto   largest = [&](const std::vector<ggml_tensor *> & tensors) {
+        size_t res = 0;
+        for (const auto * t : tensors) {
+            res = std::max(res, ggml_backend_buft_get_alloc_size(buft, t));
+        }
+        return GGML_PAD(res, align);
+    };
+
+    // K and V each in a part of its own: what an earlier layer left there is whole blocks of the same type, and no NaN
+    const size_t size_k = largest(ks), size = size_k + largest(vs);
+    const size_t n_pane = std::min<size_t>(params.n_pane, ks.size());
+
+    auto * buf = ggml_backend_buft_alloc_buffer(buft, n_pane * size);
+    if (!buf) { return nullptr; }
+
+    parts.emplace_back();
+    parts.back().buf = buf;
+    parts.back().panes.resize(n_pane);
+
+    auto * base = (char *) ggml_backend_buffer_get_base(buf);
+    for (size_t i = 0; i < ks.size(); ++i) {
+        char * at = base + i % n_pane * size;
+        ggml_backend_tensor_alloc(buf, ks[i], at);
+        if (i < vs.size()) { ggml_backend_tensor_alloc(buf, vs[i], at + size_k); }
+        places[ks[i]] = {parts.size() - 1, i % n_pane};
+    }
+    for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->view_src) { ggml_backend_view_init(t); }
+    }
+
+    return buf;
+}
+
+kvf_panes::~kvf_panes() {
+    for (auto & p : parts) {
+        if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
+    }
+}
+
+kvf_pane_info kvf_panes::info() const {
+    kvf_pane_info res = {};
+    res.n_bytes       = n_bytes;
+    res.n_layer       = order.size();
+    for (const auto & p : parts) {
+        res.bytes += ggml_backend_buffer_get_size(p.buf);
+        res.n_pane = std::max<uint32_t>(res.n_pane, p.panes.size());
+    }
+    return res;
+}
+
+// once, when there is a context: the layers, and the streams
+void kvf_panes::bind(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of) {
+    if (!layers.empty()) { return; }
+
+    for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
+        const auto in_record = llama_kvflash::layer(of, i);
+        const auto l         = llama_kvflash::tensors(kv, i);
+        kvf_check(in_record.il == l.il && in_record.type_k == (int32_t) l.k->type &&
+                          in_record.n_embd_k == (uint32_t) l.k->ne[0] &&
+                          in_record.type_v == (l.v ? (int32_t) l.v->type : -1) &&
+                          llama_kvflash::v_trans(kv) == llama_kvflash::v_trans(of),
+                "the pool is another model's, or has other cache types");
+
+        const auto [part, pane] = places.at(l.k);
+        layers.push_back({part, pane, l.k, l.v, in_record.offs_k, in_record.offs_v});
+        layer_of[l.k] = layer_of[l.v] = i;
+    }
+    layer_of.erase(nullptr);
+
+    auto * sched = ctx->get_sched();
+    for (auto & p : parts) {
+        auto * dev = kvf_mover::device_of(p.buf);
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched) && kvf_mover::is_async(dev); ++i) {
+            auto * backend = ggml_backend_sched_get_backend(sched, i);
+            if (ggml_backend_get_device(backend) == dev) { p.compute = backend; }
+        }
+        if (!p.compute) { continue; }
+
+        p.stream.reset(ggml_backend_dev_init(dev, nullptr));
+        p.stored.reset(ggml_backend_event_new(dev));
+        bool whole = p.stream && p.stored;
+        for (auto & pane : p.panes) {
+            pane.loaded.reset(ggml_backend_event_new(dev));
+            whole = whole && pane.loaded;
+        }
+        if (!whole) { p.stream.reset(); }
+    }
+}
+
+//
+// copies
+//
+
+// n pieces of a tensor, `size` bytes each, `stride` bytes from one to the next
+void kvf_panes::copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride,
+        size_t stride_host, bool in) {
+    if (p.stream && in) {
+        ggml_backend_tensor_set_2d_async(p.stream.get(), t, host, at, size, n, stride, stride_host);
+    } else if (p.stream) {
+        ggml_backend_tensor_get_2d_async(p.stream.get(), t, host, at, size, n, stride, stride_host);
+    } else if (in) {
+        ggml_backend_tensor_set_2d(t, host, at, size, n, stride, stride_host);
+    } else {
+        ggml_backend_tensor_get_2d(t, host, at, size, n, stride, stride_host);
+    }
+    n_bytes += n * size;
+}
+
+// rows of positions [from, to) between the records and the layer's pane. chunks that lie at one stride in host memory are
+// one copy
+void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
+    auto &       p     = parts[l.part];
+    const size_t row_k = ggml_row_size(l.k->type, l.k->ne[0]);
+    const size_t row_v = l.v ? ggml_row_size(l.v->type, l.v->ne[0]) : 0;
+
+    while (from < to) {
+        const uint32_t chunk = from / n_chunk, first = from % n_chunk;
+        const uint32_t m = std::min(n_chunk - first, to - from); // positions of each chunk
+        char *         host = (char *) records[chunk];
+
+        uint32_t  n      = 1;
+        ptrdiff_t stride = 0;
+        while (m == n_chunk && from + (n + 1) * n_chunk <= to) {
+            const ptrdiff_t next = (char *) records[chunk + n] - (char *) records[chunk + n - 1];
+            if (next <= 0 || next > MAX_STRIDE || (n > 1 && next != stride)) { break; }
+            stride = next;
+            n++;
+        }
+
+        copy(p, l.k, host + l.offs_k + first * row_k, from * row_k, m * row_k, n, n_chunk * row_k, stride, in);
+        if (l.v && !v_trans) {
+            copy(p, l.v, host + l.offs_v + first * row_v, from * row_v, m * row_v, n, n_chunk * row_v, stride, in);
+        }
+        for (uint32_t i = 0; l.v && v_trans && i < n; ++i) {
+            const size_t el = ggml_type_size(l.v->type);
+            copy(p, l.v, host + i * stride + l.offs_v + first * el, (from + i * n_chunk) * el, m * el, l.v->ne[0],
+                    l.v->ne[1] * el, n_chunk * el, in);
+        }
+        from += n * m;
+    }
+}
+
+// begin to have a layer's earlier rows in its pane
+void kvf_panes::load(int32_t layer) {
+    const auto & l    = layers[layer];
+    auto &       p    = parts[l.part];
+    auto &       pane = p.panes[l.pane];
+
+    const uint32_t from = pane.holds == layer ? std::min(pane.n, pos) : 0;
+    pane.holds          = layer;
+    pane.n              = from; // until it is done, if this is cut off
+    copy(l, from, pos, true);
+    pane.n = pos;
+    if (p.stream) { ggml_backend_event_record(pane.loaded.get(), p.stream.get()); }
+}
+
+// the computation waits for the layer's rows
+void kvf_panes::ready(int32_t layer) {
+    auto & p = parts[layers[layer].part];
+    if (p.stream) { ggml_backend_event_wait(p.compute, p.panes[layers[layer].pane].loaded.get()); }
+}
+
+//
+// a batch
+//
+
+void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n,
+        void * const * records) {
+    bind(ctx, kv, of);
+    ctx->synchronize(); // the last batch may still read the panes
+
+    this->ctx     = ctx;
+    this->pos     = pos;
+    this->n       = n;
+    this->records = records;
+    n_chunk       = llama_kvflash::n_chunk(of);
+    v_trans       = llama_kvflash::v_trans(kv);
+    n_done        = 0;
+    failed        = nullptr;
+    order.clear();
+    running = true;
+}
+
+// the layer that a node reads or writes, -1: none
+int32_t kvf_panes::touched(const ggml_tensor * t) const {
+    for (int i = 0; i < GGML_MAX_SRC && t->src[i] && computes(t); ++i) {
+        const auto found = layer_of.find(root(t->src[i]));
+        if (found != layer_of.end()) { return found->second; }
+    }
+    return -1;
+}
+
+// before the first node: in which order the graph takes the layers, and the first ones into their panes. the nodes tell, for
+// upstream's names of them differ from model to model
+void kvf_panes::start() {
+    auto * graph = ctx->get_gf_res_active()->get_gf();
+
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        const auto *  t     = ggml_graph_node(graph, i);
+        const int32_t layer = touched(t);
+        if (layer < 0) { continue; }
+
+        if (order.empty() || order.back().layer != layer) { order.push_back({layer, nullptr, false, false}); }
+        auto &     turn   = order.back();
+        const bool writes = layer_of.count(root(t)) > 0;
+        turn.last         = t;
+        turn.writes |= writes;
+        turn.reads |= !writes;
+    }
+    for (const auto & turn : order) {
+        if (!turn.reads) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, "the attention of this model is computed on another device than its KV is on; "
+                                                 "read prompts through the pool");
+        }
+    }
+
+    std::vector<std::pair<size_t, size_t>> filled;
+    for (const auto & turn : order) {
+        const auto & l = layers[turn.layer];
+        if (std::find(filled.begin(), filled.end(), std::make_pair(l.part, l.pane)) == filled.end()) {
+            filled.emplace_back(l.part, l.pane);
+            load(turn.layer);
+        }
+    }
+    if (!order.empty()) { ready(order.front().layer); }
+}
+
+// a layer's turn is over: its new rows go to the records, the next layer into its pane, and the one after it is awaited
+void kvf_panes::taken() {
+    const auto & turn = order[n_done++];
+    const auto & l    = layers[turn.layer];
+    auto &       p    = parts[l.part];
+
+    if (turn.writes) {
+        copy(l, pos, pos + n, false);
+        if (p.stream) { ggml_backend_event_record(p.stored.get(), p.stream.get()); }
+        p.panes[l.pane].n = pos + n;
+    }
+
+    for (size_t i = n_done; i < order.size(); ++i) {
+        const auto & next = layers[order[i].layer];
+        if (next.part == l.part && next.pane == l.pane) {
+            if (order[i].layer != turn.layer) { load(order[i].layer); }
+            break;
+        }
+    }
+    if (n_done < order.size()) { ready(order[n_done].layer); }
+}
+
+// a node is to be computed next: its layer must be in its pane
+void kvf_panes::check(const ggml_tensor * t) const {
+    const int32_t layer = touched(t);
+    if (layer < 0) { return; }
+
+    const auto & pane = parts[layers[layer].part].panes[layers[layer].pane];
+    if (n_done == order.size() || order[n_done].layer != layer || pane.holds != layer || pane.n < pos) {
+        throw kvf_failure(KVF_E_BACKEND, format("%s is computed out of turn", t->name));
+    }
+}
+
+bool kvf_panes::on_node(ggml_tensor * t, bool ask, void * data) {
+    auto & self = *(kvf_panes *) data;
+    if (!self.running) { return !ask; }
+    if (self.failed) { return ask; } // the computation ends after this node
+
+    try {
+        if (kvf_stopped()) { throw kvf_failure(KVF_E_ABORTED, "interrupted"); }
+        if (self.order.empty()) { self.start(); }
+
+        const bool last = self.n_done < self.order.size() && t == self.order[self.n_done].last;
+        if (ask) {
+            self.check(t);
+            return last;
+        }
+        if (last) { self.taken(); }
+        return true;
+    } catch (...) {
+        self.failed = std::current_exception();
+        return ask;
+    }
+}
+
+void kvf_panes::finish() {
+    running = false;
+    if (failed) { std::rethrow_exception(failed); }
+    if (n_done != order.size()) { throw kvf_failure(KVF_E_BACKEND, "some layers were not computed"); }
+
+    // a layer that the graph leaves out, such as one that predicts further tokens, has no rows: zeros, as in a pool
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        if (std::any_of(order.begin(), order.end(), [&](const turn & t) { return t.layer == (int32_t) i; })) { continue; }
+
+        const auto & l = layers[i];
+        for (uint32_t c = (pos + n_chunk - 1) / n_chunk; c * n_chunk < pos + n; ++c) {
+            memset((char *) records[c] + l.offs_k, 0, ggml_row_size(l.k->type, l.k->ne[0]) * n_chunk);
+            if (l.v) { memset((char *) records[c] + l.offs_v, 0, ggml_row_size(l.v->type, l.v->ne[0]) * n_chunk); }
+        }
+    }
+
+    for (auto & p : parts) {
+        if (p.stream) { ggml_backend_event_synchronize(p.stored.get()); }
+    }
+    records = nullptr;
+}
+
+void kvf_panes::abandon() {
+    running = false;
+    failed  = nullptr;
+    records = nullptr;
+    for (auto & p : parts) {
+        if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
+    }
+    forget(pos);
+}
+
+void kvf_panes::forget(uint32_t pos) {
+    for (auto & p : parts) {
+        for (auto & pane : p.panes) {
+            pane.n = std::min(pane.n, pos);
+        }
+    }
+}
+
+//
+// cells and heads
+//
+
+kvf_layer_tensors llama_kvflash::tensors(const llama_kv_cache & kv, uint32_t i) {
+    return {(int32_t) kv.layers[i].il, kv.layers[i].k, kv.layers[i].v};
+}
+
+void llama_kvflash::place_before(
+        llama_kv_cache & kv, const llama_kv_cache & of, llama_seq_id seq, uint32_t pos, void * const * records) {
+    auto &         cells   = kv.v_cells[0];
+    const uint32_t n_chunk = of.pool_chunk;
+
+    uint32_t n_there = kv.seq_pos_max(seq) + 1;
+    if (cells.get_used() != n_there || kv.pool_seq != seq) { // those of another sequence
+        cells.reset();
+        panes(kv)->forget(0);
+        n_there     = 0;
+        kv.pool_seq = seq;
+    }
+    if (n_there > pos) {
+        kv.seq_rm(seq, pos, -1);
+        panes(kv)->forget(pos);
+    }
+    for (uint32_t i = n_there; i < pos; ++i) {
+        llama_kv_cell_ext ext;
+        memcpy(&ext, (const char *) records[i / n_chunk] + sizeof(kvf_record) + i % n_chunk * sizeof(ext), sizeof(ext));
+
+        cells.pos_set(i, i);
+        cells.ext_set(i, ext);
+        cells.seq_add(i, seq);
+    }
+    kv.v_heads[0] = pos;
+}
+
+void llama_kvflash::write_heads(
+        const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n, void * const * records) {
+    const auto &   cells   = kv.v_cells[0];
+    const uint32_t n_chunk = of.pool_chunk;
+
+    for (uint32_t c = pos / n_chunk; c * n_chunk < pos + n; ++c) {
+        auto * dst = (char *) records[c];
+        memset(dst, 0, meta_bytes(of));
+
+        uint64_t mask = 0;
+        for (uint32_t i = 0; i < n_chunk && c * n_chunk + i < pos + n; ++i) {
+            const llama_kv_cell_ext ext = cells.ext_get(c * n_chunk + i);
+
+            mask |= 1ull << i;
+            memcpy(dst + sizeof(kvf_record) + i * sizeof(ext), &ext, sizeof(ext));
+        }
+
+        const auto rec = head(of, c, mask);
+        memcpy(dst, &rec, sizeof(rec));
+    }
+}
+
+//
+// the C API
+//
+
+// the attention cache of a paned context
+static llama_kv_cache & paned(llama_context * ctx) {
+    kvf_check(ctx, "there is no context");
+    auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    kvf_check(kv && llama_kvflash::panes(*kv), "this context has no panes");
+    return *kv;
+}
+
+int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq, llama_pos pos, const llama_token * tokens,
+        int32_t n, int outputs, void * const * records, uint32_t n_record) {
+    return kvf_guard([&] {
+        auto & kv = paned(ctx);
+        auto * of = pool ? llama_kvflash::get_kv(pool->get_memory()) : nullptr;
+        kvf_check(of && llama_kvflash::is_pool(*of), "a pooled context is needed, for the form of its records");
+        kvf_check(tokens && n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "an exact batch has 1 to n_ubatch tokens");
+        kvf_check(pos >= 0 && (uint32_t) pos + n <= kv.get_size(), "the batch does not fit the context");
+        kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
+
+        const uint32_t n_chunk = llama_kvflash::n_chunk(*of);
+        kvf_check(records && n_record == (pos + n + n_chunk - 1) / n_chunk &&
+                          std::all_of(records, records + n_record, [](void * r) { return r; }),
+                "a record for each chunk is needed");
+
+        auto & panes = *llama_kvflash::panes(kv);
+        llama_kvflash::place_before(kv, *of, seq, pos, records);
+        try {
+            panes.begin(ctx, kv, *of, pos, n, records);
+            kvf_compute(ctx, seq, pos, tokens, n, outputs);
+            panes.finish();
+        } catch (...) {
+            panes.abandon();
+            kv.seq_rm(seq, pos, -1);
+            throw;
+        }
+        llama_kvflash::write_heads(kv, *of, pos, n, records);
+    });
+}
+
+int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
+    return kvf_guard([&] {
+        const auto & kv = paned(ctx);
+        kvf_check(info, "a place for the result is needed");
+        *info = llama_kvflash::panes(kv)->info();
+    });
+}

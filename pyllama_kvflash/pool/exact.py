@@ -1,0 +1,59 @@
+"""The exact pass: batches of a prompt are decoded against all positions before them, whatever the pool holds.
+
+A paned context computes them, layer by layer, with the rows of earlier positions from the host store. New rows go there, too.
+"""
+
+from collections.abc import Sequence
+
+from pyllama_kvflash.native import Context, ExactContext, Record, Tokens
+
+
+class ExactReader:
+    """Decodes for all sequences of a pool, one after the other.
+
+    Recurrent states and sliding windows belong to the pooled context. Before a batch they are put into the paned one, unless
+    they are still there from the batch before; after it they are handed over.
+    """
+
+    def __init__(self, ctx: ExactContext) -> None:
+        self.ctx = ctx
+        self._seq: int | None = None  # the sequence whose rows and state it has
+        self._end = -1  # the position that the state is of; -1: of none
+
+    def close(self) -> None:
+        """Free the panes. Harmless when called again."""
+        self.ctx.close()
+
+    @property
+    def n_batch(self) -> int:
+        """The most tokens of a batch."""
+        return self.ctx.n_ubatch
+
+    def decode(self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], outputs: int) -> None:
+        """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
+
+        records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then. Raises
+        Interrupted and NativeError.
+        """
+        own = self.ctx.sequence(pool.seq)
+        if self._seq not in (None, pool.seq):
+            self.ctx.sequence(self._seq).clear()
+            self._end = -1
+        if (self._seq, self._end) != (pool.seq, start):
+            self._seq = pool.seq
+            own.restore_partial(pool.save_partial(), start)
+        self._end = -1  # until it is whole
+        own.decode_into(pool, tokens, start, records, outputs)
+        self._end = start + len(tokens)
+
+    def hand_over(self, pool: Context, n_tokens: int) -> None:
+        """Give the state after n_tokens positions to the pool's sequence. Harmless when repeated."""
+        if state := self.ctx.sequence(pool.seq).save_partial():
+            pool.restore_partial(state, n_tokens)
+
+    def forget(self, seq: int, n_tokens: int) -> None:
+        """Note that a sequence was cut to its first n_tokens positions: later ones will have other rows."""
+        if seq == self._seq:
+            self.ctx.sequence(seq).attn_seq_rm(n_tokens, -1)
+            if self._end > n_tokens:
+                self._end = -1
