@@ -150,7 +150,7 @@ enum kvf_status {
 #define KVF_FLAG_ROT_V     ...
 
 struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every; };
-struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; };
+struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
@@ -183,6 +183,7 @@ int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
                 const llama_token * tokens, int32_t n, int outputs);
 int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
                       const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record);
+int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,

@@ -167,8 +167,6 @@ class Decoder:
         sequence, selector, n, done = self.sequence, self.sequence.selector, len(tokens), 0
         begin = time.perf_counter()
         mark = self._saved.checkpoint_after(n)
-        n_asking = min(self._n_asking(), n)
-        queries: list[Queries] = []
         while done < n:
             if mark and done == mark:
                 self._saved.make_checkpoint()
@@ -177,13 +175,14 @@ class Decoder:
             if paged := sequence.advance_exactly(tokens[done : done + size], outputs):
                 yield paged
             done += size
-            if selector:
-                n_here = min(size, done - (n - n_asking))
-                queries += [selector.queries(back) for back in reversed(range(n_here))]
             if done == n:
                 if paged := sequence.settle_in():
                     yield paged
-                yield from sequence.reselect_now("question", queries, 1)
+                if selector:
+                    n_asking = min(self._n_asking(), size)
+                    queries = [selector.queries(back) for back in reversed(range(n_asking))]
+                    mass = sequence.attended(n_asking)
+                    yield from sequence.reselect_now("question", queries, 1, mass=mass)
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 

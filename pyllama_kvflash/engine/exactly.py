@@ -5,6 +5,7 @@ from pyllama_kvflash.errors import NativeError, UnsupportedError
 from pyllama_kvflash.native import ExactContext, Model, PaneParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.scorers import EDGE
 from pyllama_kvflash.policy.sizing import n_panes
 from pyllama_kvflash.pool.exact import ExactReader
 
@@ -25,9 +26,10 @@ def open_exact(
     n_pane = n_panes(
         options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows)
     )
+    params = PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
     try:
         check_memory(pane_memory(geometry, options, n_pane), options.n_ctx, f"an exact pass with {n_pane} panes", _WAY_OUT)
-        ctx = _context(model, options, PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every))
+        ctx = _context(model, options, params)
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)

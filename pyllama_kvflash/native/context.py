@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -107,11 +108,9 @@ class Context:
         params.swa_full = False
         p_pool = p_panes = ffi.NULL
         if panes is not None:
-            p_panes = ffi.new("struct kvf_pane_params *", [panes.n_pane, panes.q_tap, panes.q_every])
+            p_panes = ffi.new("struct kvf_pane_params *", asdict(panes))
         if pool is not None:
-            p_pool = ffi.new(
-                "struct kvf_pool_params *", [pool.n_pool, pool.n_chunk, pool.q_tap, pool.fingerprint, pool.q_every]
-            )
+            p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
         out = ffi.new("struct llama_context **")
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, p_panes, out))
         self._shared = _Handle(out[0])

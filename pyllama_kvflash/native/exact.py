@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pyllama_kvflash.native.context import LAST, Context, Record
 from pyllama_kvflash.native.geometry import PaneInfo, PaneParams
 from pyllama_kvflash.native.lib import check, ffi, lib
@@ -36,6 +39,16 @@ class ExactContext(Context):
         place = pool.handle, pool.seq, pos, buf, len(tokens), outputs
         check(lib.kvf_decode_exact(self.handle, *place, ffi.new("void *[]", held), len(held)))
         pool.computed(self.handle, len(tokens))
+
+    def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:
+        """Return what the last token decoded, or the token `back` before it, attends to: (n_tapped, n_piece) float32.
+
+        Each is the share of the attention that the first n_piece pieces of PaneParams.mass_piece positions have, summed over
+        the heads of a tapped layer.
+        """
+        res = np.empty((len(self.tapped()), n_piece), np.float32)
+        check(lib.kvf_get_mass(self.handle, back, ffi.from_buffer("float[]", res), n_piece))
+        return res
 
     def pane_info(self) -> PaneInfo:
         """Return the size of the panes, and how many bytes were copied to and from them."""

@@ -25,13 +25,16 @@ class PoolParams:
 class PaneParams:
     """The parameters of a paned context, which computes what a stock one does with a few layers on the device at a time.
 
-    n_pane: layers of a device that are there at once, at least 2; as many as there are: nothing is streamed.
+    n_pane: layers of a device that are there at once. 1: the computation waits for each; as many as there are: nothing is
+        streamed.
     q_tap, q_every: as in PoolParams.
+    mass_piece: what the tokens of the tap attend to is kept, summed over so many positions; 0: it is not.
     """
 
     n_pane: int = 2
     q_tap: int = 0
     q_every: int = 1
+    mass_piece: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,8 @@ class View:
     each: like `map`, possibly in several threads.
     scales: factor of the products of queries and keys before the softmax, for each layer; (): 1/√d.
     n_whole: chunks 0 .. n_whole - 1 have a summary.
+    mass: what each query attends to, (n_query, n_layer, n_piece): shares of its attention summed over the heads of a layer,
+        by pieces of chunk/EDGE positions from the first; given after a prompt was read exactly, otherwise None.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -85,6 +87,7 @@ class View:
     each: Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]] = map
     scales: Sequence[float] = ()
     n_whole: int = 0
+    mass: Floats | None = None
 
 
 @runtime_checkable
@@ -144,8 +147,9 @@ class Qk:
     compares the estimate with all keys.
 
     At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
-    their keys. What the question looks for may lie across the border of two chunks, so half of the mass of the keys at
-    a border also counts for the chunk beyond it.
+    their keys; of a prompt that was read exactly, all chunks are, by what its last tokens attended to. What the question
+    looks for may lie across the border of two chunks, so half of the mass of the keys at a border also counts for the
+    chunk beyond it.
     """
 
     name = "qk"
@@ -170,6 +174,10 @@ class Qk:
         n, scores = _n_scored(view), np.full(len(view.candidates), -np.inf)
         if not n or not view.queries:
             return scores
+        n_head = sum(q.shape[0] for q in view.queries[0])
+        if view.mass is not None:
+            shares: Scores = _attended(view, view.mass) / n_head
+            return shares
         products = _products(view)
         n_all = max(n, view.n_whole)  # chunks that are no candidates have a share, too
         queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
@@ -178,8 +186,27 @@ class Qk:
         scores[:n] = np.where(view.candidates[:n], mass[:n], -np.inf)
         if self.rerank and view.keys is not None and self.summary != "exact":
             _closer(view, view.keys, queries, scales, scores, self.rerank * view.room)
-        found: Scores = scores / sum(q.shape[1] for q in queries)
+        found: Scores = scores / n_head
         return found
+
+
+def _attended(view: View, mass: Floats) -> Scores:
+    """Return the candidates' shares of the attention of queries that saw everything, (n_chunks,); -inf for others."""
+    n = len(view.candidates)
+    pieces = mass[..., : n * EDGE].reshape(*mass.shape[:2], n, EDGE)
+    whole = pieces.sum(axis=3).max(axis=0).sum(axis=0).astype(np.float64)
+    first, last = (pieces[..., i].max(axis=0).sum(axis=0) for i in (0, -1))
+    scores = np.where(view.candidates, whole, -np.inf)
+    _lend(view, scores, np.arange(n), first, last)
+    return scores
+
+
+def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floats, last: Floats) -> None:
+    """Count part of the mass at the borders of some chunks for the candidates beyond them, in `scores`."""
+    for edges, there in ((first, chunks - 1), (last, chunks + 1)):
+        found = (there >= 0) & (there < len(scores))
+        found[found] = view.candidates[there[found]]
+        np.maximum.at(scores, there[found], LENT * edges[found])
 
 
 def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
@@ -223,10 +250,7 @@ def _closer(
     rest[best] = False
     scores[rest] *= min(1.0, float(mass.min()) / max(float(scores[rest].max(initial=0)), 1e-30))
     scores[best] = mass
-    for edges, there in ((first, best - 1), (last, best + 1)):
-        found = (there >= 0) & (there < len(scores))
-        found[found] = view.candidates[there[found]]
-        np.maximum.at(scores, there[found], LENT * edges[found])
+    _lend(view, scores, best, first, last)
 
 
 AGGREGATES = ("zmax", "layer-mean")

@@ -5,7 +5,11 @@ A paned context computes them, layer by layer, with the rows of earlier position
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from pyllama_kvflash.native import Context, ExactContext, Record, Tokens
+from pyllama_kvflash.policy.scorers import EDGE
 
 
 class ExactReader:
@@ -45,6 +49,11 @@ class ExactReader:
         self._end = -1  # until it is whole
         own.decode_into(pool, tokens, start, records, outputs)
         self._end = start + len(tokens)
+
+    def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
+        """Return what the last n_query tokens of the last batch attend to: policy.View.mass for n_chunks chunks."""
+        own = self.ctx.sequence(pool.seq)
+        return np.stack([own.mass(back, n_chunks * EDGE) for back in reversed(range(n_query))])
 
     def hand_over(self, pool: Context, n_tokens: int) -> None:
         """Give the state after n_tokens positions to the pool's sequence. Harmless when repeated."""

@@ -14,6 +14,7 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
+from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.pager import Pager
 
 FADES = 0.8
@@ -193,22 +194,39 @@ class Selector:
         return event
 
     def now(
-        self, reason: str, tokens: Tokens, queries: Sequence[Queries], n_free: int, n_most: int | None = None
+        self,
+        reason: str,
+        tokens: Tokens,
+        queries: Sequence[Queries],
+        n_free: int,
+        n_most: int | None = None,
+        mass: Floats | None = None,
     ) -> Reselect:
-        """Score and change the pool at once. n_free: blocks to leave free. n_most: the most chunks to bring in."""
+        """Score and change the pool at once. n_free: blocks to leave free. n_most: the most chunks to bring in.
+
+        mass: what the queries attend to, see policy.View.
+        """
         ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long, too
         self.cancel()
         self._ticked = ticked
         self._orphaned = True
         self._pager.flights.cut_short()
         self._pager.wait_stored()
-        self.begin(tokens, queries, n_free, close=reason == "question")
+        self.begin(tokens, queries, n_free, close=reason == "question", mass=mass)
         event = self.finish(reason, len(tokens), n_free, n_most)
         self.schedule.restart()
         self._orphaned = False
         return event
 
-    def begin(self, tokens: Tokens, queries: Sequence[Queries], n_free: int, *, close: bool = False) -> None:
+    def begin(
+        self,
+        tokens: Tokens,
+        queries: Sequence[Queries],
+        n_free: int,
+        *,
+        close: bool = False,
+        mass: Floats | None = None,
+    ) -> None:
         """Start to score the sequence as it is now. close: give the scorer the keys themselves, as there is time."""
         self._scales = self._scales or self._ctx.query_scales().tolist()  # fixed once a graph was built
         ledger = self._pager.ledger
@@ -227,6 +245,7 @@ class Selector:
             room=max(0, room_for_candidates(ledger, n_free) + ledger.n_in_flight),
             keys=self._pager.keys if close else None,
             each=self._each,
+            mass=mass,
         )
         self._at_once = close or not self.schedule.beside
         self._job = self._start(self._view, self._pager.summarising)

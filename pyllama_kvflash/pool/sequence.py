@@ -16,6 +16,7 @@ from pyllama_kvflash.events import Event, Paged, Warn
 from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.pager import Pager, Shared
 from pyllama_kvflash.pool.residency import Residency
@@ -164,6 +165,10 @@ class PooledSequence:
             self.paged.arrive()
         self._arriving = None
 
+    def attended(self, n_query: int) -> Floats:
+        """Return what the last n_query tokens of an exact batch attend to, see policy.View.mass."""
+        return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
+
     def settle_in(self) -> Paged | None:
         """After an exact pass, bring in the sinks, the tail and the pins, and then the most recent chunks."""
         with self.step():
@@ -301,15 +306,23 @@ class PooledSequence:
         return self.selector.queries() if self.selector else []
 
     def reselect_now(
-        self, reason: str, queries: Sequence[Queries], n_next: int, n_most: int | None = None
+        self,
+        reason: str,
+        queries: Sequence[Queries],
+        n_next: int,
+        n_most: int | None = None,
+        mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score and repage at once, leaving room for n_next tokens. n_most: the most chunks to bring in."""
+        """Score and repage at once, leaving room for n_next tokens. n_most: the most chunks to bring in.
+
+        mass: what the queries attend to, see policy.View.
+        """
         selector = self.selector
         if selector is None or not selector.needed:
             return
         n_free = self.paged.ledger.new_chunks(n_next)
         with self.step():
-            event = selector.now(reason, self.tokens, queries, max(1, n_free), n_most)
+            event = selector.now(reason, self.tokens, queries, max(1, n_free), n_most, mass)
         yield from self._warnings(selector)
         yield event
 

@@ -460,3 +460,20 @@ int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
         *info = llama_kvflash::panes(kv)->info();
     });
 }
+
+int kvf_get_mass(llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece) {
+    return kvf_guard([&] {
+        const auto & kv  = paned(ctx);
+        const auto * res = ctx->get_gf_res_active();
+        kvf_check(dst, "room for the shares is needed");
+        ctx->synchronize();
+
+        for (const uint32_t i : llama_kvflash::tapped(kv)) {
+            const auto * t = res ? res->t_mass[llama_kvflash::layer(kv, i).il] : nullptr;
+            if (!t) { throw kvf_failure(KVF_E_STATE, "nothing was decoded, or what it attends to is not kept"); }
+            kvf_check(back < t->ne[1] && n_piece <= t->ne[0], "the last batch has no such token, or fewer positions");
+            ggml_backend_tensor_get(t, dst, (t->ne[1] - 1 - back) * t->nb[1], n_piece * sizeof(float));
+            dst += n_piece;
+        }
+    });
+}

@@ -47,9 +47,9 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
 }
 
 llama_kvflash::scope::scope(std::shared_ptr<kvf_panes> panes) {
-    if (panes->params.n_pane < 2) {
-        throw kvf_failure(KVF_E_ARGUMENT, format("there are two panes at least, not %u", panes->params.n_pane));
-    }
+    const uint32_t piece = panes->params.mass_piece;
+    kvf_check(panes->params.n_pane > 0, "there is one pane at least");
+    kvf_check(piece == 0 || 256 % piece == 0, "pieces of positions divide 256");
 
     g_panes = std::move(panes);
     g_refusal.reset();
@@ -89,6 +89,7 @@ void llama_kvflash::attach_panes(llama_memory_i * mem, llama_cparams & cparams) 
     }
     kv->pool_panes = g_panes;
     tap(*kv, cparams, g_panes->params.q_tap, g_panes->params.q_every);
+    cparams.mass_piece = g_panes->params.mass_piece;
 }
 
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {

@@ -73,9 +73,12 @@ struct kvf_pool_params {
 // full-attention layers at a time: the layers take turns in n_pane buffers of a device, its panes. All rows of earlier
 // positions are in the records of a pool.
 struct kvf_pane_params {
-    uint32_t n_pane;  // layers of a device that are there at once, at least 2; as many as there are: nothing is streamed
-    uint32_t q_tap;   // as in kvf_pool_params
-    uint32_t q_every; // as in kvf_pool_params
+    uint32_t n_pane;     // layers of a device that are there at once. 1: the computation waits for each; as many as there
+                         // are: nothing is streamed
+    uint32_t q_tap;      // as in kvf_pool_params
+    uint32_t q_every;    // as in kvf_pool_params
+    uint32_t mass_piece; // what the tokens of the tap attend to is kept, summed over so many positions, which divide 256
+                         // (kvf_get_mass); 0: it is not
 };
 
 struct kvf_pool_info {
@@ -282,6 +285,10 @@ LLAMA_API int kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 // the basis of the cached K (after RoPE and rotation). back: 0 the last token, 1 the one before, ..., of those that the tap
 // keeps. n: floats that dst holds
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
+
+// what one of these tokens, in a paned context with mass_piece, attends to: for each tapped layer n_piece shares of its
+// attention, summed over heads, of positions [0, mass_piece), [mass_piece, 2*mass_piece), ... waits for the computation
+LLAMA_API int kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
 
 // what the products of these queries with the keys are multiplied by, in each of n tapped layers
 LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
