@@ -16,6 +16,8 @@ class Stats:
     n_pool: int | None  # cells of the pool; None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
     kv_full_bytes: int  # the same for a full cache of n_ctx positions (rounded up to 256)
+    pane_bytes: int  # device memory for the KV of the layers that an exact pass reads at a time; 0: there is none
+    compute_bytes: int  # buffers of the computation, on devices and host
     other_device_bytes: int  # sliding-window KV and recurrent state
     host_bytes: int  # host memory taken for records of sealed chunks
     chunks: int  # chunks of the sequence

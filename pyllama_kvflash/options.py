@@ -86,7 +86,9 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    panes: int = 0  # layers whose KV an exact pass keeps on each device, at least 2; 0: all if they fit beside an automatic pool
+    panes: int = (
+        0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if they fit beside an automatic pool
+    )
 
     # which chunks are resident
     policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
@@ -221,8 +223,7 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
-        if self.panes != 0:
-            check_range(self.panes, 2, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 2 takes the least memory")
+        check_range(self.panes, 0, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 1 takes the least memory")
 
     @property
     def interval(self) -> int:

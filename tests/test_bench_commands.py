@@ -149,7 +149,7 @@ def test_kld_of_a_text(book: Path, tmp_path: Path) -> None:
     lines = res.stdout.splitlines()
     assert (folder / "results.md").read_text() == res.stdout
     assert [line.split(" | ")[1:5] for line in lines[2:4]] == [
-        ["lru", "768", "2.25 MiB", "75.0 %"], ["full/type_k=q8_0/type_v=q8_0", "-", "1.59 MiB", "53.1 %"]
+        ["lru", "768", "3.25 MiB", "108.3 %"], ["full/type_k=q8_0/type_v=q8_0", "-", "1.59 MiB", "53.1 %"]
     ]  # fmt: skip
     pool, quantised = json.loads((folder / "results.json").read_text())["rows"]
     assert (pool["variant"], pool["pool"], quantised["share"]) == ("lru", 768, 34 / 64)

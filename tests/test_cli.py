@@ -166,7 +166,7 @@ def test_closing_line_of_a_pool(long_file: Path) -> None:
     last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
     assert re.fullmatch(
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
-        r" · device KV 2\.2 MiB, full cache 12\.0 MiB \(18\.8 %\) · host [\d.]+ MiB · pages \d+ out, \d+ in",
+        r" · device KV 2\.2 MiB \+ 4\.0 MiB to read prompts, full cache 12\.0 MiB \(52\.1 %\) · host [\d.]+ MiB · pages \d+ out, \d+ in",
         last,
     ), last
 

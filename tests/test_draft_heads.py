@@ -27,7 +27,7 @@ from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 
-OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "policy": "lru", "n_batch": 256}
+OPTIONS: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "policy": "lru", "n_batch": 256, "prefill": "pool"}
 PROMPT = np.random.default_rng(3).integers(0, tiny.N_VOCAB, 1500).astype(np.int32)
 
 

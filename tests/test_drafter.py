@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "pool": 768,
     "scorer_pool": 1024,
     "n_threads": 1,
+    "prefill": "pool",
     "share": 0,
     "policy": "drafter",
 }

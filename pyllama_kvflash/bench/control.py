@@ -28,7 +28,13 @@ def control_options(options: dict[str, Any], pool: int) -> dict[str, Any]:
     """
     o = Options(**options)
     n_pool = pool_size(o, pool).n_pool or pool
-    return {**options, "pool": o.n_ctx, "n_batch": o.n_batch or o.shape.usual_batch(n_pool), "snapshots": True}
+    return {
+        **options,
+        "prefill": "pool",
+        "pool": o.n_ctx,
+        "n_batch": o.n_batch or o.shape.usual_batch(n_pool),
+        "snapshots": True,
+    }
 
 
 def pool_size(o: Options, pool: int) -> PoolSize:
@@ -63,7 +69,9 @@ def before_answer(kv: KVFlash, variant: Variant) -> None:
 
 
 def device_bytes(kv: KVFlash, variant: Variant, pool: int | None) -> int:
-    """Return the device bytes of the KV; for a control, those of the pool through which its prompt is read."""
+    """Return the device bytes of the KV, with the panes of an exact pass; for a control, those of the pool through which
+    its prompt is read.
+    """
     if not variant.control or pool is None or kv.n_pool is None:
-        return kv.resident_bytes
+        return kv.resident_bytes + kv.stats().pane_bytes
     return kv.resident_bytes * (pool_size(kv.options, pool).n_pool or kv.n_pool) // kv.n_pool

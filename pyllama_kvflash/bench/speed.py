@@ -217,7 +217,7 @@ def _points(
             "moved": steps.moved,
             "reselects": len(steps.reselected),
             "pages_in": steps.pages_in,
-            "kv_device_bytes": stats.kv_device_bytes,
+            "kv_device_bytes": stats.kv_device_bytes + stats.pane_bytes,
             "host_bytes": stats.host_bytes,
             "summary_bytes": stats.summary_bytes,
             "device_used": device_used(),

@@ -12,6 +12,7 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
@@ -40,6 +41,8 @@ class Findings:
     devices: list[DeviceMemory]  # the devices that hold the f16 cache
     auto_tokens: int
     auto_note: str
+    pane_bytes: int  # of an exact pass over the context, f16
+    exact_compute_bytes: int
 
 
 @click.command(help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
@@ -73,7 +76,9 @@ def _look(model: Model, options: Options) -> Findings:
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
     found = device_memory(seen.geometry, options)
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
-    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note)
+    exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
+    panes, compute = (sum(size[i] for size in exact) for i in (0, 1))
+    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -103,6 +108,9 @@ def _table(f: Findings) -> Table:
             rows.append((f"KV on {device.name}", share))
     if f.probe.refusal is None:
         rows.append(("auto pool", f.auto_note))
+        rows.append(
+            ("exact pass", f"{mib(f.pane_bytes)} of f16 KV, {mib(f.exact_compute_bytes)} of buffers for the context")
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -127,4 +135,6 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "devices": [asdict(device) for device in f.devices],
         "auto_pool": f.auto_tokens if f.probe.refusal is None else None,
         "auto_note": f.auto_note,
+        "pane_bytes": f.pane_bytes,
+        "exact_compute_bytes": f.exact_compute_bytes,
     }

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Sampling
-from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, SPEC_KINDS, Spec
+from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy import AGGREGATES
 from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
@@ -252,6 +252,15 @@ POOL = options(
                  show_default=True, envvar="KVFLASH_POOL",
                  help="Pool size in tokens; auto: half of the free device memory, at most"
                  " --kvflash-auto-cap; off: the full cache."),
+    click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
+                 envvar="KVFLASH_PREFILL",
+                 help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
+                 " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
+                 " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
+    click.option("--kvflash-panes", "panes", metavar="N", type=TokenCount(), default=0, show_default="2; all if the"
+                 " full cache fits beside an automatic pool", envvar="KVFLASH_PANES",
+                 help="Layers whose whole KV is on a device while a prompt is read exactly; those beyond N are streamed."
+                 " 1 takes the least memory, and waits for each layer."),
     click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
                  envvar="KVFLASH_AUTO_CAP",
                  help="Largest pool that auto chooses, in tokens. A larger pool keeps more, but decodes more slowly."),

@@ -162,8 +162,9 @@ def closing_line(s: Stats, reason: str) -> str:
     if s.n_pool is None:
         parts.append(f"device KV {mib(s.kv_device_bytes)} (full cache)")
     else:
-        share = 100 * s.kv_device_bytes / s.kv_full_bytes
-        parts.append(f"device KV {mib(s.kv_device_bytes)}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
+        share = 100 * (s.kv_device_bytes + s.pane_bytes) / s.kv_full_bytes
+        panes = f" + {mib(s.pane_bytes)} to read prompts" if s.pane_bytes else ""
+        parts.append(f"device KV {mib(s.kv_device_bytes)}{panes}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
         parts.append(f"host {mib(s.host_bytes)}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
@@ -180,6 +181,8 @@ def stats_table(s: Stats) -> Table:
         ("context", f"{s.n_ctx:,} tokens"),
         ("pool", "none (full cache)" if s.n_pool is None else f"{s.n_pool:,} tokens"),
         ("device KV", f"{s.kv_device_bytes:,} bytes ({mib(s.kv_device_bytes)})"),
+        ("exact pass", f"{s.pane_bytes:,} bytes ({mib(s.pane_bytes)}) of KV" if s.pane_bytes else "none"),
+        ("computation", f"{s.compute_bytes:,} bytes ({mib(s.compute_bytes)})"),
         ("full cache", f"{s.kv_full_bytes:,} bytes ({mib(s.kv_full_bytes)})"),
         ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
         ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),

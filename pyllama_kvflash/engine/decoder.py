@@ -164,27 +164,63 @@ class Decoder:
 
     def _read_exactly(self, tokens: Tokens) -> Iterator[Event]:
         """Decode tokens against everything before them, and then have the pool hold what the last ones attend to."""
-        sequence, selector, n, done = self.sequence, self.sequence.selector, len(tokens), 0
+        sequence, start, n, done = self.sequence, self.sequence.n_tokens, len(tokens), 0
         begin = time.perf_counter()
         mark = self._saved.checkpoint_after(n)
+        repeated = self._read_along_from(n)
+        state = b""
         while done < n:
             if mark and done == mark:
                 self._saved.make_checkpoint()
-            size = min(sequence.reads_exactly.n_batch, (mark if done < mark else n) - done)
+            if repeated is not None and start + done == repeated:
+                state = sequence.ctx.save_partial()
+            stop = min(at for at in (mark, -1 if repeated is None else repeated - start, n) if at > done)
+            size = min(sequence.reads_exactly.n_batch, stop - done)
             outputs = native.LAST if done + size == n else native.NONE
             if paged := sequence.advance_exactly(tokens[done : done + size], outputs):
                 yield paged
             done += size
             if done == n:
-                if paged := sequence.settle_in():
-                    yield paged
-                if selector:
-                    n_asking = min(self._n_asking(), size)
-                    queries = [selector.queries(back) for back in reversed(range(n_asking))]
-                    mass = sequence.attended(n_asking)
-                    yield from sequence.reselect_now("question", queries, 1, mass=mass)
+                yield from self._settle_in(size)
+                if repeated is not None:
+                    self._read_along(tokens[repeated - start :], repeated, state)
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
+
+    def _settle_in(self, n_last: int) -> Iterator[Event]:
+        """After an exact pass whose last batch had n_last tokens, have the pool hold what these attend to."""
+        sequence, selector = self.sequence, self.sequence.selector
+        if paged := sequence.settle_in():
+            yield paged
+        if selector:
+            n_asking = min(self._n_asking(), n_last, sequence.ctx.q_tap)  # fewer if another scorer took over
+            queries = [selector.queries(back) for back in reversed(range(n_asking))]
+            mass = sequence.attended(n_asking)
+            yield from sequence.reselect_now("question", queries, 1, mass=mass)
+
+    def _read_along_from(self, n: int) -> int | None:
+        """Return from which position on a drafter reads along the last of n more tokens; None: it need not, or cannot.
+
+        An exact pass has no features of the target's layers for it. All of these tokens are in the tail of the pool.
+        """
+        o, start = self._options, self.sequence.n_tokens
+        if self.drafts is None or not self.drafts.reads_features:
+            return None
+        last = (start + n - 1) // o.chunk
+        first = max(last - o.tail + 1, -(-start // o.chunk)) * o.chunk
+        return first if first < start + n and start + n - first <= self.n_batch else None
+
+    def _read_along(self, tokens: Tokens, start: int, state: bytes) -> None:
+        """Have a drafter read the end of a prompt along, decoded through the pool for its sake alone.
+
+        state: what no chunk holds, at position start.
+        """
+        if self.drafts is None:
+            return
+        with self.sequence.rehearsal(start, state) as ctx:
+            self.drafts.before(start, len(tokens))
+            ctx.decode(tokens, start, native.NONE)
+            self.drafts.decoded(tokens, start)
 
     def _n_asking(self) -> int:
         """Return how many tokens at the end of a prompt the scorer wants the queries of."""

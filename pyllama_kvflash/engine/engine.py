@@ -212,6 +212,8 @@ class KVFlash:
             n_pool=self.n_pool,
             kv_device_bytes=kv.attn,
             kv_full_bytes=self._loaded.full_bytes,
+            pane_bytes=self._loaded.pane_bytes,
+            compute_bytes=self._loaded.compute_bytes,
             other_device_bytes=kv.swa + kv.recurrent,
             host_bytes=self.host_bytes,
             disk_bytes=self._loaded.shared.memory.spilled_bytes if self._loaded.shared else 0,

@@ -2,11 +2,11 @@
 
 from pyllama_kvflash.engine.memory import check_memory, device_memory, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
-from pyllama_kvflash.native import ExactContext, Model, PaneParams
+from pyllama_kvflash.native import CACHE_TYPES, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.scorers import EDGE
-from pyllama_kvflash.policy.sizing import n_panes
+from pyllama_kvflash.policy.sizing import LEAST_PANES, n_panes
 from pyllama_kvflash.pool.exact import ExactReader
 
 _WAY_OUT = "a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool"
@@ -23,20 +23,36 @@ def open_exact(
     """
     if options.prefill == "pool":
         return None, (), ()
-    n_pane = n_panes(
-        options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows)
-    )
+    n_pane = n_panes(options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows))
     params = PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
     try:
-        check_memory(pane_memory(geometry, options, n_pane), options.n_ctx, f"an exact pass with {n_pane} panes", _WAY_OUT)
+        check_memory(
+            pane_memory(geometry, options, n_pane), options.n_ctx, f"an exact pass with {n_pane} panes", _WAY_OUT
+        )
         ctx = _context(model, options, params)
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
         raise
-    size = ctx.pane_info().bytes / 2**20
-    streamed = "nothing is streamed" if n_pane >= len(geometry.rows) else f"{n_pane} layers at a time"
-    return ExactReader(ctx), (f"prompts are read exactly: {size:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}",), ()
+    panes, compute = ctx.pane_info().bytes / 2**20, sum(ctx.compute_bytes(i) for i in range(len(devices()))) / 2**20
+    streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layers at a time"
+    note = (
+        f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}, and {compute:.0f} MiB of"
+        f" buffers for batches of {ctx.n_ubatch}"
+    )
+    return ExactReader(ctx), (note,), ()
+
+
+def exact_bytes(model: Model, geometry: Geometry, options: Options) -> dict[int, tuple[int, int]]:
+    """Return what an exact pass takes on each device, by its index: bytes of panes, and of buffers of the computation.
+
+    model: may be loaded with no_alloc. options: resolved. Raises NativeError and UnsupportedError.
+    """
+    n_pane = options.panes or LEAST_PANES
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    panes = geometry.panes_by_device(row_bytes, *types, n_pane)
+    with _context(model, options, PaneParams(n_pane=n_pane)) as ctx:
+        return {i: (options.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:

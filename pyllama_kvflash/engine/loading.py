@@ -14,7 +14,7 @@ from pyllama_kvflash.engine.refusals import of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
@@ -54,6 +54,17 @@ class Loaded:
     sequences: tuple[PooledSequence, ...]
     drafts: tuple[Drafts, ...]
     parts: ExitStack
+
+    @property
+    def pane_bytes(self) -> int:
+        """Device bytes for the KV of the layers that an exact pass reads at a time."""
+        return self.exact.ctx.pane_info().bytes if self.exact else 0
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of the compute buffers, on devices and host."""
+        contexts = [self.sequences[0].ctx, *([self.exact.ctx] if self.exact else [])]
+        return sum(ctx.compute_bytes(i) for ctx in contexts for i in range(len(devices())))
 
     def close(self) -> None:
         """Free the sequences, the contexts and the model. Harmless when called again."""
@@ -124,16 +135,18 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
     if options.pool != "off":
         size = _pool_size(seen, options)
-    warnings, notes = placed.warnings, placed.notes
+    warnings, how = placed.warnings, tuple[str, ...]()
     q_tap = q_every = 0
     if size.n_pool is None:
         n_all = options.n_ctx * options.n_parallel
-        check_memory(device_memory(seen.geometry, options), n_all, "the full cache", "a pool (--kvflash) or a smaller -c")
+        check_memory(
+            device_memory(seen.geometry, options), n_all, "the full cache", "a pool (--kvflash) or a smaller -c"
+        )
     else:
         scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
         q_tap, q_every = _tap(scorers[0], options, len(seen.geometry.rows))
-        exact, more_notes, more_warnings = open_exact(model, seen.geometry, options, q_tap, q_every)
-        notes, warnings = notes + more_notes, warnings + more_warnings
+        exact, how, unfit = open_exact(model, seen.geometry, options, q_tap, q_every)
+        warnings += unfit
         if exact is not None:
             parts.callback(exact.close)
             size = _pool_size(seen, options)  # an automatic one is chosen by the memory that is left
@@ -164,7 +177,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         size.n_pool,
         n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
-        notes + size.notes,
+        placed.notes + size.notes + how,
         warnings + size.warnings + _trained(model, options),
         shared,
         exact,

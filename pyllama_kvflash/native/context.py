@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
+from pyllama_kvflash.native.handle import Handle, Output
 from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
 from pyllama_kvflash.native.model import Model, Tokens
 
@@ -22,34 +23,6 @@ NONE, LAST, ALL = 0, 1, 2
 
 def _fields(struct: Any, cls: type[Any]) -> Any:
     return cls(**{name: getattr(struct, name) for name in cls.__dataclass_fields__})
-
-
-class Output(NamedTuple):
-    """Where the logits and queries of a sequence's last token are.
-
-    native: the context that computed it.
-    first, last: the token's place in that context's last batch, counted from its first token and from its last.
-    """
-
-    native: Any
-    first: int
-    last: int
-
-
-class _Handle:
-    """State that the views of a context share: the native context, and the last token of each sequence."""
-
-    def __init__(self, handle: Any) -> None:
-        self.native = handle
-        self.outputs: dict[int, Output] = {}  # by sequence
-
-    def computed(self, native: Any, outputs: dict[int, tuple[int, int]]) -> None:
-        """Record a batch of a native context: {sequence: index from the first token, and from the last}.
-
-        It replaces what that context computed before.
-        """
-        kept = {seq: o for seq, o in self.outputs.items() if o.native != native}
-        self.outputs = kept | {seq: Output(native, *at) for seq, at in outputs.items()}
 
 
 class Context:
@@ -113,7 +86,7 @@ class Context:
             p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
         out = ffi.new("struct llama_context **")
         check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, p_panes, out))
-        self._shared = _Handle(out[0])
+        self._shared = Handle(out[0])
         self.seq = 0
         self._batch = 0, 0  # first position and number of tokens of the last one
         self.n_seq = n_seq
@@ -199,8 +172,9 @@ class Context:
     @property
     def output(self) -> Output:
         """Where this sequence's last token was computed. Raises UsageError if it was not in the last batch."""
+        own = self.handle  # raises if it is closed
         if not self._shared.outputs:
-            return Output(self.handle, -1, 0)  # nothing was decoded: the library raises the error
+            return Output(own, -1, 0)  # nothing was decoded: the library raises the error
         if self.seq not in self._shared.outputs:
             msg = f"sequence {self.seq} was not in the last batch: what was computed then is another one's"
             raise errors.UsageError(msg)

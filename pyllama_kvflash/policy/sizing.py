@@ -29,7 +29,6 @@ class Geometry:
             res[device] = res.get(device, 0) + row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0)
         return res
 
-
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:

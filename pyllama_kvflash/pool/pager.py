@@ -161,9 +161,13 @@ class Pager:
         self._summariser.begin(ledger.n_sealed)
 
     def settle_in(self) -> Plan:
-        """Bring in what must always be resident, and then the most recent of the others. Returns what moved."""
+        """Take the sequence's share of the pool, and bring in what must always be resident, then the most recent of the
+        others. Returns what moved.
+        """
         self.settle()
         ledger = self.ledger
+        more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
+        self.apply(make_room(ledger, max(0, more)))
         must = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
         self.apply(must)
         recent = reselect(ledger, 1)
@@ -307,6 +311,11 @@ class Pager:
         self._summariser.truncate(0)
         self.n_stored = 0
 
+    def refill(self) -> None:
+        """Put chunks that the ledger has as resident, and the pool has lost, back from their records."""
+        for chunk in resident(self.ledger) - held(self.ctx).keys():
+            self.ctx.page_in(chunk, self.records.get(chunk))
+
     def reconcile(self, n_tokens: int) -> None:
         """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
@@ -319,8 +328,7 @@ class Pager:
             self.ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        for chunk in resident(self.ledger) - held(self.ctx).keys():
-            self.ctx.page_in(chunk, self.records.get(chunk))
+        self.refill()
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)

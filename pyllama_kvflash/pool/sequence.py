@@ -165,6 +165,29 @@ class PooledSequence:
             self.paged.arrive()
         self._arriving = None
 
+    @contextmanager
+    def rehearsal(self, start: int, state: bytes) -> Iterator[Context]:
+        """Let the tokens from position `start` on be decoded once more, and then have everything be as it was.
+
+        start: the beginning of a chunk; all chunks from there on are resident. state: what save_partial() gave there.
+        """
+        ctx, last, pager = self.ctx, self.ctx.output, self.paged
+        with self.step():
+            after = ctx.save_partial()
+            pager.settle()
+            self._go_back(start, state)
+            yield ctx
+            self._go_back(start, after)
+            pager.refill()
+            ctx.computed(last.native, last.first + 1)
+
+    def _go_back(self, n_tokens: int, state: bytes) -> None:
+        """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then."""
+        if state:
+            self.ctx.restore_partial(state, n_tokens)
+        else:
+            self.ctx.seq_rm(n_tokens)
+
     def attended(self, n_query: int) -> Floats:
         """Return what the last n_query tokens of an exact batch attend to, see policy.View.mass."""
         return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
@@ -284,10 +307,7 @@ class PooledSequence:
         with self.step():
             self.paged.settle()
             self._forget_exactly(n_tokens)
-            if state:
-                self.ctx.restore_partial(state, n_tokens)
-            else:
-                self.ctx.seq_rm(n_tokens)
+            self._go_back(n_tokens, state)
             del self.history[n_tokens:]
             plan = self.paged.rolled_back(n_tokens)
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None

@@ -152,6 +152,7 @@ class Reader:
                 chunk=o.chunk,
                 n_threads=o.n_threads,
                 pool=o.scorer_pool,
+                prefill="pool",
                 policy=QkZmax(),
                 prefill_reselect=False,
                 replay=0,

@@ -22,6 +22,8 @@ VERSION = 1
 DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
+EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
+
 SECTIONS = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "records")
 
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
@@ -117,11 +119,16 @@ class Identity:
         mine, its = self.fields, other.fields
         if mine["fingerprint"] != its["fingerprint"]:
             return "it is of another model"
+        if (mine["flags"] ^ its["flags"]) & EXACT:
+            was, now = (_READ[bool(fields["flags"] & EXACT)] for fields in (mine, its))
+            return f"its prompts were read {was}, and here they are read {now} (--kvflash-prefill)"
         for name, words in _DIFFERENCES.items():
             if mine[name] != its[name]:
                 return words.format(mine[name], its[name])
         return "its layers or cache types are others (-ctk, -ctv)"
 
+
+_READ = {False: "through the pool", True: "exactly"}
 
 _DIFFERENCES = {
     "memory": "it is of a memory of class {}, and this one is {}",

@@ -42,7 +42,7 @@ class SavedSequence:
                 " (snapshots=True), which keeps a pool even where it covers the context"
             )
             raise UsageError(msg)
-        return identity_of(ctx, fingerprint(ctx.model.path))
+        return identity_of(ctx, fingerprint(ctx.model.path), exact=self.sequence.exact is not None)
 
     #
     # checkpoints

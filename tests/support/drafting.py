@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {
     "chunk": CHUNK,
     "n_batch": 128,
     "n_threads": 1,
+    "prefill": "pool",
     "share": 0,
     "tau": 12,
 }

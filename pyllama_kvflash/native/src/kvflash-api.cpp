@@ -735,9 +735,15 @@ int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const ui
     });
 }
 
+// the attention cache of a context that may keep queries
+static llama_kv_cache & get_tapped(llama_context * ctx) {
+    auto & kv = get_kv(ctx, false);
+    return llama_kvflash::panes(kv) ? kv : get_kv(ctx, true);
+}
+
 int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
     return kvf_guard([&] {
-        const auto & kv   = get_kv(ctx, false);
+        const auto & kv   = get_tapped(ctx);
         const auto * res  = ctx->get_gf_res_active();
         const auto   taps = llama_kvflash::tapped(kv);
         kvf_check(dst && n == taps.size(), "room for a number of each tapped layer is needed");
@@ -753,7 +759,7 @@ int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
 
 int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
     return kvf_guard([&] {
-        const auto & kv  = get_kv(ctx, false);
+        const auto & kv  = get_tapped(ctx);
         const auto * res = ctx->get_gf_res_active();
         kvf_check(dst && ticket, "room for the queries and the ticket is needed");
 

@@ -1,0 +1,444 @@
+"""The exact pass: a paned context computes what a stock cache does, whatever lies in its panes. Equal means equal bits."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from support import families
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.oracles import N_THREADS, ON_GPU, TOKENS, Cache, Logits, Run, assert_equal, head, rows
+
+from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, UsageError
+from pyllama_kvflash.native import LAST, NONE, Context, ExactContext, Layer, Model, PaneParams, Record
+from pyllama_kvflash.native.lib import check, ffi, lib
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+
+TABLE = Path(__file__).parent.parent / "docs" / "FAMILIES.md"
+
+NO_FA, NOT_ROTATED = ", no FA", ", not rotated"
+CHUNK, N_UBATCH, N_CTX = 64, 128, 1024
+SIZES = (128, 100, 1, 37, 20)  # batches that begin and end at a chunk's border, and such that do not
+N_ALL = sum(SIZES)  # ends within a chunk, and is wider than 256 cells
+ALL_LAYERS = 99
+
+
+def cells() -> list[Any]:
+    """The families and caches that docs/FAMILIES.md calls exact."""
+    lines = [line.strip("|").split("|") for line in TABLE.read_text().splitlines() if line[:1] == "|"]
+    (_, *caches), _, *found = [[cell.strip(" `") for cell in line] for line in lines]
+    return [
+        pytest.param(name, cache, id=f"{name}-{cache}")
+        for name, *verdicts in found
+        for cache, verdict in zip(caches, verdicts, strict=True)
+        if verdict == "exact"
+    ]
+
+
+def cache_of(name: str) -> Cache:
+    """A cache by its name in that table: the type of K, and of V if it is another one."""
+    k, _, v = name.removesuffix(NO_FA).removesuffix(NOT_ROTATED).partition("/")
+    return Cache(k, "off" if name.endswith(NO_FA) else "on", v or None)
+
+
+class Pass:
+    """A paned context, the records that it reads and writes, and a pool that tells their form. A context manager."""
+
+    def __init__(self, model: Model, cache: Cache, n_pane: int = 1, **panes: int) -> None:
+        self._parts = ExitStack()
+        self.pool = self._parts.enter_context(Run(model, cache, pool=512, n_ctx=N_CTX, n_batch=N_UBATCH))
+        self.ctx = self._parts.enter_context(
+            ExactContext(
+                model,
+                PaneParams(n_pane=n_pane, **panes),
+                n_ctx=N_CTX,
+                n_batch=N_UBATCH,
+                n_ubatch=N_UBATCH,
+                n_threads=N_THREADS,
+                type_k=cache.type,
+                type_v=cache.type_v or cache.type,
+                flash_attn=cache.flash_attn,
+            )
+        )
+        self.info = self.pool.ctx.pool_info()
+        self.layers = self.pool.ctx.layers()
+        self.transposed = cache.flash_attn == "off"
+        self.records: list[Record] = []
+        self.pos = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._parts.close()
+
+    @property
+    def n_rows(self) -> float:
+        """Positions copied so far, in both directions: rows of all layers."""
+        return self.ctx.pane_info().n_bytes * CHUNK / (self.info.record_bytes - self.info.meta_bytes)
+
+    def decode(self, n: int, outputs: int = LAST) -> Logits:
+        """One batch, whose rows go to the records; its logits."""
+        while len(self.records) * CHUNK < self.pos + n:
+            self.records.append(np.full(self.info.record_bytes, 0xEE, np.uint8))
+        logits = self.again(n, self.pos, self.records, outputs)
+        self.pos += n
+        return logits
+
+    def again(self, n: int, pos: int, records: Sequence[Record], outputs: int = LAST) -> Logits:
+        """A batch at some position, with these records."""
+        self.ctx.decode_into(self.pool.ctx, TOKENS[pos : pos + n], pos, records, outputs)
+        return self.pool.ctx.logits() if outputs else np.empty(0, np.float32)
+
+    def parts(self, record: Record, position: int) -> Iterator[Any]:
+        """The bytes of a position in a record, to read or write: K and V of each layer."""
+        for layer in self.layers:
+            yield rows(record, layer, "k")[position]
+            if layer.size_v and self.transposed:
+                yield values(record, layer)[:, position]
+            elif layer.size_v:
+                yield rows(record, layer, "v")[position]
+
+
+def values(record: Record, layer: Layer) -> Any:
+    """V of a layer in a record where it is transposed, a view: a row for each channel."""
+    channels = rows(record, layer, "v", transposed=True)
+    return channels.reshape(len(channels), CHUNK, -1)
+
+
+#
+# every family, every cache
+#
+
+
+def check_cell(model: Model, cache: Cache, n_pane: int) -> Pass:
+    """Logits of each batch are a stock cache's, and records a pool's in which everything is resident."""
+    with (
+        Run(model, cache, n_ctx=N_CTX, n_batch=N_UBATCH) as stock,
+        Run(model, cache, pool=512, n_ctx=N_CTX, n_batch=N_UBATCH) as pool,
+        Pass(model, cache, n_pane) as run,
+    ):
+        for n in SIZES:
+            pool.decode(n)
+            want, got = stock.feed(n), run.decode(n)
+            assert_equal(got[None], want)
+        assert np.array_equal(got, pool.ctx.logits())
+        for chunk, record in enumerate(run.records[: N_ALL // CHUNK]):
+            assert np.array_equal(record, pool.read(chunk)), f"record {chunk} differs"
+        begun, there = run.records[-1], pool.read(N_ALL // CHUNK)
+        assert head(begun)["mask"] == (1 << N_ALL % CHUNK) - 1
+        assert np.array_equal(begun[: run.info.meta_bytes], there[: run.info.meta_bytes])
+        for i in range(N_ALL % CHUNK):
+            for got_row, want_row in zip(run.parts(begun, i), run.parts(there, i), strict=True):
+                assert np.array_equal(got_row, want_row), f"row {i} of the chunk that is being written differs"
+        check_bytes(run, stock.ctx, n_pane)
+    return run
+
+
+def check_bytes(run: Pass, stock: Context, n_pane: int) -> None:
+    """Of each layer that has no pane to itself, all earlier rows were copied for each batch; new rows always go out."""
+    info, n_layer = run.ctx.pane_info(), len(run.layers)
+    assert info.n_pane == min(n_pane, n_layer)
+    assert info.bytes == run.ctx.kv_bytes().attn == stock.kv_bytes().attn * info.n_pane // n_layer
+    ends = np.cumsum(SIZES)
+    if n_pane >= n_layer:
+        assert run.n_rows == N_ALL
+    elif n_pane == 1 and info.n_layer == n_layer:
+        assert run.n_rows == ends.sum()
+    else:  # a pane that no other layer took, or one that layers take again
+        assert run.n_rows > ends.sum() / n_layer
+
+
+@pytest.mark.parametrize(("name", "cache"), cells())
+def test_cell(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
+    with patch.dict(os.environ, {"LLAMA_ATTN_ROT_DISABLE": str(int(cache.endswith(NOT_ROTATED)))}):
+        check_cell(tiny_model(name), cache_of(cache), n_pane=1)
+
+
+def test_cells_are_all_of_the_table() -> None:
+    assert len(cells()) > 150
+    assert {param.values[0] for param in cells()} >= {"qwen3", "qwen35", "gemma4", *families.MODELS}
+
+
+@pytest.mark.parametrize("cache", ["f16", "q8_0", "f16, no FA"])
+@pytest.mark.parametrize("n_pane", [2, 3, ALL_LAYERS])
+def test_more_panes(tiny_model: Callable[[str], Model], n_pane: int, cache: str) -> None:
+    """Of three layers, two take turns in two panes; with three, nothing is read back."""
+    check_cell(tiny_model("qwen3"), cache_of(cache), n_pane)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "gemma4", "deepseek2"])
+def test_nothing_is_streamed(tiny_model: Callable[[str], Model], name: str) -> None:
+    check_cell(tiny_model(name), cache_of("f16"), ALL_LAYERS)
+
+
+def test_batch_without_logits(tiny_model: Callable[[str], Model]) -> None:
+    """It writes the same records; the next one's logits are the same."""
+    cache = cache_of("f16")
+    with Pass(tiny_model("qwen3"), cache) as run, Pass(tiny_model("qwen3"), cache) as silent:
+        run.decode(100)
+        silent.decode(100, NONE)
+        with pytest.raises(UsageError, match="no logits"):
+            silent.pool.ctx.logits()
+        assert np.array_equal(run.decode(50), silent.decode(50))
+        assert np.array_equal(run.records[0], silent.records[0])
+
+
+@pytest.mark.parametrize("n_pane", [1, ALL_LAYERS])
+def test_going_back(tiny_model: Callable[[str], Model], n_pane: int) -> None:
+    """A batch may begin before the end of the last one: what came after is forgotten, in the panes, too."""
+    model, tokens = tiny_model("qwen3"), TOKENS[::-1].copy()
+    with Run(model, n_ctx=N_CTX, n_batch=N_UBATCH) as stock, Pass(model, cache_of("f16"), n_pane) as run:
+        for n in (128, 100):
+            assert_equal(run.decode(n)[None], stock.feed(n))
+        stock.ctx.seq_rm(60)
+        stock.pos, stock.tokens = 60, tokens
+        for n in (50, 100):
+            pos = stock.pos
+            want = stock.feed(n)
+            records = run.records[: -(-(pos + n) // CHUNK)]
+            run.ctx.decode_into(run.pool.ctx, tokens[pos : pos + n], pos, records)
+            assert_equal(run.pool.ctx.logits()[None], want)
+
+
+#
+# shown able to fail
+#
+
+ABLE = pytest.mark.parametrize(
+    ("name", "cache"), [("qwen3", "f16"), ("qwen3", "f16, no FA"), ("qwen3", "q8_0"), ("gemma4", "f16"), ("deepseek2", "f16")]
+)
+N_READ, N_NEXT = 300, 40  # ends within a chunk
+
+
+def read(run: Pass, n: int = N_READ) -> None:
+    while run.pos < n:
+        run.decode(min(100, n - run.pos))
+
+
+class Next(NamedTuple):
+    """The batch after what was read, with the records as they are or changed: always the same tokens at the same place."""
+
+    run: Pass
+    state: bytes  # before that batch
+
+    @classmethod
+    def of(cls, run: Pass) -> Self:
+        read(run)
+        return cls(run, run.ctx.save_partial())
+
+    def logits(self, change: Callable[[list[Record]], object] = lambda _: None) -> Logits:
+        """Of its last token; the change is made to copies."""
+        records = [record.copy() for record in self.run.records]
+        while len(records) * CHUNK < N_READ + N_NEXT:
+            records.append(np.zeros(self.run.info.record_bytes, np.uint8))
+        change(records)
+        if self.state:
+            self.run.ctx.restore_partial(self.state, N_READ)
+        return self.run.again(N_NEXT, N_READ, records)
+
+
+@ABLE
+def test_swapped_layers_are_seen(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
+    """The rows of two layers, in one chunk."""
+
+    def swap(records: list[Record]) -> None:
+        a, b = (slice(layer.offs_k, layer.offs_k + layer.size_k) for layer in run.layers[:2])
+        records[1][a], records[1][b] = records[1][b].copy(), records[1][a].copy()
+
+    with Pass(tiny_model(name), cache_of(cache)) as run:
+        following = Next.of(run)
+        want = following.logits()
+        assert not np.array_equal(following.logits(swap), want)
+        assert np.array_equal(following.logits(), want)
+
+
+@ABLE
+@pytest.mark.parametrize("position", [0, 63, 150, N_READ - 1])
+def test_a_row_too_few_is_seen(tiny_model: Callable[[str], Model], name: str, cache: str, position: int) -> None:
+    def zero(records: list[Record]) -> None:
+        for row in run.parts(records[position // CHUNK], position % CHUNK):
+            row[:] = 0
+
+    with Pass(tiny_model(name), cache_of(cache)) as run:
+        following = Next.of(run)
+        want = following.logits()
+        assert not np.array_equal(following.logits(zero), want)
+        assert np.array_equal(following.logits(), want)
+
+
+@ABLE
+def test_stale_pane(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
+    """A pane of a layer's own is not read again. What changes must be announced, from its position on."""
+    position = 150
+
+    def change(records: list[Record]) -> None:
+        for row in run.parts(records[position // CHUNK], position % CHUNK):
+            row[:] = 0
+
+    with Pass(tiny_model(name), cache_of(cache), ALL_LAYERS) as run:
+        following = Next.of(run)
+        want = following.logits()
+        assert np.array_equal(following.logits(change), want)
+        run.ctx.attn_seq_rm(position + 1, -1)
+        assert np.array_equal(following.logits(change), want)
+        run.ctx.attn_seq_rm(position, -1)
+        assert not np.array_equal(following.logits(change), want)
+        run.ctx.attn_seq_rm(position, -1)
+        assert np.array_equal(following.logits(), want)
+
+
+def test_rows_of_later_positions_are_not_read(tiny_model: Callable[[str], Model]) -> None:
+    """Nor what a record has before its rows are written."""
+
+    def scribble(records: list[Record]) -> None:
+        records[-1][run.info.meta_bytes :] = 0x3C
+        for i in range(N_READ % CHUNK, CHUNK):
+            for row in run.parts(records[N_READ // CHUNK], i):
+                row[:] = 0x3C
+
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        following = Next.of(run)
+        assert np.array_equal(following.logits(scribble), following.logits())
+
+
+#
+# several sequences
+#
+
+
+def test_another_sequence_takes_the_panes(tiny_model: Callable[[str], Model]) -> None:
+    """The panes are of one sequence; the rows of the next one are read from its records."""
+    model, tokens = tiny_model("qwen3"), TOKENS[::-1].copy()
+    options: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_UBATCH, "n_ubatch": N_UBATCH, "n_threads": N_THREADS}
+    with (
+        Run(model, n_ctx=N_CTX, n_batch=N_UBATCH) as one,
+        Run(model, n_ctx=N_CTX, n_batch=N_UBATCH, tokens=tokens) as other,
+        Run(model, pool=512, n_ctx=N_CTX, n_batch=N_UBATCH, n_seq=2) as pool,
+        ExactContext(model, PaneParams(n_pane=ALL_LAYERS), n_seq=2, flash_attn="on", **options) as ctx,
+    ):
+        size = pool.ctx.pool_info().record_bytes
+        kept: list[list[Record]] = [[np.zeros(size, np.uint8) for _ in range(8)] for _ in range(2)]
+        for pos in (0, 100, 200, 300):
+            for seq, run in enumerate((one, other)):
+                own, n_record = pool.ctx.sequence(seq), -(-(pos + 100) // CHUNK)
+                ctx.decode_into(own, run.tokens[pos : pos + 100], pos, kept[seq][:n_record])
+                assert_equal(own.logits()[None], run.feed(100))
+        assert ctx.pane_info().n_bytes * CHUNK // (size - pool.ctx.pool_info().meta_bytes) == 2 * (100 + 200 + 300 + 400)
+
+
+#
+# what goes wrong
+#
+
+
+def test_only_exact_batches(tiny_model: Callable[[str], Model]) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        with pytest.raises(UsageError):
+            run.ctx.decode(TOKENS[:10], 0)
+        with pytest.raises(UsageError):
+            run.ctx.drop(0)
+        with pytest.raises(UsageError):
+            run.ctx.pool_info()
+        run.decode(10)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(
+    ("pos", "n_record", "message"),
+    [
+        (0, 0, "a record for each chunk"),
+        (0, 2, "a record for each chunk"),
+        (64, 1, "a record for each chunk"),
+        (200, 3, "a record for each chunk"),
+        (-1, 1, "does not fit the context"),
+        (N_CTX, 17, "does not fit the context"),
+        (1 << 30, 1, "does not fit the context"),
+        ((1 << 31) - 1, 1, "does not fit the context"),
+    ],
+)
+def test_batch_that_is_refused(
+    tiny_model: Callable[[str], Model], n: int, pos: int, n_record: int, message: str
+) -> None:
+    """In words, and the next one is as if nothing had been asked."""
+    with Pass(tiny_model("qwen3"), cache_of("f16"), ALL_LAYERS) as run:
+        run.decode(100)
+        records = [np.zeros(run.info.record_bytes, np.uint8) for _ in range(n_record)]
+        with pytest.raises(UsageError, match=message):
+            run.ctx.decode_into(run.pool.ctx, TOKENS[:n], pos, records)
+        got = run.decode(30)
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        run.decode(100)
+        assert np.array_equal(run.decode(30), got)
+
+
+def test_size_of_a_batch(tiny_model: Callable[[str], Model]) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        for n in (0, N_UBATCH + 1):
+            with pytest.raises(UsageError, match="1 to n_ubatch tokens"):
+                run.decode(n)
+        with Run(tiny_model("qwen3"), n_ctx=N_CTX) as stock, pytest.raises(UsageError, match="pooled context is needed"):
+            run.ctx.decode_into(stock.ctx, TOKENS[:10], 0, run.records)
+
+
+def test_record_that_is_missing(tiny_model: Callable[[str], Model]) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        run.decode(100)
+        place = run.ctx.handle, run.pool.ctx.handle, 0, 100, ffi.from_buffer("int32_t[]", TOKENS), 10, LAST
+        records = ffi.new("void *[]", [ffi.from_buffer(run.records[0]), ffi.NULL])
+        with pytest.raises(UsageError, match="a record for each chunk"):
+            check(lib.kvf_decode_exact(*place, records, 2))
+
+
+@pytest.mark.parametrize(("name", "cache"), [("qwen3", "q8_0"), ("llama", "f16")])
+def test_pool_of_another_form(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
+    """Its records have other rows."""
+    with (
+        Pass(tiny_model("qwen3"), cache_of("f16")) as run,
+        Run(tiny_model(name), cache_of(cache), pool=512, n_ctx=N_CTX, n_batch=N_UBATCH) as other,
+    ):
+        records = [np.zeros(other.ctx.pool_info().record_bytes, np.uint8)]
+        with pytest.raises((UsageError, NativeError), match="another model's, or has other cache types"):
+            run.ctx.decode_into(other.ctx, TOKENS[:10], 0, records)
+        run.decode(10)
+
+
+def test_mass_that_is_not_kept(tiny_model: Callable[[str], Model]) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        run.decode(10)
+        with pytest.raises(PoolError, match="not kept"):
+            run.ctx.mass(0, 4)
+    with Pass(tiny_model("qwen3"), cache_of("f16"), q_tap=4, mass_piece=16) as run:
+        run.decode(10)
+        mass = run.ctx.mass(3, 4)
+        assert np.allclose(mass.sum(1), [layer.n_head for layer in run.layers], atol=1e-3)
+        with pytest.raises(UsageError, match="no such token"):
+            run.ctx.mass(4, 4)
+        with pytest.raises(UsageError, match="fewer positions"):
+            run.ctx.mass(0, 1 << 20)
+
+
+@pytest.fixture
+def stop() -> Iterator[Callable[[], None]]:
+    """What Ctrl-C calls within interruptible(); undone after the test."""
+    yield lambda: lib.kvf_interrupt(True)
+    lib.kvf_interrupt(False)
+
+
+@pytest.mark.parametrize("n_pane", [1, ALL_LAYERS])
+def test_interrupted_batch(tiny_model: Callable[[str], Model], stop: Callable[[], None], n_pane: int) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16"), n_pane) as run:
+        following = Next.of(run)
+        want = following.logits()
+        stop()
+        with pytest.raises(Interrupted):
+            following.logits()
+        lib.kvf_interrupt(False)
+        assert np.array_equal(following.logits(), want)
