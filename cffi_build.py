@@ -182,7 +182,8 @@ uint32_t kvf_n_layer(struct llama_context * ctx);
 int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
                 const llama_token * tokens, int32_t n, int outputs);
 int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
-                      const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record);
+                      const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record,
+                      size_t record_size);
 int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);

@@ -213,7 +213,8 @@ def test_going_back(tiny_model: Callable[[str], Model], n_pane: int) -> None:
 #
 
 ABLE = pytest.mark.parametrize(
-    ("name", "cache"), [("qwen3", "f16"), ("qwen3", "f16, no FA"), ("qwen3", "q8_0"), ("gemma4", "f16"), ("deepseek2", "f16")]
+    ("name", "cache"),
+    [("qwen3", "f16"), ("qwen3", "f16, no FA"), ("qwen3", "q8_0"), ("gemma4", "f16"), ("deepseek2", "f16")],
 )
 N_READ, N_NEXT = 300, 40  # ends within a chunk
 
@@ -331,7 +332,9 @@ def test_another_sequence_takes_the_panes(tiny_model: Callable[[str], Model]) ->
                 own, n_record = pool.ctx.sequence(seq), -(-(pos + 100) // CHUNK)
                 ctx.decode_into(own, run.tokens[pos : pos + 100], pos, kept[seq][:n_record])
                 assert_equal(own.logits()[None], run.feed(100))
-        assert ctx.pane_info().n_bytes * CHUNK // (size - pool.ctx.pool_info().meta_bytes) == 2 * (100 + 200 + 300 + 400)
+        assert ctx.pane_info().n_bytes * CHUNK // (size - pool.ctx.pool_info().meta_bytes) == 2 * (
+            100 + 200 + 300 + 400
+        )
 
 
 #
@@ -354,10 +357,10 @@ def test_only_exact_batches(tiny_model: Callable[[str], Model]) -> None:
 @pytest.mark.parametrize(
     ("pos", "n_record", "message"),
     [
-        (0, 0, "a record for each chunk"),
-        (0, 2, "a record for each chunk"),
-        (64, 1, "a record for each chunk"),
-        (200, 3, "a record for each chunk"),
+        (0, 0, "a record of this pool for each chunk"),
+        (0, 2, "a record of this pool for each chunk"),
+        (64, 1, "a record of this pool for each chunk"),
+        (200, 3, "a record of this pool for each chunk"),
         (-1, 1, "does not fit the context"),
         (N_CTX, 17, "does not fit the context"),
         (1 << 30, 1, "does not fit the context"),
@@ -384,7 +387,10 @@ def test_size_of_a_batch(tiny_model: Callable[[str], Model]) -> None:
         for n in (0, N_UBATCH + 1):
             with pytest.raises(UsageError, match="1 to n_ubatch tokens"):
                 run.decode(n)
-        with Run(tiny_model("qwen3"), n_ctx=N_CTX) as stock, pytest.raises(UsageError, match="pooled context is needed"):
+        with (
+            Run(tiny_model("qwen3"), n_ctx=N_CTX) as stock,
+            pytest.raises(UsageError, match="pooled context is needed"),
+        ):
             run.ctx.decode_into(stock.ctx, TOKENS[:10], 0, run.records)
 
 
@@ -393,11 +399,18 @@ def test_record_that_is_missing(tiny_model: Callable[[str], Model]) -> None:
         run.decode(100)
         place = run.ctx.handle, run.pool.ctx.handle, 0, 100, ffi.from_buffer("int32_t[]", TOKENS), 10, LAST
         records = ffi.new("void *[]", [ffi.from_buffer(run.records[0]), ffi.NULL])
-        with pytest.raises(UsageError, match="a record for each chunk"):
-            check(lib.kvf_decode_exact(*place, records, 2))
+        with pytest.raises(UsageError, match="a record of this pool for each chunk"):
+            check(lib.kvf_decode_exact(*place, records, 2, len(run.records[0])))
 
 
-@pytest.mark.parametrize(("name", "cache"), [("qwen3", "q8_0"), ("llama", "f16")])
+def test_record_that_is_too_short(tiny_model: Callable[[str], Model]) -> None:
+    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
+        run.decode(100)
+        with pytest.raises(UsageError, match="a record of this pool for each chunk"):
+            run.ctx.decode_into(run.pool.ctx, TOKENS[:10], 100, [run.records[0], run.records[1][:-1]])
+
+
+@pytest.mark.parametrize(("name", "cache"), [("qwen3", "q8_0"), ("qwen35", "f16"), ("gemma4", "f16")])
 def test_pool_of_another_form(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
     """Its records have other rows."""
     with (

@@ -29,6 +29,8 @@ def test_nothing_is_lost_whatever_the_order() -> None:
         "cut brought in",
         "clear",
         "reselect",
+        "read exactly",
+        "settled in",
     )
     assert not [step for step in steps if not Paging.seen[step]]
     assert Paging.seen["drop"] > 1000
@@ -289,6 +291,108 @@ def test_a_chunk_without_a_record_never_leaves() -> None:
         ledger.drop(4)
     ledger.mark_stored(4)
     ledger.drop(4)
+
+
+@pytest.mark.parametrize(
+    ("n_before", "n", "states", "n_free"),
+    [
+        (0, 1, "R", 7),
+        (0, 16, "O", 8),
+        (0, 17, "OR", 7),
+        (0, 100 * 16 + 15, 100 * "O" + "R", 7),  # many more than there are blocks
+        (32, 16, "RRO", 6),
+        (32, 40, "RROOR", 5),
+        (40, 1, "RRR", 5),
+        (40, 8, "RRO", 6),  # the block of the chunk that is full now is free
+        (40, 9, "RROR", 5),  # and taken by the next one
+        (40, 1000, "RR" + 63 * "O", 6),
+    ],
+)
+def test_what_was_computed_elsewhere_is_out_but_for_the_chunk_that_is_written(
+    n_before: int, n: int, states: str, n_free: int
+) -> None:
+    """Full chunks have their records; what was there before, and full, is as it was."""
+    ledger = Ledger(8, 16, n_sinks=1, n_tail=2)
+    if n_before:
+        ledger.write(n_before)
+        for c in ledger.to_store():
+            ledger.mark_stored(c)
+        ledger.rate(np.arange(ledger.n_chunks, dtype=np.float64))
+    before, touched = ledger.n_sealed, ledger.touched
+    ledger.append(n)
+    ledger.check_integrity()
+    assert (ledger.n_tokens, ledger.n_chunks, ledger.n_free) == (n_before + n, len(states), n_free)
+    assert ledger.state.tolist() == [{"R": State.RESIDENT, "O": State.OUT}[letter] for letter in states]
+    assert ledger.stored.tolist() == [c < (n_before + n) // 16 for c in range(len(states))]
+    assert ledger.to_store() == []
+    assert ledger.touched[:before].tolist() == touched[:before].tolist()
+    assert (ledger.touched[before:] > touched.max(initial=0)).all()
+    assert ledger.score[:before].tolist() == list(range(before))
+    assert np.isnan(ledger.score[before:]).all()
+
+
+def test_full_chunks_need_no_block_and_a_begun_one_does() -> None:
+    ledger = filled()
+    before = snapshot(ledger)
+    for n in (0, -1):
+        with pytest.raises(LedgerError, match="nothing to append"):
+            ledger.append(n)
+    for n in (1, 17, 16 * 16 + 15):
+        with pytest.raises(LedgerError, match="no free block for the chunk that is being written"):
+            ledger.append(n)
+    assert snapshot(ledger) == before
+    ledger.append(10 * 16)
+    assert (ledger.n_free, ledger.n_resident, ledger.n_chunks) == (0, 8, 18)
+    ledger.check_integrity()
+    ledger = filled(n_tokens=8 * 16 - 3)
+    ledger.append(16)  # the block of the chunk that was being written
+    assert (ledger.n_free, ledger.n_resident) == (0, 8)
+    assert ledger.state[-2:].tolist() == [State.OUT, State.RESIDENT]
+    ledger.check_integrity()
+
+
+def test_what_is_under_way_goes_on_while_positions_are_computed_elsewhere() -> None:
+    ledger = filled(n_tokens=6 * 16)
+    ledger.drop(2)
+    ledger.begin_page_in(2)
+    ledger.append(40)
+    ledger.check_integrity()
+    assert (ledger.n_in_flight, ledger.n_free) == (1, 1)
+    ledger.commit_page_in(2)
+    assert ledger.state_of(2) == State.RESIDENT
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize("n", [0, 30, 40, 5 * 16, 9 * 16, 12 * 16 + 3, 12 * 16 + 7])
+def test_rollback_of_what_was_computed_elsewhere(n: int) -> None:
+    """To a chunk's end, or into one that is there; into one that is out it must come back first, as ever."""
+    ledger = filled(n_tokens=2 * 16 + 8)
+    ledger.append(10 * 16)
+    ledger.check_integrity()
+    if n % 16 and ledger.state_of(n // 16) == State.OUT:
+        with pytest.raises(LedgerError):
+            ledger.rollback(n)
+        come_back(ledger, n // 16)
+    ledger.rollback(n)
+    ledger.check_integrity()
+    assert (ledger.n_tokens, ledger.n_chunks) == (n, -(-n // 16))
+    assert ledger.stored.tolist() == [c < n // 16 for c in range(ledger.n_chunks)]
+    ledger.write(16)
+    assert ledger.state[n // 16 :].tolist() == (ledger.n_chunks - n // 16) * [State.RESIDENT]
+    ledger.append(16)
+    ledger.check_integrity()
+
+
+def test_what_was_computed_elsewhere_leaves_by_its_age_and_may_come_in() -> None:
+    """All of it is as recent as the rest of its batch, and a candidate like any other."""
+    ledger = filled(n_tokens=5 * 16)
+    ledger.append(4 * 16)
+    ledger.append(3 * 16 + 1)
+    assert by_heat(ledger) == [*range(13)]
+    assert np.flatnonzero(ledger.candidates()).tolist() == [*range(1, 11)]
+    assert np.flatnonzero(ledger.protected()).tolist() == [0, 11, 12]
+    assert reselect(ledger, 1) == Plan(drops=(1, 2, 3, 4), page_ins=(10, 9, 8, 7, 6))
+    assert bring_in(ledger, [11]) == Plan(page_ins=(11,))
 
 
 def test_a_record_of_a_chunk_that_was_cut_is_void() -> None:

@@ -131,6 +131,34 @@ def scores_are_kept(self: Ledger, n_tokens: int) -> None:
     self.rate(scores)
 
 
+def begun_chunk_stays(self: Ledger, n_tokens: int) -> None:
+    """A chunk that was begun is full now, and its block is still counted."""
+    begun = self.n_tokens % self.chunk > 0
+    APPEND(self, n_tokens)
+    if begun:
+        self._state[(self.n_tokens - n_tokens) // self.chunk] = State.RESIDENT
+
+
+def read_without_records(self: Ledger, n_tokens: int) -> None:
+    first = self.n_sealed
+    APPEND(self, n_tokens)
+    self._stored[first:] = False
+
+
+def read_earlier(self: Ledger, n_tokens: int) -> None:
+    """What was computed elsewhere is as old as what was there before."""
+    first = self.n_sealed
+    APPEND(self, n_tokens)
+    self._touched[first:] = 0
+
+
+def read_scores_are_kept(self: Ledger, n_tokens: int) -> None:
+    """A chunk that was begun, and is full now, keeps the score of what it held."""
+    scores = self.score
+    APPEND(self, n_tokens)
+    self.rate(scores)
+
+
 def scored_is_hotter(self: Ledger) -> Scores:
     """What was never scored counts as cold."""
     return np.where(np.isnan(self.score), self.touched - 1e9, self.score)
@@ -138,6 +166,7 @@ def scored_is_hotter(self: Ledger) -> Scores:
 
 GIVEN_UP = planning._given_up
 WRITE = Ledger.write
+APPEND = Ledger.append
 
 BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (Ledger, "evictable", ignore_protection, Paging, "protected chunk . is dropped"),
@@ -174,6 +203,10 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (planning, "reselect", choose_by_recency, Exact, "not the hottest|not the coldest"),
     (planning, "reselect", swap_too_many, Exact, "not the hottest first"),
     (Ledger, "write", scores_are_kept, Exact, "array_equal"),
+    (Ledger, "append", begun_chunk_stays, Paging, "ledger and pool differ"),
+    (Ledger, "append", read_without_records, Paging, "neither resident nor stored"),
+    (Ledger, "append", read_earlier, Exact, "touched"),
+    (Ledger, "append", read_scores_are_kept, Exact, "array_equal"),
     (Ledger, "heat", scored_is_hotter, Exact, "not the coldest|not the hottest"),
 ]
 

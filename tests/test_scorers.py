@@ -214,6 +214,140 @@ def test_nothing_is_ranked_again_where_it_cannot_matter() -> None:
 
 
 #
+# qk, after an exact pass
+#
+
+
+def exact_shares(mass: Floats, candidates: Sequence[int], n: int, n_head: int) -> dict[int, float]:
+    """By the words of the docstring, one number at a time: of a layer's queries the largest part that a chunk has, of its sum over
+    pieces; summed over layers, as a share of what all heads have; half of a border piece for the chunk beyond, if that is more.
+    """
+
+    def most(chunk: int, pieces: range) -> float:
+        return sum(
+            max(float(sum(mass[q, layer, chunk * 4 + i] for i in pieces)) for q in range(len(mass)))
+            for layer in range(mass.shape[1])
+        )
+
+    res = {}
+    for c in candidates:
+        lent = [most(c - 1, range(3, 4)) / 2] if c > 0 else []
+        lent += [most(c + 1, range(1)) / 2] if c + 1 < n else []
+        res[c] = max([most(c, range(4)), *lent]) / n_head
+    return res
+
+
+def attended(n_query: int, n: int, n_head: int, seed: int = 0, n_layer: int = 3) -> Floats:
+    """What queries attend to: of each layer's heads all that they have, over pieces of n chunks."""
+    res = np.random.default_rng(seed).exponential(size=(n_query, n_layer, 4 * n)) ** 3
+    return (n_head * res / res.sum(axis=2, keepdims=True)).astype(np.float32)
+
+
+class Unasked:
+    """Summaries, or keys, that nobody may ask: what they could say is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("out", OUT.values(), ids=OUT.keys())
+@pytest.mark.parametrize("n_query", [1, 3])
+def test_shares_are_those_that_were_computed(out: tuple[int, ...], n_query: int) -> None:
+    """Of all chunks, whatever has a summary; what is no candidate has none, and lends to its neighbours all the same."""
+    rows = random_rows()
+    candidates = [c for c in range(12) if c not in out]
+    mass_ = attended(n_query, 12, rows.n_head, len(out))
+    queries = random_queries(rows, n_query)
+    seen = view(rows, queries, out, mass=mass_, summaries=Unasked(), keys=Unasked(), room=2, n_whole=3)
+    for scorer in (Qk(), Qk("exact"), Qk(rerank=0)):
+        check_scores(scorer.score(seen), exact_shares(mass_, candidates, 12, 3 * rows.n_head), atol=1e-6)
+
+
+@given(data=st.data(), seed=st.integers(0, 10**6), n=st.integers(1, 20), n_query=st.integers(1, 4))
+@CHECK
+def test_shares_that_were_computed_whatever_is_pinned(data: st.DataObject, seed: int, n: int, n_query: int) -> None:
+    """Pieces behind the last chunk are not looked at."""
+    rows = random_rows(seed, n=n, n_layer=2, n_head=3, n_head_kv=1, n_row=2)
+    out = data.draw(st.sets(st.integers(0, n - 1), max_size=n))
+    mass_ = attended(n_query, n, 3, seed, 2)
+    longer = np.concatenate([mass_, np.full((n_query, 2, 7), 99, np.float32)], axis=2)
+    want = exact_shares(mass_, [c for c in range(n) if c not in out], n, 6)
+    for each in (mass_, longer):
+        check_scores(Qk().score(view(rows, random_queries(rows, n_query), out, mass=each)), want, atol=1e-6)
+
+
+def test_shares_that_were_computed_sum_up_to_one() -> None:
+    """But for what is lent; the candidates have what the others lack."""
+    rows = random_rows()
+    mass_ = attended(1, 12, rows.n_head)
+    mass_.reshape(1, 3, 12, 4)[..., [0, -1]] = 0  # nothing to lend
+    mass_ *= rows.n_head / mass_.sum(axis=2, keepdims=True)
+    queries = random_queries(rows)
+    every = Qk().score(view(rows, queries, mass=mass_))
+    assert every.sum() == pytest.approx(1, rel=1e-5)
+    some = Qk().score(view(rows, queries, (0, 7, 11), mass=mass_))
+    kept = np.isfinite(some)
+    assert np.flatnonzero(~kept).tolist() == [0, 7, 11]
+    np.testing.assert_array_equal(some[kept], every[kept])
+
+
+@pytest.mark.parametrize(
+    ("piece", "hot"),
+    [
+        (6 * 4, {6: 1.0, 5: 0.5}),  # the first of a chunk, and the chunk before it
+        (6 * 4 + 1, {6: 1.0}),
+        (6 * 4 + 2, {6: 1.0}),
+        (6 * 4 + 3, {6: 1.0, 7: 0.5}),
+        (0, {}),  # there is none before it, and it is no candidate
+        (3, {1: 0.5}),
+        (11 * 4, {10: 0.5}),
+        (11 * 4 + 3, {}),
+    ],
+)
+def test_what_is_attended_to_near_a_border_counts_beyond_it(piece: int, hot: dict[int, float]) -> None:
+    """As where keys are ranked again: the sink and the tail are no candidates, and may be looked at near their borders."""
+    rows = random_rows(n_layer=1, n_head=1, n_head_kv=1)
+    mass_ = np.zeros((1, 1, 12 * 4), np.float32)
+    mass_[0, 0, piece] = 1
+    found = Qk().score(view(rows, random_queries(rows), (0, 11), mass=mass_))
+    assert np.isneginf(found[[0, 11]]).all()
+    assert {c: found[c] for c in range(1, 11) if found[c] > 0} == hot
+
+
+def test_what_is_lent_does_not_add_up() -> None:
+    """A chunk has its own, or the half of a neighbour's, or of the other one's: the most of them."""
+    rows = random_rows(n_layer=1, n_head=1, n_head_kv=1)
+    mass_ = np.zeros((1, 1, 12, 4), np.float32)
+    mass_[0, 0, 4, 3], mass_[0, 0, 5], mass_[0, 0, 6, 0] = 0.4, 0.01, 0.3
+    found = Qk().score(view(rows, random_queries(rows), mass=mass_.reshape(1, 1, -1)))
+    np.testing.assert_allclose(found[4:7], [0.4, 0.2, 0.3])
+    mass_[0, 0, 5] = 0.1
+    found = Qk().score(view(rows, random_queries(rows), mass=mass_.reshape(1, 1, -1)))
+    np.testing.assert_allclose(found[4:7], [0.4, 0.4, 0.3])
+
+
+def test_each_layer_takes_the_query_that_wants_a_chunk_most() -> None:
+    """Not the mean, and not the query that wants most in all: one layer of one, one of the other."""
+    rows = random_rows(n_layer=2, n_head=1, n_head_kv=1)
+    mass_ = np.zeros((2, 2, 12, 4), np.float32)
+    mass_[0, 0, 3, 1], mass_[1, 0, 3, 1] = 0.6, 0.1
+    mass_[0, 1, 3, 2], mass_[1, 1, 3, 2] = 0.2, 0.8
+    mass_[0, 0, 8, 1:3], mass_[1, 0, 8, 1:3] = (0.3, 0.0), (0.1, 0.25)  # the largest of sums, not the sum of the largest
+    found = Qk().score(view(rows, random_queries(rows, 2), mass=mass_.reshape(2, 2, -1)))
+    assert found[3] == pytest.approx((0.6 + 0.8) / 2)
+    assert found[8] == pytest.approx(0.35 / 2)
+
+
+def test_other_scorers_do_not_look_at_shares() -> None:
+    rows = random_rows()
+    queries, mass_ = random_queries(rows), attended(1, 12, 4)
+    for scorer in (QkZmax(), QkCos(), Lru()):
+        np.testing.assert_array_equal(
+            scorer.score(view(rows, queries, mass=mass_)), scorer.score(view(rows, queries)), strict=True
+        )
+
+
+#
 # qk-cos, lru
 #
 

@@ -15,10 +15,12 @@ from pyllama_kvflash.policy.sizing import (
     AUTO_CAP,
     BATCH,
     CELLS,
+    LEAST_PANES,
     RESERVE,
     SPARE_BLOCKS,
     DeviceMemory,
     PoolShape,
+    n_panes,
     pinned_chunks,
 )
 
@@ -423,17 +425,112 @@ def test_outcome_is_always_a_pool_that_works(
 
 
 #
+# panes
+#
+
+
+def row_bytes(kind: int, n: int) -> int:
+    """Of a type of 2 bytes an element, or of 1; there are no rows without elements."""
+    assert n > 0
+    return {1: 2, 8: 1}[kind] * n
+
+
+ROWS = ((1024, 512), (256, 2048), (512, 0))  # a layer may keep no V
+
+
+@pytest.mark.parametrize(
+    ("n_pane", "devices", "panes"),
+    [
+        (1, (), {0: 2 * 1024 + 2048}),  # the largest K and the largest V, whichever layers have them
+        (2, (), {0: 2 * (2 * 1024 + 2048)}),
+        (3, (), {0: 3 * (2 * 1024 + 2048)}),
+        (99, (), {0: 3 * (2 * 1024 + 2048)}),  # no more panes than layers
+        (1, (0, 1, 0), {0: 2 * 1024 + 512, 1: 2 * 256 + 2048}),
+        (2, (0, 1, 0), {0: 2 * (2 * 1024 + 512), 1: 2 * 256 + 2048}),  # one layer there
+        (2, (3, -1, -1), {3: 2 * 1024 + 512, -1: 2 * (2 * 512 + 2048)}),  # -1: the host
+        (1, (0, 0, 1), {0: 2 * 1024 + 2048, 1: 2 * 512}),  # no V at all
+        (2, (2, 1, 0), {2: 2 * 1024 + 512, 1: 2 * 256 + 2048, 0: 2 * 512}),
+    ],
+)
+def test_panes_of_devices(n_pane: int, devices: tuple[int, ...], panes: dict[int, int]) -> None:
+    assert Geometry(ROWS, devices).panes_by_device(row_bytes, 1, 8, n_pane) == panes
+
+
+@given(
+    layers=st.lists(st.tuples(st.integers(1, 512), st.integers(0, 512), st.integers(-1, 2)), max_size=8),
+    n_pane=st.integers(1, 10),
+)
+@CHECK
+def test_panes_hold_the_layers_of_their_device(layers: list[tuple[int, int, int]], n_pane: int) -> None:
+    """Each of them any, and as much as the cache at least once there is one for each layer; more panes take more."""
+    geometry = Geometry(tuple((k, v) for k, v, _ in layers), tuple(device for *_, device in layers))
+    panes, cache = (geometry.panes_by_device(row_bytes, 1, 8, n) for n in (n_pane, 8))
+    whole = geometry.by_device(row_bytes, 1, 8)
+    assert panes.keys() == cache.keys() == whole.keys()
+    for device, size in panes.items():
+        there = [2 * k + v for k, v, its in layers if its == device]
+        n = min(n_pane, len(there))
+        assert size % n == 0
+        assert size // n >= max(there)
+        assert cache[device] >= max(whole[device], size // n * len(there))
+    same = Geometry(((64, 32),) * len(layers), geometry.devices)
+    assert same.panes_by_device(row_bytes, 1, 8, 8) == same.by_device(row_bytes, 1, 8)
+
+
+def test_no_panes_where_there_is_nothing_to_pool() -> None:
+    assert Geometry(()).panes_by_device(row_bytes, 1, 1, 2) == {}
+    with pytest.raises(ValueError, match="argument 2"):
+        Geometry(((64, 64), (64, 64)), (0,)).panes_by_device(row_bytes, 1, 1, 2)
+
+
+N_CTX, N_LAYER = 1024, 28
+ENOUGH = RESERVE + 2 * N_CTX * KIB  # the rows of all positions are half of what is free beyond the reserve
+WITH_RECORDS = RESERVE + 4 * N_CTX * KIB
+
+
+@pytest.mark.parametrize("pool", ["auto", 2048])
+@pytest.mark.parametrize("request_", [1, 2, 3, 28, 99])
+@pytest.mark.parametrize("free", [0, PLENTY])
+def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> None:
+    assert n_panes(request_, pool, [DeviceMemory("GPU", free, KIB)], N_CTX, N_LAYER) == request_
+
+
+@pytest.mark.parametrize(
+    ("pool", "memory", "panes"),
+    [
+        ("auto", [(ENOUGH, False)], N_LAYER),
+        ("auto", [(ENOUGH - 2, False)], LEAST_PANES),
+        ("auto", [(PLENTY, False)], N_LAYER),
+        ("auto", [(RESERVE - 1, False)], LEAST_PANES),
+        ("auto", [(0, False)], LEAST_PANES),
+        ("auto", [(ENOUGH, True)], LEAST_PANES),  # on the host, the records take as much
+        ("auto", [(WITH_RECORDS - 2, True)], LEAST_PANES),
+        ("auto", [(WITH_RECORDS, True)], N_LAYER),
+        ("auto", [(ENOUGH, False), (WITH_RECORDS, True)], N_LAYER),
+        ("auto", [(PLENTY, False), (ENOUGH, True)], LEAST_PANES),  # each device must hold its own
+        ("auto", [(ENOUGH - 2, False), (PLENTY, False)], LEAST_PANES),
+        (2048, [(PLENTY, False)], LEAST_PANES),  # who names a pool wants no more than that
+        (1, [(PLENTY, True)], LEAST_PANES),
+    ],
+)
+def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, bool]], panes: int) -> None:
+    devices = [DeviceMemory("a device", free, KIB, host=host) for free, host in memory]
+    assert n_panes(0, pool, devices, N_CTX, N_LAYER) == panes
+
+
+def test_a_model_of_one_layer_may_have_two_panes() -> None:
+    """There are no more panes than layers, whatever the number says."""
+    assert n_panes(0, "auto", [DeviceMemory("GPU", PLENTY, KIB)], N_CTX, 1) == LEAST_PANES
+    assert Geometry(((64, 64),)).panes_by_device(row_bytes, 1, 1, LEAST_PANES) == {0: 256}
+
+
+#
 # the rest
 #
 
 
 def test_token_bytes_are_summed_over_the_layers() -> None:
     geometry = Geometry(((1024, 512), (1024, 512), (256, 0)))  # a layer may keep no V
-
-    def row_bytes(kind: int, n: int) -> int:
-        assert n > 0
-        return {1: 2, 8: 1}[kind] * n
-
     assert geometry.token_bytes(row_bytes, 1, 8) == 2 * (2 * 1024 + 512) + 2 * 256
     assert geometry.by_device(row_bytes, 1, 8) == {0: geometry.token_bytes(row_bytes, 1, 8)}, "of one device"
     split = Geometry(geometry.rows, (3, -1, 3))  # -1: the host

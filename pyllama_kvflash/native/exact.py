@@ -37,7 +37,8 @@ class ExactContext(Context):
         buf = ffi.from_buffer("int32_t[]", tokens)
         held = [ffi.from_buffer(record) for record in records]
         place = pool.handle, pool.seq, pos, buf, len(tokens), outputs
-        check(lib.kvf_decode_exact(self.handle, *place, ffi.new("void *[]", held), len(held)))
+        size = min((len(record) for record in records), default=0)
+        check(lib.kvf_decode_exact(self.handle, *place, ffi.new("void *[]", held), len(held), size))
         pool.computed(self.handle, len(tokens))
 
     def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:

@@ -6,6 +6,7 @@ computed, and then summarised in a thread. `flights` moves chunks in and out.
 
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class Pager:
         self.records = HostStore(shared.memory)
         self.ctx = ctx
         self.shared = shared
+        self._filling: int | None = None  # a chunk that the ledger has as resident, on its way in
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
         self._layers = ctx.tapped()
         self._summariser = Summariser(self._layers, options.chunk, self.records.get, options.n_threads or 1)
@@ -149,6 +151,7 @@ class Pager:
 
         Harmless when repeated.
         """
+        self._abandon()
         ledger, there = self.ledger, held(self.ctx)
         for chunk in there.keys() - resident(ledger):
             self.ctx.drop(chunk)  # it was being written, and is full now
@@ -156,7 +159,7 @@ class Pager:
             last = ledger.n_chunks - 1
             if last in there:
                 self.ctx.drop(last)
-            self.ctx.page_in(last, self.records.get(last))
+            self._fill(last)
         self.n_stored = max(self.n_stored, ledger.n_sealed)
         self._summariser.begin(ledger.n_sealed)
 
@@ -306,6 +309,7 @@ class Pager:
         self._reads.clear()
         self._summariser.give_up()
         self.flights.forget()
+        self._filling = None
         self.ledger.clear()
         self.records.forget(0)
         self._summariser.truncate(0)
@@ -314,11 +318,24 @@ class Pager:
     def refill(self) -> None:
         """Put chunks that the ledger has as resident, and the pool has lost, back from their records."""
         for chunk in resident(self.ledger) - held(self.ctx).keys():
-            self.ctx.page_in(chunk, self.records.get(chunk))
+            self._fill(chunk)
+
+    def _fill(self, chunk: int) -> None:
+        self._filling = chunk
+        self.ctx.page_in(chunk, self.records.get(chunk))
+        self._filling = None
+
+    def _abandon(self) -> None:
+        """Free the block of a chunk whose _fill() was cut off."""
+        if self._filling is not None:
+            with suppress(PoolError):  # it never began, or it is there
+                self.ctx.cancel(self._filling)
+            self._filling = None
 
     def reconcile(self, n_tokens: int) -> None:
         """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
+        self._abandon()
         if ledger.n_tokens > n_tokens:
             self.flights.cancel()
         self.flights.mend()

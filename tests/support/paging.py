@@ -83,6 +83,17 @@ class World:
     def read(self, chunk: int) -> None:
         self.host[chunk] = list(self.pool[chunk])
 
+    def append(self, n: int) -> None:
+        """Positions that were computed elsewhere: full chunks are in the host store alone, the last one is in the pool."""
+        first = len(self.truth) // self.chunk
+        self.truth += range(self._next, self._next + n)
+        self._next += n
+        self.pool.pop(first, None)
+        for c in range(first, -(-len(self.truth) // self.chunk)):
+            place = self.host if len(self.want(c)) == self.chunk else self.pool
+            place[c] = self.want(c)
+        self.check_size()
+
     def drop(self, chunk: int) -> None:
         del self.pool[chunk]
 
@@ -121,6 +132,7 @@ class Paging(RuleBasedStateMachine):
         self.ledger = Ledger(n_block, chunk, n_sinks=geometry.n_sinks, n_tail=geometry.n_tail)
         self.world = World(n_block, chunk)
         self.held: set[int] = set()  # resident and protected after the last step
+        self.away: set[int] = set()  # read exactly, and not in the pool since
         self.scores: list[float] = []  # what the ledger must know, NaN: nothing
 
     #
@@ -169,9 +181,10 @@ class Paging(RuleBasedStateMachine):
     @invariant()
     def protected_stay(self) -> None:
         protected, resident = self.protected(), set(self.world.pool)
-        gone = (self.held & protected) - resident
+        self.away = {c for c in self.away - resident if c < self.ledger.n_chunks}
+        gone = (self.held & protected) - resident - self.away
         assert not gone, f"protected chunks {gone} were evicted"
-        for c in protected:
+        for c in protected - self.away:
             assert c in resident or not (c < self.geometry.n_sinks or c in self.ledger.pins), f"{c} does not stay"
         self.held = resident & protected
 
@@ -283,6 +296,36 @@ class Paging(RuleBasedStateMachine):
             self.advance(min(left, self.geometry.n_batch), seed)
             self.seal()
             left -= min(left, self.geometry.n_batch)
+
+    @rule(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=3), seed=seeds, settles=st.booleans())
+    def read_exactly(self, sizes: list[int], seed: int | None, settles: bool) -> None:
+        """As Pager.prepare and settle_in: batches of any size that take a block at most, then what must be there comes in.
+        A prompt may be cut off before that.
+        """
+        ledger, chunk = self.ledger, self.geometry.chunk
+        self.settle(list(self.world.landing))
+        for size in sizes:
+            self.seal()
+            self.rate(seed)
+            n = 1 + size % (6 * chunk)
+            needs_block = int((ledger.n_tokens + n) % chunk > 0 and ledger.n_tokens % chunk == 0)
+            plan = planning.make_room(ledger, needs_block)
+            self.check(plan, needs_block)
+            self.apply(plan)
+            self.append(n)
+        if settles:
+            self.seal()
+            self.bring([int(c) for c in np.flatnonzero(ledger.protected())], seed)
+            self.away.clear()
+            self.seen["settled in"] += 1
+
+    def append(self, n: int) -> None:
+        first = self.ledger.n_sealed
+        self.world.append(n)
+        self.ledger.append(n)
+        self.away |= set(range(first, self.ledger.n_sealed))
+        self.scores[first:] = [np.nan] * (-(-len(self.world.truth) // self.geometry.chunk) - first)
+        self.seen["read exactly"] += 1
 
     @precondition(lambda self: self.ledger.evictable().any())
     @rule(pick=picks)
@@ -437,6 +480,15 @@ class Exact(Paging):
     def advance(self, n: int, seed: int | None) -> None:
         first = self.ledger.n_sealed
         super().advance(n, seed)
+        self.check_touched(first)
+
+    def append(self, n: int) -> None:
+        first = self.ledger.n_sealed
+        super().append(n)
+        self.check_touched(first)
+
+    def check_touched(self, first: int) -> None:
+        """All chunks from `first` on at once, after all others."""
         assert (self.ledger.touched[first:] == self.ledger.touched.max()).all()
         assert (self.ledger.touched[:first] < self.ledger.touched.max()).all()
 
@@ -448,12 +500,16 @@ class Exact(Paging):
         steps: list[Callable[[], object]] = [
             lambda: ledger.write(0),
             lambda: ledger.write((ledger.n_free + 1) * ledger.chunk),
+            lambda: ledger.append(0),
+            lambda: ledger.append(-1),
             lambda: ledger.rollback(ledger.n_tokens + 1),
             lambda: ledger.rollback(-1),
             lambda: ledger.rate(np.zeros(n + 1)),
             lambda: ledger.unrate(n),
             lambda: ledger.unrate(-1),
         ]
+        if ledger.n_free == 0 and ledger.n_tokens % ledger.chunk == 0 and ledger.chunk > 1:
+            steps.append(lambda: ledger.append(ledger.chunk + 1))
         for c in {-1, n, pick % (n + 1)}:
             state = ledger.state_of(c) if 0 <= c < n else None
             if state != State.RESIDENT or c in self.protected():

@@ -222,8 +222,7 @@ int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t
     });
 }
 
-int kvf_context_new(
-        llama_model * model, const llama_context_params * params, const kvf_pool_params * pool,
+int kvf_context_new(llama_model * model, const llama_context_params * params, const kvf_pool_params * pool,
         const kvf_pane_params * panes, llama_context ** ctx) {
     return kvf_guard([&] {
         kvf_check(model && params && ctx, "a model, parameters and a place for the context are needed");

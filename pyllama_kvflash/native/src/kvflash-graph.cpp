@@ -9,16 +9,15 @@
 #include <algorithm>
 
 // q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
-void llm_graph_context::build_taps(ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks,
-        float kq_scale, int il) const {
+void llm_graph_context::build_taps(
+        ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
     const int64_t n_q = std::min<int64_t>(q->ne[2], cparams.q_tap);
 
     // not the whole Q with an output flag: ggml-alloc reuses the layout of the reserved prompt graph for one token, so the
     // flag would have to be set for all ubatch sizes, at the price of n_ubatch*n_embd_q floats a layer
-    q = ggml_cont(ctx0,
-            ggml_view_3d(ctx0, q, q->ne[0], q->ne[1], n_q, q->nb[1], q->nb[2], (q->ne[2] - n_q) * q->nb[2]));
+    q = ggml_cont(ctx0, ggml_view_3d(ctx0, q, q->ne[0], q->ne[1], n_q, q->nb[1], q->nb[2], (q->ne[2] - n_q) * q->nb[2]));
     res->t_q[il]     = q;
     res->q_scale[il] = kq_scale;
     cb(q, "q_tap", il);
@@ -35,8 +34,7 @@ void llm_graph_context::build_taps(ggml_tensor * q, ggml_tensor * k, ggml_tensor
         kq       = ggml_scale(ctx0, ggml_tanh(ctx0, ggml_scale(ctx0, kq, kq_scale / cap)), cap);
         kq_scale = 1.0f;
     }
-    auto * mask = ggml_view_2d(
-            ctx0, kq_mask, kq_mask->ne[0], n_q, kq_mask->nb[1], (kq_mask->ne[1] - n_q) * kq_mask->nb[1]);
+    auto * mask = ggml_view_2d(ctx0, kq_mask, kq_mask->ne[0], n_q, kq_mask->nb[1], (kq_mask->ne[1] - n_q) * kq_mask->nb[1]);
 
     auto * p = ggml_soft_max_ext(ctx0, kq, mask, kq_scale, hparams.f_max_alibi_bias);
     ggml_soft_max_add_sinks(p, sinks);

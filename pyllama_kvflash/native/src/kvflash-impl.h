@@ -195,7 +195,8 @@ private:
         bool                reads, writes;
     };
 
-    void    bind(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of);
+    void    place_layers(const llama_kv_cache & kv, const llama_kv_cache & of);
+    void    bind(llama_context * ctx);
     int32_t touched(const ggml_tensor * t) const;
     void    start();
     void    taken();
@@ -203,14 +204,15 @@ private:
     void    load(int32_t layer);
     void    ready(int32_t layer);
     void    copy(const layer & l, uint32_t from, uint32_t to, bool in);
-    void copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride, size_t stride_host,
-            bool in);
+    void    copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride, size_t stride_host,
+               bool in);
 
     std::vector<part>                                        parts;
     std::vector<layer>                                       layers;
     std::map<const ggml_tensor *, std::pair<size_t, size_t>> places;   // part and pane of each K
     std::map<const ggml_tensor *, int32_t>                   layer_of; // each K and V
     uint64_t                                                 n_bytes = 0;
+    bool                                                     bound   = false;
 
     // the batch
     bool               running = false;

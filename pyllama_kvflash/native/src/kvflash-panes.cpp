@@ -82,24 +82,35 @@ kvf_pane_info kvf_panes::info() const {
     return res;
 }
 
-// once, when there is a context: the layers, and the streams
-void kvf_panes::bind(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of) {
-    if (!layers.empty()) { return; }
+// where each layer is: in its pane, and in a record of the pool
+void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & of) {
+    const char * differs = "the pool is another model's, or has other cache types";
+    kvf_check(llama_kvflash::n_layer(kv) == llama_kvflash::n_layer(of) &&
+                      llama_kvflash::v_trans(kv) == llama_kvflash::v_trans(of),
+            differs);
 
+    layers.clear();
+    layer_of.clear();
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
         const auto in_record = llama_kvflash::layer(of, i);
         const auto l         = llama_kvflash::tensors(kv, i);
         kvf_check(in_record.il == l.il && in_record.type_k == (int32_t) l.k->type &&
                           in_record.n_embd_k == (uint32_t) l.k->ne[0] &&
                           in_record.type_v == (l.v ? (int32_t) l.v->type : -1) &&
-                          llama_kvflash::v_trans(kv) == llama_kvflash::v_trans(of),
-                "the pool is another model's, or has other cache types");
+                          in_record.n_embd_v == (l.v ? (uint32_t) l.v->ne[0] : 0),
+                differs);
 
         const auto [part, pane] = places.at(l.k);
         layers.push_back({part, pane, l.k, l.v, in_record.offs_k, in_record.offs_v});
-        layer_of[l.k] = layer_of[l.v] = i;
+        layer_of[l.k] = i;
+        if (l.v) { layer_of[l.v] = i; }
     }
-    layer_of.erase(nullptr);
+}
+
+// once, when there is a context: the streams
+void kvf_panes::bind(llama_context * ctx) {
+    if (bound) { return; }
+    bound = true;
 
     auto * sched = ctx->get_sched();
     for (auto & p : parts) {
@@ -149,7 +160,7 @@ void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
 
     while (from < to) {
         const uint32_t chunk = from / n_chunk, first = from % n_chunk;
-        const uint32_t m = std::min(n_chunk - first, to - from); // positions of each chunk
+        const uint32_t m    = std::min(n_chunk - first, to - from); // positions of each chunk
         char *         host = (char *) records[chunk];
 
         uint32_t  n      = 1;
@@ -200,7 +211,8 @@ void kvf_panes::ready(int32_t layer) {
 
 void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n,
         void * const * records) {
-    bind(ctx, kv, of);
+    bind(ctx);
+    place_layers(kv, of);
     ctx->synchronize(); // the last batch may still read the panes
 
     this->ctx     = ctx;
@@ -243,8 +255,9 @@ void kvf_panes::start() {
     }
     for (const auto & turn : order) {
         if (!turn.reads) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, "the attention of this model is computed on another device than its KV is on; "
-                                                 "read prompts through the pool");
+            throw kvf_failure(KVF_E_UNSUPPORTED,
+                    "the attention of this model is computed on another device than its KV is on; "
+                    "read prompts through the pool");
         }
     }
 
@@ -424,7 +437,7 @@ static llama_kv_cache & paned(llama_context * ctx) {
 }
 
 int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq, llama_pos pos, const llama_token * tokens,
-        int32_t n, int outputs, void * const * records, uint32_t n_record) {
+        int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size) {
     return kvf_guard([&] {
         auto & kv = paned(ctx);
         auto * of = pool ? llama_kvflash::get_kv(pool->get_memory()) : nullptr;
@@ -435,8 +448,9 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
 
         const uint32_t n_chunk = llama_kvflash::n_chunk(*of);
         kvf_check(records && n_record == (pos + n + n_chunk - 1) / n_chunk &&
-                          std::all_of(records, records + n_record, [](void * r) { return r; }),
-                "a record for each chunk is needed");
+                          std::all_of(records, records + n_record, [](void * r) { return r; }) &&
+                          record_size == llama_kvflash::mover(*of).record_bytes,
+                "a record of this pool for each chunk is needed");
 
         auto & panes = *llama_kvflash::panes(kv);
         llama_kvflash::place_before(kv, *of, seq, pos, records);

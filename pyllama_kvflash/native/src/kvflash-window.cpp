@@ -129,32 +129,37 @@ void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, l
     }
 }
 
-// where the cells go: to their own places if these are free; else those that the next position sees to the first free ones
+// where the cells go: to their own places if these are free; else to the first free ones. where several sequences share the
+// cells, and where they go elsewhere, only those that the next position sees
 std::vector<kvf_window_place> llama_kvflash::window_places(
         const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved) {
     const auto & cells = kv.v_cells[0];
+
+    llama_pos last = -1;
+    for (const auto & cell : saved) {
+        last = std::max(last, cell.pos);
+    }
+    const auto is_dead = [&](const kvf_window_cell & cell) {
+        return llama_hparams::is_masked_swa(kv.n_swa, kv.swa_type, cell.pos, last + 1);
+    };
 
     std::vector<kvf_window_place> res;
 
     bool own = head.size == kv.get_size();
     for (uint32_t i = 0; i < saved.size(); ++i) {
         const uint32_t idx = saved[i].idx;
+        if (kv.n_seq_max > 1 && is_dead(saved[i])) { continue; }
 
         own = own && idx < kv.get_size() && cells.is_empty(idx) && (res.empty() || idx > res.back().idx);
         if (own) { res.push_back({idx, i}); }
     }
     if (own) { return res; }
 
-    llama_pos last = -1;
-    for (const auto & cell : saved) {
-        last = std::max(last, cell.pos);
-    }
-
     res.clear();
 
     uint32_t idx = 0;
     for (uint32_t i = 0; i < saved.size(); ++i) {
-        if (llama_hparams::is_masked_swa(kv.n_swa, kv.swa_type, saved[i].pos, last + 1)) { continue; }
+        if (is_dead(saved[i])) { continue; }
         while (idx < kv.get_size() && !cells.is_empty(idx)) {
             idx++;
         }
