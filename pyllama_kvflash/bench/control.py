@@ -73,5 +73,5 @@ def device_bytes(kv: KVFlash, variant: Variant, pool: int | None) -> int:
     its prompt is read.
     """
     if not variant.control or pool is None or kv.n_pool is None:
-        return kv.resident_bytes + kv.stats().pane_bytes
+        return kv.resident_bytes
     return kv.resident_bytes * (pool_size(kv.options, pool).n_pool or kv.n_pool) // kv.n_pool

@@ -114,6 +114,7 @@ class Paging:
             "pool": self.n_pool,
             "chunk": CHUNK,
             "policy": policy,
+            "prefill": "pool",
             "tau": self.tau,
             "share": 0.0,
             "replay": 0,

@@ -281,7 +281,7 @@ class KVFlash:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes allocated for full-attention KV: the pool, or the whole context."""
+        """Device bytes allocated for full-attention KV: the pool and the panes, or the whole context."""
         return self.sequence.resident_bytes
 
     @property

@@ -34,7 +34,7 @@ def open_exact(
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
         raise
-    panes, compute = ctx.pane_info().bytes / 2**20, sum(ctx.compute_bytes(i) for i in range(len(devices()))) / 2**20
+    panes, compute = ctx.kv_bytes().attn / 2**20, sum(ctx.compute_bytes(i) for i in range(len(devices()))) / 2**20
     streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layers at a time"
     note = (
         f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}, and {compute:.0f} MiB of"

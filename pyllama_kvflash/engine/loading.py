@@ -58,7 +58,7 @@ class Loaded:
     @property
     def pane_bytes(self) -> int:
         """Device bytes for the KV of the layers that an exact pass reads at a time."""
-        return self.exact.ctx.pane_info().bytes if self.exact else 0
+        return self.exact.n_bytes if self.exact else 0
 
     @property
     def compute_bytes(self) -> int:

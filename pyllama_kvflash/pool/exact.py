@@ -33,6 +33,11 @@ class ExactReader:
         """The most tokens of a batch."""
         return self.ctx.n_ubatch
 
+    @property
+    def n_bytes(self) -> int:
+        """Device bytes of the panes."""
+        return self.ctx.pane_info().bytes
+
     def decode(self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], outputs: int) -> None:
         """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
 

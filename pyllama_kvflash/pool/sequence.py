@@ -113,8 +113,8 @@ class PooledSequence:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of the full-attention KV that is allocated: the pool, or the whole context."""
-        return self.ctx.kv_bytes().attn
+        """Device bytes of the full-attention KV that is allocated: the pool and the panes, or the whole context."""
+        return self.ctx.kv_bytes().attn + (self.exact.n_bytes if self.exact else 0)
 
     @property
     def host_bytes(self) -> int:

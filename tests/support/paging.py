@@ -81,6 +81,7 @@ class World:
         self.check_size()
 
     def read(self, chunk: int) -> None:
+        assert chunk in self.pool, f"chunk {chunk} is not there to be stored"
         self.host[chunk] = list(self.pool[chunk])
 
     def append(self, n: int) -> None:
