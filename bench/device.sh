@@ -12,6 +12,7 @@
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
+#   bench/device.sh exact     there: prompts read exactly: the tests, and prefill beside the full cache's, with copies and without
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
@@ -136,6 +137,14 @@ million)
         -ctk q4_0 -ctv q4_0 -o $at/million "${@:2}"
     results
     ;;
+exact)
+    mkdir -p $at
+    python3 -m pytest -q -p no:cacheprovider tests/test_exact.py tests/test_exact_prompts.py -m "not slow" | tail -25 || true
+    # panes=999: all layers on the device, so nothing is copied in
+    kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --contexts 64K,128K,256K \
+        --variants full,qk,qk/panes=999,qk/prefill=pool -o $at/exact "${@:2}"
+    results
+    ;;
 sanitize)
     for tool in memcheck racecheck; do
         compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all \
@@ -155,13 +164,13 @@ ruler)
     mkdir -p $at
     export OMP_NUM_THREADS=1
     tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
-    for cell in 2K:full 2K:qk 1K:qk 2K:qk-zmax/tau=64 1K:qk-zmax/tau=64 2K:qk/answer=full 1K:qk/answer=full; do
+    for cell in 2K:full 2K:qk 1K:qk 2K:qk/tau=1/share=0 1K:qk/tau=1/share=0 2K:qk/prefill=pool 1K:qk/prefill=pool; do
         folder=$at/ruler-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
         timeout "${3:-400}" kvflash bench ruler "$2" --contexts 16K,8K,30K --docs 5 --tasks $tasks --pools "${cell%%:*}" \
             --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &
     done
     timeout "${3:-400}" kvflash bench kld "$2" -f pyllama_kvflash/bench/data/moby-dick.txt --contexts 16K --shares 50,28.1,12.5,6.25 \
-        --variants full/type_k=q8_0/type_v=q8_0,lru,qk,qk/answer=full,qk-zmax/tau=64 -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
+        --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q5_0/type_v=q5_0,lru,qk,qk/tau=1/share=0,qk/prefill=pool -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
     wait
     mkdir -p $at/ruler # all of them as one run: `kvflash bench ruler` with all variants and -o there prints the table
     cat $at/ruler-*/results.jsonl >$at/ruler/results.jsonl
@@ -201,7 +210,7 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
     results
     ;;
 *)
-    sed -n '2,21s/^# \{0,1\}//p' "$0"
+    sed -n '2,22s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -6,6 +6,7 @@ import pty
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, good, invoke, process, rows, summary
+from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, check_error, good, invoke, process, rows, summary
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.engine import memory
+from pyllama_kvflash.native import devices
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
@@ -342,6 +345,9 @@ def parsed(*args: str) -> dict[str, Any]:
         ((), {"n_cpu_moe": 0}),
         (("-ncmoe", "20"), {"n_cpu_moe": 20}),
         (("--n-cpu-moe", "auto"), {"n_cpu_moe": "auto"}),
+        ((), {"prefill": "exact", "panes": 0}),
+        (("--kvflash-prefill", "pool"), {"prefill": "pool"}),
+        (("--kvflash-prefill", "auto", "--kvflash-panes", "1"), {"prefill": "auto", "panes": 1}),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
 )
@@ -358,6 +364,8 @@ def test_options_of_devices_and_memory(args: Sequence[str], want: dict[str, Any]
         (("LLAMA_ARG_RPC", "KVFLASH_RPC"), "--rpc", "rpc", "a:1", "b:2", "c:3"),
         (("", "KVFLASH_HOST"), "--kvflash-host", "host_limit", "", "2G", "3G"),
         (("", "KVFLASH_AUTO_CAP"), "--kvflash-auto-cap", "auto_cap", "", "2K", "3K"),
+        (("", "KVFLASH_PREFILL"), "--kvflash-prefill", "prefill", "", "pool", "auto"),
+        (("", "KVFLASH_PANES"), "--kvflash-panes", "panes", "", "1", "3"),
     ],
 )
 def test_environment_of_devices_and_memory(
@@ -457,6 +465,105 @@ def test_cache_types(long_file: Path, kv_type: str) -> None:
     found = summary("-f", str(long_file), *POOLED, "-n", "1", "-ctk", kv_type, "-ctv", kv_type)
     size = json.loads(good("inspect", "--json").stdout)["token_bytes"][kv_type]
     assert found["stats"]["kv_device_bytes"] == 768 * size
+
+
+#
+# how a prompt is read
+#
+
+LAYER_BYTES = 4096 * NEEDLE_TOKEN_BYTES // 6  # of a context of 4K
+
+
+@pytest.mark.parametrize(
+    ("args", "n_pane"),
+    [
+        ((), 2),
+        (("--kvflash-prefill", "exact"), 2),
+        (("--kvflash-prefill", "auto"), 2),
+        (("--kvflash-prefill", "exact", "--kvflash-panes", "1"), 1),
+        (("--kvflash-panes", "5"), 5),
+        (("--kvflash-panes", "6"), 6),
+        (("--kvflash-panes", "100"), 6),  # as many as there are layers
+        (("--kvflash-prefill", "pool"), 0),
+        (("--kvflash-prefill", "pool", "--kvflash-panes", "3"), 0),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
+)
+def test_memory_to_read_a_prompt(long_file: Path, args: Sequence[str], n_pane: int) -> None:
+    """Layers of the whole context, and buffers; said before the run, and the code is found either way."""
+    found = summary("-f", str(long_file), *POOLED, "-n", "4", *args)
+    stats = found["stats"]
+    assert stats["pane_bytes"] == n_pane * LAYER_BYTES
+    assert stats["kv_device_bytes"] == 768 * NEEDLE_TOKEN_BYTES
+    assert stats["compute_bytes"] > 0
+    assert (long_file.parent / "answer.txt").read_text().startswith(found["text"].strip())
+    said = [note for note in found["notes"] if note.startswith("prompts are read exactly: ")]
+    assert len(said) == (n_pane > 0)
+    if n_pane:
+        layers = "all layers" if n_pane == 6 else f"{n_pane} layers? at a time"
+        assert re.search(rf": {2 * n_pane} MiB for KV of 4096 tokens, {layers}, and \d+ MiB of buffers", said[0]), said[
+            0
+        ]
+    assert found["warnings"] == []
+
+
+def test_buffers_of_an_exact_pass_count(long_file: Path) -> None:
+    """Those of the pool, and as much as `inspect` says beside them."""
+    args = ("-f", str(long_file), *POOLED, "-n", "1")
+    exact, pool = (summary(*args, "--kvflash-prefill", how)["stats"]["compute_bytes"] for how in ("exact", "pool"))
+    looked_at = json.loads(good("inspect", "-c", "4K", "--json").stdout)["exact_compute_bytes"]
+    assert 0.9 * looked_at < exact - pool < 1.1 * looked_at, "flash attention and threads may differ"
+
+
+def test_figures_and_banner_of_how_prompts_are_read(long_file: Path) -> None:
+    args = ("run", "-f", str(long_file), *POOLED, "-n", "1", "--stats")
+    res = good(*args)
+    table = rows(res.stderr)
+    assert table["exact pass"] == f"{2 * LAYER_BYTES:,} bytes (4.0 MiB) of KV"
+    assert re.fullmatch(r"[\d,]+ bytes \([\d.]+ MiB\)", table["computation"])
+    assert "kvflash: prompts are read exactly: 4 MiB for KV of 4096 tokens, 2 layers at a time, and " in res.stderr
+    assert "prompts are read" not in res.stdout
+    res = good(*args, "--kvflash-prefill", "pool")
+    assert rows(res.stderr)["exact pass"] == "none"
+    assert "computation" in rows(res.stderr)
+    assert "prompts are read" not in res.stderr
+    assert "to read prompts" not in res.stderr
+    res = good("run", *SHORT, "-n", "1", "--stats", "--kvflash-prefill", "exact")
+    assert rows(res.stderr)["exact pass"] == "none", "the full cache is exact"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--kvflash-prefill", "exactly"),
+        ("--kvflash-prefill", ""),
+        ("--kvflash-panes", "-1"),
+        ("--kvflash-panes", "many"),
+        ("--kvflash-panes", "1.5"),
+        ("--kvflash-panes", "2G"),
+    ],
+)
+def test_bad_ways_to_read(option: str, value: str) -> None:
+    res = invoke("run", *SHORT, option, value)
+    error = check_error(res, 2, option)
+    assert "Traceback" not in res.stderr
+    assert value in error
+
+
+def test_devices_without_room_to_read_exactly(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence with the way out, which can be taken; `auto` takes it, and says so."""
+    found = [replace(d, free=3 << 20) for d in devices()]
+    monkeypatch.setattr(memory, "devices", lambda: found)
+    args = ("run", "-f", str(long_file), *POOLED, "-n", "4", "--temp", "0")
+    error = check_error(invoke(*args), 1, "an exact pass with 2 panes of 4096 tokens takes")
+    assert error.endswith("use a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool")
+    pool, auto, one = (
+        good(*args, *more)
+        for more in (("--kvflash-prefill", "pool"), ("--kvflash-prefill", "auto"), ("--kvflash-panes", "1"))
+    )
+    assert auto.stdout == pool.stdout != ""
+    assert "warning: prompts are read through the pool: an exact pass with 2 panes" in auto.stderr
+    assert "warning" not in pool.stderr + one.stderr
 
 
 #

@@ -51,6 +51,7 @@ def test_fuzz(build: asan.Build, tiny_path: Callable[[str], Path], model: str, c
         "cancelled",
         "closer",
         "evicted",
+        "in panes",
         "layouts",
         "masses",
         "mirrored",

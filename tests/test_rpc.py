@@ -25,7 +25,7 @@ from support.oracles import CACHES, N_THREADS, Case, Logits, Run, assert_equal, 
 
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import ExactContext, Model, PaneParams
 from pyllama_kvflash.native.lib import _kvflash
 
 pytestmark = pytest.mark.native
@@ -151,6 +151,7 @@ def check(endpoint: str, path: str, n_gpu_layers: str, cache: str) -> None:
         check_all_resident(case, stock)
         check_eviction(case)
         check_out_and_in(case, stock)
+        check_exact_pass(case, stock)
         if cache == "f16":  # the others take their time on the CPU, and go the same way
             transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
             transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
@@ -191,6 +192,25 @@ def check_out_and_in(case: Case, stock: Logits) -> None:
         for c, record in records.items():
             np.testing.assert_array_equal(run.read(c), record, f"chunk {c}")
         assert_equal(np.concatenate([prompt, run.feed(N_STEPS, 1)]), stock)
+
+
+def check_exact_pass(case: Case, stock: Logits) -> None:
+    """Layers by turns in the panes of their device: what the stock cache says, and the pool's records."""
+    with case.pool(N_POOL) as run:
+        run.feed(N_PROMPT)
+        own = [run.read(chunk) for chunk in range(N_PROMPT // run.chunk)]
+        options = {"type_k": case.cache.type, "type_v": case.cache.type, "flash_attn": case.cache.flash_attn}
+        panes = PaneParams(n_pane=1)
+        with ExactContext(case.model, panes, n_ctx=4096, n_ubatch=256, n_threads=N_THREADS, **options) as exact:
+            records, logits = [np.zeros_like(own[0]) for _ in range(N_PROMPT // run.chunk + 1)], []
+            for pos in range(0, N_PROMPT, 256):
+                n = min(256, N_PROMPT - pos)
+                n_chunks = -(-(pos + n) // run.chunk)
+                exact.decode_into(run.ctx, run.tokens[pos : pos + n], pos, records[:n_chunks])
+                logits.append(run.ctx.logits())
+            assert_equal(logits[-1], stock[1])  # of 512 tokens, in two graphs, and then of the rest
+            for record, want in zip(records, own, strict=False):
+                np.testing.assert_array_equal(record, want)
 
 
 def test_no_server(tiny_path: Callable[[str], Path]) -> None:

@@ -240,7 +240,8 @@ def exact_shares(mass: Floats, candidates: Sequence[int], n: int, n_head: int) -
 def attended(n_query: int, n: int, n_head: int, seed: int = 0, n_layer: int = 3) -> Floats:
     """What queries attend to: of each layer's heads all that they have, over pieces of n chunks."""
     res = np.random.default_rng(seed).exponential(size=(n_query, n_layer, 4 * n)) ** 3
-    return (n_head * res / res.sum(axis=2, keepdims=True)).astype(np.float32)
+    found: Floats = (n_head * res / res.sum(axis=2, keepdims=True)).astype(np.float32)
+    return found
 
 
 class Unasked:
@@ -332,7 +333,10 @@ def test_each_layer_takes_the_query_that_wants_a_chunk_most() -> None:
     mass_ = np.zeros((2, 2, 12, 4), np.float32)
     mass_[0, 0, 3, 1], mass_[1, 0, 3, 1] = 0.6, 0.1
     mass_[0, 1, 3, 2], mass_[1, 1, 3, 2] = 0.2, 0.8
-    mass_[0, 0, 8, 1:3], mass_[1, 0, 8, 1:3] = (0.3, 0.0), (0.1, 0.25)  # the largest of sums, not the sum of the largest
+    mass_[0, 0, 8, 1:3], mass_[1, 0, 8, 1:3] = (
+        (0.3, 0.0),
+        (0.1, 0.25),
+    )  # the largest of sums, not the sum of the largest
     found = Qk().score(view(rows, random_queries(rows, 2), mass=mass_.reshape(2, 2, -1)))
     assert found[3] == pytest.approx((0.6 + 0.8) / 2)
     assert found[8] == pytest.approx(0.35 / 2)

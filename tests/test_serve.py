@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import openai
-from support import serving
+from support import needles, serving
 from support.rounding import Chosen
-from support.serving import NAME, SMALL, Running, alone, long_text, sse, until
+from support.serving import N_CODE, NAME, SMALL, Running, alone, long_text, sse, until
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import Model
@@ -36,6 +37,38 @@ server = serving.server
 #
 # answers
 #
+
+
+def test_two_clients_whose_prompts_are_longer_than_the_pool() -> None:
+    """Read by turns, each exactly: every code is found, and said as with a full cache alone. Then each asks again."""
+    documents = [needles.document(n, seed=seed) for n, seed in ((2400, 3), (2900, 4))]
+    asked = [
+        [
+            document.text + "".join(f"{n.question} {n.answer}.\n" for n in order[:i]) + order[i].question
+            for i in range(2)
+        ]
+        for document in documents
+        for order in [[document.needles[j] for j in (1, 3)]]
+    ]
+    answers = [[document.needles[j].answer for j in (1, 3)] for document in documents]
+    with Running() as running, ThreadPoolExecutor(2) as clients:
+        n_streamed = 0
+        for turn in range(2):
+            prompts = [texts[turn] for texts in asked]
+            want = alone(prompts, N_CODE, pool="off")
+            said = list(clients.map(lambda prompt: running.text(prompt=prompt, max_tokens=N_CODE), prompts))
+            assert said == want
+            assert all(text.startswith(f" {codes[turn]}") for text, codes in zip(said, answers, strict=True))
+            assert running.scheduler.kv
+            panes = running.scheduler.kv.sequence.reads_exactly.ctx.pane_info()
+            assert panes.n_bytes > n_streamed
+            n_streamed = panes.n_bytes
+            until(running.idle)
+            for kv in running.scheduler.kv.sequences:
+                assert kv.n_tokens > SMALL["pool"]
+                kv.check_integrity()
+        found = running.metrics()
+    assert found['prefix_cache_tokens_total{source="memory"}'] > 2400 + 2900 - 100, "only what is new is read"
 
 
 def test_three_turns(document: NeedlePrompt) -> None:

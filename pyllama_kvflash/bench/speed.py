@@ -70,7 +70,9 @@ def speed_variant(text: str) -> Variant:
         msg = f"{text!r} would bring back what was never written: only lru can go without, as lru/{_NO_WRITE_BACK}"
         raise UsageError(msg)
     if len(kept) < len(parts):
-        variant = replace(variant, options={**variant.options, "prefill": "pool"})  # an exact pass reads what was written
+        variant = replace(
+            variant, options={**variant.options, "prefill": "pool"}
+        )  # an exact pass reads what was written
     return variant
 
 

@@ -257,7 +257,7 @@ POOL = options(
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
-    click.option("--kvflash-panes", "panes", metavar="N", type=TokenCount(), default=0, show_default="2; all if the"
+    click.option("--kvflash-panes", "panes", metavar="N", type=int, default=0, show_default="2; all if the"
                  " full cache fits beside an automatic pool", envvar="KVFLASH_PANES",
                  help="Layers whose whole KV is on a device while a prompt is read exactly; those beyond N are streamed."
                  " 1 takes the least memory, and waits for each layer."),

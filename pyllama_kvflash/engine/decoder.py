@@ -201,13 +201,13 @@ class Decoder:
     def _read_along_from(self, n: int) -> int | None:
         """Return from which position on a drafter reads along the last of n more tokens; None: it need not, or cannot.
 
-        An exact pass has no features of the target's layers for it. All of these tokens are in the tail of the pool.
+        An exact pass has no features of the target's layers for it. These tokens, and the one before them, are in the tail
+        of the pool.
         """
         o, start = self._options, self.sequence.n_tokens
         if self.drafts is None or not self.drafts.reads_features:
             return None
-        last = (start + n - 1) // o.chunk
-        first = max(last - o.tail + 1, -(-start // o.chunk)) * o.chunk
+        first = max(((start + n - 1) // o.chunk - o.tail + 2) * o.chunk, start)
         return first if first < start + n and start + n - first <= self.n_batch else None
 
     def _read_along(self, tokens: Tokens, start: int, state: bytes) -> None:

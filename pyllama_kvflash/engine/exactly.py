@@ -6,7 +6,7 @@ from pyllama_kvflash.native import CACHE_TYPES, ExactContext, Model, PaneParams,
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.scorers import EDGE
-from pyllama_kvflash.policy.sizing import LEAST_PANES, n_panes
+from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES, n_panes
 from pyllama_kvflash.pool.exact import ExactReader
 
 _WAY_OUT = "a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool"
@@ -25,17 +25,16 @@ def open_exact(
         return None, (), ()
     n_pane = n_panes(options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows))
     params = PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
+    n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:
-        check_memory(
-            pane_memory(geometry, options, n_pane), options.n_ctx, f"an exact pass with {n_pane} panes", _WAY_OUT
-        )
+        check_memory(pane_memory(geometry, options, n_pane), n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
         ctx = _context(model, options, params)
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
         raise
     panes, compute = ctx.kv_bytes().attn / 2**20, sum(ctx.compute_bytes(i) for i in range(len(devices()))) / 2**20
-    streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layers at a time"
+    streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layer{'s' * (n_pane > 1)} at a time"
     note = (
         f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}, and {compute:.0f} MiB of"
         f" buffers for batches of {ctx.n_ubatch}"
@@ -52,7 +51,7 @@ def exact_bytes(model: Model, geometry: Geometry, options: Options) -> dict[int,
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     panes = geometry.panes_by_device(row_bytes, *types, n_pane)
     with _context(model, options, PaneParams(n_pane=n_pane)) as ctx:
-        return {i: (options.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
+        return {i: (ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:

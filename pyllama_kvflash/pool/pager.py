@@ -171,11 +171,14 @@ class Pager:
         ledger = self.ledger
         more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
         self.apply(make_room(ledger, max(0, more)))
-        must = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
-        self.apply(must)
-        recent = reselect(ledger, 1)
+        must = np.flatnonzero(ledger.protected())
+        n_missing = int(np.count_nonzero(ledger.state[must] == State.OUT))
+        recent = reselect(ledger, 1 + n_missing)
+        recent = Plan(recent.drops, recent.page_ins[::-1])  # the last ones last, as if they had been written now
         self.apply(recent)
-        return Plan(must.drops + recent.drops, must.page_ins + recent.page_ins)
+        always = bring_in(ledger, must.tolist())
+        self.apply(always)
+        return Plan(recent.drops + always.drops, recent.page_ins + always.page_ins)
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
@@ -316,9 +319,13 @@ class Pager:
         self.n_stored = 0
 
     def refill(self) -> None:
-        """Put chunks that the ledger has as resident, and the pool has lost, back from their records."""
-        for chunk in resident(self.ledger) - held(self.ctx).keys():
-            self._fill(chunk)
+        """Put chunks that the ledger has as resident, and of which the pool has lost positions, back from their records."""
+        ledger, there = self.ledger, held(self.ctx)
+        for chunk in resident(ledger):
+            if there.get(chunk, 0) < min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk):
+                if chunk in there:
+                    self.ctx.drop(chunk)
+                self._fill(chunk)
 
     def _fill(self, chunk: int) -> None:
         self._filling = chunk

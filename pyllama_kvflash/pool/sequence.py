@@ -56,6 +56,7 @@ class PooledSequence:
         self.pending: int | None = None
         self.consistent = True
         self.exact = exact
+        self._rehearsed: tuple[int, bytes] | None = None  # where a rehearsal under way began, and the state after it
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
         self.warnings: tuple[str, ...] = ()
         self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
@@ -169,17 +170,23 @@ class PooledSequence:
     def rehearsal(self, start: int, state: bytes) -> Iterator[Context]:
         """Let the tokens from position `start` on be decoded once more, and then have everything be as it was.
 
-        start: the beginning of a chunk; all chunks from there on are resident. state: what save_partial() gave there.
+        start: the chunk before it and those after it are resident. state: what save_partial() gave there.
         """
-        ctx, last, pager = self.ctx, self.ctx.output, self.paged
+        ctx, last = self.ctx, self.ctx.output
         with self.step():
-            after = ctx.save_partial()
-            pager.settle()
+            self.paged.settle()
+            self._rehearsed = start, ctx.save_partial()
             self._go_back(start, state)
             yield ctx
-            self._go_back(start, after)
-            pager.refill()
+            self.end_rehearsal()
             ctx.computed(last.native, last.first + 1)
+
+    def end_rehearsal(self) -> None:
+        """Put back what the exact pass computed, if a rehearsal has changed it. Harmless when repeated."""
+        if self._rehearsed is not None:
+            self._go_back(*self._rehearsed)
+            self.paged.refill()
+            self._rehearsed = None
 
     def _go_back(self, n_tokens: int, state: bytes) -> None:
         """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then."""
@@ -207,6 +214,7 @@ class PooledSequence:
         if not cut_off:
             return
         for s in cut_off:
+            s.end_rehearsal()
             try:
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
@@ -253,7 +261,7 @@ class PooledSequence:
         self.ctx.clear()
         if self.pager:
             self.pager.clear()
-        self._arriving = None
+        self._arriving = self._rehearsed = None
         self.consistent = True
 
     def _forget_exactly(self, n_tokens: int) -> None:

@@ -1,9 +1,10 @@
-// kvflash-fuzz: random calls of kvflash.h on a real model, against five oracles
+// kvflash-fuzz: random calls of kvflash.h on a real model, against six oracles
 //
 //   shadow   which chunk lies in which block: predicted here, compared with the pool after every step
 //   host     a record that is read again equals the first one, to the byte
 //   mirror   a stock context decodes the same tokens and forgets what is evicted: the same logits, to the bit
 //   again    out of the pool and in again, the bytes of free blocks overwritten in between: the same logits, to the bit
+//   panes    a paned context decodes the same tokens as a stock one: the same logits, to the bit, and the pool's records
 //   softmax  the attention that random queries pay to records: from the rows of their summaries, and from all their keys,
 //            one number at a time
 //
@@ -1070,6 +1071,69 @@ struct fuzz {
 
     // a stock cache puts the next tokens into the first free cells, the pool into the block of their chunk: so while the
     // mirror follows, chunks leave when the tail is full
+    std::vector<float> last_logits(llama_context * ctx) const {
+        const float * row = llama_get_logits_ith(ctx, -1);
+        return row ? std::vector<float>(row, row + n_vocab) : std::vector<float>();
+    }
+
+    // a prompt in uneven batches, its layers by turns in a few panes; once it goes back, and on with other tokens
+    void panes() {
+        clear();
+        const kvf_pane_params params  = {1 + rnd(3), 0, 1, 0};
+        llama_context_params  cparams = this->cparams;
+        cparams.n_batch = cparams.n_ubatch = llama_n_ubatch(mirror);
+
+        llama_context * made = nullptr;
+        expect_ok("paned context", kvf_context_new(model, &cparams, nullptr, &params, &made));
+        const std::unique_ptr<llama_context, decltype(&llama_free)> ctx(made, llama_free);
+        const llama_token                                           token = 1;
+        expect_status("a paned context has batches of its own", KVF_E_ARGUMENT, kvf_decode(made, 0, 0, &token, 1, 1));
+
+        std::list<record>   records;
+        std::vector<void *> places;
+        int32_t             pos    = 0;
+        const int32_t       n_back = 4 + rnd(4);
+        for (int32_t i = 0; i < 12; ++i) {
+            if (i == n_back && !hybrid && llama_model_n_swa(model) == 0) {
+                pos = rnd(pos);
+                expect_ok("back", kvf_seq_rm(mirror, 0, pos, -1));
+                expect_ok("back, in panes", kvf_attn_seq_rm(made, 0, pos, -1));
+            }
+            const auto    batch = some_tokens(1 + rnd(cparams.n_ubatch));
+            const int32_t n     = batch.size();
+            while ((int32_t) places.size() * n_chunk < pos + n) {
+                records.emplace_back(info.record_bytes, 0xee);
+                places.push_back(records.back().data());
+            }
+            const uint32_t n_record = (pos + n + n_chunk - 1) / n_chunk;
+
+            expect_ok("decode, stock", kvf_decode(mirror, 0, pos, batch.data(), n, 1));
+            expect_ok("decode, in panes",
+                    kvf_decode_exact(made, pool, 0, pos, batch.data(), n, 1, places.data(), n_record, info.record_bytes));
+            expect_same("in panes", last_logits(mirror), last_logits(made));
+            if (i < n_back && pos + n <= (int32_t) info.n_pool) {
+                expect_ok("decode, pool", kvf_decode(pool, 0, pos, batch.data(), n, 0));
+                check_exact_records(places, (pos + n) / n_chunk);
+            }
+            pos += n;
+        }
+        expect_status("too few records", KVF_E_ARGUMENT,
+                kvf_decode_exact(made, pool, 0, pos, &token, 1, 1, places.data(), 0, info.record_bytes));
+        done["in panes"]++;
+        clear();
+    }
+
+    // the first n are those that the pool writes
+    void check_exact_records(const std::vector<void *> & places, int32_t n) {
+        for (int32_t chunk = 0; chunk < n; ++chunk) {
+            record   own(info.record_bytes, 0x77);
+            uint64_t ticket;
+            expect_ok("read", kvf_read(pool, 0, chunk, own.data(), own.size(), &ticket));
+            expect_ok("wait", kvf_wait(pool, ticket));
+            expect(!memcmp(own.data(), places[chunk], own.size()), "the record of a paned context is another one");
+        }
+    }
+
     void make_room(int32_t n) {
         if (n_exact > 0 && n_past % n_chunk != 0) { decode(some_tokens(n_chunk - n_past % n_chunk), 1); }
         if (n_exact > 0 && n_fixed == 0) { check_layout(); }
@@ -1161,6 +1225,7 @@ int main(int argc, char ** argv) {
         for (; n < set.n_step; ++n) {
             f.step();
         }
+        f.panes();
         printf("%u steps, 0 failures:", n);
         for (const auto & [what, count] : f.done) {
             printf(" %s %d,", what.c_str(), count);

@@ -154,6 +154,30 @@ MUTANTS = [
         "$ && false",
         model="qwen35",
     ),
+    # panes
+    Mutant(
+        "a layer comes a row too short",
+        "panes",
+        "copy(l, from, pos, true);",
+        "copy(l, from, pos > 0 ? pos - 1 : 0, true);",
+    ),
+    Mutant("a layer stays in another one's pane", "panes", "{ load(order[i].layer); }", "{}"),
+    Mutant(
+        "a pane is taken for what it was before",
+        "panes",
+        "pane.holds == layer ? std::min(pane.n, pos) : 0",
+        "std::min(pane.n, pos)",
+    ),
+    Mutant("rows that were forgotten are kept", "panes", "pane.n = std::min(pane.n, pos);\n        }\n    }\n}", "}}}"),
+    Mutant("new rows are not written", "panes", "copy(l, pos, pos + n, false);", ""),
+    Mutant("V goes to another place", "panes", "host + l.offs_v + first * row_v", "host + l.offs_k + first * row_v"),
+    Mutant(
+        "the cells of earlier positions are empty",
+        "panes",
+        "cells.seq_add(i, seq);\n    }\n    kv.v_heads",
+        "}\n    kv.v_heads",
+    ),
+    Mutant("a record says too few positions", "panes", "mask |= 1ull << i;", "mask |= 1ull << (i / 2);"),
 ]
 
 
