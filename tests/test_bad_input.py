@@ -178,7 +178,9 @@ def test_pool_larger_than_the_context_is_not_needed() -> None:
 
 
 def test_a_huge_context_costs_nothing_on_a_pool() -> None:
-    res = kvflash("run", "-p", "Hello", "-c", "1000000000", "--kvflash", "1K", "-n", "2", "--json", "--kvflash-prefill", "pool")
+    res = kvflash(
+        "run", "-p", "Hello", "-c", "1000000000", "--kvflash", "1K", "-n", "2", "--json", "--kvflash-prefill", "pool"
+    )
     check_good(res)
     assert json.loads(res.out)["stats"]["n_ctx"] == 1_000_000_000
 

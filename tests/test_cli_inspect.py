@@ -81,10 +81,7 @@ def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[s
     assert "exact pass" not in res.stdout
 
 
-ROUNDED = pytest.mark.xfail(strict=True, reason="a run rounds the context up to whole steps of 256 tokens")
-
-
-@pytest.mark.parametrize("n_ctx", ["4K", pytest.param("5000", marks=ROUNDED), "20K"])
+@pytest.mark.parametrize("n_ctx", ["4K", "5000", "20K"])
 def test_inspect_says_what_a_run_takes_to_read_a_prompt(n_ctx: str) -> None:
     """With the two panes that it takes unless it is told otherwise."""
     found = json.loads(good("inspect", "-c", n_ctx, "--json").stdout)

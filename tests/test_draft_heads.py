@@ -90,11 +90,22 @@ DFLASH = Path(__file__).parent / "data" / "needle-dflash-2m-q8_0.gguf"  # traine
 
 
 def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
-    """Of what it guesses of codes, and the codes are those of plain decoding: 4 questions about a text of 4 pools."""
+    """Of what it guesses of codes, and the codes are those of plain decoding: 4 questions about a text of 4 pools.
+
+    Read through the pool, whose features a drafter has: of an exact pass it gets those of the prompt's end alone.
+    """
     found: dict[str, list[tuple[list[int], int, int]]] = {}
     for name, pool, spec in (("plain", "off", False), ("full", "off", True), ("pool", 512, True)):
         how = {"spec": Spec(kind="dflash", model=str(DFLASH), n_max=7, gate=0)} if spec else {}
-        options: dict[str, Any] = {"n_ctx": 2304, "pool": pool, "chunk": 32, "n_threads": 1, "flash_attn": "off", **how}
+        options: dict[str, Any] = {
+            "n_ctx": 2304,
+            "pool": pool,
+            "chunk": 32,
+            "n_threads": 1,
+            "flash_attn": "off",
+            "prefill": "pool",
+            **how,
+        }
         with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
             text = make_prompt(2048, lambda part, kv=kv: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=2)
             for _ in kv.prefill(kv.tokenize(text.text)):

@@ -18,7 +18,14 @@ from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 
-SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 2048, "n_batch": 128, "n_threads": 1, "policy": "lru", "prefill": "pool"}
+SMALL: dict[str, Any] = {
+    "n_ctx": 4096,
+    "pool": 2048,
+    "n_batch": 128,
+    "n_threads": 1,
+    "policy": "lru",
+    "prefill": "pool",
+}
 N = 12
 
 

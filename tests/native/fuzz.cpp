@@ -1076,30 +1076,42 @@ struct fuzz {
         return row ? std::vector<float>(row, row + n_vocab) : std::vector<float>();
     }
 
-    // a prompt in uneven batches, its layers by turns in a few panes; once it goes back, and on with other tokens
-    void panes() {
-        clear();
+    using context = std::unique_ptr<llama_context, decltype(&llama_free)>;
+
+    context paned() {
         const kvf_pane_params params  = {1 + rnd(3), 0, 1, 0};
         llama_context_params  cparams = this->cparams;
         cparams.n_batch = cparams.n_ubatch = llama_n_ubatch(mirror);
 
-        llama_context * made = nullptr;
-        expect_ok("paned context", kvf_context_new(model, &cparams, nullptr, &params, &made));
-        const std::unique_ptr<llama_context, decltype(&llama_free)> ctx(made, llama_free);
-        const llama_token                                           token = 1;
-        expect_status("a paned context has batches of its own", KVF_E_ARGUMENT, kvf_decode(made, 0, 0, &token, 1, 1));
+        llama_context * res = nullptr;
+        expect_ok("paned context", kvf_context_new(model, &cparams, nullptr, &params, &res));
+        return {res, llama_free};
+    }
+
+    // a prompt in uneven batches, its layers by turns in a few panes; once it goes back, and on with other tokens. two
+    // contexts read it by turns, if records are all there is to hand over
+    void panes() {
+        clear();
+        const bool        plain  = !hybrid && llama_model_n_swa(model) == 0;
+        const context     ctxs[] = {paned(), paned()};
+        const llama_token token  = 1;
+        expect_status(
+                "a paned context has batches of its own", KVF_E_ARGUMENT, kvf_decode(ctxs[0].get(), 0, 0, &token, 1, 1));
 
         std::list<record>   records;
         std::vector<void *> places;
         int32_t             pos    = 0;
         const int32_t       n_back = 4 + rnd(4);
-        for (int32_t i = 0; i < 12; ++i) {
-            if (i == n_back && !hybrid && llama_model_n_swa(model) == 0) {
+        for (int32_t i = 0; i < 16; ++i) {
+            if (i == n_back && plain) {
                 pos = rnd(pos);
                 expect_ok("back", kvf_seq_rm(mirror, 0, pos, -1));
-                expect_ok("back, in panes", kvf_attn_seq_rm(made, 0, pos, -1));
+                for (const auto & ctx : ctxs) {
+                    expect_ok("back, in panes", kvf_attn_seq_rm(ctx.get(), 0, pos, -1));
+                }
             }
-            const auto    batch = some_tokens(1 + rnd(cparams.n_ubatch));
+            auto *        ctx   = ctxs[plain ? i / 2 % 2 : 0].get();
+            const auto    batch = some_tokens(1 + rnd(llama_n_ubatch(mirror)));
             const int32_t n     = batch.size();
             while ((int32_t) places.size() * n_chunk < pos + n) {
                 records.emplace_back(info.record_bytes, 0xee);
@@ -1109,8 +1121,8 @@ struct fuzz {
 
             expect_ok("decode, stock", kvf_decode(mirror, 0, pos, batch.data(), n, 1));
             expect_ok("decode, in panes",
-                    kvf_decode_exact(made, pool, 0, pos, batch.data(), n, 1, places.data(), n_record, info.record_bytes));
-            expect_same("in panes", last_logits(mirror), last_logits(made));
+                    kvf_decode_exact(ctx, pool, 0, pos, batch.data(), n, 1, places.data(), n_record, info.record_bytes));
+            expect_same("in panes", last_logits(mirror), last_logits(ctx));
             if (i < n_back && pos + n <= (int32_t) info.n_pool) {
                 expect_ok("decode, pool", kvf_decode(pool, 0, pos, batch.data(), n, 0));
                 check_exact_records(places, (pos + n) / n_chunk);
@@ -1118,7 +1130,7 @@ struct fuzz {
             pos += n;
         }
         expect_status("too few records", KVF_E_ARGUMENT,
-                kvf_decode_exact(made, pool, 0, pos, &token, 1, 1, places.data(), 0, info.record_bytes));
+                kvf_decode_exact(ctxs[0].get(), pool, 0, pos, &token, 1, 1, places.data(), 0, info.record_bytes));
         done["in panes"]++;
         clear();
     }

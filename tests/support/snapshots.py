@@ -26,7 +26,14 @@ N_VOCAB = 512  # of the tiny models; the needle model has more
 TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, 70_000).astype(np.int32)
 MORE = np.random.default_rng(6).integers(0, N_VOCAB, 4000).astype(np.int32)
 GREEDY = Sampling(temperature=0)
-SMALL: dict[str, Any] = {"n_ctx": 16384, "pool": 1024, "n_threads": 1, "share": 0, "tau": 16, "prefill": "pool"}  # 16 blocks
+SMALL: dict[str, Any] = {
+    "n_ctx": 16384,
+    "pool": 1024,
+    "n_threads": 1,
+    "share": 0,
+    "tau": 16,
+    "prefill": "pool",
+}  # 16 blocks
 
 
 @dataclass(frozen=True)
