@@ -77,7 +77,9 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
     turns = (args.steps + WARM_UP) * args.rounds
     caches = {
         "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
-        "pool": KVFlash.from_file(path, n_ctx=context + turns, pool=args.pool, policy="lru", n_threads=args.threads),
+        "pool": KVFlash.from_file(
+            path, n_ctx=context + turns, pool=args.pool, policy="lru", prefill="pool", n_threads=args.threads
+        ),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
     start = args.pool - args.steps - WARM_UP  # of the small cache, which is kept as full as the pool is

@@ -143,7 +143,7 @@ class HostMemory:
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
             places = slab.reshape(count, self._pitch)[:, self._lead : self._lead + self.record_bytes]
-            self._free.extend(places[::-1])  # the lowest is taken first: chunks that follow each other lie so, for one copy
+            self._free.extend(places[::-1])  # lowest first: chunks that follow each other then lie so, for one copy
 
     def _growth(self) -> int:
         """Return the places of a slab that nobody announced, within the limit."""
