@@ -20,6 +20,7 @@ from support.runs import LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import placement
+from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Loaded, load, probe
 from pyllama_kvflash.engine.placement import holdings, on_host
 from pyllama_kvflash.engine.refusals import MODELS
@@ -281,6 +282,20 @@ def test_states_count(tiny_path: Callable[[str], Path], gpu: Callable[..., None]
     assert found.copy == 4 * 256 * 128 * 2, "of 4 experts, 256 x 128 numbers of 2 bytes"
 
 
+def test_an_exact_pass_counts(tiny_path: Callable[[str], Path], gpu: Callable[..., None]) -> None:
+    """Its panes, and the buffers of its computation."""
+    gpu(1 << 40)
+    fixed = {}
+    with Model.load(tiny_path(MOE), no_alloc=True) as model:
+        for prefill in ("pool", "exact"):
+            options = Options(**{**SMALL, "prefill": prefill}).resolved(model.n_ctx_train)
+            geometry = probe(model, options).geometry
+            fixed[prefill] = holdings(model, geometry, options)[0].fixed
+        panes, compute = next(iter(exact_bytes(model, geometry, options).values()))
+    assert panes >= 2 * options.n_ctx * 1024 // 2
+    assert fixed["exact"] - fixed["pool"] == panes + compute
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 @pytest.mark.parametrize("name", [MOE, "qwen35moe"])
 def test_speculative_decoding_counts(
@@ -355,7 +370,7 @@ def test_experts_that_are_on_the_host_anyway(
     )
     size = Sizes(tiny_path(MOE))
     with Model.load(tiny_path(MOE), no_alloc=True) as model:
-        options = Options().resolved(model.n_ctx_train)
+        options = Options(prefill="pool").resolved(model.n_ctx_train)
         on_gpu, on_cpu = holdings(model, probe(model, options).geometry, options)
         first = sum(w.size for w in real(model) if w.name.startswith("blk.0.") and not EXPERTS.match(w.name))
     assert on_gpu.experts == (0, *size.layers[1:])

@@ -193,7 +193,8 @@ def test_the_loop_of_a_recurrent_model_is_not_measured(shape_path: Callable[[str
 def test_without_write_back_all_is_the_same_but_the_records(shape_path: Callable[[str], Path]) -> None:
     seen = []
     for lossy in (False, True):
-        with KVFlash.from_file(shape_path("tiny"), **ENGINE, n_ctx=2048, pool=768, policy="lru") as kv:
+        options = {**ENGINE, "n_ctx": 2048, "pool": 768, "policy": "lru", "prefill": "pool"}
+        with KVFlash.from_file(shape_path("tiny"), **options) as kv:
             if lossy:
                 stop_writing_back(kv)
             for _ in kv.prefill(random_tokens(1500)):
@@ -344,7 +345,7 @@ def test_no_rows_give_a_table_and_a_picture(tmp_path: Path) -> None:
 def test_variants_of_speed() -> None:
     lossy = Cache(speed_variant("lru/write_back=0/chunk=32"), 4096)
     assert not lossy.write_back
-    assert lossy.variant.options == {"chunk": 32}
+    assert lossy.variant.options == {"chunk": 32, "prefill": "pool"}, "an exact pass reads what was written"
     assert lossy.label == "lru/write_back=0/chunk=32 4K"
     assert Cache(speed_variant("lru"), 4096).write_back
     assert Cache(speed_variant("full/type_k=f16"), None).label == "full/type_k=f16"

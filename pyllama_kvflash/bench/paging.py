@@ -189,7 +189,7 @@ def measure(paging: Paging, path: Path, on_prefill: OnPrefill, done: Callable[[]
     """
     loaded = load(path, Options(**paging.engine("lru")), KVFlash.open)
     with closing(loaded):
-        ctx = loaded.sequences[0].ctx
+        ctx = loaded.ctx
         _fill(ctx, paging.n_pool, loaded.n_batch)
         info = ctx.pool_info()
         plain = _plain_bytes(info.record_bytes)

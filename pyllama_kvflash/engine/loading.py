@@ -56,6 +56,11 @@ class Loaded:
     parts: ExitStack
 
     @property
+    def ctx(self) -> Context:
+        """The context, pooled or stock."""
+        return self.sequences[0].ctx
+
+    @property
     def pane_bytes(self) -> int:
         """Device bytes for the KV of the layers that an exact pass reads at a time."""
         return self.exact.n_bytes if self.exact else 0
@@ -63,7 +68,7 @@ class Loaded:
     @property
     def compute_bytes(self) -> int:
         """Bytes of the compute buffers, on devices and host."""
-        contexts = [self.sequences[0].ctx, *([self.exact.ctx] if self.exact else [])]
+        contexts = [self.ctx, *([self.exact.ctx] if self.exact else [])]
         return sum(ctx.compute_bytes(i) for ctx in contexts for i in range(len(devices())))
 
     def close(self) -> None:
