@@ -184,7 +184,7 @@ def test_the_oracle_finds_what_lru_loses(runs: Runs) -> None:
     assert oracle["found"] == oracle["resident"] == [True] * 4
     assert lru["found"] == lru["resident"] == [False, False, False, True]
     assert lru["lost"] == oracle["lost"] == {}, "only qk is asked what lost it"
-    assert oracle["kv_device_bytes"] == lru["kv_device_bytes"] < 0.3 * oracle["kv_full_bytes"]
+    assert oracle["kv_device_bytes"] == lru["kv_device_bytes"] < 0.6 * oracle["kv_full_bytes"], "with two panes of six"
 
 
 def test_a_summary_that_cannot_find_it_is_blamed(runs: Runs) -> None:

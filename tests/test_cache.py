@@ -36,6 +36,9 @@ from pyllama_kvflash.snapshot.file import SnapshotFile
 pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_threads": 1, "n_batch": 256, "share": 0, "snapshots": True}
+SMALL |= {
+    "prefill": "pool"
+}  # a text that the pool holds is read in other batches than an exact pass, and rounds otherwise
 N_CODE = 5  # tokens of a code and of the end of its line: what follows is less certain
 RNG = np.random.default_rng(7)
 TEXT = RNG.integers(0, 4000, 2000).astype(np.int32)

@@ -30,6 +30,12 @@ long_file = commands.long_file
 #
 
 
+@pytest.fixture(autouse=True)
+def through_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read through the pool, where the policy decides between their batches."""
+    monkeypatch.setenv("KVFLASH_PREFILL", "pool")
+
+
 def test_trace_and_plot(long_file: Path, tmp_path: Path) -> None:
     """What a run writes is what it did, and can be drawn."""
     pytest.importorskip("matplotlib")
@@ -222,7 +228,7 @@ def test_demo_finds_all_with_the_full_cache_and_with_chunks_brought_back(
     full, lru, recalled = map(int, found.groups())
     assert (full, recalled) == (4, 4)
     assert lru < 4
-    assert re.search(r"device KV[│ ]+6\.8 MiB[│ ]+3\.0 MiB[│ ]+3\.0 MiB", res.stdout), res.stdout
+    assert re.search(r"device KV[│ ]+6\.8 MiB[│ ]+5\.2 MiB[│ ]+5\.2 MiB", res.stdout), res.stdout
     assert "\x1b" not in res.stdout + res.stderr
 
 

@@ -241,7 +241,7 @@ def streams(run: Run, logged: Logged) -> str:
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.kv_unified = 2048, 64, 64, 2, False
     p_params, pool = ffi.new("struct llama_context_params *", params), ffi.new("struct kvf_pool_params *", [512, 64])
     out = ffi.new("struct llama_context **")
-    return sentence(lambda: check(lib.kvf_context_new(run.ctx.model.handle, p_params, pool, out)))
+    return sentence(lambda: check(lib.kvf_context_new(run.ctx.model.handle, p_params, pool, ffi.NULL, out)))
 
 
 PRODUCE: dict[str, tuple[str, Callable[[Run, Logged], str], str]] = {

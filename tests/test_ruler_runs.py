@@ -187,7 +187,7 @@ def ids(model: Model) -> Any:
 def test_control_reads_as_the_pool_and_answers_with_all(policy: str, ids: Any) -> None:
     prompt, rest = ids[:-150], ids[-150:]
     kv, control = read(f"{policy}/answer=full", prompt, 768)
-    pooled, _ = read(policy, prompt, 768)
+    pooled, _ = read(f"{policy}/prefill=pool", prompt, 768)
     full, _ = read("full", prompt, 0)
     with kv, pooled, full:
         assert kv.n_batch == pooled.n_batch
@@ -293,19 +293,17 @@ def mean_kld(full: Any, other: Any) -> float:
 
 def test_kld_of_a_control(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(HAYSTACK[:20000])
-    variants = ("--variants", "lru,lru/answer=full", "--shares", "75")
+    variants = ("--variants", "lru/prefill=pool,lru/answer=full", "--shares", "75")
     args = ("-f", "book.txt", "--contexts", "1K", "--score", "80", "-b", "64", "-t", "1", "-o", "out")
     res = good("kld", *args, *variants)
-    control, pooled = sorted(json.loads(Path("out/results.json").read_text())["rows"], key=lambda r: len(r["variant"]))[
-        ::-1
-    ]
+    control, pooled = sorted(json.loads(Path("out/results.json").read_text())["rows"], key=lambda r: r["variant"])
     assert control["kv_device_bytes"] == pooled["kv_device_bytes"], "shown beside the pool that it is a control of"
     assert control["share"] == 0.75
     assert control["kld"] != pooled["kld"]
     assert "answer=full: what comes before is read through a pool of that size" in res.stdout
 
     grid = kld.KldSweep(BUNDLED_MODEL, HAYSTACK[:20000], (1024,), (0.5,), (), 80, COMMON)
-    variants = (("lru/answer=full", 1024), ("full", None), ("lru", 512))
+    variants = (("lru/answer=full", 1024), ("full", None), ("lru/prefill=pool", 512))
     mine, full, lru = (kld._run(grid, kld.KldCell(1024, pool, Variant.parse(v)), ignore)[0] for v, pool in variants)
     assert mean_kld(full, mine) < 1e-3 < mean_kld(full, lru), "of a pool that holds all; its last batch was another one"
 

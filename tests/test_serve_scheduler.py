@@ -48,7 +48,7 @@ def test_many_at_once_say_what_each_says_alone(chosen: Chosen) -> None:
 def test_a_long_prompt_does_not_stop_an_answer() -> None:
     """One token of the answer for each batch of the prompt, and a short prompt that comes later is answered before."""
     order: list[str] = []
-    with scheduling(n_parallel=3) as scheduler:
+    with scheduling(n_parallel=3, prefill="pool") as scheduler:
         first = Asked(scheduler, tokens_of(20), 60, lambda u: order.append("answer") if isinstance(u, Text) else None)
         until(lambda: "answer" in order)
         long = Asked(
