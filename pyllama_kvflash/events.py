@@ -47,6 +47,11 @@ class Stats:
         return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
+    def device_kv_bytes(self) -> int:
+        """Device bytes of full-attention KV in all: the pool and the panes, or the full cache."""
+        return self.kv_device_bytes + self.pane_bytes
+
+    @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second; 0 if there were none."""
         return self.n_prompt / self.prefill_s if self.prefill_s else 0.0

@@ -86,9 +86,7 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    panes: int = (
-        0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if they fit beside an automatic pool
-    )
+    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
 
     # which chunks are resident
     policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
@@ -224,6 +222,10 @@ class Options:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
         check_range(self.panes, 0, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 1 takes the least memory")
+
+    def n_asking(self, query: str) -> int:
+        """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
+        return n_queries(query) or max(1, self.replay)
 
     @property
     def interval(self) -> int:

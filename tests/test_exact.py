@@ -246,6 +246,14 @@ class Next(NamedTuple):
         return self.run.again(N_NEXT, N_READ, records)
 
 
+def assert_seen(run: Pass, change: Callable[[list[Record]], None]) -> None:
+    """Changed records make other logits, and the records as they were the same ones again."""
+    following = Next.of(run)
+    want = following.logits()
+    assert not np.array_equal(following.logits(change), want)
+    assert np.array_equal(following.logits(), want)
+
+
 @ABLE
 def test_swapped_layers_are_seen(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
     """The rows of two layers, in one chunk."""
@@ -255,10 +263,7 @@ def test_swapped_layers_are_seen(tiny_model: Callable[[str], Model], name: str, 
         records[1][a], records[1][b] = records[1][b].copy(), records[1][a].copy()
 
     with Pass(tiny_model(name), cache_of(cache)) as run:
-        following = Next.of(run)
-        want = following.logits()
-        assert not np.array_equal(following.logits(swap), want)
-        assert np.array_equal(following.logits(), want)
+        assert_seen(run, swap)
 
 
 @ABLE
@@ -269,10 +274,7 @@ def test_a_row_too_few_is_seen(tiny_model: Callable[[str], Model], name: str, ca
             row[:] = 0
 
     with Pass(tiny_model(name), cache_of(cache)) as run:
-        following = Next.of(run)
-        want = following.logits()
-        assert not np.array_equal(following.logits(zero), want)
-        assert np.array_equal(following.logits(), want)
+        assert_seen(run, zero)
 
 
 @ABLE

@@ -92,7 +92,7 @@ def run_cell(
         "prefill_s": prefill_s,
         "answer_s": answer_s,
         "score_ms": 1e3 * stats.reselect_s / stats.reselects if stats.reselects else 0.0,
-        "kv_device_bytes": stats.kv_device_bytes + stats.pane_bytes,
+        "kv_device_bytes": stats.device_kv_bytes,
         "kv_full_bytes": stats.kv_full_bytes,
         "summary_bytes": stats.summary_bytes,
         "host_bytes": stats.host_bytes,

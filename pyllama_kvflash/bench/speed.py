@@ -70,9 +70,8 @@ def speed_variant(text: str) -> Variant:
         msg = f"{text!r} would bring back what was never written: only lru can go without, as lru/{_NO_WRITE_BACK}"
         raise UsageError(msg)
     if len(kept) < len(parts):
-        variant = replace(
-            variant, options={**variant.options, "prefill": "pool"}
-        )  # an exact pass reads what was written
+        # an exact pass reads what was written
+        variant = replace(variant, options={**variant.options, "prefill": "pool"})
     return variant
 
 
@@ -221,7 +220,7 @@ def _points(
             "moved": steps.moved,
             "reselects": len(steps.reselected),
             "pages_in": steps.pages_in,
-            "kv_device_bytes": stats.kv_device_bytes + stats.pane_bytes,
+            "kv_device_bytes": stats.device_kv_bytes,
             "host_bytes": stats.host_bytes,
             "summary_bytes": stats.summary_bytes,
             "device_used": device_used(),

@@ -117,7 +117,7 @@ def _print(prompt: NeedlePrompt, at: list[int], runs: list[Answers]) -> None:
     table.add_section()
     found = [sum(run.found(prompt.needles)) for run in runs]
     table.add_row("found", "", *(f"{n} of {len(prompt.needles)}" for n in found))
-    table.add_row("device KV", "", *(mib(run.stats.kv_device_bytes + run.stats.pane_bytes) for run in runs))
+    table.add_row("device KV", "", *(mib(run.stats.device_kv_bytes) for run in runs))
     table.add_row("host records", "", *(mib(run.stats.host_bytes) for run in runs))
     table.add_row("prefill", "", *(f"{run.stats.prefill_rate:,.0f} tok/s" for run in runs))
     table.add_row("decode", "", *(f"{run.stats.decode_rate:,.0f} tok/s" for run in runs))

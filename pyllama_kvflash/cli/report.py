@@ -162,7 +162,7 @@ def closing_line(s: Stats, reason: str) -> str:
     if s.n_pool is None:
         parts.append(f"device KV {mib(s.kv_device_bytes)} (full cache)")
     else:
-        share = 100 * (s.kv_device_bytes + s.pane_bytes) / s.kv_full_bytes
+        share = 100 * s.device_kv_bytes / s.kv_full_bytes
         panes = f" + {mib(s.pane_bytes)} to read prompts" if s.pane_bytes else ""
         parts.append(f"device KV {mib(s.kv_device_bytes)}{panes}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
         parts.append(f"host {mib(s.host_bytes)}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))

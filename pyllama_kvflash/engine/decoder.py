@@ -193,7 +193,8 @@ class Decoder:
         if paged := sequence.settle_in():
             yield paged
         if selector:
-            n_asking = min(self._n_asking(), n_last, sequence.ctx.q_tap)  # fewer if another scorer took over
+            wanted = self._options.n_asking(selector.scorer.query)
+            n_asking = min(wanted, n_last, sequence.ctx.q_tap)  # fewer if another scorer took over
             queries = [selector.queries(back) for back in reversed(range(n_asking))]
             mass = sequence.attended(n_asking)
             yield from sequence.reselect_now("question", queries, 1, mass=mass)
@@ -221,11 +222,6 @@ class Decoder:
             self.drafts.before(start, len(tokens))
             ctx.decode(tokens, start, native.NONE)
             self.drafts.decoded(tokens, start)
-
-    def _n_asking(self) -> int:
-        """Return how many tokens at the end of a prompt the scorer wants the queries of."""
-        selector = self.sequence.selector
-        return (n_queries(selector.scorer.query) or max(1, self._options.replay)) if selector else 0
 
     def _is_too_long(self, n: int) -> bool:
         """Return whether the sequence's share of the pool cannot hold n more tokens with all before them."""

@@ -33,7 +33,7 @@ def open_exact(
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
         raise
-    panes, compute = ctx.kv_bytes().attn / 2**20, sum(ctx.compute_bytes(i) for i in range(len(devices()))) / 2**20
+    panes, compute = ctx.kv_bytes().attn / 2**20, ctx.compute_bytes() / 2**20
     streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layer{'s' * (n_pane > 1)} at a time"
     note = (
         f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}, and {compute:.0f} MiB of"

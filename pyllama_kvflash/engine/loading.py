@@ -14,9 +14,9 @@ from pyllama_kvflash.engine.refusals import of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, n_queries, resolve_pool
+from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import BATCH
 from pyllama_kvflash.pool.exact import ExactReader
@@ -69,7 +69,7 @@ class Loaded:
     def compute_bytes(self) -> int:
         """Bytes of the compute buffers, on devices and host."""
         contexts = [self.ctx, *([self.exact.ctx] if self.exact else [])]
-        return sum(ctx.compute_bytes(i) for ctx in contexts for i in range(len(devices())))
+        return sum(ctx.compute_bytes() for ctx in contexts)
 
     def close(self) -> None:
         """Free the sequences, the contexts and the model. Harmless when called again."""
@@ -201,7 +201,7 @@ def _trained(model: Model, options: Options) -> tuple[str, ...]:
 
 def _tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
     """Return of how many tokens the queries are kept, and in every how many layers."""
-    q_tap = 0 if scorer.name == "lru" else max(1 + options.n_draft, _n_asking(scorer, options))
+    q_tap = 0 if scorer.name == "lru" else max(1 + options.n_draft, options.n_asking(scorer.query))
     return q_tap, max(1, -(-n_layer // MOST_LAYERS)) if scorer.name == "qk" else 1
 
 
@@ -221,11 +221,6 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
         where={"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split},
         n_threads=options.n_threads or 1,
     )
-
-
-def _n_asking(scorer: Scorer, options: Options) -> int:
-    """Return how many tokens at the end of a prompt the scorer wants the queries of."""
-    return n_queries(scorer.query) or max(1, options.replay)
 
 
 def _pool_size(seen: Probe, options: Options) -> PoolSize:

@@ -1,6 +1,6 @@
 """Device memory before something is made of it: what is free, and whether it is enough."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
@@ -11,22 +11,22 @@ from pyllama_kvflash.policy.sizing import DeviceMemory
 
 def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
     """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now."""
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
-    found = devices()
-    return [
-        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu)
-        for i, n in geometry.by_device(row_bytes, *types).items()
-    ]
+    return _beside(geometry.by_device(row_bytes, *_types(options)))
 
 
 def pane_memory(geometry: Geometry, options: Options, n_pane: int) -> list[DeviceMemory]:
     """Return the name, free bytes and pane bytes per token of each device that holds KV, with what is loaded now."""
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    return _beside(geometry.panes_by_device(row_bytes, *_types(options), n_pane))
+
+
+def _types(options: Options) -> tuple[int, int]:
+    return CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+
+
+def _beside(token_bytes: Mapping[int, int]) -> list[DeviceMemory]:
+    """Return the memory of the devices that take so many bytes a token, by device index."""
     found = devices()
-    return [
-        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu)
-        for i, n in geometry.panes_by_device(row_bytes, *types, n_pane).items()
-    ]
+    return [DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu) for i, n in token_bytes.items()]
 
 
 def check_memory(memory: Sequence[DeviceMemory], n_ctx: int, what: str, way_out: str) -> None:

@@ -265,11 +265,13 @@ class Context:
         res: KVBytes = _fields(out, KVBytes)
         return res
 
-    def compute_bytes(self, device: int) -> int:
-        """Return the bytes of the compute buffers on a device, given by its index in native.devices().
+    def compute_bytes(self, device: int | None = None) -> int:
+        """Return the bytes of the compute buffers on a device, given by its index in native.devices(); None: on all.
 
         For a model that was loaded with no_alloc, return what they would take.
         """
+        if device is None:
+            return sum(self.compute_bytes(i) for i in range(lib.ggml_backend_dev_count()))
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
         return int(out[0])

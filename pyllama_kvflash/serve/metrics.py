@@ -109,7 +109,7 @@ class Metrics:
             chunks=sum(s.chunks for s in stats),
             chunks_resident=sum(s.resident for s in stats),
             host_bytes=stats[0].host_bytes,
-            kv_device_bytes=stats[0].kv_device_bytes + stats[0].pane_bytes,
+            kv_device_bytes=stats[0].device_kv_bytes,
             sequences=len(stats),
             sequences_busy=busy,
             queue=queue,

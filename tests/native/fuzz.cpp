@@ -1069,8 +1069,6 @@ struct fuzz {
         return res;
     }
 
-    // a stock cache puts the next tokens into the first free cells, the pool into the block of their chunk: so while the
-    // mirror follows, chunks leave when the tail is full
     std::vector<float> last_logits(llama_context * ctx) const {
         const float * row = llama_get_logits_ith(ctx, -1);
         return row ? std::vector<float>(row, row + n_vocab) : std::vector<float>();
@@ -1146,6 +1144,8 @@ struct fuzz {
         }
     }
 
+    // a stock cache puts the next tokens into the first free cells, the pool into the block of their chunk: so while the
+    // mirror follows, chunks leave when the tail is full
     void make_room(int32_t n) {
         if (n_exact > 0 && n_past % n_chunk != 0) { decode(some_tokens(n_chunk - n_past % n_chunk), 1); }
         if (n_exact > 0 && n_fixed == 0) { check_layout(); }

@@ -171,8 +171,8 @@ LLAMA_API int kvf_decode_each(
 // decode n tokens (at most n_ubatch) of sequence seq in a paned context, against all positions before pos, which are read
 // from records of `pool`: one for each chunk, n_record of them, the last ones for the chunks that this batch writes to.
 // their rows before pos are right, their other rows and their heads are written. what is not in the full-attention cache is
-// the caller's to put in and to take out (kvf_partial_*). when it returns, the records are whole KVF_E_ABORTED and other
-// errors: the records of the chunks that this batch writes to have rows from pos on that say nothing
+// the caller's to put in and to take out (kvf_partial_*). when it returns, the records are whole. on KVF_E_ABORTED and other
+// errors, the records of the chunks that this batch writes to have rows from pos on that say nothing
 LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
         const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size);
 LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
