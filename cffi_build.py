@@ -221,9 +221,10 @@ int  kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft
                   struct kvf_spec ** spec);
 void kvf_spec_free(struct kvf_spec * spec);
 int32_t kvf_spec_n_max(const struct kvf_spec * spec);
-int  kvf_spec_listen(struct kvf_spec * spec, bool on);
+int  kvf_spec_listen(struct kvf_spec * spec, struct llama_context * ctx, bool on);
 int  kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
-int  kvf_spec_process(struct kvf_spec * spec, llama_pos pos, const llama_token * tokens, int32_t n);
+int  kvf_spec_process(struct kvf_spec * spec, struct llama_context * ctx, llama_pos pos, const llama_token * tokens,
+                      int32_t n);
 int  kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
                     llama_token * draft, int32_t * n_draft);
 int  kvf_spec_accept(struct kvf_spec * spec, int32_t n);

@@ -227,6 +227,10 @@ class Options:
         """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
         return n_queries(query) or max(1, self.replay)
 
+    def drafter_batch(self, n_batch: int) -> int:
+        """Return the most tokens that a drafter reads at once, if the pool takes n_batch: those of an exact pass, too."""
+        return n_batch if self.prefill == "pool" else max(n_batch, min(self.n_ubatch, self.n_ctx))
+
     @property
     def interval(self) -> int:
         """Tokens from one scoring to the next: tau, or 2; with spec 64, as a draft ends where the pool may change."""

@@ -76,11 +76,23 @@ class Decoder:
     def _batch(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> Paged | None:
         """Decode one batch, and let a drafter read the tokens that stand. Returns what moved."""
         start, drafts = self.sequence.n_tokens, self.drafts
+        ctx = self.sequence.ctx
         if drafts:
-            drafts.before(start, len(tokens))
+            drafts.before(ctx, start, len(tokens))
         paged = advance([(self.sequence, tokens)], outputs, accept)[0]
         if drafts:
-            drafts.decoded(tokens[: self.sequence.n_tokens - start], start)
+            drafts.decoded(ctx, tokens[: self.sequence.n_tokens - start], start)
+        return paged
+
+    def _exact_batch(self, tokens: Tokens, outputs: int) -> Paged | None:
+        """Decode one batch against everything before it, and let a drafter read it. Returns what moved."""
+        sequence, drafts = self.sequence, self.drafts
+        start, ctx = sequence.n_tokens, sequence.reads_exactly.ctx
+        if drafts:
+            drafts.before(ctx, start, len(tokens))
+        paged = sequence.advance_exactly(tokens, outputs)
+        if drafts:
+            drafts.decoded(ctx, tokens, start)
         return paged
 
     def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
@@ -164,26 +176,18 @@ class Decoder:
 
     def _read_exactly(self, tokens: Tokens) -> Iterator[Event]:
         """Decode tokens against everything before them, and then have the pool hold what the last ones attend to."""
-        sequence, start, n, done = self.sequence, self.sequence.n_tokens, len(tokens), 0
+        sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
         mark = self._saved.checkpoint_after(n)
-        repeated = self._read_along_from(n)
-        state = b""
         while done < n:
             if mark and done == mark:
                 self._saved.make_checkpoint()
-            if repeated is not None and start + done == repeated:
-                state = sequence.ctx.save_partial()
-            stop = min(at for at in (mark, -1 if repeated is None else repeated - start, n) if at > done)
-            size = min(sequence.reads_exactly.n_batch, stop - done)
-            outputs = native.LAST if done + size == n else native.NONE
-            if paged := sequence.advance_exactly(tokens[done : done + size], outputs):
+            size = min(sequence.reads_exactly.n_batch, (mark if done < mark else n) - done)
+            if paged := self._exact_batch(tokens[done : done + size], native.LAST if done + size == n else native.NONE):
                 yield paged
             done += size
             if done == n:
                 yield from self._settle_in(size)
-                if repeated is not None:
-                    self._read_along(tokens[repeated - start :], repeated, state)
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
@@ -198,30 +202,6 @@ class Decoder:
             queries = [selector.queries(back) for back in reversed(range(n_asking))]
             mass = sequence.attended(n_asking)
             yield from sequence.reselect_now("question", queries, 1, mass=mass)
-
-    def _read_along_from(self, n: int) -> int | None:
-        """Return from which position on a drafter reads along the last of n more tokens; None: it need not, or cannot.
-
-        An exact pass has no features of the target's layers for it. These tokens, and the one before them, are in the tail
-        of the pool.
-        """
-        o, start = self._options, self.sequence.n_tokens
-        if self.drafts is None or not self.drafts.reads_features:
-            return None
-        first = max(((start + n - 1) // o.chunk - o.tail + 2) * o.chunk, start)
-        return first if first < start + n and start + n - first <= self.n_batch else None
-
-    def _read_along(self, tokens: Tokens, start: int, state: bytes) -> None:
-        """Have a drafter read the end of a prompt along, decoded through the pool for its sake alone.
-
-        state: what no chunk holds, at position start.
-        """
-        if self.drafts is None:
-            return
-        with self.sequence.rehearsal(start, state) as ctx:
-            self.drafts.before(start, len(tokens))
-            ctx.decode(tokens, start, native.NONE)
-            self.drafts.decoded(tokens, start)
 
     def _is_too_long(self, n: int) -> bool:
         """Return whether the sequence's share of the pool cannot hold n more tokens with all before them."""

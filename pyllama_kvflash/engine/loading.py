@@ -159,7 +159,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     n_batch = min(options.n_batch or usual, options.n_ctx)
     pool = _pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
     ctx = parts.enter_context(_context(model, options, n_batch, pool))
-    draft_model = _draft_model(ctx, options, n_batch)
+    draft_model = _draft_model(ctx, options, options.drafter_batch(n_batch))
     if draft_model is not None:
         parts.callback(draft_model.close)
     shared = Shared(ctx, options, size.n_pool) if size.n_pool is not None else None

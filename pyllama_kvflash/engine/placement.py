@@ -118,7 +118,7 @@ def _measured(
 def _drafter(options: Options, target: Context, here: Sequence[int]) -> list[int]:
     if options.spec is None:
         return [0 for _ in here]
-    n_batch = min(options.n_batch or BATCH, options.n_ctx)
+    n_batch = options.drafter_batch(min(options.n_batch or BATCH, options.n_ctx))
     where = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
     return drafter_bytes(
         options.spec,

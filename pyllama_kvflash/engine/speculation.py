@@ -98,7 +98,7 @@ def _width(model: Model) -> str | None:
 class DraftModel:
     """The parts that the drafts of all sequences of a context share: the draft model, and a switch of the target.
 
-    listening: whether the target outputs the features that the draft model reads from its layers.
+    listening: the native contexts that output the features that the draft model reads from the target's layers.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DraftModel:
         """
         self.spec = spec
         self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
-        self.listening = True
+        self.listening: set[Any] = {target.handle}
         self.n_batch = n_batch
         self._n_ubatch = n_ubatch
         self._n_threads = n_threads
@@ -166,6 +166,7 @@ class Drafts:
         self.gate = Gate(self.spec.gate, self.spec.sustain)
         self.stats = DraftStats()
         self._model = model
+        self._target = target
         self._n_read = 0  # positions up to which the drafter has read, or skipped
         self._n_kept = 0  # tokens of the last history that still stand
         self._until = 0  # end of the prompt: the drafter reads only a window before it
@@ -218,19 +219,22 @@ class Drafts:
         """Announce a prompt that ends at position n_end: the drafter wants the features of its last window only."""
         self._until = n_end
 
-    def before(self, pos: int, n: int) -> None:
-        """Before n tokens are decoded at pos, switch the target's features on or off, as the drafter needs them."""
-        if self.reads_features:
-            prompt = pos < self._until
-            wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
-            if wanted != self._model.listening:
-                self._spec.listen(wanted)
-                self._model.listening = wanted
+    def before(self, ctx: Context, pos: int, n: int) -> None:
+        """Before n tokens are decoded at pos, switch the features of the target's layers on or off, as they are needed.
 
-    def decoded(self, tokens: Tokens, pos: int) -> None:
-        """Let the drafter read tokens (n,) int32 that were decoded at pos, pos + 1, ..."""
-        if self.reads_features and self._model.listening:
-            self._read(tokens, pos)
+        ctx: decodes them; the target, or a context that does so in its place.
+        """
+        if self.reads_features:
+            prompt, listening = pos < self._until, self._model.listening
+            wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
+            if wanted != (ctx.handle in listening):
+                self._spec.listen(ctx, wanted)
+                listening ^= {ctx.handle}
+
+    def decoded(self, ctx: Context, tokens: Tokens, pos: int) -> None:
+        """Let the drafter read tokens (n,) int32 that a context has decoded at pos, pos + 1, ..."""
+        if self.reads_features and ctx.handle in self._model.listening:
+            self._read(ctx, tokens, pos)
 
     def begin(self, history: Sequence[int]) -> None:
         """Begin an answer after the text `history`."""
@@ -243,10 +247,10 @@ class Drafts:
         self._n_kept = min(self._n_kept, n)
         self._n_read = min(self._n_read, n)
 
-    def _read(self, tokens: Tokens, pos: int) -> None:
+    def _read(self, ctx: Context, tokens: Tokens, pos: int) -> None:
         if pos > self._n_read and self._drafter:
             self._drafter.clear()  # it accepts no gap
-        self._spec.process(self._known(tokens), pos)
+        self._spec.process(ctx, self._known(tokens), pos)
         self._n_read = pos + len(tokens)
 
     def _known(self, tokens: Tokens) -> Tokens:
@@ -279,7 +283,8 @@ class Drafts:
         reach = min(_GLANCE, self.spec.window) if self.gate.closed else self.spec.window
         start = max(self._n_read, len(history) - reach)
         for at in range(start, len(history), self._model.n_batch):
-            self._read(np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32), at)
+            part = np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32)
+            self._read(self._target, part, at)
 
     def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
         """Record a draft of n_guessed tokens, of which n_right were right; the whole step took `seconds`."""

@@ -39,21 +39,23 @@ class Speculator:
         lib.kvf_spec_free(self._handle)
         self._handle = ffi.NULL
 
-    def listen(self, on: bool) -> None:  # noqa: FBT001 (a switch)
-        """Switch on or off whether the target outputs the layers that the drafter reads. Off suits batches that are not
-        processed.
+    def listen(self, target: Context, on: bool) -> None:  # noqa: FBT001 (a switch)
+        """Switch on or off whether a context of the target's model outputs the layers that the drafter reads.
+
+        At first it is on for the target. Off suits batches that are not processed.
         """
-        check(lib.kvf_spec_listen(self._handle, on))
+        check(lib.kvf_spec_listen(self._handle, target.handle, on))
 
     def begin(self, tokens: Tokens) -> None:
         """Start a new sequence, of which the tokens (n,) int32 are decoded."""
         check(lib.kvf_spec_begin(self._handle, _pointer(tokens), len(tokens)))
 
-    def process(self, tokens: Tokens, pos: int) -> None:
-        """Pass on the tokens (n,) int32 that the target has just decoded at pos, pos + 1, ... What the drafter had from
-        pos on is discarded.
+    def process(self, target: Context, tokens: Tokens, pos: int) -> None:
+        """Pass on the tokens (n,) int32 that a context of the target's model has just decoded at pos, pos + 1, ...
+
+        What the drafter had from pos on is discarded.
         """
-        check(lib.kvf_spec_process(self._handle, pos, _pointer(tokens), len(tokens)))
+        check(lib.kvf_spec_process(self._handle, target.handle, pos, _pointer(tokens), len(tokens)))
 
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
         """Return at most n_max tokens, (m,) int32, that may come next.

@@ -318,15 +318,6 @@ class Pager:
         self._summariser.truncate(0)
         self.n_stored = 0
 
-    def refill(self) -> None:
-        """Put chunks that the ledger has as resident, and of which the pool has lost positions, back from their records."""
-        ledger, there = self.ledger, held(self.ctx)
-        for chunk in resident(ledger):
-            if there.get(chunk, 0) < min(ledger.chunk, ledger.n_tokens - chunk * ledger.chunk):
-                if chunk in there:
-                    self.ctx.drop(chunk)
-                self._fill(chunk)
-
     def _fill(self, chunk: int) -> None:
         self._filling = chunk
         self.ctx.page_in(chunk, self.records.get(chunk))
@@ -352,7 +343,6 @@ class Pager:
             self.ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        self.refill()
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)

@@ -56,7 +56,6 @@ class PooledSequence:
         self.pending: int | None = None
         self.consistent = True
         self.exact = exact
-        self._rehearsed: tuple[int, bytes] | None = None  # where a rehearsal under way began, and the state after it
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
         self.warnings: tuple[str, ...] = ()
         self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
@@ -166,35 +165,6 @@ class PooledSequence:
             self.paged.arrive()
         self._arriving = None
 
-    @contextmanager
-    def rehearsal(self, start: int, state: bytes) -> Iterator[Context]:
-        """Let the tokens from position `start` on be decoded once more, and then have everything be as it was.
-
-        start: the chunk before it and those after it are resident. state: what save_partial() gave there.
-        """
-        ctx, last = self.ctx, self.ctx.output
-        with self.step():
-            self.paged.settle()
-            self._rehearsed = start, ctx.save_partial()
-            self._go_back(start, state)
-            yield ctx
-            self.end_rehearsal()
-            ctx.computed(last.native, last.first + 1)
-
-    def end_rehearsal(self) -> None:
-        """Put back what the exact pass computed, if a rehearsal has changed it. Harmless when repeated."""
-        if self._rehearsed is not None:
-            self._go_back(*self._rehearsed)
-            self.paged.refill()
-            self._rehearsed = None
-
-    def _go_back(self, n_tokens: int, state: bytes) -> None:
-        """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then."""
-        if state:
-            self.ctx.restore_partial(state, n_tokens)
-        else:
-            self.ctx.seq_rm(n_tokens)
-
     def attended(self, n_query: int) -> Floats:
         """Return what the last n_query tokens of an exact batch attend to, see policy.View.mass."""
         return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
@@ -214,7 +184,6 @@ class PooledSequence:
         if not cut_off:
             return
         for s in cut_off:
-            s.end_rehearsal()
             try:
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
@@ -261,7 +230,7 @@ class PooledSequence:
         self.ctx.clear()
         if self.pager:
             self.pager.clear()
-        self._arriving = self._rehearsed = None
+        self._arriving = None
         self.consistent = True
 
     def _forget_exactly(self, n_tokens: int) -> None:
@@ -315,7 +284,10 @@ class PooledSequence:
         with self.step():
             self.paged.settle()
             self._forget_exactly(n_tokens)
-            self._go_back(n_tokens, state)
+            if state:
+                self.ctx.restore_partial(state, n_tokens)
+            else:
+                self.ctx.seq_rm(n_tokens)
             del self.history[n_tokens:]
             plan = self.paged.rolled_back(n_tokens)
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None

@@ -218,10 +218,10 @@ def run(
         res.steps.append(Step(start, width, kv.n_tokens - start, n_right))
         Drafts.checked(drafts, n_guessed, n_right, seconds)
 
-    def before(pos: int, n: int, *, drafts: Drafts | None = kv.decoder.drafts) -> None:
+    def before(ctx: Context, pos: int, n: int, *, drafts: Drafts | None = kv.decoder.drafts) -> None:
         assert drafts is not None
         last[0] = pos, n
-        Drafts.before(drafts, pos, n)
+        Drafts.before(drafts, ctx, pos, n)
 
     last = [(0, 0)]
     with patch.context() as within:

@@ -734,6 +734,10 @@ int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const ui
     });
 }
 
+void kvf_exchange_features(llama_context * a, llama_context * b) {
+    if (a != b) { llama_kvflash::exchange_features(*a, *b); }
+}
+
 // the attention cache of a context that may keep queries
 static llama_kv_cache & get_tapped(llama_context * ctx) {
     auto & kv = get_kv(ctx, false);
@@ -743,7 +747,7 @@ static llama_kv_cache & get_tapped(llama_context * ctx) {
 int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
     return kvf_guard([&] {
         const auto & kv   = get_tapped(ctx);
-        const auto * res  = ctx->get_gf_res_active();
+        const auto * res  = llama_kvflash::graph(ctx);
         const auto   taps = llama_kvflash::tapped(kv);
         kvf_check(dst && n == taps.size(), "room for a number of each tapped layer is needed");
         for (uint32_t i = 0; i < n; ++i) {
@@ -759,7 +763,7 @@ int kvf_q_scale(llama_context * ctx, float * dst, uint32_t n) {
 int kvf_q(llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket) {
     return kvf_guard([&] {
         const auto & kv  = get_tapped(ctx);
-        const auto * res = ctx->get_gf_res_active();
+        const auto * res = llama_kvflash::graph(ctx);
         kvf_check(dst && ticket, "room for the queries and the ticket is needed");
 
         std::vector<kvf_mover::rows> tensors;

@@ -2,6 +2,7 @@
 
 #include "kvflash-impl.h"
 
+#include "llama-context.h"
 #include "llama-cparams.h"
 #include "llama-graph.h"
 #include "llama-hparams.h"
@@ -48,4 +49,17 @@ void llm_graph_context::build_taps(
     res->t_mass[il] = p;
     cb(p, "mass_tap", il);
     ggml_build_forward_expand(gf, p);
+}
+
+//
+// what a graph gives out
+//
+
+const llm_graph_result * llama_kvflash::graph(const llama_context * ctx) { return ctx->gf_res_prev_active; }
+
+void llama_kvflash::exchange_features(llama_context & a, llama_context & b) {
+    a.synchronize();
+    b.synchronize();
+    std::swap(a.embd_nextn, b.embd_nextn);
+    std::swap(a.embd_layer_inp, b.embd_layer_inp);
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+class llm_graph_result;
 struct llama_cparams;
 struct kvf_window;
 struct kvf_window_cell;
@@ -290,6 +291,10 @@ struct llama_kvflash {
     // whether the sliding-window cache, if there is one, holds the whole window of position pos
     static bool         has_window(llama_memory_i * mem, llama_seq_id seq, llama_pos pos);
     static kvf_kv_bytes kv_bytes(llama_memory_i * mem);
+
+    // the graph of the last ubatch, and what it gave out; nullptr if there is none
+    static const llm_graph_result * graph(const llama_context * ctx);
+    static void                     exchange_features(llama_context & a, llama_context & b);
 
     // whether there is state beside the full-attention cache
     static bool has_partial(llama_memory_i * mem);

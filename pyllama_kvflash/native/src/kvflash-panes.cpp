@@ -239,7 +239,7 @@ int32_t kvf_panes::touched(const ggml_tensor * t) const {
 // before the first node: in which order the graph takes the layers, and the first ones into their panes. the nodes tell, for
 // upstream's names of them differ from model to model
 void kvf_panes::start() {
-    auto * graph = ctx->get_gf_res_active()->get_gf();
+    auto * graph = llama_kvflash::graph(ctx)->get_gf();
 
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         const auto *  t     = ggml_graph_node(graph, i);
@@ -478,7 +478,7 @@ int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
 int kvf_get_mass(llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece) {
     return kvf_guard([&] {
         const auto & kv  = paned(ctx);
-        const auto * res = ctx->get_gf_res_active();
+        const auto * res = llama_kvflash::graph(ctx);
         kvf_check(dst, "room for the shares is needed");
         ctx->synchronize();
 

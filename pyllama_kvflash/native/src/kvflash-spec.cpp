@@ -14,22 +14,22 @@
 
 // a sequence's drafts: one implementation, and what it has to know of the sequence
 struct kvf_spec {
-    ~kvf_spec() { listen(false); }
+    ~kvf_spec() { listen(params.draft.ctx_tgt, false); }
 
-    // the target computes what the drafter reads of its layers only while this is on
-    void listen(bool on) const {
-        auto * ctx_dft = params.draft.ctx_dft;
+    // a context of the target computes what the drafter reads of its layers only while this is on
+    void listen(llama_context * ctx, bool on) const {
+        if (mtp) { llama_set_embeddings_nextn(ctx, on, false); }
         if (!features) { return; }
 
-        const auto *   model = llama_get_model(ctx_dft);
+        const auto *   model = llama_get_model(params.draft.ctx_dft);
         const auto *   ids   = llama_model_target_layer_ids(model);
         const uint32_t n     = llama_model_target_layer_ids_n(model);
-        const int32_t  n_all = llama_model_n_layer(llama_get_model(params.draft.ctx_tgt));
+        const int32_t  n_all = llama_model_n_layer(llama_get_model(ctx));
         for (uint32_t i = 0; i < n; ++i) {
             if (ids[i] < n_all || !eagle3) {
-                llama_set_embeddings_layer_inp(params.draft.ctx_tgt, ids[i], on);
+                llama_set_embeddings_layer_inp(ctx, ids[i], on);
             } else {
-                llama_set_embeddings_nextn(params.draft.ctx_tgt, on, false);
+                llama_set_embeddings_nextn(ctx, on, false);
             }
         }
     }
@@ -48,7 +48,20 @@ struct kvf_spec {
     llama_tokens              history;
     bool                      features = false; // it reads layers of the target
     bool                      eagle3   = false; // which has another way to read what the last layer gives
+    bool                      mtp      = false; // it reads what the last layer gives, and nothing else
     int32_t                   window   = 0;     // positions that the drafter remembers
+};
+
+// the library's drafters read what one context gives: have that be another's, for a while
+struct lent_features {
+    lent_features(llama_context * from, llama_context * to) : from(from), to(to) { kvf_exchange_features(from, to); }
+    ~lent_features() { kvf_exchange_features(from, to); }
+
+    lent_features(const lent_features &)             = delete;
+    lent_features & operator=(const lent_features &) = delete;
+
+    llama_context * from;
+    llama_context * to;
 };
 
 // whether the graph of a model gives out what its last layer gives, to a drafter that reads layers' inputs
@@ -118,6 +131,7 @@ int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spe
         p.ngram_simple.size_m = params->n_max;
 
         res->eagle3   = p.types[0] == COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3;
+        res->mtp      = p.types[0] == COMMON_SPECULATIVE_TYPE_DRAFT_MTP;
         res->features = ctx_dft && llama_model_target_layer_ids_n(llama_get_model(ctx_dft)) > 0;
         res->batch    = common_batch(ctx_tgt);
         res->impl.reset(common_speculative_init(p, 1));
@@ -131,10 +145,10 @@ void kvf_spec_free(kvf_spec * spec) { delete spec; }
 
 int32_t kvf_spec_n_max(const kvf_spec * spec) { return spec ? common_speculative_n_max(spec->impl.get()) : 0; }
 
-int kvf_spec_listen(kvf_spec * spec, bool on) {
+int kvf_spec_listen(kvf_spec * spec, llama_context * ctx, bool on) {
     return kvf_guard([&] {
-        kvf_check(spec, "there are no drafts");
-        spec->listen(on);
+        kvf_check(spec && ctx, "drafts and a context of the target are needed");
+        spec->listen(ctx, on);
     });
 }
 
@@ -146,9 +160,10 @@ int kvf_spec_begin(kvf_spec * spec, const llama_token * tokens, int32_t n) {
     });
 }
 
-int kvf_spec_process(kvf_spec * spec, llama_pos pos, const llama_token * tokens, int32_t n) {
+int kvf_spec_process(kvf_spec * spec, llama_context * ctx, llama_pos pos, const llama_token * tokens, int32_t n) {
     return kvf_guard([&] {
-        kvf_check(spec && tokens && n > 0 && pos >= 0, "drafts and tokens are needed");
+        kvf_check(spec && ctx && tokens && n > 0 && pos >= 0, "drafts, a context of the target and tokens are needed");
+        const lent_features features(ctx, spec->params.draft.ctx_tgt);
         spec->forget(pos, -1);
         spec->forget(0, std::max(0, pos + n - spec->window));
 

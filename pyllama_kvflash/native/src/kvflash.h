@@ -296,6 +296,9 @@ LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 // write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 
+// what llama_get_embeddings_layer_inp() and llama_get_embeddings_nextn() give of two contexts of a model, exchanged
+LLAMA_API void kvf_exchange_features(struct llama_context * a, struct llama_context * b);
+
 // drafts of what follows, by the implementations of llama.cpp's common library
 
 struct kvf_spec;
@@ -314,13 +317,15 @@ int     kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_
 void    kvf_spec_free(struct kvf_spec * spec);
 int32_t kvf_spec_n_max(const struct kvf_spec * spec);
 
-// whether the target is to give out what the drafter reads of its layers. it does at first; a batch that is not processed
-// need not
-int kvf_spec_listen(struct kvf_spec * spec, bool on);
+// whether a context of the target's model is to give out what the drafter reads of its layers. the target itself does at
+// first; a batch that is not processed need not
+int kvf_spec_listen(struct kvf_spec * spec, struct llama_context * ctx, bool on);
 // a new sequence, whose first n tokens are decoded
 int kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
-// the target has just decoded this batch. drops what the drafter has from pos on, and what is out of its window
-int kvf_spec_process(struct kvf_spec * spec, llama_pos pos, const llama_token * tokens, int32_t n);
+// ctx, the target or another context of its model, has just decoded this batch. drops what the drafter has from pos on, and
+// what is out of its window
+int kvf_spec_process(
+        struct kvf_spec * spec, struct llama_context * ctx, llama_pos pos, const llama_token * tokens, int32_t n);
 // guess what follows the first n_keep tokens of the last call's sequence, then n tokens more, of which the last one is not
 // decoded yet. draft: room for n_max tokens; n_draft: how many there are
 int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
