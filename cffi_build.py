@@ -102,6 +102,8 @@ int32_t  llama_model_n_layer(const struct llama_model * model);
 int32_t  llama_model_n_swa(const struct llama_model * model);
 uint64_t llama_model_size(const struct llama_model * model);
 uint64_t llama_model_n_params(const struct llama_model * model);
+bool     llama_model_is_recurrent(const struct llama_model * model);
+bool     llama_model_is_hybrid(const struct llama_model * model);
 bool     llama_model_has_encoder(const struct llama_model * model);
 bool     llama_model_is_diffusion(const struct llama_model * model);
 int32_t  llama_model_desc(const struct llama_model * model, char * buf, size_t buf_size);
@@ -135,6 +137,7 @@ struct llama_sampler * llama_sampler_init_temp(float t);
 struct llama_sampler * llama_sampler_init_penalties(
     int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);
 llama_token            llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
+struct llama_sampler * llama_sampler_clone(const struct llama_sampler * smpl);
 void                   llama_sampler_free(struct llama_sampler * smpl);
 
 /* ---- kvflash.h ---- */

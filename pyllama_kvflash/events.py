@@ -1,6 +1,7 @@
 """Events that a run yields, as frozen dataclasses. `as_dict` gives the form that `--jsonl` writes."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 
@@ -35,6 +36,20 @@ class Stats:
     draft_steps: int = 0  # batches that checked a draft
     plain_steps: int = 0  # steps without a draft; 0 without speculative decoding
     gated_steps: int = 0  # plain steps taken because drafting did not pay
+    checked: int = 0  # tokens that were compared with the full cache
+    agreed: int = 0  # of these, tokens at which the pool and the full cache find the same one most likely
+    kld_sum: float = 0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over them, in nats
+    check_s: float = 0.0  # spent on comparing them
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the compared tokens at which the pool finds the same one most likely; None if there were none."""
+        return self.agreed / self.checked if self.checked else None
+
+    @property
+    def kld(self) -> float | None:
+        """Mean Kullback-Leibler divergence of the pool from the full cache, in nats; None if none were compared."""
+        return self.kld_sum / self.checked if self.checked else None
 
     @property
     def acceptance(self) -> float:
@@ -71,6 +86,21 @@ class DraftStats:
     draft_steps: int = 0
     plain_steps: int = 0
     gated_steps: int = 0
+
+
+@dataclass(slots=True)
+class MeterStats:
+    """Counts of comparisons with the full cache, for one answer: fields of Stats."""
+
+    checked: int = 0
+    agreed: int = 0
+    kld_sum: float = 0.0
+    check_s: float = 0.0
+
+
+def sum_stats(parts: Iterable[DraftStats]) -> DraftStats:
+    """Return the sums of several counts."""
+    return DraftStats(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +148,21 @@ class Reselect:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """The last n tokens before position `pos` were compared with the full cache, which took `seconds`.
+
+    agreed: tokens at which both find the same one most likely.
+    kld: mean Kullback-Leibler divergence of the pool's next-token probabilities from the full cache's, in nats.
+    """
+
+    pos: int
+    n: int
+    agreed: int
+    kld: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Warn:
     """Something that the user should know; the run goes on."""
 
@@ -148,7 +193,7 @@ class Done:
     stats: Stats
 
 
-Event = Prefill | Paged | Reselect | Warn | Token | Done
+Event = Prefill | Paged | Reselect | Checked | Warn | Token | Done
 
 
 def as_dict(event: Event) -> dict[str, Any]:
@@ -161,5 +206,5 @@ def as_dict(event: Event) -> dict[str, Any]:
 
 def stats_dict(stats: Stats) -> dict[str, Any]:
     """Return Stats as plain JSON values, including the rates."""
-    names = ("prefill_rate", "decode_rate", "acceptance", "mean_committed")
+    names = ("prefill_rate", "decode_rate", "acceptance", "mean_committed", "agreement", "kld")
     return {**asdict(stats), **{name: getattr(stats, name) for name in names}}

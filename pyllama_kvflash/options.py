@@ -20,6 +20,10 @@ MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT = 64
+LOOKAHEAD = 16
+"""Most tokens that lossless decoding drafts before a check."""
+RECURRENT_LOOKAHEAD = 8
+"""The same for models with a recurrent state, of which the exact pass then keeps as many copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,11 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
+    exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
+    meter: float = (
+        0.0  # largest share of the decode time that comparing tokens with the full cache may take; 0: none are
+    )
+    min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
 
     # which chunks are resident
@@ -221,11 +230,31 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
+        check_range(self.meter, 0, 1, "meter (--kvflash-meter)", "0.05 is usual, 0 compares nothing")
+        check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
+        names = {"exact": "--kvflash-exact", "meter": "--kvflash-meter", "min_agreement": "--kvflash-min-agreement"}
+        wants = next((name for name in names if getattr(self, name)), None)
+        if wants is not None and self.prefill != "exact":
+            msg = (
+                f"{wants} ({names[wants]}) needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
+                f" {self.prefill!r}: leave one of the two out"
+            )
+            raise UsageError(msg)
         check_range(self.panes, 0, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 1 takes the least memory")
 
     def n_asking(self, query: str) -> int:
         """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
         return n_queries(query) or max(1, self.replay)
+
+    def n_lookahead(self, *, recurrent: bool) -> int:
+        """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether a state goes back."""
+        n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
+        return min(n, self.n_ubatch - 1) if self.exact or self.min_agreement else 0
+
+    @property
+    def meter_share(self) -> float:
+        """Largest share of the decode time for comparing tokens with the full cache: meter, or 0.05 if there is a bound."""
+        return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:
         """Return the most tokens that a drafter reads at once, if the pool takes n_batch: those of an exact pass, too."""

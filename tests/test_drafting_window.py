@@ -107,9 +107,9 @@ def test_what_the_drafter_did_not_read(
     """
     process, read = Speculator.process, list[int]()
 
-    def seen(self: Speculator, tokens: npt.NDArray[np.int32], pos: int) -> None:
+    def seen(self: Speculator, target: Context, tokens: npt.NDArray[np.int32], pos: int) -> None:
         read.append(pos)
-        process(self, tokens, pos)
+        process(self, target, tokens, pos)
 
     monkeypatch.setattr(Speculator, "process", seen)
 

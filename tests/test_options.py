@@ -14,7 +14,7 @@ import pytest
 
 from pyllama_kvflash import errors, events
 from pyllama_kvflash.errors import KVFlashError, UsageError
-from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
+from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.policy import AGGREGATES, Lru
 
@@ -316,11 +316,13 @@ STATS = Stats(
     summary_bytes=1 << 20,
     seed=None,
 )
+RATES = ("prefill_rate", "decode_rate", "acceptance", "mean_committed", "agreement", "kld")
 EVENTS: list[Event] = [
     Prefill(512, 1000, 0.25, 1 << 28, 1 << 20),
     Paged(1024, (3, 1, 2), ()),
     Reselect(1088, "decode", (None, 1.5, -0.25, None), (3,), (1, 2), 0.125, 0.0625),
     Reselect(1088, "decode", (None, 0.5, 0.25, None), (3,), (1,), 0.125, 0.0625, 0.5),
+    Checked(1088, 16, 15, 0.0625, 0.5),
     Warn("drafter cannot score; using qk"),
     Token(42, 'é "\n\u2028'),
     Done("stop", "", STATS),
@@ -341,6 +343,7 @@ def test_events_survive_json(event: Event) -> None:
         assert stats.pop("prefill_rate") == 500.0
         assert stats.pop("decode_rate") == 20.0
         assert stats.pop("acceptance") == stats.pop("mean_committed") == 0.0
+        assert stats.pop("agreement") is stats.pop("kld") is None
         fields["stats"] = Stats(**stats)
     assert kind(**fields) == event
 
@@ -367,13 +370,15 @@ def test_rates_never_divide_by_zero(
         "n_generated": n_generated,
         "decode_s": decode_s,
     }
-    for name in ("prefill_rate", "decode_rate", "acceptance", "mean_committed"):
+    for name in RATES:
         del values[name]
     stats = Stats(**values)
     assert (stats.prefill_rate, stats.decode_rate) == rates
     assert (stats.acceptance, stats.mean_committed) == (0.0, 0.0)
     drafted = replace(stats, drafted=40, accepted=30, draft_steps=5)
     assert (drafted.acceptance, drafted.mean_committed) == (0.75, 7.0)
+    checked = replace(stats, checked=40, agreed=30, kld_sum=2.0)
+    assert (checked.agreement, checked.kld) == (0.75, 0.05)
 
 
 def test_a_reselect_of_a_scorer_that_says_nothing_of_shares_missed_nothing() -> None:

@@ -257,6 +257,18 @@ POOL = options(
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
+    click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
+                 help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
+                 " is the full cache's, token for token. How many to draft follows from how many are right and what both"
+                 " cost."),
+    click.option("--kvflash-meter", "meter", metavar="SHARE", type=float, default=0.0, show_default=True,
+                 envvar="KVFLASH_METER",
+                 help="Compare tokens with the full cache now and then, in at most this share of the decode time, and"
+                 " show how many are the same. The text is the same with the meter and without. 0: compare nothing."),
+    click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
+                 envvar="KVFLASH_MIN_AGREEMENT",
+                 help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"
+                 " full cache's. Implies --kvflash-meter 0.05. 0: never."),
     click.option("--kvflash-panes", "panes", metavar="N", type=int, default=0, show_default="2; all if the"
                  " full cache fits beside an automatic pool", envvar="KVFLASH_PANES",
                  help="Layers whose whole KV is on a device while a prompt is read exactly; those beyond N are streamed."

@@ -145,6 +145,10 @@ def banner(kv: KVFlash) -> list[str]:
         notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
     if kv.n_pool is None:
         return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
+    if o.exact:
+        notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
+    elif o.min_agreement:
+        notes.append(f"lossless as soon as fewer than {100 * o.min_agreement:g} % of tokens are the full cache's")
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
         f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"
@@ -169,6 +173,8 @@ def closing_line(s: Stats, reason: str) -> str:
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
+    if s.agreement is not None:
+        parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
     return f"{reason}: " + " · ".join(parts)
 
 
@@ -196,6 +202,9 @@ def stats_table(s: Stats) -> Table:
         right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
         steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"
         rows.insert(-1, ("drafts", f"{right}, {steps}"))
+    if s.agreement is not None:
+        same = f"{s.agreed:,} of {s.checked:,} tokens checked are the full cache's ({100 * s.agreement:.1f} %)"
+        rows.insert(-1, ("meter", f"{same}, KLD {s.kld:.4f}, in {s.check_s:.2f} s"))
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyllama_kvflash import native
+from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.sequence import PooledSequence
-from pyllama_kvflash.pool.step import Accept, advance
+from pyllama_kvflash.pool.step import Accept, advance, advance_exactly
 from pyllama_kvflash.snapshot.saved import SavedSequence
 
 _ROUNDS = 3  # most times that one token is decoded again
@@ -28,12 +30,22 @@ class Decoder:
         self._saved = saved
         self._n_batch = n_batch
         self._options = sequence.options
+        can, o = sequence.exact is not None, self._options
+        self.lossless = Lossless(sequence, drafts) if can and o.exact else None
+        self.meter = Meter(sequence, o.meter_share) if can and o.meter_share else None
 
     @property
     def n_batch(self) -> int:
         """The most tokens of a batch: no more than the pool holds beside its sinks, tail and pins."""
-        pager = self.sequence.pager
-        return min(self._n_batch, pager.n_batch) if pager else self._n_batch
+        sequence, n = self.sequence, self._n_batch
+        if sequence.pager:
+            n = min(n, sequence.pager.n_batch)
+        return min(n, sequence.reads_exactly.n_batch) if self.lossless else n
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether the next token is to see more than the pool holds."""
+        return self.lossless is not None and self._is_too_long(1)
 
     def check_fits(self, n: int, at: int) -> None:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
@@ -68,6 +80,8 @@ class Decoder:
 
         A single token that missed much of its attention is decoded again. Raises as advance().
         """
+        if self.decodes_exactly:
+            return self.decode_exactly(tokens, outputs)
         paged = self._batch(tokens, outputs)
         events = self.sequence.tick(len(tokens))
         again = self.again(events) if events and len(tokens) == 1 else ()
@@ -84,15 +98,15 @@ class Decoder:
             drafts.decoded(ctx, tokens[: self.sequence.n_tokens - start], start)
         return paged
 
-    def _exact_batch(self, tokens: Tokens, outputs: int) -> Paged | None:
-        """Decode one batch against everything before it, and let a drafter read it. Returns what moved."""
+    def _exact_batch(self, tokens: Tokens, outputs: int, accept: Accept | None = None) -> Paged | None:
+        """Decode one batch against everything before it, and let a drafter read what stands. Returns what moved."""
         sequence, drafts = self.sequence, self.drafts
         start, ctx = sequence.n_tokens, sequence.reads_exactly.ctx
         if drafts:
             drafts.before(ctx, start, len(tokens))
-        paged = sequence.advance_exactly(tokens, outputs)
+        paged = advance_exactly(sequence, tokens, outputs, accept)
         if drafts:
-            drafts.decoded(ctx, tokens, start)
+            drafts.decoded(ctx, tokens[: sequence.n_tokens - start], start)
         return paged
 
     def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
@@ -103,6 +117,32 @@ class Decoder:
         start = self.sequence.n_tokens
         paged = self._batch(tokens, native.ALL, accept)
         return [*([paged] if paged else []), *self.sequence.tick(self.sequence.n_tokens - start)]
+
+    @property
+    def metered(self) -> Meter | None:
+        """The meter, if the next token is to see less than the full cache has."""
+        return self.meter if self.meter and not self.lossless and self._is_too_long(1) else None
+
+    def be_lossless(self) -> int:
+        """Decode losslessly from now on. Returns how many positions stand; what comes after them is to be read again."""
+        self.lossless = self.lossless or Lossless(self.sequence, self.drafts)
+        return 0 if self.sequence.stateful else self.sequence.n_exact
+
+    def decode_exactly(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> list[Event]:
+        """Decode one batch (n,) int32 against everything before it; the pool then holds what the last token attends to.
+
+        accept: as for advance(); None: all tokens stand. Returns what happened. Raises as advance_exactly().
+        """
+        sequence, selector = self.sequence, self.sequence.selector
+        n_sealed = sequence.paged.ledger.n_sealed
+        moved = [self._exact_batch(tokens, outputs, accept)]
+        if sequence.paged.ledger.n_sealed > n_sealed:
+            moved.append(sequence.settle_in())  # what is full now is the tail
+        events: list[Event] = [paged for paged in moved if paged]
+        if selector:
+            queries, mass = [selector.queries()], sequence.attended(1)
+            events += sequence.reselect_now("decode", queries, 1, self._options.swaps, mass=mass)
+        return events
 
     def missed(self, events: Sequence[Event]) -> bool:
         """Return whether a token's decode brought in chunks with much of the token's attention.
@@ -274,6 +314,9 @@ def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
     """
     for decoder, _ in parts:
         decoder.check_fits(1, decoder.sequence.n_tokens)
+        if decoder.decodes_exactly:
+            msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
+            raise UsageError(f"{msg} sequence at a time")
     moved = advance([(decoder.sequence, np.array([token], np.int32)) for decoder, token in parts])
     return [
         [*([paged] if paged else []), *decoder.sequence.tick(1)]

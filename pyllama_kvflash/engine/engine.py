@@ -13,7 +13,7 @@ from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.loading import Loaded, load
 from pyllama_kvflash.errors import Interrupted, SnapshotError, UsageError
-from pyllama_kvflash.events import Done, DraftStats, Event, Reselect, Stats, Warn
+from pyllama_kvflash.events import Done, DraftStats, Event, MeterStats, Reselect, Stats, Warn
 from pyllama_kvflash.native import Sampling, Summaries, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, Scorer
@@ -125,6 +125,7 @@ class KVFlash:
             decode_s=run.decode_s,
             seed=None if sampling.greedy else sampling.seed,
             drafts=run.draft_stats,
+            meter=self.decoder.meter.stats if self.decoder.meter else None,
         )
         yield Done(answer.reason or "interrupted", answer.flush(), stats)
 
@@ -199,6 +200,7 @@ class KVFlash:
         decode_s: float = 0,
         seed: int | None = None,
         drafts: DraftStats | None = None,
+        meter: MeterStats | None = None,
     ) -> Stats:
         """Return memory and page traffic now, with the counts and times (seconds) given."""
         kv = self.ctx.kv_bytes()
@@ -227,6 +229,7 @@ class KVFlash:
             summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
             seed=seed,
             **(asdict(drafts) if drafts else {}),
+            **(asdict(meter) if meter else {}),
         )
 
     @property

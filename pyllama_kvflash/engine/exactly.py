@@ -68,6 +68,7 @@ def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:
             type_v=options.type_v,
             flash_attn=options.flash_attn,
             n_seq=options.n_parallel,
+            n_rollback=options.n_lookahead(recurrent=model.recurrent),
         )
     except (NativeError, UnsupportedError) as err:
         msg = f"no exact pass over {options.n_ctx} tokens in batches of {n_ubatch} can be made: {err}; use {_WAY_OUT}"

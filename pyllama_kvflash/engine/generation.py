@@ -6,11 +6,14 @@ from contextlib import suppress
 
 import numpy as np
 
+from pyllama_kvflash import native
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
+from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.events import DraftStats, Event, Prefill
+from pyllama_kvflash.events import DraftStats, Event, Prefill, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
+from pyllama_kvflash.pool.step import Accept
 
 _AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 
@@ -90,7 +93,8 @@ class Generation:
     @property
     def draft_stats(self) -> DraftStats | None:
         """Counts of speculative decoding for this answer; None without it, and before the answer begins."""
-        return self.decoder.drafts.stats if self.decoder.drafts and self._began is not None else None
+        parts = [part.stats for part in (self.decoder.drafts, self.decoder.lossless) if part]
+        return sum_stats(parts) if parts and self._began is not None else None
 
     #
     # the prompt
@@ -114,13 +118,21 @@ class Generation:
         """Set up reading of the rest of the text, from wherever the sequence is."""
         self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :])
 
-    def recover(self) -> None:
-        """Forget a sequence that cannot be used, and have its text read anew. The answer then goes on where it was."""
+    def recover(self, n_kept: int = 0) -> None:
+        """Forget all but the first n_kept positions of a sequence that cannot be used, and have its text read anew. The answer
+        then goes on where it was.
+        """
         sequence, self._guesses = self.decoder.sequence, None
         if not self.reading:
             self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
-        self.decoder.clear()
-        self.read_on()
+        if n_kept:
+            self.decoder.rollback(n_kept)
+        else:
+            self.decoder.clear()
+        if sequence.n_tokens < len(self._text):
+            self.read_on()
+        else:
+            self._begin_answer()
 
     def _begin_answer(self) -> None:
         sequence, answer = self.decoder.sequence, self.answer
@@ -128,6 +140,10 @@ class Generation:
             self._began = time.perf_counter()
             if self.decoder.drafts:
                 self.decoder.drafts.begin(sequence.history)
+            if self.decoder.lossless:
+                self.decoder.lossless.begin()
+            if self.decoder.meter:
+                self.decoder.meter.reset()
         if self._due and answer.reason is None:
             self.take()
         else:
@@ -141,6 +157,8 @@ class Generation:
     def take(self) -> None:
         """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
         sequence = self.decoder.sequence
+        if self.decoder.meter:
+            self.decoder.meter.saw(sequence.n_tokens - 1, -1)
         self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
@@ -148,19 +166,23 @@ class Generation:
     def step(self) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
         drafts = self.decoder.drafts
+        if self.decoder.lossless and self.decoder.decodes_exactly:
+            return [*self._step_exactly(self.decoder.lossless), *self.answer.shown()]
+        self.begin_check()
         if drafts:
             self.draft()
             width, n_most = self._limits()
             guesses, self._guesses = self._guesses, None
             if guesses is not None and len(guesses := guesses[: n_most - 1]):
-                return [*self._check(guesses, width), *self.answer.shown()]
+                events = self._check(guesses, width)
+                return [*events, *self.answer.shown(), *self.compare()]
         begin = time.perf_counter()
         self.go_back()
         events = self.decoder.decode(np.array([self.answer.token], np.int32))
         self.take()
         if drafts:
             drafts.plain(time.perf_counter() - begin)
-        return [*events, *self.answer.shown()]
+        return [*events, *self.answer.shown(), *self.compare()]
 
     def go_back(self) -> None:
         """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
@@ -175,6 +197,8 @@ class Generation:
     def draft(self) -> bool:
         """Guess what follows the last token, unless that is done. Returns whether the step needs its own batch."""
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
+        if self.decoder.decodes_exactly:
+            return True
         if drafts is None:
             return False
         if self._guesses is None:
@@ -199,22 +223,73 @@ class Generation:
 
     def _check(self, guesses: Tokens, width: int) -> list[Event]:
         """Decode the last token with guesses, in a batch of `width` tokens. Keep what plain decoding would produce."""
-        sequence, drafts, answer = self.decoder.sequence, self.decoder.drafts, self.answer
+        sequence, drafts = self.decoder.sequence, self.decoder.drafts
         begin = time.perf_counter() - self._guessing_s
         start, n = sequence.n_tokens, 1 + len(guesses)
         batch = np.full(width, self.token, np.int32)  # padded, so that the graph stays the same
         batch[1:n] = guesses
-
-        def accept(i: int) -> tuple[int | None, bool]:
-            found = self._sampler.sample(sequence.ctx, i)
-            goes_on = answer.take(found, start + i + 1)
-            self._at = start + i + 1
-            return answer.token, goes_on and i + 1 < n and found == batch[i + 1]
-
-        events = self.decoder.check(batch, accept)
+        events = self.decoder.check(batch, self._accept(batch[:n]))
         if drafts:
             drafts.checked(len(guesses), sequence.n_tokens - start - 1, time.perf_counter() - begin)
         return events
+
+    def _accept(self, batch: Tokens) -> Accept:
+        """Return what takes the tokens that follow those of a batch, as long as they are the batch's."""
+        sequence, answer, start = self.decoder.sequence, self.answer, self.decoder.sequence.n_tokens
+
+        def accept(i: int) -> tuple[int | None, bool]:
+            if self.decoder.meter:
+                self.decoder.meter.saw(start + i, i)
+            found = self._sampler.sample(sequence.ctx, i)
+            goes_on = answer.take(found, start + i + 1)
+            self._at = start + i + 1
+            return answer.token, goes_on and i + 1 < len(batch) and found == batch[i + 1]
+
+        return accept
+
+    def _step_exactly(self, lossless: Lossless) -> list[Event]:
+        """Draft through the pool what follows the last token, and check that against everything. Keep what the full cache
+        would produce.
+        """
+        self.go_back()
+        start = self.decoder.sequence.n_tokens
+        guesses, events = lossless.draft(self.token, lossless.n_next(self.answer.left(start)), self._sampler)
+        begin = time.perf_counter()
+        batch = np.array([self.token, *guesses], np.int32)
+        events += self.decoder.decode_exactly(batch, native.ALL, self._accept(batch))
+        lossless.checked(len(guesses), self.decoder.sequence.n_tokens - start - 1, time.perf_counter() - begin)
+        return events
+
+    #
+    # the meter
+    #
+
+    def begin_check(self) -> None:
+        """Before a token is decoded, begin to compare with the full cache if that is due."""
+        if meter := self.decoder.metered:
+            self.go_back()
+            meter.begin()
+
+    def compare(self) -> list[Event]:
+        """After a token was chosen, compare the last ones with the full cache if there are enough. Goes over to lossless
+        decoding if they agree too seldom. Returns what happened.
+        """
+        meter, options = self.decoder.metered, self.decoder.sequence.options
+        found = meter.check() if meter else None
+        if meter is None or found is None:
+            return []
+        agreement = meter.checks.agreement
+        if self.ended or agreement is None or agreement >= options.min_agreement:
+            return [found]
+        self.recover(self.decoder.be_lossless())
+        return [
+            found,
+            Warn(
+                f"{100 * agreement:.0f} % of the last tokens compared are the full cache's, less than the"
+                f" {100 * options.min_agreement:g} % of min_agreement (--kvflash-min-agreement): the answer is read"
+                " again, and decoding is lossless from here on"
+            ),
+        ]
 
 
 def step_together(generations: Sequence[Generation]) -> None:
@@ -225,6 +300,7 @@ def step_together(generations: Sequence[Generation]) -> None:
     begin = time.perf_counter()
     for generation in generations:
         generation.go_back()
+        generation.begin_check()
     happened = decode_each([(g.decoder, g.token) for g in generations])
     missed = []
     for generation, events in zip(generations, happened, strict=True):
@@ -239,3 +315,5 @@ def step_together(generations: Sequence[Generation]) -> None:
     for generation in generations:
         if generation.decoder.drafts:
             generation.decoder.drafts.plain((time.perf_counter() - begin) / len(generations))
+    for generation in generations:
+        generation.compare()

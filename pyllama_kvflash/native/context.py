@@ -1,6 +1,7 @@
 """A llama.cpp context: its KV cache, stock or pooled, and the computation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from types import TracebackType
@@ -149,16 +150,20 @@ class Context:
         self.computed(self.handle, len(tokens))
         self._batch = pos, len(tokens)
 
-    def computed(self, native: Any, n: int) -> None:
-        """Record that a native context, this one or a paned one, computed a batch of n tokens of this sequence."""
-        self._shared.computed(native, {self.seq: (n - 1, 0)})
+    def computed(self, native: Any, n: int, n_batch: int | None = None) -> None:
+        """Record that a native context, this one or a paned one, computed a batch of this sequence, whose first n tokens
+        stand.
+
+        n_batch: the tokens of the batch; None: all of them stand.
+        """
+        self._shared.computed(native, {self.seq: (n - 1, (n_batch or n) - n)})
 
     def keep(self, n: int) -> None:
         """Keep only the first n tokens of the last batch, all of whose tokens got logits. Raises as seq_rm() does."""
         start, n_batch = self._batch
         if n < n_batch:
             self.seq_rm(start + n)
-        self._shared.computed(self.handle, {self.seq: (n - 1, n_batch - n)})
+        self.computed(self.handle, n, n_batch)
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
         """Decode one token of each of several sequences in one batch, at the given positions. All get logits.
@@ -179,6 +184,13 @@ class Context:
             msg = f"sequence {self.seq} was not in the last batch: what was computed then is another one's"
             raise errors.UsageError(msg)
         return self._shared.outputs[self.seq]
+
+    @contextmanager
+    def same_output(self) -> Iterator[None]:
+        """Have logits() and queries() be afterwards those that they are now, whatever other contexts compute meanwhile."""
+        last = self.output
+        yield
+        self.computed(last.native, last.first + 1, last.first + 1 + last.last)
 
     def synchronize(self) -> None:
         """Wait for the computation of this sequence's last token."""

@@ -55,6 +55,7 @@ class Model:
         self.n_ctx_train = int(lib.llama_model_n_ctx_train(handle))
         self.n_layer = int(lib.llama_model_n_layer(handle))
         self.n_swa = int(lib.llama_model_n_swa(handle))
+        self.recurrent = bool(lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle))
         self.n_params = int(lib.llama_model_n_params(handle))
         self.n_bytes = int(lib.llama_model_size(handle))
 

@@ -1,8 +1,9 @@
 """llama.cpp's sampler chain."""
 
 import math
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
@@ -69,6 +70,13 @@ class Sampler:
 
     def _add(self, smpl: Any) -> None:
         lib.llama_sampler_chain_add(self._handle, smpl)
+
+    def fork(self) -> Self:
+        """Return a sampler that is where this one is: given the same logits, it draws the same tokens from here on."""
+        res = copy(self)
+        res._handle = ffi.gc(lib.llama_sampler_clone(self._handle), lib.llama_sampler_free)  # noqa: SLF001
+        res._token = ffi.new("llama_token *")  # noqa: SLF001
+        return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the

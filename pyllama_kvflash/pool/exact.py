@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.native import Context, ExactContext, Record, Tokens
+from pyllama_kvflash.native import ALL, Context, ExactContext, Record, Tokens
 from pyllama_kvflash.policy.scorers import EDGE
 
 
@@ -44,21 +44,55 @@ class ExactReader:
         records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then. Raises
         Interrupted and NativeError.
         """
-        own = self.ctx.sequence(pool.seq)
-        if self._seq not in (None, pool.seq):
-            self.ctx.sequence(self._seq).clear()
-            self._end = -1
-        if (self._seq, self._end) != (pool.seq, start):
-            self._seq = pool.seq
+        own = self._own(pool.seq)
+        if self._end != start:
             own.restore_partial(pool.save_partial(), start)
         self._end = -1  # until it is whole
         own.decode_into(pool, tokens, start, records, outputs)
         self._end = start + len(tokens)
 
-    def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
-        """Return what the last n_query tokens of the last batch attend to: policy.View.mass for n_chunks chunks."""
+    def look(
+        self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: bytes
+    ) -> npt.NDArray[np.float32]:
+        """Decode tokens (n,) int32 once more, which the pool's sequence has at positions start, start + 1, ...
+
+        records: as for decode(); those from the first of these positions on are written to. state: what save_partial() gave
+        at start. Returns the logits of each, (n, n_vocab). Logits and queries of the sequence stay. Raises as decode().
+        """
+        own = self._own(pool.seq)
+        self._end = -1
+        own.restore_partial(state, start)
+        with pool.same_output():
+            own.decode_into(pool, tokens, start, records, ALL)
+            res = np.array([pool.logits(i) for i in range(len(tokens))])
+        own.attn_seq_rm(start, -1)
+        return res
+
+    def _own(self, seq: int) -> ExactContext:
+        """Return the context as a sequence sees it, which has it from now on."""
+        if self._seq not in (None, seq):
+            self.ctx.sequence(self._seq).clear()
+            self._end = -1
+        self._seq = seq
+        return self.ctx.sequence(seq)
+
+    def keep(self, pool: Context, start: int, n: int, n_batch: int) -> None:
+        """Keep only the first n of the n_batch tokens that decode() took at `start`.
+
+        If the tap does not reach back to the last of these, the first token that it has stands for that, because to tap many
+        costs as much attention again. Raises UnsupportedError (a state cannot go back).
+        """
         own = self.ctx.sequence(pool.seq)
-        return np.stack([own.mass(back, n_chunks * EDGE) for back in reversed(range(n_query))])
+        if n < n_batch:
+            self._end = -1
+            own.seq_rm(start + n)
+            self._end = start + n
+        pool.computed(own.handle, n, min(n_batch, n + max(0, own.q_tap - 1)))
+
+    def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
+        """Return what the last n_query tokens that stand attend to: policy.View.mass for n_chunks chunks."""
+        own, last = self.ctx.sequence(pool.seq), pool.output.last
+        return np.stack([own.mass(last + back, n_chunks * EDGE) for back in reversed(range(n_query))])
 
     def hand_over(self, pool: Context, n_tokens: int) -> None:
         """Give the state after n_tokens positions to the pool's sequence. Harmless when repeated."""

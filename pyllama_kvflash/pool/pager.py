@@ -134,7 +134,7 @@ class Pager:
         self.settle()
         ledger = self.ledger
         end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
-        needs_block = end % ledger.chunk and not ledger.n_tokens % ledger.chunk
+        needs_block = not ledger.n_tokens % ledger.chunk
         plan = make_room(ledger, 1) if needs_block else _NOTHING
         n_chunks = -(-end // ledger.chunk)
         self.shared.memory.reserve(max(0, n_chunks - len(self.records)))
@@ -145,6 +145,19 @@ class Pager:
         if ledger.n_tokens % ledger.chunk:
             self.ctx.read(first, records[first])
         return plan, records
+
+    def copies(self, start: int, n_tokens: int) -> list[Record]:
+        """Return the records of all chunks up to the one of position start + n_tokens - 1; those from start on are copies."""
+        self.wait_stored()
+        first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
+        res = [self.records.get(c) for c in range(first)]
+        for chunk in range(first, end):
+            res.append(np.empty(self.records.record_bytes, np.uint8))
+            if chunk < self.ledger.n_sealed:
+                res[-1][:] = self.records.get(chunk)
+            else:
+                self.ctx.read(chunk, res[-1])
+        return res
 
     def arrive(self) -> None:
         """After positions were appended to the ledger, make the pool hold the chunk that is being written, from its record.
@@ -160,6 +173,9 @@ class Pager:
             if last in there:
                 self.ctx.drop(last)
             self._fill(last)
+            self.ctx.attn_seq_rm(ledger.n_tokens, -1)  # tokens of the batch that do not stand
+        if ledger.n_chunks in self.records:
+            self.records.forget(ledger.n_chunks)
         self.n_stored = max(self.n_stored, ledger.n_sealed)
         self._summariser.begin(ledger.n_sealed)
 

@@ -15,7 +15,7 @@ from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Warn
 from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options, check_span
-from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.policy import Plan, Queries, Scorer
 from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.pager import Pager, Shared
@@ -29,6 +29,7 @@ class PooledSequence:
     peers: all sequences of the context, by number.
     history: the tokens written so far.
     pending: the last token produced, which is not decoded yet; None: there is none.
+    n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
     """
 
@@ -51,12 +52,16 @@ class PooledSequence:
         peers.append(self)
         self.ctx = ctx
         self.options = options
-        self.recurrent = ctx.kv_bytes().recurrent > 0
+        held = ctx.kv_bytes()
+        self.recurrent = held.recurrent > 0
+        self.stateful = held.recurrent + held.swa > 0  # there is more than chunks hold
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
         self.exact = exact
+        self.n_exact = 0
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
+        self._state: bytes | None = None  # what no chunk holds, before a trial that is under way
         self.warnings: tuple[str, ...] = ()
         self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
@@ -140,23 +145,13 @@ class PooledSequence:
         yield
         self.consistent = True
 
-    def advance_exactly(self, tokens: Tokens, outputs: int) -> Paged | None:
-        """Decode tokens (n,) int32, at most a batch of `exact`, against everything before them. Returns what moved.
+    def append(self, n: int) -> None:
+        """Record that an exact batch has computed n more positions, which are about to stand.
 
-        The pool then holds the chunk that is being written; settle_in() brings in the others. Raises PoolError,
-        HostMemoryError, Interrupted and NativeError.
+        From here on a step that is cut off is carried on, not undone.
         """
-        self.recover()
-        start, exact, pager = self.n_tokens, self.reads_exactly, self.paged
-        self.consistent = False
-        plan, records = pager.prepare(len(tokens))
-        exact.decode(self.ctx, tokens, start, records, outputs)
-        self._arriving = start + len(tokens)  # from here on a step that is cut off is carried on, not undone
-        pager.ledger.append(len(tokens))
-        self.stand(tokens)
-        self.arrive()
-        self.consistent = True
-        return Paged(start, plan.drops, plan.page_ins) if plan else None
+        self._arriving = self.n_tokens + n
+        self.paged.ledger.append(n)
 
     def arrive(self) -> None:
         """Have the pool go on from where an exact batch ended, if one has."""
@@ -164,6 +159,37 @@ class PooledSequence:
             self.exact.hand_over(self.ctx, self.n_tokens)
             self.paged.arrive()
         self._arriving = None
+
+    @contextmanager
+    def trial(self, n: int) -> Iterator[Plan]:
+        """Let up to n tokens be decoded through the pool after the last position; then all is as it was, but for chunks
+        that made room. Yields which did.
+
+        Raises PoolError and HostMemoryError.
+        """
+        with self.step():
+            self.paged.settle()
+            plan = self.paged.make_room(n)
+            self._state = self.ctx.save_partial() if self.recurrent else b""
+            yield plan
+            self.end_trial()
+
+    def end_trial(self) -> None:
+        """Remove what a trial has decoded. Harmless without one."""
+        if self._state:
+            self.ctx.restore_partial(self._state, self.n_tokens)
+        elif self._state is not None:
+            self.ctx.seq_rm(self.n_tokens)
+        self._state = None
+
+    def seen_exactly(self, start: int, n: int, state: bytes) -> Floats:
+        """Return the logits (n, n_vocab) of n tokens from position start on, computed against everything. Changes nothing.
+
+        state: what save_partial() gave at start. Raises Interrupted, SnapshotError and NativeError.
+        """
+        self.recover()
+        records, tokens = self.paged.copies(start, n), np.array(self.history[start : start + n], np.int32)
+        return self.reads_exactly.look(self.ctx, tokens, start, records, state)
 
     def attended(self, n_query: int) -> Floats:
         """Return what the last n_query tokens of an exact batch attend to, see policy.View.mass."""
@@ -185,6 +211,7 @@ class PooledSequence:
             return
         for s in cut_off:
             try:
+                s.end_trial()
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
@@ -230,10 +257,11 @@ class PooledSequence:
         self.ctx.clear()
         if self.pager:
             self.pager.clear()
-        self._arriving = None
+        self._arriving = self._state = None
         self.consistent = True
 
     def _forget_exactly(self, n_tokens: int) -> None:
+        self.n_exact = min(self.n_exact, n_tokens)
         if self.exact is not None:
             self.exact.forget(self.seq, n_tokens)
 

@@ -67,11 +67,12 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
     return plans
 
 
-def _keep(sequence: PooledSequence, tokens: Tokens, accept: Accept) -> None:
-    """Keep those tokens of a decoded batch that `accept` takes, as far as it comes."""
-    if sequence.pager:
-        sequence.pager.flights.go_on(len(tokens))
-    stands: tuple[int, int | None] = 1, None  # how many, and what follows them; always replaced whole
+def _ask(accept: Accept, keep: Callable[[int, int | None], None]) -> None:
+    """Ask `accept` about the tokens of a decoded batch, one after the other, as far as it comes.
+
+    keep: called at the end, whatever ends it, with how many stand and what follows them.
+    """
+    stands: tuple[int, int | None] = 1, None  # always replaced whole
     try:
         while True:
             following, goes_on = accept(stands[0] - 1)
@@ -80,11 +81,52 @@ def _keep(sequence: PooledSequence, tokens: Tokens, accept: Accept) -> None:
                 break
             stands = stands[0] + 1, None
     finally:
-        n, following = stands
+        keep(*stands)
+
+
+def _keep(sequence: PooledSequence, tokens: Tokens, accept: Accept) -> None:
+    """Keep those tokens of a decoded batch that `accept` takes."""
+    if sequence.pager:
+        sequence.pager.flights.go_on(len(tokens))
+
+    def keep(n: int, following: int | None) -> None:
         sequence.ctx.keep(n)
-        sequence.pending = None  # it is tokens[0]: cleared first, it is never in both, wherever this is cut off
-        sequence.history.frombytes(tokens[:n].tobytes())
+        sequence.stand(tokens[:n])
         sequence.pending = following
         if sequence.pager:
             sequence.pager.written(n)
         sequence.consistent = True
+
+    _ask(accept, keep)
+
+
+def advance_exactly(
+    sequence: PooledSequence, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None
+) -> Paged | None:
+    """Decode tokens (n,) int32, at most a batch of `exact`, against everything before them. Returns what moved.
+
+    accept, outputs: as for advance(). The pool then holds the chunk that is being written; settle_in() brings in others.
+
+    Raises PoolError, HostMemoryError, Interrupted and NativeError.
+    """
+    sequence.recover()
+    start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
+    sequence.consistent = False
+    plan, records = pager.prepare(len(tokens))
+    exact.decode(sequence.ctx, tokens, start, records, outputs)
+
+    def keep(n: int, following: int | None) -> None:
+        exact.keep(sequence.ctx, start, n, len(tokens))
+        if sequence.n_exact == start:
+            sequence.n_exact = start + n
+        sequence.append(n)
+        sequence.stand(tokens[:n])
+        sequence.pending = following
+        sequence.arrive()
+        sequence.consistent = True
+
+    if accept is None:
+        keep(len(tokens), None)
+    else:
+        _ask(accept, keep)
+    return Paged(start, plan.drops, plan.page_ins) if plan else None

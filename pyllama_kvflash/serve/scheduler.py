@@ -332,6 +332,9 @@ class Scheduler:
     def _ended(self, slot: Slot, serving: Serving, reason: str) -> None:
         if (stats := serving.generation.draft_stats) is not None:
             self.metrics.add(drafted_tokens=stats.drafted, accepted_tokens=stats.accepted)
+        if meter := serving.generation.decoder.meter:
+            found = meter.stats
+            self.metrics.add(checked_tokens=found.checked, agreed_tokens=found.agreed, check_seconds=found.check_s)
         done = slot.finish(serving, reason)
         self._left("ok")  # first, because the client may ask again at once
         serving.job.notify(done)

@@ -7,6 +7,7 @@ are not of the same batches in the same cells are compared by the logits that ea
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,11 @@ def held(chosen: Chosen, at: int = 0) -> Iterator[None]:
         def sample(self, ctx: Context, i: int = -1) -> int:
             chosen.hold(ctx, i, next(n))
             return super().sample(ctx, i)
+
+        def fork(self) -> Any:  # it only guesses
+            res: Any = super().fork()
+            res.__class__ = Sampler
+            return res
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "Sampler", Held)

@@ -1,0 +1,89 @@
+"""How many tokens to draft before they are checked, from measured acceptance and measured times.
+
+A round drafts n tokens and checks them, and the token before them, in one batch. If each is right with probability a, it
+commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). It takes n times
+what a draft takes, and what the check of n + 1 tokens takes: a line in the number of tokens, fitted to the checks so far.
+"""
+
+from dataclasses import dataclass
+
+_KEPT = 0.95  # of the weight of earlier rounds, at each round
+_SPIKE = 3  # a time counts as at most this many times what was expected: timing errors only add
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # acceptance before anything is known, and the drafts that would have shown it
+_FLAT = 1e-6  # spread of the numbers of tokens below which they were all the same
+_PROBE = 64  # rounds after which another number is tried, so that the line and the acceptance stay known
+
+
+@dataclass(slots=True)
+class _Line:
+    """A weighted least-squares line through (tokens, seconds), of recent rounds above all."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        if self.weight:
+            y = min(y, _SPIKE * self.at(x))
+        for name, value in (("weight", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
+            setattr(self, name, _KEPT * getattr(self, name) + value)
+
+    def at(self, x: float) -> float:
+        """Return the seconds of x tokens: never less for more tokens."""
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x**2
+        slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread) if spread > _FLAT else 0.0
+        slope = min(slope, mean_y / mean_x)  # a check of no tokens takes no less than nothing
+        return mean_y + slope * (x - mean_x)
+
+
+class Lookahead:
+    """Chooses the number of tokens of the next draft, 0 to n_most. The caller owns the clock, and reports each round."""
+
+    def __init__(self, n_most: int) -> None:
+        """n_most: the most tokens of a draft; 0: draft nothing."""
+        self.n_most = n_most
+        self.draft_s: float | None = None  # seconds of a drafted token
+        self._right = _PRIOR * _PRIOR_WEIGHT
+        self._tried = _PRIOR_WEIGHT
+        self._checks = _Line()
+        self._n_rounds = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that a drafted token is right if those before it are."""
+        return self._right / self._tried
+
+    @property
+    def n(self) -> int:
+        """How many tokens to draft next."""
+        first = (self.n_most // 2, self.n_most, 0)  # what a line takes
+        if self._n_rounds < len(first):
+            return first[self._n_rounds]
+        best = max(range(self.n_most + 1), key=self.rate)
+        if self._n_rounds % _PROBE == 0:
+            return min(self.n_most, 2 * best + 1)
+        return best
+
+    def rate(self, n: int) -> float:
+        """Return the tokens per second that are expected of drafts of n tokens. Needs a round with a draft, at least."""
+        a = min(self.acceptance, 1 - 1e-6)
+        seconds = n * (self.draft_s or 0.0) + self._checks.at(n + 1)
+        return (1 - a ** (n + 1)) / (1 - a) / max(seconds, 1e-9)
+
+    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float) -> None:
+        """Record a round: n_drafted tokens, drafted in draft_s seconds, of which the first n_right were right.
+
+        check_s: seconds of the check of these and the token before them.
+        """
+        self._n_rounds += 1
+        if n_drafted:
+            each = draft_s / n_drafted
+            if self.draft_s is not None:
+                each = self.draft_s + (1 - _KEPT) * (min(each, _SPIKE * self.draft_s) - self.draft_s)
+            self.draft_s = each
+            self._right = _KEPT * self._right + n_right
+            self._tried = _KEPT * self._tried + min(n_right + 1, n_drafted)
+        self._checks.add(n_drafted + 1, check_s)

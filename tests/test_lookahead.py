@@ -1,0 +1,104 @@
+"""How many tokens to draft: the rate of what is chosen is nearly the best there is."""
+
+import numpy as np
+import pytest
+
+from pyllama_kvflash.policy.lookahead import Lookahead
+
+N_MOST = 16
+
+
+def rate(n: int, a: float, draft_s: float, base_s: float, each_s: float) -> float:
+    """Tokens per second of rounds of n drafted tokens, summed up token by token."""
+    return sum(a**i for i in range(n + 1)) / (n * draft_s + base_s + (n + 1) * each_s)
+
+
+def play(
+    look: Lookahead,
+    n_rounds: int,
+    a: float,
+    times: tuple[float, float, float],
+    *,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> list[int]:
+    """Rounds with these costs (of a drafted token, of a check, of each token of a check); what was drafted in each."""
+    draft_s, base_s, each_s = times
+    rng, chosen = np.random.default_rng(seed), []
+    for _ in range(n_rounds):
+        n = look.n
+        chosen.append(n)
+        wrong = np.flatnonzero(rng.random(n) >= a)
+        late = rng.exponential(jitter, 2) if jitter else (0.0, 0.0)
+        check_s = base_s + (n + 1) * each_s
+        look.checked(n, int(wrong[0]) if len(wrong) else n, n * draft_s * (1 + late[0]), check_s * (1 + late[1]))
+    return chosen
+
+
+CASES = {  # acceptance; seconds of a drafted token, of a check, of each of its tokens
+    "streaming": (0.95, (0.004, 0.1, 0.0005)),
+    "doubtful": (0.6, (0.004, 0.1, 0.0005)),
+    "resident": (0.9, (0.004, 0.02, 0.0002)),
+    "two cores": (0.85, (0.030, 0.060, 0.025)),
+    "does not pay": (0.3, (0.020, 0.025, 0.010)),
+    "always right": (1.0, (0.004, 0.1, 0.0005)),
+    "never right": (0.0, (0.004, 0.02, 0.001)),
+}
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+@pytest.mark.parametrize("case", CASES)
+def test_it_finds_nearly_the_best(case: str, jitter: float) -> None:
+    a, times = CASES[case]
+    best = max(rate(n, a, *times) for n in range(N_MOST + 1))
+    for seed in range(5):
+        look = Lookahead(N_MOST)
+        chosen = play(look, 200, a, times, jitter=jitter, seed=seed)
+        reached = np.mean([rate(n, a, *times) for n in chosen[20:]])
+        assert reached > 0.88 * best, chosen
+
+
+def test_it_follows_the_text() -> None:
+    """Where drafts stop being right it stops drafting, looks from time to time, and begins again."""
+    times = CASES["resident"][1]
+    look = Lookahead(N_MOST)
+    good = play(look, 100, 0.95, times)
+    bad = play(look, 300, 0.0, times)
+    again = play(look, 1000, 0.95, times)
+    assert np.median(good[20:]) >= 6
+    assert np.median(bad[60:]) == 0
+    assert max(bad[60:]) > 0
+    assert np.median(again[-200:]) >= 6
+
+
+def test_one_slow_round_changes_nothing() -> None:
+    a, times = CASES["streaming"]
+    look = Lookahead(N_MOST)
+    play(look, 60, a, times)
+    before = look.n
+    look.checked(before, before, 100.0, 100.0)
+    assert abs(look.n - before) <= 4
+
+
+@pytest.mark.parametrize("n_most", [0, 1, 3])
+def test_it_stays_within_the_most(n_most: int) -> None:
+    look = Lookahead(n_most)
+    assert set(play(look, 300, 0.99, CASES["streaming"][1])) <= set(range(n_most + 1))
+
+
+def test_a_check_that_takes_no_time() -> None:
+    look = Lookahead(N_MOST)
+    for _ in range(5):
+        look.checked(look.n, 0, 0.0, 0.0)
+        assert 0 <= look.n <= N_MOST
+
+
+def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
+    """Of 10 drafted, 4 right: 5 were tried."""
+    look = Lookahead(N_MOST)
+    for _ in range(200):
+        look.checked(10, 4, 1.0, 1.0)
+    assert look.acceptance == pytest.approx(0.8, abs=0.01)
+    for _ in range(200):
+        look.checked(10, 10, 1.0, 1.0)
+    assert look.acceptance == pytest.approx(1.0, abs=0.01)

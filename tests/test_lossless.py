@@ -1,0 +1,367 @@
+"""Lossless decoding: tokens drafted through the pool and checked against everything. The text is the full cache's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import drafting, snapshots, tiny, tiny_drafters
+from support.cuts import cut_off_at_every_line
+from support.drafting import width_noise
+from support.oracles import ON_GPU
+from support.rounding import Chosen, held, relative_rms
+from support.runs import GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
+
+from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import ALL, LAST, Context
+from pyllama_kvflash.options import LOOKAHEAD, RECURRENT_LOOKAHEAD, Options, Spec
+from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.pool.exact import ExactReader
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+
+snap = snapshots.snap
+wordless = snapshots.wordless
+
+CHUNK, N_POOL, N_UBATCH = 16, 256, 64
+
+SMALL: dict[str, Any] = {
+    "n_ctx": 4096,
+    "n_threads": 1,
+    "pool": N_POOL,
+    "chunk": CHUNK,
+    "n_batch": N_UBATCH,
+    "n_ubatch": N_UBATCH,
+    "share": 0,
+    "exact": True,
+}
+FULL = {**SMALL, "pool": "off", "exact": False}
+SEEDED = [GREEDY, *(Sampling(temperature=1.0, seed=seed) for seed in (1, 2, 3))]
+
+
+def answer(kv: KVFlash, prompt: Any, n: int, sampling: Sampling = GREEDY, **how: Any) -> list[int]:
+    return [e.id for e in kv.generate(prompt, max_tokens=n, sampling=sampling, **how) if isinstance(e, Token)]
+
+
+def chosen_alike(chosen: Chosen, kv: KVFlash, *args: Any, **how: Any) -> list[int]:
+    """An answer whose tokens are chosen by the logits that are known for them."""
+    with held(chosen):
+        return answer(kv, *args, **how)
+
+
+def n_streamed(kv: KVFlash) -> int:
+    return kv.sequence.reads_exactly.ctx.pane_info().n_bytes
+
+
+def rows_apart(kv: KVFlash, plain: KVFlash, first: int) -> float:
+    """How far the records from chunk `first` on are from those of the same text, read as a prompt; what the pool holds of a
+    chunk is what its record has.
+    """
+    list(plain.prefill(kv.tokens))
+    got, want = ([one.pager.records.get(c) for c in range(kv.n_tokens // CHUNK)] for one in (kv, plain))
+    there = np.zeros_like(got[0])
+    n_meta = kv.ctx.pool_info().meta_bytes
+    for chunk, record in enumerate(got):
+        assert np.array_equal(record[:n_meta], want[chunk][:n_meta])
+        if kv.ctx.block_of(chunk) >= 0:
+            kv.ctx.read(chunk, there)
+            assert np.array_equal(there, record), f"chunk {chunk} in the pool"
+    rows = [np.concatenate([record[n_meta:].view(np.float16) for record in part[first:]]) for part in (got, want)]
+    return relative_rms(*(part.astype(np.float32) for part in rows))
+
+
+def width_apart(opened: Open, name: str) -> float:
+    """What the width of a batch does to rows: four times what is seen, for it has a tail."""
+    narrow, wide = opened(name, exact=False), opened(name, exact=False)
+    for at in (600, *range(603, 700, 3)):
+        read(narrow, at)
+    read(wide, narrow.n_tokens)
+    return 4 * rows_apart(narrow, wide, 600 // CHUNK)
+
+
+class Batches:
+    """Those that an exact pass computes: position, tokens, logits of each token, and how many stand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[int, Any, list[Any], int]] = []
+        keep, decode, last = ExactReader.keep, ExactReader.decode, [np.empty(0, np.int32)]
+
+        def decoded(reader: ExactReader, pool: Context, tokens: Any, *args: Any) -> None:
+            last[0] = tokens.copy()
+            decode(reader, pool, tokens, *args)
+
+        def kept(reader: ExactReader, pool: Context, start: int, n: int, n_batch: int) -> None:
+            asked = range(n_batch) if n_batch <= LOOKAHEAD + 1 else ()
+            self.found.append((start, last[0], [pool.logits(i) for i in asked], n))
+            keep(reader, pool, start, n, n_batch)
+
+        monkeypatch.setattr(ExactReader, "decode", decoded)
+        monkeypatch.setattr(ExactReader, "keep", kept)
+
+
+#
+# the text
+#
+
+
+@pytest.mark.parametrize("sampling", SEEDED, ids=["greedy", "seed 1", "seed 2", "seed 3"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_is_the_full_caches(
+    opened: Open, tiny_path: Any, wordless: None, name: str, sampling: Sampling
+) -> None:
+    """Token for token, but for what the width of a batch does to logits; and every row is what reading that text makes."""
+    chosen = Chosen(width_noise(tiny_path(name), LOOKAHEAD + 1, FULL))
+    kv, full, plain = opened(name), opened(name, **FULL), opened(name, exact=False)
+    limit = width_apart(opened, name)
+    for prompt, how in ((TOKENS[:1000], {}), (TOKENS[1000:1100], {"append": True})):
+        chosen.rows.clear()
+        want, got = (chosen_alike(chosen, one, prompt, 100, sampling, **how) for one in (full, kv))
+        assert got == want
+        assert kv.decoder.lossless is not None
+        assert kv.decoder.lossless.stats.drafted > 0
+        check_residency(kv, CHUNK)
+    assert chosen.n_held == 200
+    assert np.array_equal(kv.tokens, full.tokens)
+    assert rows_apart(kv, plain, 1000 // CHUNK) <= limit
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("right", [0, 3, 99])
+def test_whatever_was_drafted(
+    opened: Open, tiny_path: Any, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str, right: int
+) -> None:
+    """A draft may be wrong at once, later, or nowhere: its tokens leave no trace."""
+    chosen = Chosen(width_noise(tiny_path(name), LOOKAHEAD + 1, FULL))
+    kv, full, plain = opened(name), opened(name, **FULL), opened(name, exact=False)
+    want = chosen_alike(chosen, full, TOKENS[:700], 90)
+
+    def draft(_: Lossless, token: int, n: int, _sampler: Any) -> Any:
+        at = kv.n_tokens + 1 - 700
+        assert token == want[at - 1]
+        guesses = np.array([*want[at : at + n], *TOKENS[:n]], np.int32)[:n]
+        guesses[right:] = (guesses[right:] + 1) % tiny.N_VOCAB
+        return guesses, []
+
+    monkeypatch.setattr(Lossless, "draft", draft)
+    monkeypatch.setattr(Lookahead, "n", 7)
+    assert chosen_alike(chosen, kv, TOKENS[:700], 90) == want
+    check_residency(kv, CHUNK)
+    stats = kv.decoder.lossless.stats if kv.decoder.lossless else None
+    assert stats is not None
+    n_rounds = -(-89 // (1 + min(right, 7)))
+    assert abs(stats.draft_steps + stats.plain_steps - n_rounds) <= 1
+    assert rows_apart(kv, plain, 700 // CHUNK) <= width_apart(opened, name)
+
+
+def test_rows_of_the_pools_own_decoding_are_told_apart(opened: Open, wordless: None) -> None:
+    """The tests above can fail."""
+    kv, plain = opened(exact=False, policy="lru"), opened(exact=False)
+    answer(kv, TOKENS[:700], 90)
+    assert rows_apart(kv, plain, 700 // CHUNK) > 3 * width_apart(opened, "qwen3")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_what_llama_cpp_does_of_the_same_batches(
+    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Bit for bit, for each token of a draft, whether it stands or not, and after some were taken back."""
+    kv, full = opened(name), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
+    batches = Batches(monkeypatch)
+    draft = Lossless.draft
+
+    def partly(lossless: Lossless, token: int, n: int, sampler: Any) -> Any:
+        guesses, moved = draft(lossless, token, n, sampler)
+        right = np.array([*full_text[kv.n_tokens + 1 :]], np.int32)[: len(guesses) // 2]
+        guesses[: len(right)] = right
+        return guesses, moved
+
+    full_text = [*TOKENS[:700], *answer(opened(name, **FULL), TOKENS[:700], 120)]
+    monkeypatch.setattr(Lossless, "draft", partly)
+    monkeypatch.setattr(Lookahead, "n", 7)  # no clock
+    answer(kv, TOKENS[:700], 100)
+    n_right = n_wrong = 0
+    for start, tokens, logits, n in batches.found:
+        full.ctx.decode(tokens, start, ALL if logits else LAST)
+        for i, want in enumerate(logits):
+            assert np.array_equal(full.ctx.logits(i), want), f"token {start + i} of a batch of {len(tokens)} at {start}"
+        if n < len(tokens):
+            full.ctx.seq_rm(start + n)
+        n_right += n - 1 if logits else 0
+        n_wrong += len(tokens) - n
+    assert n_right > 10
+    assert n_wrong > 10
+
+
+def test_a_text_that_the_pool_holds_is_decoded_there(opened: Open, wordless: None) -> None:
+    """Until it is longer: everything is seen, so nothing is to be checked."""
+    kv, full = opened(), opened(**FULL)
+    want, got = (answer(one, TOKENS[:200], 40) for one in (full, kv))
+    assert got == want
+    assert n_streamed(kv) == 0
+    want, got = (answer(one, TOKENS[300:301], 60, append=True) for one in (full, kv))
+    assert got == want
+    assert n_streamed(kv) > 0
+    assert out(kv)
+
+
+def test_decode_is_exact_too(opened: Open) -> None:
+    """Tokens that are given, in batches of one and more."""
+    kv, full = opened(), opened(**FULL)
+    for one in (kv, full):
+        read(one, 600)
+    for n in (1, 1, 5, 64, 30, 1, 20):
+        at = kv.n_tokens
+        for one in (kv, full):
+            one.decode(TOKENS[at : at + n])
+        assert np.array_equal(kv.logits(), full.logits()), f"{n} tokens at {at}"
+        check_residency(kv, CHUNK)
+    assert kv.n_batch == N_UBATCH
+
+
+@pytest.mark.parametrize("policy", ["lru", "qk-zmax"])
+def test_any_policy(opened: Open, wordless: None, policy: str) -> None:
+    kv, full = opened(policy=policy), opened(**FULL)
+    want, got = (answer(one, TOKENS[:600], 60) for one in (full, kv))
+    assert got == want
+    check_residency(kv, CHUNK)
+
+
+def test_it_drafts_again_after_a_rollback(opened: Open, wordless: None) -> None:
+    kv, full = opened(), opened(**FULL)
+    for n in (650, 333, 500):
+        for one in (kv, full):
+            if one.n_tokens > n:
+                one.rollback(n)
+            read(one, n)
+        want, got = (answer(one, TOKENS[:3], 20, append=True) for one in (full, kv))
+        assert got == want
+        check_residency(kv, CHUNK)
+
+
+#
+# with drafters in front of the pool
+#
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft", "dflash", "eagle3", "mtp"])
+def test_with_drafters(tmp_path: Path, wordless: None, kind: str) -> None:
+    path, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
+    model: str | None = str(drafter)
+    if kind == "mtp":
+        tiny_drafters.mtp(path)
+        model = None
+    elif kind == "eagle3":
+        tiny.write("qwen3", path)
+        tiny_drafters.eagle3(drafter, n_embd_target=256)
+    elif kind == "dflash":
+        drafting.FILES["qwen3"](path)
+        drafting.FILES["dflash"](drafter)
+    else:
+        drafting.FILES["qwen3"](path)
+        drafting.FILES["qwen3"](drafter)
+        model = model if kind == "draft" else None
+    spec = Spec(kind=kind, model=model, n_max=2 if kind == "mtp" else 4, gate=0, window=256)
+    prompt = np.tile(TOKENS[:150] % (tiny.N_VOCAB - 2), 5)
+    chosen, found = [Chosen(width_noise(path, LOOKAHEAD + 1, FULL)) for _ in range(2)], []
+    for options in (FULL, {**SMALL, "spec": spec}):
+        with KVFlash.from_file(path, **options) as kv:
+            found.append(chosen_alike(chosen[0], kv, prompt, 70))
+            found[-1] += chosen_alike(chosen[1], kv, prompt[:90], 30, append=True)
+            if kv.n_pool:
+                kv.check_integrity()
+    assert found[0] == found[1]
+    assert [c.n_held for c in chosen] == [70, 30]
+
+
+#
+# several sequences, snapshots, Ctrl-C
+#
+
+
+def test_sequences_take_turns(opened: Open, wordless: None) -> None:
+    kv, texts = opened(n_parallel=2, pool=2 * N_POOL), (TOKENS[:700], TOKENS[700:1300])
+    want = [answer(opened(**FULL), text, 40) for text in texts]
+    runs = [s.generation(text, max_tokens=40, sampling=GREEDY) for s, text in zip(kv.sequences, texts, strict=True)]
+    got: list[list[int]] = [[], []]
+    while not all(run.ended for run in runs):
+        for i, run in enumerate(runs):
+            got[i] += [] if run.ended else turn(run)
+    assert got == want
+    assert all(run.draft_stats and run.draft_stats.drafted for run in runs)
+    with pytest.raises(UsageError, match="decode one sequence at a time"):
+        kv.decode_each({0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_goes_on_from_a_snapshot(opened: Open, snap: Path, wordless: None, name: str) -> None:
+    kv, full = opened(name, snapshots=True), opened(name, **FULL)
+    want = answer(full, TOKENS[:700], 60)
+    assert answer(kv, TOKENS[:700], 25) == want[:25]
+    kv.save(snap)
+    there = opened(name, snapshots=True)
+    there.restore(snap)
+    for one in (kv, there):
+        assert answer(one, [], 35, append=True) == want[25:]
+        check_residency(one, CHUNK)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cut_off_at_every_line(opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Ctrl-C anywhere in an answer: what is left is the beginning of what would have been, and goes on as that."""
+    monkeypatch.setattr(Lookahead, "n", 3)
+    want = [*TOKENS[:400].tolist(), *answer(opened(name, **FULL), TOKENS[:400], 40)]
+
+    def fresh() -> KVFlash:
+        kv = opened(name, snapshots=True)
+        read(kv, 399)
+        return kv
+
+    def act(kv: KVFlash) -> None:
+        answer(kv, want[399:400], 6, append=True)
+
+    def check(kv: KVFlash) -> None:
+        kv.check_integrity()
+        left = [*kv.tokens.tolist(), *([] if kv.sequence.pending is None else [kv.sequence.pending])]
+        assert left == want[: len(left)]
+        assert len(left) >= 399
+        n = len(left)
+        further = answer(kv, want[n : n + 1], 6, append=True)
+        assert further == want[n + 1 : n + 7]
+        check_residency(kv, CHUNK)
+        kv.clear()
+        read(kv, 399)
+
+    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "61")))
+    assert len(places) > 20
+    assert any("lossless.py" in place for place in places)
+
+
+#
+# options
+#
+
+
+def test_what_cannot_be_asked_for() -> None:
+    for prefill in ("pool", "auto"):
+        with pytest.raises(UsageError, match=rf"exact \(--kvflash-exact\) needs .* is '{prefill}'"):
+            Options(exact=True, prefill=prefill)
+
+
+def test_how_far_it_looks() -> None:
+    assert Options().n_lookahead(recurrent=False) == 0
+    assert Options(exact=True).n_lookahead(recurrent=False) == LOOKAHEAD
+    assert Options(exact=True).n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
+    assert Options(exact=True, n_ubatch=4).n_lookahead(recurrent=False) == 3
+
+
+def test_a_graph_of_one_token(opened: Open, wordless: None) -> None:
+    """Nothing can be drafted then."""
+    kv, full = opened(n_ubatch=1), opened(**FULL)
+    want, got = (answer(one, TOKENS[:400], 10) for one in (full, kv))
+    assert got == want
