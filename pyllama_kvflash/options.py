@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
-MAX_DRAFT = 64
+MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 16
 """Most tokens that lossless decoding drafts before a check."""
 RECURRENT_LOOKAHEAD = 8
@@ -41,8 +41,11 @@ class Spec:
     """
     model: str | None = None
     """File of the draft model. "draft", "dflash" and "eagle3" need one; "mtp" may have one; "ngram" takes none."""
-    n_max: int = 8
-    """The most tokens of a draft, 1 to 64. A draft is checked in one batch of n_max + 1 tokens."""
+    n_max: int = 0
+    """The tokens of a draft, 1 to 64, unless fewer are guessed. 0: 1 to 8, as many as measured times and acceptance favour.
+
+    A draft is checked in one batch of one token more.
+    """
     p_min: float = 0.0
     """A guess that the draft model finds less likely than this (0 to 1) ends the draft."""
     window: int = 2048
@@ -63,11 +66,16 @@ class Spec:
                 "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
             )
             raise UsageError(msg)
-        check_range(self.n_max, 1, MAX_DRAFT, "n_max (--draft-max)", "8 is usual")
+        check_range(self.n_max, 0, MAX_DRAFT, "n_max (--draft-max)", "0 takes as many as pay, up to 8")
         check_range(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
         check_range(self.window, 256, 1 << 20, "window (--draft-window)", "2048 is usual")
         check_range(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
         check_range(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
+
+    @property
+    def most(self) -> int:
+        """The most tokens of a draft."""
+        return self.n_max or USUAL_DRAFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +282,7 @@ class Options:
     @property
     def n_draft(self) -> int:
         """The most tokens of a draft; 0 without speculative decoding."""
-        return self.spec.n_max if self.spec else 0
+        return self.spec.most if self.spec else 0
 
     def resolved(self, n_ctx_train: int) -> Self:
         """Return a copy with the model's context and this machine's threads filled in. Raises UsageError (a pin).

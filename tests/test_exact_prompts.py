@@ -24,6 +24,7 @@ from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import State
+from pyllama_kvflash.pool.step import advance_exactly
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
 
@@ -504,7 +505,7 @@ class Control:
 
 
 def a_batch(kv: KVFlash) -> None:
-    kv.sequence.advance_exactly(TOKENS[kv.n_tokens : kv.n_tokens + CHUNK], LAST)
+    advance_exactly(kv.sequence, TOKENS[kv.n_tokens : kv.n_tokens + CHUNK], LAST)
 
 
 def a_prompt(kv: KVFlash) -> None:

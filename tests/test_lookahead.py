@@ -52,7 +52,7 @@ def test_it_finds_nearly_the_best(case: str, jitter: float) -> None:
     a, times = CASES[case]
     best = max(rate(n, a, *times) for n in range(N_MOST + 1))
     for seed in range(5):
-        look = Lookahead(N_MOST)
+        look = Lookahead(range(N_MOST + 1))
         chosen = play(look, 200, a, times, jitter=jitter, seed=seed)
         reached = np.mean([rate(n, a, *times) for n in chosen[20:]])
         assert reached > 0.88 * best, chosen
@@ -61,7 +61,7 @@ def test_it_finds_nearly_the_best(case: str, jitter: float) -> None:
 def test_it_follows_the_text() -> None:
     """Where drafts stop being right it stops drafting, looks from time to time, and begins again."""
     times = CASES["resident"][1]
-    look = Lookahead(N_MOST)
+    look = Lookahead(range(N_MOST + 1))
     good = play(look, 100, 0.95, times)
     bad = play(look, 300, 0.0, times)
     again = play(look, 1000, 0.95, times)
@@ -73,7 +73,7 @@ def test_it_follows_the_text() -> None:
 
 def test_one_slow_round_changes_nothing() -> None:
     a, times = CASES["streaming"]
-    look = Lookahead(N_MOST)
+    look = Lookahead(range(N_MOST + 1))
     play(look, 60, a, times)
     before = look.n
     look.checked(before, before, 100.0, 100.0)
@@ -82,12 +82,23 @@ def test_one_slow_round_changes_nothing() -> None:
 
 @pytest.mark.parametrize("n_most", [0, 1, 3])
 def test_it_stays_within_the_most(n_most: int) -> None:
-    look = Lookahead(n_most)
+    look = Lookahead(range(n_most + 1))
     assert set(play(look, 300, 0.99, CASES["streaming"][1])) <= set(range(n_most + 1))
 
 
+def test_it_takes_only_what_there_is() -> None:
+    """One of few numbers, the nearest to the best in speed."""
+    choices = (1, 2, 4, 8)
+    for case in ("streaming", "two cores", "never right"):
+        a, times = CASES[case]
+        chosen = play(Lookahead(choices), 200, a, times)
+        assert set(chosen) <= set(choices)
+        best = max(choices, key=lambda n: rate(n, a, *times))
+        assert np.median(chosen[20:]) == pytest.approx(best, rel=0.5)
+
+
 def test_a_check_that_takes_no_time() -> None:
-    look = Lookahead(N_MOST)
+    look = Lookahead(range(N_MOST + 1))
     for _ in range(5):
         look.checked(look.n, 0, 0.0, 0.0)
         assert 0 <= look.n <= N_MOST
@@ -95,7 +106,7 @@ def test_a_check_that_takes_no_time() -> None:
 
 def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
     """Of 10 drafted, 4 right: 5 were tried."""
-    look = Lookahead(N_MOST)
+    look = Lookahead(range(N_MOST + 1))
     for _ in range(200):
         look.checked(10, 4, 1.0, 1.0)
     assert look.acceptance == pytest.approx(0.8, abs=0.01)

@@ -38,6 +38,7 @@ SMALL: dict[str, Any] = {
     "chunk": CHUNK,
     "n_batch": N_UBATCH,
     "n_ubatch": N_UBATCH,
+    "panes": 2,
     "share": 0,
     "exact": True,
 }
@@ -166,12 +167,15 @@ def test_rows_of_the_pools_own_decoding_are_told_apart(opened: Open, wordless: N
     assert rows_apart(kv, plain, 700 // CHUNK) > 3 * width_apart(opened, "qwen3")
 
 
+@pytest.mark.parametrize("panes", [1, 0])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_computes_what_llama_cpp_does_of_the_same_batches(
-    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
+    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str, panes: int
 ) -> None:
     """Bit for bit, for each token of a draft, whether it stands or not, and after some were taken back."""
-    kv, full = opened(name), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
+    kv, full = opened(name, panes=panes), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
+    info = kv.sequence.reads_exactly.ctx.pane_info()
+    assert info.n_pane == (1 if panes else len(kv.ctx.layers())), "on a CPU nothing need be streamed"
     batches = Batches(monkeypatch)
     draft = Lossless.draft
 

@@ -219,6 +219,7 @@ def test_a_score_that_is_no_number_is_none(save: Callable[[Lines], Path]) -> Non
 
 START = {"event": "start", "model": "m", "policy": "qk", "n_ctx": 4096, "n_pool": 1024, "chunk": 64, "tau": 64}
 PREFILL = {"event": "prefill", "done": 512, "total": 1000, "seconds": 0.2}
+CHECKED = {"event": "checked", "pos": 512, "n": 16, "agreed": 16, "kld": 0.1, "seconds": 0.2}
 MOVE = {"event": "paged", "pos": 512, "drops": [], "page_ins": []}
 
 
@@ -240,6 +241,9 @@ MOVE = {"event": "paged", "pos": 512, "drops": [], "page_ins": []}
         (json.dumps({**MOVE, "drops": [8]}), '[8] for "drops", not chunks below 8'),
         (json.dumps({**MOVE, "drops": [-1]}), '[-1] for "drops"'),
         (json.dumps({**MOVE, "page_ins": 3}), '3 for "page_ins"'),
+        (json.dumps({**CHECKED, "n": 0}), '0 for "n"'),
+        (json.dumps({**CHECKED, "agreed": 17}), '17 for "agreed"'),
+        (json.dumps({**CHECKED, "pos": 5000}), '5000 for "pos"'),
         (json.dumps({**MOVE, "event": "reselect"}), '"scores"'),
         (json.dumps({**MOVE, "event": "reselect", "scores": [[1.0]]}), '"scores"'),
         (json.dumps({**MOVE, "event": "reselect", "scores": ["hot"]}), '"scores"'),
@@ -349,6 +353,23 @@ def test_without_scores_there_is_nothing_beside_it(save: Callable[[Lines], Path]
     assert len(residency_figure(read_trace(lru_run)).axes) == 2
     assert len(residency_figure(read_trace(real)).axes) > 2
     assert any("cut off" in t for t in words(lru_run))
+
+
+def test_agreement_is_drawn_where_it_was_measured(save: Callable[[Lines], Path]) -> None:
+    run = Run().prefill(4000).decode(120)
+    plain_axes = len(residency_figure(read_trace(save(run.lines))).axes)
+    for pos, agreed in ((4016, 16), (4060, 12), (4100, 13)):
+        run.lines.insert(-1, {**CHECKED, "pos": pos, "agreed": agreed})
+    path = save(run.lines)
+    trace = read_trace(path)
+    assert trace.check_pos.tolist() == [4016, 4060, 4100]
+    assert trace.checks.tolist() == [[16, 16], [16, 12], [16, 13]]
+    fig = residency_figure(trace)
+    assert len(fig.axes) == plain_axes + 1
+    lines = [line for ax in fig.axes for line in ax.get_lines() if line.get_marker() == "o"]
+    assert [line.get_ydata().tolist() for line in lines] == [[100.0, 75.0, 81.25]]
+    assert any("85.4 % of 48 tokens checked are the full cache's" in t for t in words(path))
+    assert render(trace, "png")
 
 
 def test_colours_are_those_of_the_state(save: Callable[[Lines], Path]) -> None:

@@ -90,3 +90,41 @@ def test_without_speculation_nothing_is_counted(copied: list[Any]) -> None:
     with scheduling() as scheduler:
         assert Asked(scheduler, copied[0], N).done
         assert counted(scheduler) == (0, 0)
+
+
+#
+# lossless decoding, and the meter
+#
+
+SMALL: dict[str, Any] = {"pool": 512, "chunk": 16, "n_ubatch": 64, "flash_attn": "off"}
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Any]:
+    """Prompts of a whole pool and more, and the question for a code at their beginning."""
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        made = [
+            make_prompt(900, lambda s: len(model.tokenize(s, add_special=False)), n_needles=3, seed=i) for i in (4, 5)
+        ]
+        return [model.tokenize(m.text + m.needles[0].question).astype(np.int32) for m in made]
+
+
+def test_clients_of_a_lossless_server_get_the_full_caches_text(questions: list[Any]) -> None:
+    """Each sequence drafts and checks by itself, by turns."""
+    want = alone(questions, 8, pool="off", flash_attn="off")
+    with scheduling(n_parallel=2, exact=True, **SMALL) as scheduler:
+        asked = [Asked(scheduler, prompt, 8) for prompt in questions]  # the code, which is no near tie
+        assert [a.text for a in asked] == want
+        drafted, accepted = counted(scheduler)
+        assert drafted >= accepted > 0
+        for sequence in scheduler.kv.sequences:
+            sequence.check_integrity()
+
+
+def test_a_server_counts_what_agrees(questions: list[Any]) -> None:
+    with scheduling(n_parallel=2, meter=1.0, **SMALL) as scheduler:
+        assert all(a.done for a in [Asked(scheduler, prompt, N) for prompt in questions])
+        found = parse_metrics(scheduler.metrics.text())
+        assert found["checked_tokens_total"] >= found["agreed_tokens_total"] > 0
+        assert found["checked_tokens_total"] >= 2 * 16
+        assert found["check_seconds_total"] > 0

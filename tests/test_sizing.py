@@ -521,6 +521,16 @@ def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, b
 def test_a_model_of_one_layer_may_have_two_panes() -> None:
     """There are no more panes than layers, whatever the number says."""
     assert n_panes(0, "auto", [DeviceMemory("GPU", PLENTY, KIB)], N_CTX, 1) == LEAST_PANES
+
+
+def test_lossless_decoding_on_a_cpu_streams_nothing() -> None:
+    """The host has the rows anyway; unless they do not fit twice, or a device has some."""
+    host, little = DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("CPU", 1 << 20, KIB, host=True)
+    gpu = DeviceMemory("GPU", PLENTY, KIB)
+    for memory, n in (([host], N_LAYER), ([little], LEAST_PANES), ([host, gpu], LEAST_PANES), ([gpu], LEAST_PANES)):
+        assert n_panes(0, 1024, memory, N_CTX, N_LAYER, lossless=True) == n
+        assert n_panes(0, 1024, memory, N_CTX, N_LAYER) == LEAST_PANES
+        assert n_panes(3, 1024, memory, N_CTX, N_LAYER, lossless=True) == 3
     assert Geometry(((64, 64),)).panes_by_device(row_bytes, 1, 1, LEAST_PANES) == {0: 256}
 
 

@@ -71,6 +71,7 @@ def residency_figure(trace: Trace) -> "Figure":
     colours = _colours(raster)
     marks = _residency(main, trace, raster, colours)
     _traffic(below, trace, width)
+    _agreement(below, trace, width)
     _phases(main, below, width)
     if scored:
         _scores(fig.add_subplot(grid[0, 1], sharey=main), trace, colours)
@@ -222,6 +223,22 @@ def _traffic(ax: "Axes", trace: Trace, width: _Width) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def _agreement(ax: "Axes", trace: Trace, width: _Width) -> None:
+    """Draw how many of the tokens that were compared are the full cache's, over the moves."""
+    if not len(trace.checks):
+        return
+    scale = ax.twinx()
+    shares = 100 * trace.checks[:, 1] / trace.checks[:, 0]
+    scale.plot(width(trace.check_pos), shares, color=_FLAT, linewidth=1, marker="o", markersize=3, clip_on=False)
+    scale.set_ylim(0, 100)
+    scale.set_yticks([0, 50, 100], ["0", "50", "100 %"])
+    scale.tick_params(colors=_FLAT, labelsize=8)
+    scale.text(
+        0.994, 0.06, "agrees with the full cache", transform=scale.transAxes, ha="right", color=_FLAT, fontsize=9
+    )
+    scale.spines[["top", "left"]].set_visible(False)
+
+
 def _phases(main: "Axes", below: "Axes", width: _Width) -> None:
     """Draw the end of the prompt, the labels to its left and right, and the ticks."""
     n = width.n_prompt
@@ -283,6 +300,9 @@ def _heading(fig: "Figure", trace: Trace) -> None:
     head = f"{_name(meta.get('model'))}, policy {_name(meta.get('policy'))}, {pool}"
     line = f"in the end {resident:,} of {chunks:,} chunks resident ({100 * resident / max(chunks, 1):.1f} %)"
     line += f"; {int(trace.n_out.sum()):,} were dropped, {int(trace.n_in.sum()):,} brought back"
+    if len(trace.checks):
+        n, agreed = (int(x) for x in trace.checks.sum(axis=0))
+        line += f"; {100 * agreed / n:.1f} % of {n:,} tokens checked are the full cache's"
     if trace.reason is None:
         line += "; the trace was cut off here"
     fig.text(0.07, 0.955, head, fontsize=14, fontweight="bold", color=_INK, parse_math=False)

@@ -38,6 +38,8 @@ class Trace:
     n_out: Ints  # (n_moments,) chunks dropped since the moment before
     reselect_pos: Ints  # (n_reselects,)
     scores: Scores  # (n_reselects, n_chunks) NaN: no candidate, or not written yet
+    check_pos: Ints  # (n_checks,) positions up to which tokens were compared with the full cache
+    checks: Ints  # (n_checks, 2) how many, and how many of them agreed
     last_reselect: Ints  # (n_moments,) index of the reselect whose choice the moment shows; -1: none
 
     @property
@@ -185,6 +187,7 @@ class _Replay:
         self._n_max = -(-self._n_ctx // self._chunk)
         limit = max(4, min(MAX_MOMENTS, _MAX_CELLS // self._n_max))
         self._prefill, self._decode, self._reselects = _Thinned(limit), _Thinned(limit), _Thinned(2 * limit)
+        self._checks = _Thinned(MAX_MOMENTS)
         self._state: States = np.zeros(0, np.int8)
         self._written = 0
         self._n_prompt = 0
@@ -208,6 +211,10 @@ class _Replay:
                 self._n_reselects += 1
                 scores = self._scores(event)
                 self._reselects.add((self._n_reselects, event["pos"], scores))
+            case "checked":
+                n = _integer(event, "n", low=1, high=self._n_ctx)
+                at = _integer(event, "pos", low=1, high=self._n_ctx)
+                self._checks.add((at, n, _integer(event, "agreed", high=n)))
             case "token":
                 self._token()
             case "done":
@@ -268,6 +275,7 @@ class _Replay:
             self._moment(self._prefill if self._first is None else self._decode)
         moments: list[_Moment] = [*self._prefill, *self._decode]
         numbers, pos, scores = zip(*self._reselects, strict=True) if self._n_reselects else ((), (), ())
+        checks = np.array([*self._checks], np.int64).reshape(-1, 3)
         return Trace(
             meta=self._meta,
             n_prompt=self._n_prompt,
@@ -278,6 +286,8 @@ class _Replay:
             n_out=np.diff([m.n_out for m in moments], prepend=0),
             reselect_pos=np.array(pos, np.int64),
             scores=_padded(scores, len(self._state), np.float32(np.nan)),
+            check_pos=checks[:, 0],
+            checks=checks[:, 1:],
             last_reselect=np.searchsorted(numbers, [m.reselects for m in moments], side="right") - 1,
         )
 

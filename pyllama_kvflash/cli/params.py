@@ -270,7 +270,7 @@ POOL = options(
                  help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"
                  " full cache's. Implies --kvflash-meter 0.05. 0: never."),
     click.option("--kvflash-panes", "panes", metavar="N", type=int, default=0, show_default="2; all if the"
-                 " full cache fits beside an automatic pool", envvar="KVFLASH_PANES",
+                 " full cache fits beside an automatic pool, or lossless answers run on a CPU", envvar="KVFLASH_PANES",
                  help="Layers whose whole KV is on a device while a prompt is read exactly; those beyond N are streamed."
                  " 1 takes the least memory, and waits for each layer."),
     click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
@@ -338,8 +338,8 @@ SPEC = options(
                  " drafts, only the best chain runs."),
     click.option("-md", "--model-draft", "spec_model", metavar="FILE", default=None, envvar=env("MODEL_DRAFT"),
                  help="Draft model, a .gguf file."),
-    click.option("--draft-max", "spec_n_max", type=int, default=8, show_default=True, envvar=env("DRAFT_MAX"),
-                 help="Most tokens to draft. Where a batch costs much, as on a CPU, fewer may be faster: `kvflash bench"
+    click.option("--draft-max", "spec_n_max", type=int, default=0, envvar=env("DRAFT_MAX"),
+                 help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
                  " spec --draft-max 3,6,8` compares."),
     click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
                  help="Minimum probability: a token that the drafter finds less likely ends the draft."),

@@ -23,7 +23,8 @@ def open_exact(
     """
     if options.prefill == "pool":
         return None, (), ()
-    n_pane = n_panes(options.panes, options.pool, device_memory(geometry, options), options.n_ctx, len(geometry.rows))
+    memory, often = device_memory(geometry, options), options.exact
+    n_pane = n_panes(options.panes, options.pool, memory, options.n_ctx, len(geometry.rows), lossless=often)
     params = PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
     n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:

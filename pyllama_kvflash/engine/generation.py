@@ -214,7 +214,7 @@ class Generation:
         """Return the width of a batch that checks a draft, and how many of its tokens may stand; (1, 1): no draft."""
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
-        width = drafts.n_max + 1 if drafts else 1
+        width = drafts.n_next + 1 if drafts else 1
         n_batch = min(self.decoder.n_batch, options.n_ubatch)  # one graph, or the queries of the last token may be lost
         if width == 1 or sequence.n_tokens + width > options.n_ctx or width > n_batch:
             return 1, 1
@@ -230,7 +230,8 @@ class Generation:
         batch[1:n] = guesses
         events = self.decoder.check(batch, self._accept(batch[:n]))
         if drafts:
-            drafts.checked(len(guesses), sequence.n_tokens - start - 1, time.perf_counter() - begin)
+            n_right, seconds = sequence.n_tokens - start - 1, time.perf_counter() - begin
+            drafts.checked(len(guesses), n_right, seconds, self._guessing_s)
         return events
 
     def _accept(self, batch: Tokens) -> Accept:

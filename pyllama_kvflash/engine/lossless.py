@@ -30,7 +30,7 @@ class Lossless:
         self.stats = DraftStats()
         self._sequence = sequence
         self._drafts = drafts
-        self._lookahead = Lookahead(sequence.options.n_lookahead(recurrent=sequence.recurrent))
+        self._lookahead = Lookahead(range(sequence.options.n_lookahead(recurrent=sequence.recurrent) + 1))
         self._draft_s = 0.0
 
     def begin(self) -> None:

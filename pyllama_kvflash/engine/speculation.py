@@ -17,10 +17,12 @@ from pyllama_kvflash.events import DraftStats
 from pyllama_kvflash.native import Context, Model, Speculator, Tokens
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy.gate import Gate
+from pyllama_kvflash.policy.lookahead import Lookahead
 
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
 _GLANCE = 256  # tokens that a drafter reads to try a closed gate: few, because most tries fail
+_CHOICES = (1, 2, 4, 8)  # tokens of a draft whose number is not given: few widths of a batch, as each has its own graph
 N_GRAM = 4  # tokens that must match earlier text; llama.cpp's default of 12 would make no shorter drafts
 
 
@@ -64,7 +66,7 @@ def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model
 
 def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatch: int, n_threads: int = 1) -> Context:
     """Return the drafter's context, for batches as large as the target's."""
-    n_draft = spec.n_max + 1
+    n_draft = spec.most + 1
     return Context(
         model,
         n_ctx=spec.window + n_batch + n_draft,
@@ -117,9 +119,9 @@ class DraftModel:
         self._model: Model | None = None
         self._stack = ExitStack()
         with _named(spec, target):
-            if target.kv_bytes().recurrent and n_ubatch < spec.n_max + 2:
+            if target.kv_bytes().recurrent and n_ubatch < spec.most + 2:
                 msg = (
-                    f"a recurrent state goes back over {spec.n_max} tokens only if n_batch and n_ubatch are {spec.n_max + 2}"
+                    f"a recurrent state goes back over {spec.most} tokens only if n_batch and n_ubatch are {spec.most + 2}"
                     " at least: use larger batches (-b, -ub; a larger pool allows them) or a smaller n_max (--draft-max)"
                 )
                 raise UsageError(msg)
@@ -185,10 +187,10 @@ class Drafts:
         if drafter is not None:
             self._stack.enter_context(drafter)
         self._drafter = drafter
-        n_gram = min(N_GRAM, spec.n_max)
+        n_gram = min(N_GRAM, spec.most)
         try:
             self._spec = Speculator(
-                self._model.name, target, drafter, n_max=spec.n_max, n_gram=n_gram, window=spec.window, p_min=spec.p_min
+                self._model.name, target, drafter, n_max=spec.most, n_gram=n_gram, window=spec.window, p_min=spec.p_min
             )
         except NativeError as err:
             if "vocab" not in str(err):
@@ -196,10 +198,17 @@ class Drafts:
             msg = "its tokens are others than the target's: use a drafter with the same vocabulary"
             raise UnsupportedError(msg) from None
         self._stack.callback(self._spec.close)
+        choices = [n for n in _CHOICES if n < self.n_max]
+        self._lookahead = None if spec.n_max else Lookahead([*choices, self.n_max])
 
     def close(self) -> None:
         """Free the drafter. Harmless when called again."""
         self._stack.close()
+
+    @property
+    def n_next(self) -> int:
+        """The most tokens of the next draft: as many as pay, or n_max if that was given."""
+        return self._lookahead.n if self._lookahead else self.n_max
 
     @property
     def n_max(self) -> int:
@@ -286,8 +295,12 @@ class Drafts:
             part = np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32)
             self._read(self._target, part, at)
 
-    def checked(self, n_guessed: int, n_right: int, seconds: float) -> None:
-        """Record a draft of n_guessed tokens, of which n_right were right; the whole step took `seconds`."""
+    def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float) -> None:
+        """Record a draft of n_guessed tokens, of which n_right were right; the whole step took `seconds`, guessing_s of it to
+        guess.
+        """
+        if self._lookahead:
+            self._lookahead.checked(n_guessed, n_right, guessing_s, seconds - guessing_s)
         self._spec.accept(n_right)
         self.gate.drafted(seconds, n_right + 1)
         self.stats.draft_steps += 1

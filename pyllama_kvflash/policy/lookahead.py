@@ -5,6 +5,7 @@ commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:
 what a draft takes, and what the check of n + 1 tokens takes: a line in the number of tokens, fitted to the checks so far.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _KEPT = 0.95  # of the weight of earlier rounds, at each round
@@ -40,11 +41,11 @@ class _Line:
 
 
 class Lookahead:
-    """Chooses the number of tokens of the next draft, 0 to n_most. The caller owns the clock, and reports each round."""
+    """Chooses the number of tokens of the next draft. The caller owns the clock, and reports each round."""
 
-    def __init__(self, n_most: int) -> None:
-        """n_most: the most tokens of a draft; 0: draft nothing."""
-        self.n_most = n_most
+    def __init__(self, choices: Sequence[int]) -> None:
+        """choices: the numbers there are, ascending."""
+        self.choices = tuple(choices)
         self.draft_s: float | None = None  # seconds of a drafted token
         self._right = _PRIOR * _PRIOR_WEIGHT
         self._tried = _PRIOR_WEIGHT
@@ -59,12 +60,13 @@ class Lookahead:
     @property
     def n(self) -> int:
         """How many tokens to draft next."""
-        first = (self.n_most // 2, self.n_most, 0)  # what a line takes
+        choices = self.choices
+        first = (choices[len(choices) // 2], choices[-1], choices[0])  # what a line takes
         if self._n_rounds < len(first):
             return first[self._n_rounds]
-        best = max(range(self.n_most + 1), key=self.rate)
+        best = max(choices, key=self.rate)
         if self._n_rounds % _PROBE == 0:
-            return min(self.n_most, 2 * best + 1)
+            return next((n for n in choices if n > 2 * best), choices[-1])
         return best
 
     def rate(self, n: int) -> float:

@@ -176,13 +176,16 @@ def resolve_pool(
     return PoolSize(n_pool, tuple(notes), tuple(warnings))
 
 
-def n_panes(request: int, pool: int | str, memory: Sequence[DeviceMemory], n_ctx: int, n_layer: int) -> int:
+def n_panes(
+    request: int, pool: int | str, memory: Sequence[DeviceMemory], n_ctx: int, n_layer: int, *, lossless: bool = False
+) -> int:
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
     All of them, so that nothing is streamed, if the pool is automatic and the rows of n_ctx positions fit half of (free -
-    reserve) on each device, on the host with the records. Otherwise 2.
+    reserve) on each device, on the host with the records. Also if they fit the host, no device has KV, and each few tokens
+    are checked (`lossless`): the host has the rows anyway. Otherwise 2.
     """
-    if request or pool != "auto":
+    if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
         return request or LEAST_PANES
     fits = all(d.token_bytes * n_ctx * (2 if d.host else 1) <= (d.free - RESERVE) // 2 for d in memory)
     return max(LEAST_PANES, n_layer) if fits else LEAST_PANES

@@ -247,10 +247,7 @@ int kvf_context_new(llama_model * model, const llama_context_params * params, co
             *ctx = llama_init_from_model(model, cparams);
             if (!*ctx) { scope.rethrow(); }
         } else if (panes) {
-            const auto their          = std::make_shared<kvf_panes>(*panes);
-            cparams.cb_eval           = kvf_panes::on_node;
-            cparams.cb_eval_user_data = their.get(); // the cache owns it, which the context outlives by no decode
-            const llama_kvflash::scope scope(their);
+            const llama_kvflash::scope scope(std::make_shared<kvf_panes>(*panes));
             *ctx = llama_init_from_model(model, cparams);
             if (!*ctx) { scope.rethrow(); }
         } else {

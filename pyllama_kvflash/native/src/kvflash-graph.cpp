@@ -57,6 +57,12 @@ void llm_graph_context::build_taps(
 
 const llm_graph_result * llama_kvflash::graph(const llama_context * ctx) { return ctx->gf_res_prev_active; }
 
+void llama_kvflash::set_callback(llama_context & ctx, ggml_backend_sched_eval_callback callback, void * data) {
+    ctx.cparams.cb_eval           = callback; // the library takes it from here with each new graph
+    ctx.cparams.cb_eval_user_data = data;
+    ggml_backend_sched_set_eval_callback(ctx.sched.get(), callback, data);
+}
+
 void llama_kvflash::exchange_features(llama_context & a, llama_context & b) {
     a.synchronize();
     b.synchronize();

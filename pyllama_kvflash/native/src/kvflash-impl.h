@@ -199,7 +199,10 @@ private:
     void    place_layers(const llama_kv_cache & kv, const llama_kv_cache & of);
     void    bind(llama_context * ctx);
     int32_t touched(const ggml_tensor * t) const;
+    void    find_turns();
     void    start();
+    void    fill();
+    void    store(const turn & turn);
     void    taken();
     void    check(const ggml_tensor * t) const;
     void    load(int32_t layer);
@@ -214,6 +217,7 @@ private:
     std::map<const ggml_tensor *, int32_t>                   layer_of; // each K and V
     uint64_t                                                 n_bytes = 0;
     bool                                                     bound   = false;
+    bool                                                     streams = false; // layers share panes
 
     // the batch
     bool               running = false;
@@ -252,7 +256,7 @@ struct llama_kvflash {
     // while one is alive, the context that this thread creates is pooled ...
     struct scope {
         explicit scope(const kvf_pool_params & params);
-        // ... or paned; its callback is for the context's parameters
+        // ... or paned
         explicit scope(std::shared_ptr<kvf_panes> panes);
         ~scope();
 
@@ -295,6 +299,8 @@ struct llama_kvflash {
     // the graph of the last ubatch, and what it gave out; nullptr if there is none
     static const llm_graph_result * graph(const llama_context * ctx);
     static void                     exchange_features(llama_context & a, llama_context & b);
+    // what the scheduler asks at each node, nullptr: nothing
+    static void set_callback(llama_context & ctx, ggml_backend_sched_eval_callback callback, void * data);
 
     // whether there is state beside the full-attention cache
     static bool has_partial(llama_memory_i * mem);

@@ -89,6 +89,7 @@ void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & o
                       llama_kvflash::v_trans(kv) == llama_kvflash::v_trans(of),
             differs);
 
+    streams = false;
     layers.clear();
     layer_of.clear();
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
@@ -101,6 +102,8 @@ void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & o
                 differs);
 
         const auto [part, pane] = places.at(l.k);
+        streams                 = streams || std::any_of(layers.begin(), layers.end(),
+                                                     [&](const layer & o) { return o.part == part && o.pane == pane; });
         layers.push_back({part, pane, l.k, l.v, in_record.offs_k, in_record.offs_v});
         layer_of[l.k] = i;
         if (l.v) { layer_of[l.v] = i; }
@@ -225,6 +228,8 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     failed        = nullptr;
     order.clear();
     running = true;
+    llama_kvflash::set_callback(*ctx, streams ? on_node : nullptr, this);
+    if (!streams) { fill(); }
 }
 
 // the layer that a node reads or writes, -1: none
@@ -236,9 +241,8 @@ int32_t kvf_panes::touched(const ggml_tensor * t) const {
     return -1;
 }
 
-// before the first node: in which order the graph takes the layers, and the first ones into their panes. the nodes tell, for
-// upstream's names of them differ from model to model
-void kvf_panes::start() {
+// in which order the graph takes the layers. the nodes tell, for upstream's names of them differ from model to model
+void kvf_panes::find_turns() {
     auto * graph = llama_kvflash::graph(ctx)->get_gf();
 
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
@@ -253,6 +257,11 @@ void kvf_panes::start() {
         turn.writes |= writes;
         turn.reads |= !writes;
     }
+}
+
+// before the first node: the first layers into their panes
+void kvf_panes::start() {
+    find_turns();
     for (const auto & turn : order) {
         if (!turn.reads) {
             throw kvf_failure(KVF_E_UNSUPPORTED,
@@ -272,17 +281,32 @@ void kvf_panes::start() {
     if (!order.empty()) { ready(order.front().layer); }
 }
 
-// a layer's turn is over: its new rows go to the records, the next layer into its pane, and the one after it is awaited
+// every layer has a pane of its own: all rows that are missing come in before the computation, which nothing interrupts
+void kvf_panes::fill() {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & pane = parts[layers[i].part].panes[layers[i].pane];
+        if (pane.holds == (int32_t) i && pane.n >= pos) { continue; }
+        load(i);
+        ready(i);
+    }
+}
+
+// a layer's new rows go to the records
+void kvf_panes::store(const turn & turn) {
+    const auto & l = layers[turn.layer];
+    auto &       p = parts[l.part];
+    if (!turn.writes) { return; }
+
+    copy(l, pos, pos + n, false);
+    if (p.stream) { ggml_backend_event_record(p.stored.get(), p.stream.get()); }
+    p.panes[l.pane].n = pos + n;
+}
+
+// a layer's turn is over: its rows are stored, the next layer comes into its pane, and the one after it is awaited
 void kvf_panes::taken() {
     const auto & turn = order[n_done++];
     const auto & l    = layers[turn.layer];
-    auto &       p    = parts[l.part];
-
-    if (turn.writes) {
-        copy(l, pos, pos + n, false);
-        if (p.stream) { ggml_backend_event_record(p.stored.get(), p.stream.get()); }
-        p.panes[l.pane].n = pos + n;
-    }
+    store(turn);
 
     for (size_t i = n_done; i < order.size(); ++i) {
         const auto & next = layers[order[i].layer];
@@ -313,7 +337,6 @@ bool kvf_panes::on_node(ggml_tensor * t, bool ask, void * data) {
     try {
         if (kvf_stopped()) { throw kvf_failure(KVF_E_ABORTED, "interrupted"); }
         if (self.order.empty()) { self.start(); }
-
         const bool last = self.n_done < self.order.size() && t == self.order[self.n_done].last;
         if (ask) {
             self.check(t);
@@ -330,6 +353,13 @@ bool kvf_panes::on_node(ggml_tensor * t, bool ask, void * data) {
 void kvf_panes::finish() {
     running = false;
     if (failed) { std::rethrow_exception(failed); }
+    if (!streams) {
+        ctx->synchronize();
+        find_turns();
+        for (; n_done < order.size(); ++n_done) {
+            store(order[n_done]);
+        }
+    }
     if (n_done != order.size()) { throw kvf_failure(KVF_E_BACKEND, "some layers were not computed"); }
 
     // a layer that the graph leaves out, such as one that predicts further tokens, has no rows: zeros, as in a pool
