@@ -110,6 +110,7 @@ int32_t  llama_model_desc(const struct llama_model * model, char * buf, size_t b
 int32_t  llama_model_meta_val_str(const struct llama_model * model, const char * key, char * buf, size_t buf_size);
 
 uint32_t llama_n_ctx(const struct llama_context * ctx);
+uint32_t llama_n_rs_seq(const struct llama_context * ctx);
 void     llama_synchronize(struct llama_context * ctx);
 float *  llama_get_logits_ith(struct llama_context * ctx, int32_t i);
 

@@ -32,6 +32,13 @@ def test_checks_take_their_share_and_no_more(share: float, check_s: float) -> No
     assert n_checked >= 0.5 * min(most, 20_000 - 16)
 
 
+def test_what_it_takes_to_begin_counts() -> None:
+    checks = Checks(0.5, 4)
+    checks.passed(1.0)
+    checks.began(0.6)
+    assert not checks.due
+
+
 def test_the_first_check_comes_at_once() -> None:
     checks = Checks(0.01, 16)
     assert checks.due

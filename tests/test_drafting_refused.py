@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     ({"kind": "draft"}, UsageError, ("-md/--model-draft",)),
     ({"kind": "dflash"}, UsageError, ("-md/--model-draft",)),
     ({"kind": "ngram", "model": "draft"}, UsageError, ("takes no drafter", "-md/--model-draft")),
-    ({"n_max": 0}, UsageError, ("n_max (--draft-max) is 0", "from 1 to 64")),
+    ({"n_max": -1}, UsageError, ("n_max (--draft-max) is -1", "from 0 to 64")),
     ({"n_max": 65}, UsageError, ("n_max (--draft-max) is 65",)),
     ({"p_min": 2}, UsageError, ("p_min (--draft-p-min) is 2",)),
     ({"p_min": np.nan}, UsageError, ("p_min (--draft-p-min) is nan",)),

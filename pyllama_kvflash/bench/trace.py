@@ -201,9 +201,13 @@ class _Replay:
         """Take in a line after the first. Raises _BadEventError."""
         match event["event"]:
             case "prefill":
-                self._n_prompt = _integer(event, "total", high=self._n_ctx)
-                self._write(_integer(event, "done", low=1, high=self._n_ctx))
-                self._moment(self._prefill)
+                n, done = _integer(event, "total", high=self._n_ctx), _integer(event, "done", low=1, high=self._n_ctx)
+                if self._first is None:
+                    self._n_prompt = n
+                    self._write(done)
+                    self._moment(self._prefill)
+                else:  # an answer is read again
+                    self._moment(self._decode)
             case "paged":
                 self._move(event)
             case "reselect":

@@ -32,7 +32,7 @@ class Decoder:
         self._options = sequence.options
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.exact else None
-        self.meter = Meter(sequence, o.meter_share) if can and o.meter_share else None
+        self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
     @property
     def n_batch(self) -> int:
@@ -58,7 +58,9 @@ class Decoder:
             raise UsageError(msg)
 
     def clear(self) -> None:
-        """Forget the sequence, its checkpoints, and what the drafter read."""
+        """Forget the sequence, its checkpoints, and what the drafter read. Another text begins fast, unless exact is on."""
+        if not self._options.exact:
+            self.lossless = None
         self.sequence.clear()
         self._saved.truncate(0)
         if self.drafts:
@@ -80,7 +82,7 @@ class Decoder:
 
         A single token that missed much of its attention is decoded again. Raises as advance().
         """
-        if self.decodes_exactly:
+        if self.lossless and self._is_too_long(len(tokens)):
             return self.decode_exactly(tokens, outputs)
         paged = self._batch(tokens, outputs)
         events = self.sequence.tick(len(tokens))
@@ -123,10 +125,14 @@ class Decoder:
         """The meter, if the next token is to see less than the full cache has."""
         return self.meter if self.meter and not self.lossless and self._is_too_long(1) else None
 
-    def be_lossless(self) -> int:
-        """Decode losslessly from now on. Returns how many positions stand; what comes after them is to be read again."""
-        self.lossless = self.lossless or Lossless(self.sequence, self.drafts)
+    @property
+    def n_exact(self) -> int:
+        """Positions, from the first, that stand if decoding becomes lossless; what comes after them is to be read again."""
         return 0 if self.sequence.stateful else self.sequence.n_exact
+
+    def be_lossless(self) -> None:
+        """Decode losslessly until the sequence is cleared."""
+        self.lossless = Lossless(self.sequence, self.drafts)
 
     def decode_exactly(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> list[Event]:
         """Decode one batch (n,) int32 against everything before it; the pool then holds what the last token attends to.

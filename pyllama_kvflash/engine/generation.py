@@ -159,6 +159,7 @@ class Generation:
         sequence = self.decoder.sequence
         if self.decoder.meter:
             self.decoder.meter.saw(sequence.n_tokens - 1, -1)
+        self._guesses = None
         self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
@@ -169,20 +170,25 @@ class Generation:
         if self.decoder.lossless and self.decoder.decodes_exactly:
             return [*self._step_exactly(self.decoder.lossless), *self.answer.shown()]
         self.begin_check()
-        if drafts:
-            self.draft()
-            width, n_most = self._limits()
-            guesses, self._guesses = self._guesses, None
-            if guesses is not None and len(guesses := guesses[: n_most - 1]):
-                events = self._check(guesses, width)
-                return [*events, *self.answer.shown(), *self.compare()]
-        begin = time.perf_counter()
-        self.go_back()
-        events = self.decoder.decode(np.array([self.answer.token], np.int32))
-        self.take()
-        if drafts:
-            drafts.plain(time.perf_counter() - begin)
-        return [*events, *self.answer.shown(), *self.compare()]
+        guesses, width = self._guessed() if drafts else (None, 1)
+        if guesses is not None and len(guesses):
+            events = self._check(guesses, width)
+        else:
+            begin = time.perf_counter()
+            self.go_back()
+            events = self.decoder.decode(np.array([self.answer.token], np.int32))
+            self.take()
+            if drafts:
+                drafts.plain(time.perf_counter() - begin)
+        found = self.compare()  # before the tokens are taken out: it may be cut off
+        return [*events, *self.answer.shown(), *found]
+
+    def _guessed(self) -> tuple[Tokens | None, int]:
+        """Return the guesses that the next step checks, and the width of its batch."""
+        self.draft()
+        width, n_most = self._limits()
+        guesses, self._guesses = self._guesses, None
+        return None if guesses is None else guesses[: n_most - 1], width
 
     def go_back(self) -> None:
         """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
@@ -231,7 +237,7 @@ class Generation:
         events = self.decoder.check(batch, self._accept(batch[:n]))
         if drafts:
             n_right, seconds = sequence.n_tokens - start - 1, time.perf_counter() - begin
-            drafts.checked(len(guesses), n_right, seconds, self._guessing_s)
+            drafts.checked(len(guesses), n_right, seconds, self._guessing_s, width)
         return events
 
     def _accept(self, batch: Tokens) -> Accept:
@@ -282,7 +288,8 @@ class Generation:
         agreement = meter.checks.agreement
         if self.ended or agreement is None or agreement >= options.min_agreement:
             return [found]
-        self.recover(self.decoder.be_lossless())
+        self.recover(self.decoder.n_exact)
+        self.decoder.be_lossless()
         return [
             found,
             Warn(

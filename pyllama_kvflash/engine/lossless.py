@@ -30,7 +30,10 @@ class Lossless:
         self.stats = DraftStats()
         self._sequence = sequence
         self._drafts = drafts
-        self._lookahead = Lookahead(range(sequence.options.n_lookahead(recurrent=sequence.recurrent) + 1))
+        n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
+        if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
+            n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
+        self._lookahead = Lookahead(range(n_most + 1))
         self._draft_s = 0.0
 
     def begin(self) -> None:
@@ -53,9 +56,10 @@ class Lossless:
         if not n:
             return _NO_TOKENS, []
         begin, sequence = time.perf_counter(), self._sequence
-        guesses = self._guess(token, n - 1)
+        guesses = self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
+        guessing_s = time.perf_counter() - begin
         with sequence.trial(n) as plan:
-            found = list(self._follow(token, n, guesses, sampler.fork()))
+            found = list(self._follow(token, n, guesses, guessing_s, sampler.fork()))
         self._draft_s = time.perf_counter() - begin
         return np.array(found, np.int32), [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 
@@ -65,9 +69,11 @@ class Lossless:
             return _NO_TOKENS
         return drafts.guess(self._sequence.history, token, at_most)
 
-    def _follow(self, token: int, n: int, guesses: Tokens, sampler: Sampler) -> Iterator[int]:
+    def _follow(self, token: int, n: int, guesses: Tokens, guessing_s: float, sampler: Sampler) -> Iterator[int]:
         """Decode through the pool, first the token with guesses and then one at a time. Yields the n tokens that follow it,
         or those up to the end of the text.
+
+        guessing_s: seconds that the guesses took.
         """
         ctx, pos, n_found = self._sequence.ctx, self._sequence.n_tokens, 0
         while n_found < n:
@@ -82,7 +88,7 @@ class Lossless:
                     ctx.keep(i + 1)
                     break
             if self._drafts:
-                self._timed(len(batch), i + 1, time.perf_counter() - begin)
+                self._timed(len(batch), i + 1, time.perf_counter() - begin + guessing_s * (len(batch) > 1))
             pos, n_found, guesses = pos + i + 1, n_found + i + 1, _NO_TOKENS
 
     def _timed(self, n_batch: int, n_right: int, seconds: float) -> None:

@@ -51,6 +51,7 @@ class Meter:
         if self._rows is None and self.checks.due:
             self._start, self._state = sequence.n_tokens, sequence.ctx.save_partial()
             self._rows = []
+            self.checks.began(time.perf_counter() - now)
 
     def saw(self, pos: int, i: int) -> None:
         """Note the logits of token i of the last batch, at position pos: -1, its last one."""
@@ -69,7 +70,10 @@ class Meter:
         if self._rows is None or len(self._rows) < self.checks.n:
             return None
         begin, rows, self._rows = time.perf_counter(), np.array(self._rows), None
-        agreed, kld = _compare(self._sequence.seen_exactly(self._start, len(rows), self._state), rows)
+        state, self._state = self._state, b""
+        agreed, kld = _compare(self._sequence.seen_exactly(self._start, len(rows), state), rows)
+        if self._sequence.selector:
+            self._sequence.selector.rest()  # no token took that long
         seconds = time.perf_counter() - begin
         self._since = time.perf_counter()
         self.checks.checked(seconds, agreed)

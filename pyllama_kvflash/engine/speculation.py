@@ -119,6 +119,9 @@ class DraftModel:
         self._model: Model | None = None
         self._stack = ExitStack()
         with _named(spec, target):
+            if target.kv_bytes().recurrent and target.n_rollback < spec.most:
+                msg = "the target has a recurrent state, and llama.cpp cannot take that back over rejected tokens"
+                raise UnsupportedError(msg)
             if target.kv_bytes().recurrent and n_ubatch < spec.most + 2:
                 msg = (
                     f"a recurrent state goes back over {spec.most} tokens only if n_batch and n_ubatch are {spec.most + 2}"
@@ -295,12 +298,13 @@ class Drafts:
             part = np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32)
             self._read(self._target, part, at)
 
-    def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float) -> None:
-        """Record a draft of n_guessed tokens, of which n_right were right; the whole step took `seconds`, guessing_s of it to
-        guess.
+    def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float, width: int) -> None:
+        """Record a draft of n_guessed tokens, of which n_right were right, that was checked in a batch of `width` tokens.
+
+        seconds: of the whole step. guessing_s: of these, to guess.
         """
         if self._lookahead:
-            self._lookahead.checked(n_guessed, n_right, guessing_s, seconds - guessing_s)
+            self._lookahead.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)
         self.gate.drafted(seconds, n_right + 1)
         self.stats.draft_steps += 1

@@ -96,6 +96,7 @@ class Context:
         self.n_ctx = int(
             lib.llama_n_ctx(self.handle)
         )  # of a stock cache: positions of all sequences, rounded up to 256
+        self.n_rollback = int(lib.llama_n_rs_seq(self.handle))  # 0 where llama.cpp cannot take a recurrent state back
         self.pooled = pool is not None
         tap = pool or panes
         self.q_tap, self._q_every = (tap.q_tap, tap.q_every) if tap else (0, 1)
@@ -187,10 +188,12 @@ class Context:
 
     @contextmanager
     def same_output(self) -> Iterator[None]:
-        """Have logits() and queries() be afterwards those that they are now, whatever other contexts compute meanwhile."""
-        last = self.output
+        """Have logits() and queries() of all sequences be those that this context computed last, whatever another one
+        computes meanwhile.
+        """
+        before = {seq: o for seq, o in self._shared.outputs.items() if o.native == self.handle}
         yield
-        self.computed(last.native, last.first + 1, last.first + 1 + last.last)
+        self._shared.outputs = before
 
     def synchronize(self) -> None:
         """Wait for the computation of this sequence's last token."""

@@ -35,6 +35,10 @@ class Checks:
         """Record that decoding went on for so long."""
         self._elapsed_s += seconds
 
+    def began(self, seconds: float) -> None:
+        """Record that it took so long to begin a check."""
+        self._spent_s += seconds
+
     def checked(self, seconds: float, n_agreed: int) -> None:
         """Record a check that took so long, and how many of its n tokens were the full cache's."""
         self._elapsed_s += seconds

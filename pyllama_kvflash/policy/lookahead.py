@@ -75,10 +75,10 @@ class Lookahead:
         seconds = n * (self.draft_s or 0.0) + self._checks.at(n + 1)
         return (1 - a ** (n + 1)) / (1 - a) / max(seconds, 1e-9)
 
-    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float) -> None:
+    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
         """Record a round: n_drafted tokens, drafted in draft_s seconds, of which the first n_right were right.
 
-        check_s: seconds of the check of these and the token before them.
+        check_s: seconds of the check. width: tokens of its batch; 0: the drafted ones and the one before them.
         """
         self._n_rounds += 1
         if n_drafted:
@@ -88,4 +88,4 @@ class Lookahead:
             self.draft_s = each
             self._right = _KEPT * self._right + n_right
             self._tried = _KEPT * self._tried + min(n_right + 1, n_drafted)
-        self._checks.add(n_drafted + 1, check_s)
+        self._checks.add(width or n_drafted + 1, check_s)

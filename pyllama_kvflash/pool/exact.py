@@ -62,11 +62,12 @@ class ExactReader:
         own = self._own(pool.seq)
         self._end = -1
         own.restore_partial(state, start)
-        with pool.same_output():
-            own.decode_into(pool, tokens, start, records, ALL)
-            res = np.array([pool.logits(i) for i in range(len(tokens))])
-        own.attn_seq_rm(start, -1)
-        return res
+        try:
+            with pool.same_output():
+                own.decode_into(pool, tokens, start, records, ALL)
+                return np.array([pool.logits(i) for i in range(len(tokens))])
+        finally:
+            own.attn_seq_rm(start, -1)
 
     def _own(self, seq: int) -> ExactContext:
         """Return the context as a sequence sees it, which has it from now on."""

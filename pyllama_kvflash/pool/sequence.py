@@ -170,7 +170,9 @@ class PooledSequence:
         with self.step():
             self.paged.settle()
             plan = self.paged.make_room(n)
-            self._state = self.ctx.save_partial() if self.recurrent else b""
+            # a window goes back by itself, unless its cells are shared: others' may have come between
+            saves = self.recurrent or (self.stateful and len(self.peers) > 1)
+            self._state = self.ctx.save_partial() if saves else b""
             yield plan
             self.end_trial()
 
@@ -216,6 +218,7 @@ class PooledSequence:
             except UnsupportedError:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
                 raise NativeError(msg) from None
+            s.forget_exactly(s.n_tokens)  # rows of what does not stand
             s.settle_owed()
         for s in self.peers:  # some may have been about to give up blocks
             if s.pager:
@@ -253,14 +256,15 @@ class PooledSequence:
         self._owed = None
         del self.history[:]
         self.pending = None
-        self._forget_exactly(0)
+        self.forget_exactly(0)
         self.ctx.clear()
         if self.pager:
             self.pager.clear()
         self._arriving = self._state = None
         self.consistent = True
 
-    def _forget_exactly(self, n_tokens: int) -> None:
+    def forget_exactly(self, n_tokens: int) -> None:
+        """Have the exact pass forget what it knows of positions from n_tokens on."""
         self.n_exact = min(self.n_exact, n_tokens)
         if self.exact is not None:
             self.exact.forget(self.seq, n_tokens)
@@ -274,7 +278,7 @@ class PooledSequence:
         with self.step():
             if self.pager:
                 self.pager.settle()
-            self._forget_exactly(n_tokens)
+            self.forget_exactly(n_tokens)
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
@@ -294,7 +298,7 @@ class PooledSequence:
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
             self.paged.settle()
-            self._forget_exactly(n)
+            self.forget_exactly(n)
             self._owed = n, token
             del self.history[n:]
             try:
@@ -311,7 +315,7 @@ class PooledSequence:
         """
         with self.step():
             self.paged.settle()
-            self._forget_exactly(n_tokens)
+            self.forget_exactly(n_tokens)
             if state:
                 self.ctx.restore_partial(state, n_tokens)
             else:

@@ -117,11 +117,11 @@ def advance_exactly(
 
     def keep(n: int, following: int | None) -> None:
         exact.keep(sequence.ctx, start, n, len(tokens))
-        if sequence.n_exact == start:
-            sequence.n_exact = start + n
         sequence.append(n)
         sequence.stand(tokens[:n])
         sequence.pending = following
+        if sequence.n_exact == start:
+            sequence.n_exact = start + n
         sequence.arrive()
         sequence.consistent = True
 

@@ -28,8 +28,6 @@ class SavedSequence:
 
     def __init__(self, sequence: PooledSequence) -> None:
         self.sequence = sequence
-        held = sequence.ctx.kv_bytes()
-        self._stateful = held.recurrent > 0 or held.swa > 0
         self._checkpoints: dict[int, bytes] = {}  # by position
 
     @cached_property
@@ -52,14 +50,14 @@ class SavedSequence:
     def checkpoints(self) -> list[int]:
         """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
         n, chunk = self.sequence.n_tokens, self.sequence.options.chunk
-        if self._stateful:
+        if self.sequence.stateful:
             return [pos for pos in sorted(self._checkpoints) if pos < n]
         return list(range(chunk, n, chunk))
 
     def checkpoint_after(self, n: int) -> int:
         """Return after how many of n tokens to come a checkpoint is due, at the end of the last chunk; 0: none is."""
         options, start = self.sequence.options, self.sequence.n_tokens
-        if not (options.snapshots and self._stateful and self.sequence.pager):
+        if not (options.snapshots and self.sequence.stateful and self.sequence.pager):
             return 0
         return max(0, (start + n - 1) // options.chunk * options.chunk - start)
 
@@ -91,7 +89,7 @@ class SavedSequence:
             msg = f"{n} positions cannot be saved of {sequence.n_tokens}: give one of {at}, or leave it out for all"
             raise UsageError(msg)
         states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
-        if self._stateful and n not in self._checkpoints:
+        if self.sequence.stateful and n not in self._checkpoints:
             states.append((n, sequence.ctx.save_partial()))
         whole, selector = n == sequence.n_tokens, sequence.selector
         return capture(

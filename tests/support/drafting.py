@@ -210,15 +210,13 @@ def run(
             res.rows.append(ctx.logits(i))
             return token if script is None else script[len(res.rows) - 1]
 
-    def checked(
-        n_guessed: int, n_right: int, seconds: float, guessing_s: float, *, drafts: Drafts | None = kv.decoder.drafts
-    ) -> None:
+    def checked(n_guessed: int, n_right: int, *times: Any, drafts: Drafts | None = kv.decoder.drafts) -> None:
         assert drafts is not None
         assert kv.pager.ledger.n_tokens == kv.n_tokens
         kv.pager.check_integrity()
         start, width = last[0]
         res.steps.append(Step(start, width, kv.n_tokens - start, n_right))
-        Drafts.checked(drafts, n_guessed, n_right, seconds, guessing_s)
+        Drafts.checked(drafts, n_guessed, n_right, *times)
 
     def before(ctx: Context, pos: int, n: int, *, drafts: Drafts | None = kv.decoder.drafts) -> None:
         assert drafts is not None
