@@ -13,6 +13,7 @@
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill beside the full cache's, with copies and without
+#   bench/device.sh lossless  there: lossless decoding beside the full cache, with drafts that are right so often as is said
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
@@ -144,6 +145,12 @@ exact)
     kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --contexts 64K,128K,256K \
         --variants full,qk,qk/panes=999,qk/prefill=pool -o $at/exact "${@:2}"
     results
+    ;;
+lossless)
+    mkdir -p $at
+    python3 -m pytest -q -p no:cacheprovider tests/test_lookahead.py tests/test_checks.py | tail -3 || true
+    python3 bench/forced.py --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0 --contexts 65536 131072 262144 \
+        "${@:2}" | tee $at/forced.md
     ;;
 sanitize)
     for tool in memcheck racecheck; do

@@ -1,0 +1,133 @@
+"""Lossless decoding at given acceptance, on a model of a real shape with random weights: about speed alone.
+
+python bench/forced.py --shape 8b --contexts 65536 131072 --pool 4096 -ub 2048 -ct q8_0 --accepted 0.8 0.9 0.95
+
+What is chosen is a list of random tokens, whatever the logits are; a drafted token is the next one of that list with the given
+probability. All is computed as usual: the pool drafts, the exact pass checks, the number of drafts chooses itself. Beside it, in one
+run: the full cache where it fits, and streaming of one token a pass (nothing drafted).
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.bench.shapes import shape_file
+from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.engine import generation
+from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.native import Context, Model, Sampler
+from pyllama_kvflash.policy.lookahead import Lookahead
+
+N_WORDS = 500  # tokens that are used: every vocabulary has them
+
+
+@contextmanager
+def forced(text: Any, accepted: float | None) -> Iterator[None]:
+    """Have every answer be `text`, (n,) int32. accepted: probability that a drafted token is right; None: draft nothing."""
+    rng, taken = np.random.default_rng(1), [0]
+
+    class Forced(Sampler):
+        forked = False
+
+        def fork(self) -> Any:
+            res = super().fork()
+            res.forked = True
+            return res
+
+        def sample(self, ctx: Context, i: int = -1) -> int:
+            found = super().sample(ctx, i)
+            if self.forked:
+                return found
+            taken[0] += 1
+            return int(text[taken[0] - 1])
+
+    draft = Lossless.draft
+
+    def guess(lossless: Lossless, token: int, n: int, sampler: Sampler) -> Any:
+        found, moved = draft(lossless, token, n, sampler)
+        right = text[taken[0] : taken[0] + len(found)]
+        wrong = rng.random(len(right)) >= (accepted or 0)
+        return np.where(wrong, (right + 1) % N_WORDS, right).astype(np.int32), moved
+
+    kept = generation.Sampler, Lossless.draft, Lookahead.n, Model.is_eog, Model.piece
+    generation.Sampler = Forced  # type: ignore[misc]
+    Lossless.draft = guess  # type: ignore[method-assign]
+    Model.is_eog = lambda *_: False  # type: ignore[method-assign]
+    Model.piece = lambda *_: b""  # type: ignore[method-assign]
+    if accepted is None:
+        Lookahead.n = 0  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        generation.Sampler, Lossless.draft, Lookahead.n, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
+
+
+def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
+    """Return tokens a second and tokens a round. The context stays as it is."""
+    start = kv.n_tokens
+    begin = time.perf_counter()
+    with forced(text, accepted):
+        events = list(kv.generate(text[-1:], max_tokens=len(text), sampling=Sampling(temperature=0), append=True))
+    seconds = time.perf_counter() - begin
+    n, s = sum(isinstance(e, Token) for e in events), events[-1].stats  # type: ignore[union-attr]
+    kv.rollback(start)
+    return n / seconds, n / ((s.draft_steps + s.plain_steps) or n)
+
+
+def main() -> None:
+    """Print a row for each way, as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--shape-dir", type=Path, default=None)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[65536])
+    parser.add_argument("--pool", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--accepted", type=float, nargs="+", default=[0.8, 0.9, 0.95])
+    parser.add_argument("--panes", type=int, nargs="+", default=[2, 999])
+    parser.add_argument("-ub", type=int, default=512)
+    parser.add_argument("-ct", default="f16")
+    args = parser.parse_args()
+    print(f"{args.shape}, pool {args.pool:,}, {args.ct}, {args.tokens} tokens; {hardware()}\n")
+    print(
+        "| context | cache | accepted | tok/s | of full | tokens a round | device KV, MiB |\n|---|---|---:|---:|---:|---:|---:|"
+    )
+    rng = np.random.default_rng(0)
+    with ExitStack() as stack:
+        path = stack.enter_context(shape_file(args.shape, args.shape_dir))
+        for n in args.contexts:
+            options: dict[str, Any] = {"n_ctx": n + args.tokens + 64, "n_ubatch": args.ub}
+            options |= {"type_k": args.ct, "type_v": args.ct}
+            ways = [("full", {"pool": "off"}, [None])]
+            for panes in args.panes:
+                lossless = {"pool": args.pool, "exact": True, "panes": panes}
+                ways.append((f"lossless, {panes} panes", lossless, [None, *args.accepted]))
+            base = None
+            for name, own, accepted in ways:
+                try:
+                    with KVFlash.from_file(path, **options, **own) as kv:
+                        prompt = rng.integers(0, N_WORDS, n, dtype=np.int32)
+                        text = rng.integers(0, N_WORDS, args.tokens, dtype=np.int32)
+                        for _ in kv.prefill(prompt):
+                            pass
+                        for a in accepted:
+                            rate, each = decode(kv, text, a)
+                            base = base or (rate if name == "full" else None)
+                            share = f"{rate / base:.2f}" if base else "-"
+                            print(
+                                f"| {n:,} | {name} | {'-' if a is None else a} | {rate:.1f} | {share} | {each:.2f} |"
+                                f" {kv.resident_bytes / 2**20:,.0f} |",
+                                flush=True,
+                            )
+                except KVFlashError as err:
+                    print(f"| {n:,} | {name} | {err} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
