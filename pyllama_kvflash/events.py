@@ -108,6 +108,7 @@ class Prefill:
     """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
 
     resident_bytes: device bytes of full-attention KV. host_bytes: host bytes taken for records.
+    exact: it was read against everything before it, outside the pool: of its chunks only one that is not full is resident.
     """
 
     done: int
@@ -115,6 +116,7 @@ class Prefill:
     seconds: float
     resident_bytes: int
     host_bytes: int
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

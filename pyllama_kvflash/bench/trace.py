@@ -195,6 +195,8 @@ class _Replay:
         self._n_tokens = 0
         self._n_in = self._n_out = self._n_reselects = 0
         self._moved = False  # something moved since the last moment
+        self._n_read = 0  # tokens of the prompt
+        self._came: set[int] = set()  # chunks brought back since the last batch of the prompt
         self._reason: str | None = None
 
     def event(self, event: dict[str, Any]) -> None:
@@ -203,8 +205,12 @@ class _Replay:
             case "prefill":
                 n, done = _integer(event, "total", high=self._n_ctx), _integer(event, "done", low=1, high=self._n_ctx)
                 if self._first is None:
-                    self._n_prompt = n
+                    self._n_prompt, before, self._n_read = n, self._n_read, done
                     self._write(done)
+                    if event.get("exact") is True:  # full ones went by the pool, unless they have come in since
+                        full = slice(before // self._chunk, done // self._chunk)
+                        self._state[full] = np.isin(np.arange(full.start, full.stop), list(self._came))
+                    self._came.clear()
                     self._moment(self._prefill)
                 else:  # an answer is read again
                     self._moment(self._decode)
@@ -255,6 +261,8 @@ class _Replay:
         self._state[page_ins] = 1
         self._n_out += len(drops)
         self._n_in += len(page_ins)
+        self._came.update(page_ins)
+        self._came.difference_update(drops)
         self._moved = self._moved or bool(drops or page_ins)
 
     def _scores(self, event: dict[str, Any]) -> Scores:

@@ -235,7 +235,7 @@ class Decoder:
             if done == n:
                 yield from self._settle_in(size)
             seconds = time.perf_counter() - begin
-            yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
+            yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
 
     def _settle_in(self, n_last: int) -> Iterator[Event]:
         """After an exact pass whose last batch had n_last tokens, have the pool hold what these attend to."""
