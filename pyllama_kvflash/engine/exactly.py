@@ -44,8 +44,7 @@ def open_exact(
 
 
 def exact_bytes(model: Model, geometry: Geometry, options: Options) -> dict[int, tuple[int, int]]:
-    """Return what an exact pass takes on each device, by its index: bytes of panes, and of buffers of the computation with
-    sliding windows and recurrent states, which count once per device because their placement is unknown.
+    """Return what an exact pass takes on each device, by its index: bytes of panes, and of buffers of the computation.
 
     model: may be loaded with no_alloc. options: resolved. Raises NativeError and UnsupportedError.
     """
@@ -53,9 +52,7 @@ def exact_bytes(model: Model, geometry: Geometry, options: Options) -> dict[int,
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     panes = geometry.panes_by_device(row_bytes, *types, n_pane)
     with _context(model, options, PaneParams(n_pane=n_pane)) as ctx:
-        held = ctx.kv_bytes()
-        states = held.swa + held.recurrent
-        return {i: (ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i) + states) for i in range(len(devices()))}
+        return {i: (ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:
