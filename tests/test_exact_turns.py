@@ -14,7 +14,7 @@ from support import drafting, snapshots, tiny, tiny_drafters
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
-from support.runs import GREEDY, MODELS, TOKENS, Logits, Open, check_residency, feed, read
+from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, feed, read
 
 from pyllama_kvflash import KVFlash, Token
 from pyllama_kvflash.engine.speculation import Drafts
@@ -34,14 +34,9 @@ WINDOW = 256  # positions that a drafter remembers
 
 # 32 blocks; a prompt is read in batches of 4 chunks, whether it is cut at a multiple of these or not
 SMALL: dict[str, Any] = {
-    "n_ctx": 4096,
-    "n_threads": 1,
+    **BY_SIXTEEN,
     "pool": N_POOL,
-    "chunk": CHUNK,
-    "n_batch": N_UBATCH,
-    "n_ubatch": N_UBATCH,
     "prefill": "exact",
-    "share": 0,
     "tau": 1000,  # an answer scores nothing: which of two chunks comes in could be a matter of rounding
     "again": 0,
 }

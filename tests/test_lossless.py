@@ -14,7 +14,7 @@ from support.cuts import cut_off, cut_off_at_every_line
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
-from support.runs import GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
+from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
 
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine.lossless import Lossless
@@ -32,14 +32,9 @@ wordless = snapshots.wordless
 CHUNK, N_POOL, N_UBATCH = 16, 256, 64
 
 SMALL: dict[str, Any] = {
-    "n_ctx": 4096,
-    "n_threads": 1,
+    **BY_SIXTEEN,
     "pool": N_POOL,
-    "chunk": CHUNK,
-    "n_batch": N_UBATCH,
-    "n_ubatch": N_UBATCH,
     "panes": 2,
-    "share": 0,
     "exact": True,
 }
 FULL = {**SMALL, "pool": "off", "exact": False}

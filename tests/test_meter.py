@@ -13,7 +13,7 @@ from support.cuts import cut_off_at_every_line
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held
-from support.runs import GREEDY, MODELS, TOKENS, Open, check_residency, plain, read, turn
+from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, plain, read, turn
 
 from pyllama_kvflash import Done, KVFlash, Token, Warn
 from pyllama_kvflash.engine.generation import step_together
@@ -28,16 +28,11 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums 
 
 wordless = snapshots.wordless
 
-CHUNK, N_POOL, N_UBATCH = 16, 256, 64
+CHUNK, N_POOL = 16, 256
 
 SMALL: dict[str, Any] = {
-    "n_ctx": 4096,
-    "n_threads": 1,
+    **BY_SIXTEEN,
     "pool": N_POOL,
-    "chunk": CHUNK,
-    "n_batch": N_UBATCH,
-    "n_ubatch": N_UBATCH,
-    "share": 0,
     "tau": 4,
 }
 FULL = {**SMALL, "pool": "off"}

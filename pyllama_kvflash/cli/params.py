@@ -259,8 +259,8 @@ POOL = options(
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
     click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
                  help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
-                 " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How many to draft follows from how many are right and what both"
-                 " cost."),
+                 " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How"
+                 " many to draft follows from how many are right and what both cost."),
     click.option("--kvflash-meter", "meter", metavar="SHARE", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_METER",
                  help="Compare tokens with the full cache now and then, in at most this share of the decode time, and"

@@ -178,11 +178,18 @@ class PooledSequence:
 
     def end_trial(self) -> None:
         """Remove what a trial has decoded. Harmless without one."""
-        if self._state:
-            self.ctx.restore_partial(self._state, self.n_tokens)
-        elif self._state is not None:
-            self.ctx.seq_rm(self.n_tokens)
+        if self._state is not None:
+            self._go_back(self.n_tokens, self._state)
         self._state = None
+
+    def _go_back(self, n_tokens: int, state: bytes) -> None:
+        """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then; empty if
+        the memory can go back by itself.
+        """
+        if state:
+            self.ctx.restore_partial(state, n_tokens)
+        else:
+            self.ctx.seq_rm(n_tokens)
 
     def seen_exactly(self, start: int, n: int, state: bytes) -> Floats:
         """Return the logits (n, n_vocab) of n tokens from position start on, computed against everything. Changes nothing.
@@ -316,10 +323,7 @@ class PooledSequence:
         with self.step():
             self.paged.settle()
             self.forget_exactly(n_tokens)
-            if state:
-                self.ctx.restore_partial(state, n_tokens)
-            else:
-                self.ctx.seq_rm(n_tokens)
+            self._go_back(n_tokens, state)
             del self.history[n_tokens:]
             plan = self.paged.rolled_back(n_tokens)
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
