@@ -15,11 +15,11 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.oracles import N_THREADS, ON_GPU, TOKENS, Cache, Logits, Run, assert_equal, head, rows
 
-from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, UsageError
+from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.native import LAST, NONE, Context, ExactContext, Layer, Model, PaneParams, Record
 from pyllama_kvflash.native.lib import check, ffi, lib
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = pytest.mark.native
 
 TABLE = Path(__file__).parent.parent / "docs" / "FAMILIES.md"
 
@@ -28,6 +28,7 @@ CHUNK, N_UBATCH, N_CTX = 64, 128, 1024
 SIZES = (128, 100, 1, 37, 20)  # batches that begin and end at a chunk's border, and such that do not
 N_ALL = sum(SIZES)  # ends within a chunk, and is wider than 256 cells
 ALL_LAYERS = 99
+GPU_PAD = 2 << 10  # bytes that a GPU adds to the last row of K, and of V
 
 
 def cells() -> list[Any]:
@@ -71,6 +72,9 @@ class Pass:
         self.layers = self.pool.ctx.layers()
         self.transposed = cache.flash_attn == "off"
         self.records: list[Record] = []
+        self.places: list[
+            Record
+        ] = []  # where records are to lie, the next one last; in memory of their own beyond these
         self.pos = 0
 
     def __enter__(self) -> Self:
@@ -87,14 +91,20 @@ class Pass:
     def decode(self, n: int, outputs: int = LAST) -> Logits:
         """One batch, whose rows go to the records; its logits."""
         while len(self.records) * CHUNK < self.pos + n:
-            self.records.append(np.full(self.info.record_bytes, 0xEE, np.uint8))
+            self.records.append(self.places.pop() if self.places else np.empty(self.info.record_bytes, np.uint8))
+            self.records[-1][:] = 0xEE
         logits = self.again(n, self.pos, self.records, outputs)
         self.pos += n
         return logits
 
     def again(self, n: int, pos: int, records: Sequence[Record], outputs: int = LAST) -> Logits:
         """A batch at some position, with these records."""
-        self.ctx.decode_into(self.pool.ctx, TOKENS[pos : pos + n], pos, records, outputs)
+        try:
+            self.ctx.decode_into(self.pool.ctx, TOKENS[pos : pos + n], pos, records, outputs)
+        except UnsupportedError:
+            if not ON_GPU:
+                raise
+            pytest.skip("the GPU has no kernel for this attention")
         return self.pool.ctx.logits() if outputs else np.empty(0, np.float32)
 
     def parts(self, record: Record, position: int) -> Iterator[Any]:
@@ -129,7 +139,7 @@ def check_cell(model: Model, cache: Cache, n_pane: int) -> Pass:
             pool.decode(n)
             want, got = stock.feed(n), run.decode(n)
             assert_equal(got[None], want)
-        assert np.array_equal(got, pool.ctx.logits())
+        assert ON_GPU or np.array_equal(got, pool.ctx.logits())  # of another width: a GPU sums in another order
         for chunk, record in enumerate(run.records[: N_ALL // CHUNK]):
             assert np.array_equal(record, pool.read(chunk)), f"record {chunk} differs"
         begun, there = run.records[-1], pool.read(N_ALL // CHUNK)
@@ -146,7 +156,8 @@ def check_bytes(run: Pass, stock: Context, n_pane: int) -> None:
     """Of each layer that has no pane to itself, all earlier rows were copied for each batch; new rows always go out."""
     info, n_layer = run.ctx.pane_info(), len(run.layers)
     assert info.n_pane == min(n_pane, n_layer)
-    assert info.bytes == run.ctx.kv_bytes().attn == stock.kv_bytes().attn * info.n_pane // n_layer
+    rows = stock.kv_bytes().attn * info.n_pane // n_layer
+    assert rows <= info.bytes == run.ctx.kv_bytes().attn <= rows + ON_GPU * info.n_pane * GPU_PAD
     ends = np.cumsum(SIZES)
     if n_pane >= n_layer:
         assert run.n_rows == N_ALL
@@ -189,6 +200,22 @@ def test_batch_without_logits(tiny_model: Callable[[str], Model]) -> None:
             silent.pool.ctx.logits()
         assert np.array_equal(run.decode(50), silent.decode(50))
         assert np.array_equal(run.records[0], silent.records[0])
+
+
+@pytest.mark.parametrize("order", ["0123abcd", "3210dcba", "a0b1c2d3", "0a1b2c3d", "01ab23cd", "0ab12c3d", "02ac13bd"])
+def test_records_in_two_places(tiny_model: Callable[[str], Model], order: str) -> None:
+    """Runs of records are copied as one, but none spans memory that was pinned at different times: CUDA refuses that."""
+    model = tiny_model("qwen3")
+    with Run(model, n_ctx=N_CTX, n_batch=N_UBATCH) as stock, Pass(model, cache_of("f16")) as run:
+        size = run.info.record_bytes
+        lower, upper = sorted(
+            (run.pool.ctx.host_buffer(4 * size) for _ in range(2)), key=lambda place: place.ctypes.data
+        )
+        named = dict(zip("0123abcd", [*lower.reshape(4, size), *upper.reshape(4, size)], strict=True))
+        run.places = [named[c] for c in reversed(order)]
+        for n in (128, 100, 128, 128):
+            assert_equal(run.decode(n)[None], stock.feed(n))
+        assert not run.places
 
 
 @pytest.mark.parametrize("n_pane", [1, ALL_LAYERS])

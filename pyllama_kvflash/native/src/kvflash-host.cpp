@@ -4,8 +4,11 @@
 
 #include "llama-impl.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -21,9 +24,31 @@ static size_t page_for(size_t size) { return size < 16 * HUGE_PAGE ? PAGE : HUGE
     throw kvf_failure(KVF_E_MEMORY, format("no %zu bytes of host memory can be pinned", size));
 }
 
+// where they all are: first byte and size
+static std::mutex                     g_mutex;
+static std::map<const char *, size_t> g_places;
+
+bool kvf_host::is_one(const void * a, const void * b) {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+
+    const auto * first = std::min((const char *) a, (const char *) b);
+    const auto * last  = std::max((const char *) a, (const char *) b);
+    const auto   next  = g_places.upper_bound(first);
+    if (next == g_places.begin()) { return false; }
+    const auto & [base, size] = *std::prev(next);
+    return last < base + size;
+}
+
 // The memory is taken from the system first, and touched, in large pages: minutes of work for a hundred GiB, that holds up
 // nobody. To pin what is there is quick. A backend that cannot do that allocates in its own way.
 kvf_host::kvf_host(ggml_backend_dev_t dev, size_t size) : size(GGML_PAD(size, page_for(size))) {
+    take(dev, size);
+
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    g_places[(const char *) base] = size;
+}
+
+void kvf_host::take(ggml_backend_dev_t dev, size_t size) {
     auto *     reg = ggml_backend_dev_backend_reg(dev);
     const auto pin = (bool (*)(void *, size_t)) ggml_backend_reg_get_proc_address(reg, "kvflash_host_register");
 
@@ -52,6 +77,10 @@ kvf_host::kvf_host(ggml_backend_dev_t dev, size_t size) : size(GGML_PAD(size, pa
 }
 
 kvf_host::~kvf_host() {
+    {
+        const std::lock_guard<std::mutex> lock(g_mutex);
+        g_places.erase((const char *) base);
+    }
     if (unpin) {
         unpin(base);
         free(base);

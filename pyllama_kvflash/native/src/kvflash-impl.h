@@ -197,6 +197,7 @@ private:
     };
 
     void    place_layers(const llama_kv_cache & kv, const llama_kv_cache & of);
+    void    place_records();
     void    bind(llama_context * ctx);
     int32_t touched(const ggml_tensor * t) const;
     void    find_turns();
@@ -220,14 +221,15 @@ private:
     bool                                                     streams = false; // layers share panes
 
     // the batch
-    bool               running = false;
-    llama_context *    ctx     = nullptr;
-    uint32_t           pos = 0, n = 0, n_chunk = 0;
-    bool               v_trans = false;
-    void * const *     records = nullptr;
-    std::vector<turn>  order;
-    size_t             n_done = 0;
-    std::exception_ptr failed;
+    bool                   running = false;
+    llama_context *        ctx     = nullptr;
+    uint32_t               pos = 0, n = 0, n_chunk = 0;
+    bool                   v_trans = false;
+    void * const *         records = nullptr;
+    std::vector<ptrdiff_t> strides; // from each record to the next, 0: they are not copied as one
+    std::vector<turn>      order;
+    size_t                 n_done = 0;
+    std::exception_ptr     failed;
 };
 
 // pinned host memory
@@ -238,9 +240,14 @@ struct kvf_host {
     kvf_host(const kvf_host &)             = delete;
     kvf_host & operator=(const kvf_host &) = delete;
 
+    // whether both addresses are in the memory of one of these: no copy may span two
+    static bool is_one(const void * a, const void * b);
+
     void * base = nullptr;
 
 private:
+    void take(ggml_backend_dev_t dev, size_t size);
+
     size_t                  size;
     ggml_backend_buffer_ptr buf; // null: memory of ours, which the backend has pinned
     void (*unpin)(void * ptr) = nullptr;
@@ -323,6 +330,8 @@ struct llama_kvflash {
     // have the cells of a paned cache be positions [0, pos) of a sequence, and nothing else
     static void place_before(
             llama_kv_cache & kv, const llama_kv_cache & of, llama_seq_id seq, uint32_t pos, void * const * records);
+    // which positions each token of a batch sees; false: the library has to say it
+    static bool set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal);
     // write the heads of the records of positions [pos, pos + n)
     static void write_heads(
             const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n, void * const * records);

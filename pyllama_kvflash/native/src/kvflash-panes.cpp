@@ -154,6 +154,20 @@ void kvf_panes::copy(part & p, ggml_tensor * t, char * host, size_t at, size_t s
     n_bytes += n * size;
 }
 
+// which records are copied as one. CUDA refuses a copy that spans memory that was pinned at different times
+void kvf_panes::place_records() {
+    const uint32_t n_record = (pos + n + n_chunk - 1) / n_chunk;
+    const bool     async    = std::any_of(parts.begin(), parts.end(), [](const part & p) { return p.stream != nullptr; });
+
+    strides.assign(n_record, 0);
+    for (uint32_t i = 0; i + 1 < n_record; ++i) {
+        const ptrdiff_t next = (const char *) records[i + 1] - (const char *) records[i];
+        if (next > 0 && next <= MAX_STRIDE && (!async || kvf_host::is_one(records[i], records[i + 1]))) {
+            strides[i] = next;
+        }
+    }
+}
+
 // rows of positions [from, to) between the records and the layer's pane. chunks that lie at one stride in host memory are
 // one copy
 void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
@@ -166,12 +180,9 @@ void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
         const uint32_t m    = std::min(n_chunk - first, to - from); // positions of each chunk
         char *         host = (char *) records[chunk];
 
-        uint32_t  n      = 1;
-        ptrdiff_t stride = 0;
-        while (m == n_chunk && from + (n + 1) * n_chunk <= to) {
-            const ptrdiff_t next = (char *) records[chunk + n] - (char *) records[chunk + n - 1];
-            if (next <= 0 || next > MAX_STRIDE || (n > 1 && next != stride)) { break; }
-            stride = next;
+        uint32_t        n      = 1;
+        const ptrdiff_t stride = strides[chunk];
+        while (m == n_chunk && from + (n + 1) * n_chunk <= to && stride && strides[chunk + n - 1] == stride) {
             n++;
         }
 
@@ -224,8 +235,9 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     this->records = records;
     n_chunk       = llama_kvflash::n_chunk(of);
     v_trans       = llama_kvflash::v_trans(kv);
-    n_done        = 0;
-    failed        = nullptr;
+    place_records();
+    n_done = 0;
+    failed = nullptr;
     order.clear();
     running = true;
     llama_kvflash::set_callback(*ctx, streams ? on_node : nullptr, this);
