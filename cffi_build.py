@@ -238,8 +238,8 @@ enum kvf_summary_kind {
     KVF_SUMMARY_RUNS, ...
 };
 int  kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
-int  kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
-                   uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
+int  kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
+                   size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n);
 int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
                const float * q, float * dst, size_t stride);
 int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,

@@ -111,6 +111,16 @@ def test_panes_chunks_batches_and_policies(opened: Open, name: str, options: dic
         check_residency(kv, kv.options.chunk)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_wide_batches(opened: Open, cache: str) -> None:
+    """Several threads make their masks, and several chunks are summarised at once."""
+    kv = opened(n_ubatch=1024, **CACHES[cache])
+    full = opened(**CACHES[cache], **(FULL | {"n_batch": 1024, "n_ubatch": 1024}))
+    for n in (2900, 700):
+        assert_same(prompt(kv, n), prompt(full, n))
+    check_residency(kv, CHUNK)
+
+
 @pytest.mark.slow
 def test_forty_times_the_pool(opened: Open) -> None:
     kv, full = opened(n_ctx=16384, n_ubatch=512), opened(n_ctx=16384, **(FULL | {"n_batch": 512, "n_ubatch": 512}))

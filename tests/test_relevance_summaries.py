@@ -108,26 +108,28 @@ def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: 
     summarised(kv)
     put, n = Summaries.put, 0
 
-    def fails(self: Summaries, chunk: int, record: Any, threads: Any = None) -> None:
+    def fails(self: Summaries, chunk: int, record: Any) -> None:
         nonlocal n
         n += 1
         if n == 1:
             raise MemoryError
-        if threads:
+        put(self, chunk, record)
+
+    class NoThreads:
+        def map(self, *_: object) -> None:
             msg = "can't start new thread"
             raise RuntimeError(msg)
-        put(self, chunk, record)
 
     with monkeypatch.context() as patch:
         patch.setattr(Summaries, "put", fails)
-        patch.setattr(kv.pager._summariser, "_layer_threads", object())
+        patch.setattr(kv.pager._summariser, "_threads", NoThreads())
         with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --qk-summary"):
             feed(kv, 1400)
         at = kv.n_tokens
         assert 1344 <= at < 1400
         assert len(reselects(feed(kv, 1415))) >= 2
         summarised(kv)
-        assert n == 5  # once, and again with threads and without; then the next chunk, both ways
+        assert n == 3  # once, and again without threads; then the next chunk
     check_residency(kv)
     assert kv.policy == "qk"
     assert len(kv.pager.summaries) == kv.n_tokens // 64  # type: ignore[arg-type]

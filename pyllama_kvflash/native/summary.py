@@ -92,17 +92,13 @@ class Summaries:
         while len(self._slabs) * SLAB < n:
             self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # zeros() would commit later
 
-    def put(self, chunk: int, record: Record, threads: Executor | None = None) -> None:
-        """Summarise the record (record_bytes,) uint8 of the next chunk, or of an existing one anew.
-
-        threads: share the layers among them. Raises UsageError.
-        """
+    def put(self, chunk: int, record: Record) -> None:
+        """Summarise the record (record_bytes,) uint8 of the next chunk, or of an existing one anew. Raises UsageError."""
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} is summarised, where {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
-        layers = range(len(self._layers))
-        deque((threads.map if threads else map)(lambda i: self._write(chunk, record, i), layers), maxlen=0)
+        self._write(chunk, record)
         self._n = max(self._n, chunk + 1)
 
     def put_all(self, n: int, record: Callable[[int], Record], threads: Executor) -> None:
@@ -110,21 +106,15 @@ class Summaries:
         chunk.
         """
         self.reserve(n)
-
-        def one(chunk: int) -> None:
-            its = record(chunk)
-            for i in range(len(self._layers)):
-                self._write(chunk, its, i)
-
-        deque(threads.map(one, range(self._n, n)), maxlen=0)
+        deque(threads.map(lambda chunk: self._write(chunk, record(chunk)), range(self._n, n)), maxlen=0)
         self._n = max(self._n, n)
 
-    def _write(self, chunk: int, record: Record, i: int) -> None:
-        """Summarise a record in layer i."""
+    def _write(self, chunk: int, record: Record) -> None:
+        # all layers in one call: threads that take and leave the interpreter's lock often hold up the one that computes
         slab, at = divmod(chunk, SLAB)
-        src, dst = ffi.from_buffer(record), ffi.from_buffer("uint16_t[]", self._slabs[slab][i])
-        layer = self._layers[i]
-        check(lib.kvf_summarise(layer, self._n_chunk, src, len(record), self._kind, self._n_row, dst, at, SLAB))
+        src, layers, n_chunk = ffi.from_buffer(record), self._layers, self._n_chunk
+        to = [ffi.from_buffer("uint16_t[]", rows) for rows in self._slabs[slab]]
+        check(lib.kvf_summarise(layers, len(layers), n_chunk, src, len(record), self._kind, self._n_row, to, at, SLAB))
 
     def truncate(self, n: int) -> None:
         """Forget all summaries but those of the first n chunks."""

@@ -9,7 +9,6 @@ from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Layer, Record, Summaries
 
 _THREADS = 8
-_MANY = 16  # from so many chunks on, threads share the chunks instead of the layers of one
 
 
 class Summariser:
@@ -24,13 +23,13 @@ class Summariser:
         self._pending: deque[Future[None]] = deque()
         self._worker = ThreadPoolExecutor(1, "kvflash-summary")
         n_threads = min(_THREADS, n_threads)
-        self._layer_threads = ThreadPoolExecutor(n_threads, "kvflash-summary-layer") if n_threads > 1 else None
+        self._threads = ThreadPoolExecutor(n_threads, "kvflash-summary-many") if n_threads > 1 else None
 
     def close(self) -> None:
         """End the threads."""
         self._worker.shutdown(cancel_futures=True)
-        if self._layer_threads:
-            self._layer_threads.shutdown()
+        if self._threads:
+            self._threads.shutdown()
 
     def use(self, kind: str | None, chunks: Sequence[int]) -> None:
         """Keep summaries of this kind from now on, starting with these chunks. None: keep none.
@@ -51,7 +50,7 @@ class Summariser:
         """Announce n chunks in all: the memory for their summaries is taken meanwhile."""
         if self.summaries is not None:
             with suppress(RuntimeError):  # no memory for a thread: reserve() takes what it needs
-                (self._layer_threads or self._worker).submit(_try_reserve, self.summaries, n)
+                (self._threads or self._worker).submit(_try_reserve, self.summaries, n)
 
     def reserve(self, n: int) -> None:
         """Take the memory for n chunks. Raises HostMemoryError."""
@@ -63,28 +62,19 @@ class Summariser:
         if self.summaries is None:
             return
         try:
-            self._pending.append(self._worker.submit(self._put, self.summaries, n, self._layer_threads))
+            self._pending.append(self._worker.submit(self._put, self.summaries, n, self._threads))
         except RuntimeError:  # no memory for a thread
             self._put(self.summaries, n)
 
     def _put(self, summaries: Summaries, n: int, threads: ThreadPoolExecutor | None = None) -> None:
-        if threads and n - len(summaries) >= _MANY:
-            try:
-                summaries.put_all(n, self._record, threads)
-            except MemoryError:
-                raise _no_memory(summaries, n) from None
-            except RuntimeError:  # no memory for a thread
-                self._put(summaries, n)
-            return
-        for chunk in range(len(summaries), n):
-            record = self._record(chunk)
-            try:
-                try:
-                    summaries.put(chunk, record, threads)
-                except RuntimeError:  # no memory for a thread
-                    summaries.put(chunk, record)
-            except MemoryError:
-                raise _no_memory(summaries, chunk + 1) from None
+        try:
+            if threads and n - len(summaries) > 1:
+                with suppress(RuntimeError):  # no memory for a thread
+                    summaries.put_all(n, self._record, threads)
+            for chunk in range(len(summaries), n):
+                summaries.put(chunk, self._record(chunk))
+        except MemoryError:
+            raise _no_memory(summaries, n) from None
 
     @property
     def pending(self) -> list[Future[None]]:

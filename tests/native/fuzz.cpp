@@ -759,9 +759,11 @@ struct fuzz {
             res.places.push_back(slab.data());
         }
         for (uint32_t i = 0; i < n; ++i) {
-            const auto & rec = any_record();
-            expect_ok("summarise", kvf_summarise(&layer, n_chunk, rec.data(), rec.size(), KVF_SUMMARY_CENTROIDS, n_row,
-                                           res.slabs[i / SLAB].data(), i % SLAB, SLAB));
+            const auto &      rec    = any_record();
+            const kvf_layer * its    = &layer;
+            uint16_t *        places = res.slabs[i / SLAB].data();
+            expect_ok("summarise", kvf_summarise(&its, 1, n_chunk, rec.data(), rec.size(), KVF_SUMMARY_CENTROIDS, n_row,
+                                           &places, i % SLAB, SLAB));
         }
 
         // dimension j of a row, and in the place of dimension d the logarithm of how many keys it stands for

@@ -683,13 +683,18 @@ static void check_record(const kvf_layer & layer, uint32_t n_chunk, const void *
             "the record is shorter than this layer's keys");
 }
 
-int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size, int kind,
-        uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n) {
+int kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
+        size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n) {
     return kvf_guard([&] {
-        check_summary(layer, n, kind, n_row, n_chunk);
-        check_record(*layer, n_chunk, record, record_size);
-        kvf_check(slab && i < n, "a slab with this entry is needed");
-        kvf_summary::write(*layer, n_chunk, record, kind, n_row, slab, i);
+        kvf_check(layers && slabs && i < n, "layers, and slabs with this entry, are needed");
+        for (uint32_t il = 0; il < n_layer; ++il) {
+            check_summary(layers[il], n, kind, n_row, n_chunk);
+            check_record(*layers[il], n_chunk, record, record_size);
+            kvf_check(slabs[il], "a slab of each layer is needed");
+        }
+        for (uint32_t il = 0; il < n_layer; ++il) {
+            kvf_summary::write(*layers[il], n_chunk, record, kind, n_row, slabs[il], i);
+        }
     });
 }
 

@@ -1,4 +1,5 @@
-// what the attention graph puts out beside its result: queries of the last tokens, and what they attend to
+// what the attention graph puts out beside its result: queries of the last tokens, and what they attend to. and the mask
+// that it is given, where the cells are positions
 
 #include "kvflash-impl.h"
 
@@ -8,11 +9,18 @@
 #include "llama-hparams.h"
 
 #include <algorithm>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 // q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
 void llm_graph_context::build_taps(
         ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
+
+    // in the midst of a prompt nobody asks, and this is as much as some of the attention itself. the library keeps graphs
+    // with outputs and without apart
+    if (cparams.mass_piece && n_outputs == 0) { return; }
 
     const int64_t n_q = std::min<int64_t>(q->ne[2], cparams.q_tap);
 
@@ -49,6 +57,56 @@ void llm_graph_context::build_taps(
     res->t_mass[il] = p;
     cb(p, "mass_tap", il);
     ggml_build_forward_expand(gf, p);
+}
+
+//
+// the mask of a paned cache
+//
+
+static constexpr size_t MASK_PER_THREAD = 1 << 19; // values: less is not worth a thread
+static constexpr size_t MASK_THREADS    = 8;
+
+template <typename T> static void fill_mask(T * row, T keep, T drop, int64_t n_kv, const llama_pos * pos, int64_t n) {
+    for (int64_t i = 0; i < n; ++i, row += n_kv) {
+        std::fill(row, row + pos[i] + 1, keep);
+        std::fill(row + pos[i] + 1, row + n_kv, drop);
+    }
+}
+
+// The library looks at each cell, beside the batch before. The panes' owner waits for each batch, so this has to be quick.
+bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal) {
+    if (!panes(kv) || !causal || kv.hparams.use_alibi || kv.swa_type != LLAMA_SWA_TYPE_NONE || ubatch.is_pos_2d()) {
+        return false;
+    }
+    const auto & cells = kv.v_cells[0];
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_pos pos = ubatch.pos[i];
+        if (cells.is_empty(pos) || cells.pos_get(pos) != pos) { return false; }
+    }
+
+    const int64_t n_kv = dst->ne[0], n = ubatch.n_tokens;
+    const int64_t n_thread = std::clamp<size_t>(n * n_kv / MASK_PER_THREAD, 1, MASK_THREADS);
+    const auto    part     = [&](int64_t at) {
+        const int64_t from = n * at / n_thread, m = n * (at + 1) / n_thread - from;
+        if (dst->type == GGML_TYPE_F16) {
+            const auto drop = ggml_fp32_to_fp16(-INFINITY);
+            fill_mask<ggml_fp16_t>((ggml_fp16_t *) dst->data + from * n_kv, 0, drop, n_kv, ubatch.pos + from, m);
+        } else {
+            fill_mask<float>((float *) dst->data + from * n_kv, 0, -INFINITY, n_kv, ubatch.pos + from, m);
+        }
+    };
+
+    std::vector<std::thread> threads;
+    for (int64_t i = 1; i < n_thread; ++i) {
+        try {
+            threads.emplace_back(part, i);
+        } catch (const std::system_error &) { part(i); } // there are as many threads as there may be
+    }
+    part(0);
+    for (auto & t : threads) {
+        t.join();
+    }
+    return true;
 }
 
 //

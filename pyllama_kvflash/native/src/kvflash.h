@@ -246,9 +246,9 @@ enum kvf_summary_kind {
 
 // bf16 values that a slab of n summaries of a layer has
 LLAMA_API int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
-// summarise the keys of a record in one layer: entry i of a slab of n
-LLAMA_API int kvf_summarise(const struct kvf_layer * layer, uint32_t n_chunk, const void * record, size_t record_size,
-        int kind, uint32_t n_row, uint16_t * slab, uint32_t i, uint32_t n);
+// summarise the keys of a record in n_layer layers: entry i of a slab of n for each
+LLAMA_API int kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
+        size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n);
 // for each of n_head queries [n_head, n_embd_head_k] and the first n entries of a slab, the largest product of the query
 // with a row (MINMAX: the upper bound of such products) -> dst[head*stride + i]
 LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
