@@ -171,13 +171,13 @@ ruler)
     mkdir -p $at
     export OMP_NUM_THREADS=1
     tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
-    for cell in 2K:full 2K:qk 1K:qk 2K:qk/tau=1/share=0 1K:qk/tau=1/share=0 2K:qk/prefill=pool 1K:qk/prefill=pool; do
+    for cell in 2K:full 2K:qk 1K:qk 2K:qk/prefill=pool 1K:qk/prefill=pool; do
         folder=$at/ruler-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
         timeout "${3:-400}" kvflash bench ruler "$2" --contexts 16K,8K,30K --docs 5 --tasks $tasks --pools "${cell%%:*}" \
             --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &
     done
     timeout "${3:-400}" kvflash bench kld "$2" -f pyllama_kvflash/bench/data/moby-dick.txt --contexts 16K --shares 50,28.1,12.5,6.25 \
-        --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q5_0/type_v=q5_0,lru,qk,qk/tau=1/share=0,qk/prefill=pool -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
+        --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q5_0/type_v=q5_0,full/type_k=q4_0/type_v=q4_0,lru,qk,qk/tau=1/share=0,qk/prefill=pool,qk/prefill=pool/tau=1/share=0 -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
     wait
     mkdir -p $at/ruler # all of them as one run: `kvflash bench ruler` with all variants and -o there prints the table
     cat $at/ruler-*/results.jsonl >$at/ruler/results.jsonl

@@ -248,6 +248,7 @@ class Decoder:
             queries = [selector.queries(back) for back in reversed(range(n_asking))]
             mass = sequence.attended(n_asking)
             yield from sequence.reselect_now("question", queries, 1, mass=mass)
+        sequence.lay_out()
 
     def _is_too_long(self, n: int) -> bool:
         """Return whether the sequence's share of the pool cannot hold n more tokens with all before them."""

@@ -131,7 +131,8 @@ class Pager:
         Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Those of
         earlier positions are whole; the rest is to be written. Raises PoolError and HostMemoryError; nothing has moved then.
         """
-        self.settle()
+        self.flights.finish()
+        self._arrived(len(self._reads))  # the summaries of the batch before are made beside this one
         ledger = self.ledger
         end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
         needs_block = not ledger.n_tokens % ledger.chunk
@@ -195,6 +196,24 @@ class Pager:
         always = bring_in(ledger, must.tolist())
         self.apply(always)
         return Plan(recent.drops + always.drops, recent.page_ins + always.page_ins)
+
+    def lay_out(self) -> None:
+        """Have the chunks lie in the pool in their order, so that what is computed does not hang on how they came there."""
+        self.settle()
+        there = list(held(self.ctx))  # block by block
+        if there == sorted(there) and self.ctx.block_of(there[-1]) == len(there) - 1:
+            return
+        for chunk in there:
+            self.ctx.drop(chunk)
+        self._refill()
+
+    def _refill(self) -> None:
+        """Fill a block for each resident chunk that has none, from its record."""
+        missing = resident(self.ledger) - held(self.ctx).keys()
+        for chunk in sorted(missing):
+            self._fill(chunk)
+        if missing:
+            self.ctx.attn_seq_rm(self.ledger.n_tokens, -1)
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
@@ -359,6 +378,7 @@ class Pager:
             self.ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
+        self._refill()
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)

@@ -210,6 +210,11 @@ class PooledSequence:
             plan = self.paged.settle_in()
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
+    def lay_out(self) -> None:
+        """Have the chunks lie in the pool in their order. After an exact pass: their records must be whole."""
+        with self.step():
+            self.paged.lay_out()
+
     def recover(self) -> None:
         """After a step that was cut off, remove what it left in the cache, and go on from the last position.
 
