@@ -20,7 +20,7 @@ MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
-LOOKAHEAD = 16
+LOOKAHEAD = 32
 """Most tokens that lossless decoding drafts before a check."""
 RECURRENT_LOOKAHEAD = 8
 """The same for models with a recurrent state, of which the exact pass then keeps as many copies."""

@@ -276,14 +276,15 @@ def noise(files: Callable[[str], str]) -> Callable[..., float]:
 def width_noise(path: Path, width: int, options: dict[str, Any]) -> float:
     """See noise."""
     rows: list[list[Logits]] = []
+    text = np.resize(PROMPT, 400 + 8 * width)
     for size in (1, width):
         spec = Spec(kind="ngram", n_max=width - 1, gate=0)
         with KVFlash.from_file(path, **{**options, "policy": "lru", "spec": spec}) as kv:
-            for _ in kv.prefill(PROMPT[:400]):
+            for _ in kv.prefill(text[:400]):
                 pass
             rows.append([])
-            for at in range(400, 400 + 8 * width, size):
-                kv.decode(PROMPT[at : at + size], ALL)
+            for at in range(400, len(text), size):
+                kv.decode(text[at : at + size], ALL)
                 rows[-1] += [kv.logits(i) for i in range(size)]
     return 4 * max(float(np.abs(a - b).max()) for a, b in zip(*rows, strict=True))
 
