@@ -96,7 +96,7 @@ build)
     ;;
 test)
     python3 -m pytest -q -p no:cacheprovider tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py \
-        tests/test_mutations.py "${@:2}"
+        tests/test_mutations.py tests/test_exact.py "${@:2}"
     ;;
 families)
     python3 -m pytest -q -p no:cacheprovider tests/test_families.py -k "test_cell and (f16 or q8_0 or q4_0)" "${@:2}"
@@ -134,13 +134,13 @@ speed)
     ;;
 million)
     mkdir -p $at
-    kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 64K,1M --variants lru \
+    kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 64K,1M --variants lru/prefill=pool \
         -ctk q4_0 -ctv q4_0 -o $at/million "${@:2}"
     results
     ;;
 exact)
     mkdir -p $at
-    python3 -m pytest -q -p no:cacheprovider tests/test_exact.py tests/test_exact_prompts.py -m "not slow" | tail -25 || true
+    python3 -m pytest -q -p no:cacheprovider tests/test_exact.py | tail -25 || true
     # panes=999: all layers on the device, so nothing is copied in
     kvflash bench speed --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --contexts 64K,128K,256K \
         --variants full,qk,qk/panes=999,qk/prefill=pool -o $at/exact "${@:2}"
