@@ -75,11 +75,9 @@ template <typename T> static void fill_mask(T * row, T keep, T drop, int64_t n_k
 
 // The library looks at each cell, beside the batch before. The panes' owner waits for each batch, so this has to be quick.
 bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal) {
-    if (!panes(kv) || !causal || kv.hparams.use_alibi || kv.swa_type != LLAMA_SWA_TYPE_NONE || ubatch.is_pos_2d()) {
-        return false;
-    }
+    if (!panes(kv) || !causal || kv.hparams.use_alibi || kv.swa_type != LLAMA_SWA_TYPE_NONE) { return false; }
     const auto & cells = kv.v_cells[0];
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) { // no two are at one position, so M-RoPE's other axes say nothing
         const llama_pos pos = ubatch.pos[i];
         if (cells.is_empty(pos) || cells.pos_get(pos) != pos) { return false; }
     }
