@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Timer
 from typing import Any
 
@@ -18,11 +17,8 @@ from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.trace import read_trace
-from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.engine import memory
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError, PoolError, UnsupportedError, UsageError
-from pyllama_kvflash.events import as_dict
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.native.lib import lib
@@ -636,22 +632,3 @@ def test_interrupted_prompt(opened: Open, stop: Callable[[], None], name: str) -
         assert_same(kv.logits(), prompt(full, N_UBATCH))
     assert n_cut >= 1
     check_residency(kv, CHUNK)
-
-
-#
-# its trace
-#
-
-
-def test_a_trace_has_what_the_pool_held(opened: Open, tmp_path: Path) -> None:
-    """Of chunks that went by it, too; at the end of the prompt, and after tokens that were decoded."""
-    kv, path = opened(), tmp_path / "t.jsonl"
-    with TraceWriter(str(path), []) as writer:
-        o = kv.options
-        writer.start(model="m", policy="qk", n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=CHUNK, tau=o.interval)
-        for event in kv.prefill(TOKENS[:1000]):
-            writer.event(as_dict(event))
-    trace = read_trace(path)
-    assert (trace.residency[-1] == 1).tolist() == (kv.residency().state == State.RESIDENT).tolist()
-    first = trace.positions[0] // CHUNK
-    assert np.count_nonzero(trace.residency[0] == 1) <= 1 < first

@@ -17,8 +17,11 @@ from support.rounding import Chosen, held, relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, feed, read
 
 from pyllama_kvflash import KVFlash, Token
+from pyllama_kvflash.bench.trace import read_trace
+from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.events import as_dict
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import State
@@ -365,3 +368,22 @@ def test_lru_goes_on_by_recency(opened: Open) -> None:
         found.append(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
         check_residency(kv, CHUNK)
     assert found[0] == found[1] == [0, *range(49, 64)]
+
+
+#
+# its trace
+#
+
+
+def test_a_trace_has_what_the_pool_held(opened: Open, tmp_path: Path) -> None:
+    """Of chunks that went by it, too; at the end of the prompt, and after tokens that were decoded."""
+    kv, path = opened(pool=256, n_batch=CHUNK), tmp_path / "t.jsonl"
+    with TraceWriter(str(path), []) as writer:
+        o = kv.options
+        writer.start(model="m", policy="qk", n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=CHUNK, tau=o.interval)
+        for event in kv.prefill(TOKENS[:1000]):
+            writer.event(as_dict(event))
+    trace = read_trace(path)
+    assert (trace.residency[-1] == 1).tolist() == (kv.residency().state == State.RESIDENT).tolist()
+    first = trace.positions[0] // CHUNK
+    assert np.count_nonzero(trace.residency[0] == 1) <= 1 < first

@@ -20,8 +20,8 @@ from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, reso
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import BATCH
 from pyllama_kvflash.pool.exact import ExactReader
-from pyllama_kvflash.pool.pager import Shared
 from pyllama_kvflash.pool.sequence import PooledSequence
+from pyllama_kvflash.pool.shared import Shared
 from pyllama_kvflash.scorers.factory import make_scorer
 from pyllama_kvflash.scorers.reader import OpenEngine
 

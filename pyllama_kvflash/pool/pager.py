@@ -13,46 +13,16 @@ import numpy as np
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Blocks, Ledger, Plan, Scores, State, bring_in, make_room, reselect
-from pyllama_kvflash.policy.sizing import PoolShape, n_pinned, pinned_chunks
-from pyllama_kvflash.pool.disk import slabs_in
+from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy.sizing import n_pinned, pinned_chunks
 from pyllama_kvflash.pool.flights import Flights
-from pyllama_kvflash.pool.host_memory import HostMemory, Record
+from pyllama_kvflash.pool.host_memory import Record
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
+from pyllama_kvflash.pool.shared import Shared
 from pyllama_kvflash.pool.summariser import Summariser
 
 _NOTHING = Plan()
-
-
-class Shared:
-    """The parts that the sequences of a pool share: its blocks, the host memory for their records, and the pagers."""
-
-    def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
-        info = ctx.pool_info()
-        self.blocks = Blocks(n_pool // options.chunk)
-        spill = slabs_in(options.disk) if options.disk else None
-        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes, spill)
-        self.pagers: list[Pager] = []
-
-    def close(self) -> None:
-        """Free the host memory, once all pagers are closed."""
-        self.memory.close()
-
-    def n_pinned(self) -> int:
-        """Return the number of pinned chunks that are not sinks, over all sequences."""
-        return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
-
-    def shape(self, n_more: int = 0) -> PoolShape:
-        """Return what the pool must hold now, with n_more pinned chunks."""
-        ledger = self.blocks.ledgers[0]
-        n_seq = len(self.blocks.ledgers)
-        return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
-
-    @property
-    def n_pool(self) -> int:
-        """Tokens that the blocks can hold."""
-        return self.blocks.n * self.blocks.ledgers[0].chunk
 
 
 class Pager:
@@ -82,7 +52,7 @@ class Pager:
         self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
         self.flights = Flights(ctx, self.ledger, self.records)
-        shared.pagers.append(self)
+        shared.flights.append(self.flights)
 
     @property
     def n_batch(self) -> int:
@@ -289,7 +259,7 @@ class Pager:
         """Carry out a whole plan: drops first, then page-ins. The next batch sees the result."""
         for i, chunks in plan.taken:
             for chunk in chunks:
-                self.shared.pagers[i].flights.drop(chunk)
+                self.shared.flights[i].drop(chunk)
         for chunk in plan.drops:
             self.flights.drop(chunk)
         if plan.page_ins:

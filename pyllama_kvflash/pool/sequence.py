@@ -18,9 +18,10 @@ from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.policy import Plan, Queries, Scorer
 from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.exact import ExactReader
-from pyllama_kvflash.pool.pager import Pager, Shared
+from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.pool.selector import Selector
+from pyllama_kvflash.pool.shared import Shared
 
 
 class PooledSequence:

@@ -1,0 +1,39 @@
+"""What the sequences of a pool share."""
+
+from pyllama_kvflash.native import Context
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Blocks
+from pyllama_kvflash.policy.sizing import PoolShape, n_pinned
+from pyllama_kvflash.pool.disk import slabs_in
+from pyllama_kvflash.pool.flights import Flights
+from pyllama_kvflash.pool.host_memory import HostMemory
+
+
+class Shared:
+    """The parts that the sequences of a pool share: its blocks, the host memory for their records, and what moves their chunks."""
+
+    def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
+        info = ctx.pool_info()
+        self.blocks = Blocks(n_pool // options.chunk)
+        spill = slabs_in(options.disk) if options.disk else None
+        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes, spill)
+        self.flights: list[Flights] = []
+
+    def close(self) -> None:
+        """Free the host memory, once all pagers are closed."""
+        self.memory.close()
+
+    def n_pinned(self) -> int:
+        """Return the number of pinned chunks that are not sinks, over all sequences."""
+        return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
+
+    def shape(self, n_more: int = 0) -> PoolShape:
+        """Return what the pool must hold now, with n_more pinned chunks."""
+        ledger = self.blocks.ledgers[0]
+        n_seq = len(self.blocks.ledgers)
+        return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
+
+    @property
+    def n_pool(self) -> int:
+        """Tokens that the blocks can hold."""
+        return self.blocks.n * self.blocks.ledgers[0].chunk
