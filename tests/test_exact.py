@@ -72,9 +72,8 @@ class Pass:
         self.layers = self.pool.ctx.layers()
         self.transposed = cache.flash_attn == "off"
         self.records: list[Record] = []
-        self.places: list[
-            Record
-        ] = []  # where records are to lie, the next one last; in memory of their own beyond these
+        # where records are to lie, the next one last; in memory of their own beyond these
+        self.places: list[Record] = []
         self.pos = 0
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ computed, and then summarised in a thread. `flights` moves chunks in and out.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -143,8 +144,7 @@ class Pager:
             last = ledger.n_chunks - 1
             if last in there:
                 self.ctx.drop(last)
-            self._fill(last)
-            self.ctx.attn_seq_rm(ledger.n_tokens, -1)  # tokens of the batch that do not stand
+            self._fill([last])
         if ledger.n_chunks in self.records:
             self.records.forget(ledger.n_chunks)
         self.n_stored = max(self.n_stored, ledger.n_sealed)
@@ -175,15 +175,7 @@ class Pager:
             return
         for chunk in there:
             self.ctx.drop(chunk)
-        self._refill()
-
-    def _refill(self) -> None:
-        """Fill a block for each resident chunk that has none, from its record."""
-        missing = resident(self.ledger) - held(self.ctx).keys()
-        for chunk in sorted(missing):
-            self._fill(chunk)
-        if missing:
-            self.ctx.attn_seq_rm(self.ledger.n_tokens, -1)
+        self._fill(there)
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
@@ -323,10 +315,15 @@ class Pager:
         self._summariser.truncate(0)
         self.n_stored = 0
 
-    def _fill(self, chunk: int) -> None:
-        self._filling = chunk
-        self.ctx.page_in(chunk, self.records.get(chunk))
-        self._filling = None
+    def _fill(self, chunks: Iterable[int]) -> None:
+        """Fill a block for each of these chunks, which the ledger has as resident, from its record."""
+        filled = sorted(chunks)
+        for chunk in filled:
+            self._filling = chunk
+            self.ctx.page_in(chunk, self.records.get(chunk))
+            self._filling = None
+        if filled:
+            self.ctx.attn_seq_rm(self.ledger.n_tokens, -1)  # tokens of a batch that do not stand
 
     def _abandon(self) -> None:
         """Free the block of a chunk whose _fill() was cut off."""
@@ -348,7 +345,7 @@ class Pager:
             self.ctx.drop(chunk)
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        self._refill()
+        self._fill(resident(ledger) - held(self.ctx).keys())
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)
