@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from support import families
+from support import families, tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -182,6 +182,20 @@ def test_cells_are_all_of_the_table() -> None:
 def test_more_panes(tiny_model: Callable[[str], Model], n_pane: int, cache: str) -> None:
     """Of three layers, two take turns in two panes; with three, nothing is read back."""
     check_cell(tiny_model("qwen3"), cache_of(cache), n_pane)
+
+
+def test_panes_beyond_two_keep_their_layers(tmp_path: Path) -> None:
+    """Of eight layers, two have panes of their own, and six are streamed: taking turns in four, all would be."""
+    path = tmp_path / "model.gguf"
+    writer = tiny.Writer(path, "qwen3")
+    tiny.qwen3(writer, n_layer=8)
+    writer.close()
+    with Model.load(path) as model, Run(model, cache_of("f16"), n_ctx=N_CTX, n_batch=N_UBATCH) as stock:
+        with Pass(model, cache_of("f16"), n_pane=4) as run:
+            for n in SIZES:
+                assert_equal(run.decode(n)[None], stock.feed(n))
+            before = np.cumsum(SIZES)[:-1]
+            assert run.n_rows == N_ALL + before.sum() * 6 / 8
 
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4", "deepseek2"])

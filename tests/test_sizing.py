@@ -534,6 +534,25 @@ def test_lossless_decoding_on_a_cpu_streams_nothing() -> None:
     assert Geometry(((64, 64),)).panes_by_device(row_bytes, 1, 1, LEAST_PANES) == {0: 256}
 
 
+@pytest.mark.parametrize(
+    ("pool", "free", "panes"),
+    [
+        ("auto", PLENTY, N_LAYER),
+        ("auto", RESERVE + N_CTX * KIB, N_LAYER // 2),  # half of what is free holds half of the rows
+        ("auto", RESERVE + N_CTX * KIB - 2, N_LAYER // 2 - 1),
+        ("auto", 0, LEAST_PANES),
+        (2048, PLENTY, LEAST_PANES),  # who names a pool wants no more than that
+    ],
+)
+def test_lossless_decoding_keeps_the_layers_that_fit(pool: int | str, free: int, panes: int) -> None:
+    """Each layer that is not streamed makes a check faster; a prompt gains nothing by some of them."""
+    memory = [DeviceMemory("GPU", free, KIB)]
+    assert n_panes(0, pool, memory, N_CTX, N_LAYER, lossless=True) == panes
+    assert n_panes(0, pool, memory, N_CTX, N_LAYER) == (panes if panes == N_LAYER else LEAST_PANES)
+    both = [*memory, DeviceMemory("another", PLENTY, KIB)]  # half of the layers are there
+    assert n_panes(0, pool, both, N_CTX, N_LAYER, lossless=True) in (panes, max(LEAST_PANES, panes // 2))
+
+
 #
 # the rest
 #

@@ -270,9 +270,11 @@ POOL = options(
                  help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"
                  " full cache's. Implies --kvflash-meter 0.05. 0: never."),
     click.option("--kvflash-panes", "panes", metavar="N", type=int, default=0, show_default="2; all if the"
-                 " full cache fits beside an automatic pool, or lossless answers run on a CPU", envvar="KVFLASH_PANES",
-                 help="Layers whose whole KV is on a device while a prompt is read exactly; those beyond N are streamed."
-                 " 1 takes the least memory, and waits for each layer."),
+                 " full cache fits beside an automatic pool, or lossless answers run on a CPU; for lossless answers beside an"
+                 " automatic pool, as many as fit", envvar="KVFLASH_PANES",
+                 help="Layers whose whole KV is on a device for exact prompts and lossless answers: N - 2 stay there, the"
+                 " others are streamed. More make lossless answers faster; 1 takes the least memory, and waits for each"
+                 " layer."),
     click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
                  envvar="KVFLASH_AUTO_CAP",
                  help="Largest pool that auto chooses, in tokens. A larger pool keeps more, but decodes more slowly."),

@@ -61,7 +61,8 @@ class Lookahead:
     def n(self) -> int:
         """How many tokens to draft next."""
         choices = self.choices
-        first = (choices[len(choices) // 2], choices[-1], choices[0])  # what a line takes
+        middle, last = choices[len(choices) // 2], choices[-1]
+        first = (middle, last if last > middle else choices[0])  # what a line takes
         if self._n_rounds < len(first):
             return first[self._n_rounds]
         best = max(choices, key=self.rate)

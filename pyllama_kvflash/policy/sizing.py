@@ -183,12 +183,16 @@ def n_panes(
 
     All of them, so that nothing is streamed, if the pool is automatic and the rows of n_ctx positions fit half of (free -
     reserve) on each device, on the host with the records. Also if they fit the host, no device has KV, and each few tokens
-    are checked (`lossless`): the host has the rows anyway. Otherwise 2.
+    are checked (`lossless`): the host has the rows anyway. Where not all fit, checks still gain by each that need not be
+    streamed, so they get as many as fit. Otherwise 2: while a prompt is read, the copies cost no time.
     """
     if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
         return request or LEAST_PANES
-    fits = all(d.token_bytes * n_ctx * (2 if d.host else 1) <= (d.free - RESERVE) // 2 for d in memory)
-    return max(LEAST_PANES, n_layer) if fits else LEAST_PANES
+    shares = ((d.free - RESERVE) // 2 / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
+    share = min(shares, default=1.0)
+    if share >= 1:
+        return max(LEAST_PANES, n_layer)
+    return max(LEAST_PANES, int(share * n_layer / len(memory))) if lossless else LEAST_PANES
 
 
 def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:

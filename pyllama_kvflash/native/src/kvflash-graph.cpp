@@ -34,9 +34,15 @@ void llm_graph_context::build_taps(
 
     if (!cparams.mass_piece) { return; }
 
-    // the softmax of build_attn_mha() for these tokens alone, summed over heads and over pieces of positions
-    ggml_tensor * kq = ggml_mul_mat(ctx0, ggml_permute(ctx0, k, 0, 2, 1, 3), ggml_permute(ctx0, q, 0, 2, 1, 3));
+    // the softmax of build_attn_mha() for these tokens alone, summed over heads and over pieces of positions. the heads that
+    // share keys are columns of one product, which reads the keys once: one product a head takes longer than the attention
+    const int64_t n_share = q->ne[1] / k->ne[1];
+
+    ggml_tensor * cols = ggml_cont(ctx0, ggml_permute(ctx0, q, 0, 2, 1, 3)); // [d, n_q, n_head]
+    cols               = ggml_reshape_3d(ctx0, cols, q->ne[0], n_q * n_share, k->ne[1]);
+    ggml_tensor * kq   = ggml_mul_mat(ctx0, ggml_permute(ctx0, k, 0, 2, 1, 3), cols);
     ggml_prec_set_acc(kq, GGML_PREC_F32);
+    kq = ggml_reshape_3d(ctx0, kq, kq->ne[0], n_q, q->ne[1]);
     if (hparams.attn_soft_cap) {
         const float cap = hparams.f_attn_logit_softcapping;
 

@@ -135,9 +135,9 @@ struct kvf_layer_tensors {
     ggml_tensor * v;
 };
 
-// The layers of a full-attention cache, a few at a time. Each layer has a pane of its device's, which it shares with the
-// layers that are n_pane before and after it. While one is computed, the next one that uses its neighbour's pane is copied
-// there; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.
+// The layers of a full-attention cache, a few at a time. Each layer lies in a pane of its device's: the first n_pane - 2 in
+// one of their own, the others by turns in the last two. While one is computed, the next one is copied into the other
+// pane; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.
 struct kvf_panes {
     explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
     ~kvf_panes();

@@ -44,6 +44,11 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
     const size_t size_k = largest(ks), size = size_k + largest(vs);
     const size_t n_pane = std::min<size_t>(params.n_pane, ks.size());
 
+    // the last two panes are for all layers that have none of their own: one is computed with while the other is filled.
+    // taking turns in all of them, each would be gone before it is wanted again
+    const size_t n_turn = n_pane == ks.size() ? 0 : std::min<size_t>(n_pane, 2), n_own = n_pane - n_turn;
+    const auto   pane_of = [&](size_t i) { return i < n_own ? i : n_own + (i - n_own) % n_turn; };
+
     auto * buf = ggml_backend_buft_alloc_buffer(buft, n_pane * size);
     if (!buf) { return nullptr; }
 
@@ -53,10 +58,10 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
 
     auto * base = (char *) ggml_backend_buffer_get_base(buf);
     for (size_t i = 0; i < ks.size(); ++i) {
-        char * at = base + i % n_pane * size;
+        char * at = base + pane_of(i) * size;
         ggml_backend_tensor_alloc(buf, ks[i], at);
         if (i < vs.size()) { ggml_backend_tensor_alloc(buf, vs[i], at + size_k); }
-        places[ks[i]] = {parts.size() - 1, i % n_pane};
+        places[ks[i]] = {parts.size() - 1, pane_of(i)};
     }
     for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         if (t->view_src) { ggml_backend_view_init(t); }
