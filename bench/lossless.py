@@ -2,7 +2,7 @@
 
 python bench/lossless.py MODEL TEXT... --context 8192 --pool 512 1024 --tokens 256 --prompts 4 --seeds 0 1 2 3
 
-Prompts are cut from the texts at even distances. Seed 0 is greedy.
+Prompts are cut from the texts at even distances; --ruler adds texts of RULER's tasks. Seed 0 is greedy.
 
 other bits: llama.cpp's full cache decodes the batches that were checked once more, all of them, and so many of their tokens have
 other logits. Where the text parts from that of one token at a time, the row says by how much the logits differ there, and by how
@@ -10,15 +10,19 @@ much the full cache's own differ between batches of 1 and of 9 tokens: no more m
 """
 
 import argparse
-from collections.abc import Iterator
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.bench.ruler import Prompts
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.events import Stats
@@ -123,19 +127,124 @@ def compare(
     return n, float(np.abs(rows[0].astype(np.float32) - rows[1].astype(np.float32)).max())
 
 
+class Row(NamedTuple):
+    """An answer beside the full cache's. bits: tokens with other logits, of how many. same: tokens before the texts part."""
+
+    text: str
+    pool: int
+    seed: int
+    full_rate: float
+    rate: float
+    right: float
+    each_round: float
+    bits: tuple[int, int]
+    same: int
+    n: int
+    apart: float
+    by_width: float
+
+    def __str__(self) -> str:
+        """Return a line of the table."""
+        return (
+            f"| {self.text} | {self.pool:,} | {self.seed or 'greedy'} | {self.full_rate:.2f} | {self.rate:.2f} |"
+            f" {self.rate / self.full_rate:.2f} | {100 * self.right:.1f} % | {self.each_round:.2f} |"
+            f" {self.bits[0]} of {self.bits[1]} | {self.same} of {self.n} | {self.apart:.3f} | {self.by_width:.3f} |"
+        )
+
+
+class Bench:
+    """The engines of a process, and what they are to answer."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Open the full cache, and an engine for each pool."""
+        self.args = args
+        options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn}
+        more = {"spec": Spec(kind=args.spec)} if args.spec else {}
+        self.full = KVFlash.from_file(args.model, **options, pool="off")
+        self.pools = {
+            n: KVFlash.from_file(args.model, **options, pool=n, panes=args.panes, exact=True, **more) for n in args.pool
+        }
+
+    def prompt(self, source: Path | str, i: int) -> Tokens:
+        """Return the i-th prompt of a text, or of a task of RULER."""
+        args, most = self.args, self.args.context - self.args.tokens - 16
+        if isinstance(source, str):
+            prompts = Prompts(self.full.model)
+            return prompts.first(make_text(source, most, prompts.count, SAMPLE.read_text(), i)[0])
+        data = source.read_text(errors="replace")
+        return self.full.tokenize(data[len(data) * i // args.prompts :][: args.context * 8])[:most]
+
+    def rows(self, source: Path | str, i: int, seeds: Sequence[int]) -> Iterator[Row]:
+        """Answer a prompt with each seed and pool."""
+        full, n, prompt = self.full, self.args.tokens, self.prompt(source, i)
+        wants = {seed: answer(full, prompt, n, sampling(seed)) for seed in seeds}
+        full.rollback(len(prompt))
+        noise = width_noise(full, prompt, max((ids for ids, *_ in wants.values()), key=len))
+        name = f"{source if isinstance(source, str) else source.stem} {i}"
+        for (pool, kv), (seed, want) in itertools.product(self.pools.items(), wants.items()):
+            with batches_kept() as batches:
+                got = answer(kv, prompt, n, sampling(seed))
+            s, bits = got[2], other_bits(full, len(prompt), batches)
+            each = s.n_generated / max(1, s.draft_steps + s.plain_steps)
+            rates = want[2].decode_rate, s.decode_rate, s.acceptance, each
+            same, apart = compare(want, got)
+            yield Row(name, pool, seed, *rates, bits, same, len(want[0]), apart, noise)
+
+
+_bench: Bench | None = None  # of this process
+
+
+def _open(args: argparse.Namespace) -> None:
+    global _bench  # noqa: PLW0603 (a worker has one)
+    _bench = Bench(args)
+
+
+def _rows(job: tuple[Path | str, int, Sequence[int]]) -> list[Row]:
+    if _bench is None:
+        msg = "the worker was not opened"
+        raise AssertionError(msg)
+    return list(_bench.rows(*job))
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[Path | str, int, Sequence[int]]]:
+    """Return all prompts: source, number, seeds."""
+    sources = [(text, args.prompts) for text in args.texts] + [(task, args.ruler) for task in TASKS if args.ruler]
+    found = [(source, i) for source, n in sources for i in range(n)]
+    by_turns = itertools.cycle([seed] for seed in args.seeds)
+    return [(*job, next(by_turns) if args.one_seed else args.seeds) for job in found]
+
+
+def totals(rows: Sequence[Row]) -> Iterator[str]:
+    """Return a sentence for each pool."""
+    for pool in sorted({row.pool for row in rows}):
+        of = [row for row in rows if row.pool == pool]
+        parted = [row for row in of if row.same < row.n]
+        bits = [sum(row.bits[i] for row in of) for i in (0, 1)]
+        ratio = np.median([row.rate / row.full_rate for row in of])
+        yield (
+            f"pool {pool:,}: {len(of)} answers of {sum(row.n for row in of):,} tokens, {len(of) - len(parted)} the same throughout;"
+            f" {bits[0]} of {bits[1]:,} checked tokens have other bits; where {len(parted)} part, logits differ by at most"
+            f" {max((row.apart for row in parted), default=0):.2f}, by width alone {max((row.by_width for row in of), default=0):.2f};"
+            f" median of the full cache's speed {ratio:.2f}"
+        )
+
+
 def main() -> None:
-    """Print a row for each prompt, pool and seed, as soon as it is there."""
+    """Print a row for each prompt, pool and seed, as soon as it is there, and then what they come to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--pool", type=int, nargs="+", default=[1024])
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=1, help="of each text")
+    parser.add_argument("--ruler", type=int, default=0, help="of each task of RULER")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--one-seed", action="store_true", help="a prompt has one of the seeds, by turns")
     parser.add_argument("-fa", dest="flash_attn", default="auto")
     parser.add_argument("--panes", type=int, default=0)
     parser.add_argument("--spec", default=None)
+    parser.add_argument("--processes", type=int, default=1, help="beside each other: then speeds say little")
     args = parser.parse_args()
     print(
         f"{hardware()}\n\n{args.model.name}, prompts of {args.context - args.tokens - 16:,} tokens, -fa {args.flash_attn}\n"
@@ -144,38 +253,12 @@ def main() -> None:
         "| text | pool | seed | full, tok/s | lossless, tok/s | ratio | right | tokens a round | other bits | same | apart |"
         " by width |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
-    options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn}
-    spec = {"spec": Spec(kind=args.spec)} if args.spec else {}
-    for text in args.texts:
-        data = text.read_text(errors="replace")
-        for i in range(args.prompts):
-            part = data[len(data) * i // args.prompts :][: args.context * 8]
-            with KVFlash.from_file(args.model, **options, pool="off") as full:
-                prompt = full.tokenize(part)[: args.context - args.tokens - 16]
-                wants = {seed: answer(full, prompt, args.tokens, sampling(seed)) for seed in args.seeds}
-                full.rollback(len(prompt))
-                noise = width_noise(full, prompt, next(iter(wants.values()))[0])
-                for pool in args.pool:
-                    with KVFlash.from_file(
-                        args.model, **options, pool=pool, panes=args.panes, exact=True, **spec
-                    ) as kv:
-                        for seed, want in wants.items():
-                            with batches_kept() as batches:
-                                got = answer(kv, prompt, args.tokens, sampling(seed))
-                            row = compare(want, got), other_bits(full, len(prompt), batches)
-                            print(
-                                f"| {text.stem} {i} | {pool:,} | {seed or 'greedy'} | {cells(want[2], got[2], *row, noise)} |",
-                                flush=True,
-                            )
-
-
-def cells(full: Stats, got: Stats, parted: tuple[int, float], bits: tuple[int, int], noise: float) -> str:
-    """Return the rest of a row."""
-    return (
-        f"{full.decode_rate:.2f} | {got.decode_rate:.2f} | {got.decode_rate / full.decode_rate:.2f} |"
-        f" {100 * got.acceptance:.1f} % | {got.n_generated / max(1, got.draft_steps + got.plain_steps):.2f} |"
-        f" {bits[0]} of {bits[1]} | {parted[0]} of {full.n_generated} | {parted[1]:.3f} | {noise:.3f}"
-    )
+    found: list[Row] = []
+    with multiprocessing.get_context("spawn").Pool(args.processes, _open, [args]) as workers:
+        for rows in workers.imap_unordered(_rows, jobs(args)):
+            found += rows
+            print(*rows, sep="\n", flush=True)
+    print("", *totals(found), sep="\n")
 
 
 def sampling(seed: int) -> Sampling:

@@ -190,12 +190,15 @@ def test_panes_beyond_two_keep_their_layers(tmp_path: Path) -> None:
     writer = tiny.Writer(path, "qwen3")
     tiny.qwen3(writer, n_layer=8)
     writer.close()
-    with Model.load(path) as model, Run(model, cache_of("f16"), n_ctx=N_CTX, n_batch=N_UBATCH) as stock:
-        with Pass(model, cache_of("f16"), n_pane=4) as run:
-            for n in SIZES:
-                assert_equal(run.decode(n)[None], stock.feed(n))
-            before = np.cumsum(SIZES)[:-1]
-            assert run.n_rows == N_ALL + before.sum() * 6 / 8
+    with (
+        Model.load(path) as model,
+        Run(model, cache_of("f16"), n_ctx=N_CTX, n_batch=N_UBATCH) as stock,
+        Pass(model, cache_of("f16"), n_pane=4) as run,
+    ):
+        for n in SIZES:
+            assert_equal(run.decode(n)[None], stock.feed(n))
+        before = np.cumsum(SIZES)[:-1]
+        assert run.n_rows == N_ALL + before.sum() * 6 / 8
 
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4", "deepseek2"])
