@@ -17,7 +17,10 @@
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
-#   bench/device.sh ruler F S there: RULER and KLD of a model in processes beside each other, for S seconds; again: what is missing
+#   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in processes beside each other, for S seconds; again:
+#                             what is missing
+#   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
+#   bench/device.sh meter F   there: the meter beside the truth
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -168,19 +171,34 @@ pieces)
     du -sh .dev/m[0-9][0-9]
     ;;
 ruler)
-    mkdir -p $at
     export OMP_NUM_THREADS=1
     tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
-    for cell in 2K:full 2K:qk 1K:qk 2K:qk/prefill=pool 1K:qk/prefill=pool; do
-        folder=$at/ruler-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
-        timeout "${3:-400}" kvflash bench ruler "$2" --contexts 16K,8K,30K --docs 5 --tasks $tasks --pools "${cell%%:*}" \
-            --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &
+    for context in 30K 16K 8K; do
+        for cell in 2K:full 2K:qk 1K:qk; do
+            folder=$at/ruler-$context-${cell/:/-}
+            mkdir -p "$folder"
+            timeout "${3:-400}" kvflash bench ruler "$2" --contexts $context --docs "${4:-5}" --tasks $tasks --pools "${cell%%:*}" \
+                --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &
+        done
     done
-    timeout "${3:-400}" kvflash bench kld "$2" -f pyllama_kvflash/bench/data/moby-dick.txt --contexts 16K --shares 50,28.1,12.5,6.25 \
-        --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q5_0/type_v=q5_0,full/type_k=q4_0/type_v=q4_0,lru,qk,qk/tau=1/share=0,qk/prefill=pool,qk/prefill=pool/tau=1/share=0 -t 2 -o $at/kld-novel >$at/kld-novel.log 2>&1 &
     wait
     mkdir -p $at/ruler # all of them as one run: `kvflash bench ruler` with all variants and -o there prints the table
     cat $at/ruler-*/results.jsonl >$at/ruler/results.jsonl
+    results
+    ;;
+texts)
+    mkdir -p $at
+    export OMP_NUM_THREADS=1
+    novel=pyllama_kvflash/bench/data/moby-dick.txt
+    cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/asyncio.py
+    timeout "${3:-400}" python3 bench/lossless.py "$2" $novel /tmp/asyncio.py --context 8192 --pool 512 1024 --prompts 26 --ruler 4 \
+        --seeds 0 1 2 3 --one-seed --processes 8 >"$at/texts-$(basename "$2").md" 2>&1 || true
+    results
+    ;;
+meter)
+    mkdir -p $at
+    timeout "${3:-300}" python3 bench/meter.py "$2" pyllama_kvflash/bench/data/moby-dick.txt --context 16384 --pool 1024 \
+        --prompts 4 | tee $at/meter.md
     results
     ;;
 recall)
