@@ -13,6 +13,7 @@ import argparse
 import itertools
 import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,10 +255,11 @@ def main() -> None:
         " by width |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     found: list[Row] = []
-    with multiprocessing.get_context("spawn").Pool(args.processes, _open, [args]) as workers:
-        for rows in workers.imap_unordered(_rows, jobs(args)):
-            found += rows
-            print(*rows, sep="\n", flush=True)
+    fresh = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
+    with ProcessPoolExecutor(args.processes, fresh, _open, (args,)) as workers:
+        for job in as_completed([workers.submit(_rows, job) for job in jobs(args)]):
+            found += job.result()
+            print(*job.result(), sep="\n", flush=True)
     print("", *totals(found), sep="\n")
 
 

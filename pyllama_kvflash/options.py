@@ -98,6 +98,7 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
+    opening: int = 32  # tokens at the beginning of an answer that are decoded losslessly; 0: none, and none with "pool"
     exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
     meter: float = (
         0.0  # largest share of the decode time that comparing tokens with the full cache may take; 0: none are
@@ -238,6 +239,7 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
+        check_range(self.opening, 0, MAX_TOKENS, "opening (--kvflash-opening)", "32 is usual, 0 begins fast")
         check_range(self.meter, 0, 1, "meter (--kvflash-meter)", "0.05 is usual, 0 compares nothing")
         check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
         names = {"exact": "--kvflash-exact", "meter": "--kvflash-meter", "min_agreement": "--kvflash-min-agreement"}
@@ -257,7 +259,8 @@ class Options:
     def n_lookahead(self, *, recurrent: bool) -> int:
         """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether a state goes back."""
         n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
-        return min(n, self.n_ubatch - 1) if self.exact or self.min_agreement else 0
+        wanted = self.exact or self.min_agreement or (self.opening and not recurrent)
+        return min(n, self.n_ubatch - 1) if wanted else 0
 
     @property
     def meter_share(self) -> float:

@@ -207,6 +207,7 @@ def _open(bench: SpecBench, cell: Cell, way: Way) -> KVFlash:
         "pool": cell.pool or "off",
         "chunk": bench.chunk,
         "spec": bench.spec(way),
+        "opening": 0,
     }
     return KVFlash.from_file(bench.model, **options)
 

@@ -257,6 +257,11 @@ POOL = options(
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
+    click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=32, show_default=True,
+                 envvar="KVFLASH_OPENING",
+                 help="The first N tokens of an answer are decoded as with --kvflash-exact, so that short answers are the"
+                 " full cache's, and the pool then holds what they looked at. 0: none. Models with a recurrent state, and"
+                 " --kvflash-prefill pool, have none."),
     click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
                  help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
                  " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How"

@@ -147,7 +147,9 @@ def banner(kv: KVFlash) -> list[str]:
         return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
     if o.exact:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
-    elif o.min_agreement:
+    elif kv.decoder.opens_losslessly:
+        notes.append(f"the first {o.opening} tokens of an answer are lossless")
+    if o.min_agreement and not o.exact:
         notes.append(f"lossless as soon as fewer than {100 * o.min_agreement:g} % of tokens are the full cache's")
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"

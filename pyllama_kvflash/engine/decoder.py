@@ -32,6 +32,9 @@ class Decoder:
         self._options = sequence.options
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.exact else None
+        # a recurrent state would have to be kept for every draft, on the device, for these few tokens
+        self._opening = Lossless(sequence, drafts) if can and o.opening and not sequence.recurrent else None
+        self._opens_until = 0  # position
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
     @property
@@ -43,9 +46,29 @@ class Decoder:
         return min(n, sequence.reads_exactly.n_batch) if self.lossless else n
 
     @property
-    def decodes_exactly(self) -> bool:
-        """Whether the next token is to see more than the pool holds."""
-        return self.lossless is not None and self._is_too_long(1)
+    def opens_losslessly(self) -> bool:
+        """Whether the first tokens of an answer are to see more than the pool holds, and the later ones are not."""
+        return self._opening is not None and not self.lossless
+
+    def begin_answer(self) -> None:
+        """Begin an answer after what is in the context."""
+        self._opens_until = self.sequence.n_tokens + self._options.opening
+        for lossless in (self.lossless, self._opening):
+            if lossless:
+                lossless.begin()
+
+    @property
+    def lossless_now(self) -> Lossless | None:
+        """What decodes the next token, if that is to see more than the pool holds."""
+        opening = self._opening if self.sequence.n_tokens < self._opens_until else None
+        lossless = self.lossless or opening
+        return lossless if lossless and self._is_too_long(1) else None
+
+    @property
+    def n_lossless(self) -> int:
+        """Most tokens from here on that may follow each other losslessly."""
+        left = self._options.n_ctx - self.sequence.n_tokens
+        return left if self.lossless else min(left, self._opens_until - self.sequence.n_tokens)
 
     def check_fits(self, n: int, at: int) -> None:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
@@ -61,6 +84,7 @@ class Decoder:
         """Forget the sequence, its checkpoints, and what the drafter read. Another text begins fast, unless exact is on."""
         if not self._options.exact:
             self.lossless = None
+        self._opens_until = 0
         self.sequence.clear()
         self._saved.truncate(0)
         if self.drafts:
@@ -123,7 +147,7 @@ class Decoder:
     @property
     def metered(self) -> Meter | None:
         """The meter, if the next token is to see less than the full cache has."""
-        return self.meter if self.meter and not self.lossless and self._is_too_long(1) else None
+        return self.meter if self.meter and not self.lossless_now and self._is_too_long(1) else None
 
     @property
     def n_exact(self) -> int:
@@ -321,7 +345,7 @@ def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
     """
     for decoder, _ in parts:
         decoder.check_fits(1, decoder.sequence.n_tokens)
-        if decoder.decodes_exactly:
+        if decoder.lossless_now:
             msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
             raise UsageError(f"{msg} sequence at a time")
     moved = advance([(decoder.sequence, np.array([token], np.int32)) for decoder, token in parts])

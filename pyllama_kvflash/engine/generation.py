@@ -140,8 +140,7 @@ class Generation:
             self._began = time.perf_counter()
             if self.decoder.drafts:
                 self.decoder.drafts.begin(sequence.history)
-            if self.decoder.lossless:
-                self.decoder.lossless.begin()
+            self.decoder.begin_answer()
             if self.decoder.meter:
                 self.decoder.meter.reset()
         if self._due and answer.reason is None:
@@ -167,8 +166,8 @@ class Generation:
     def step(self) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
         drafts = self.decoder.drafts
-        if self.decoder.lossless and self.decoder.decodes_exactly:
-            return [*self._step_exactly(self.decoder.lossless), *self.answer.shown()]
+        if lossless := self.decoder.lossless_now:
+            return [*self._step_exactly(lossless), *self.answer.shown()]
         self.begin_check()
         guesses, width = self._guessed() if drafts else (None, 1)
         if guesses is not None and len(guesses):
@@ -203,7 +202,7 @@ class Generation:
     def draft(self) -> bool:
         """Guess what follows the last token, unless that is done. Returns whether the step needs its own batch."""
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
-        if self.decoder.decodes_exactly:
+        if self.decoder.lossless_now:
             return True
         if drafts is None:
             return False
@@ -260,7 +259,8 @@ class Generation:
         """
         self.go_back()
         start = self.decoder.sequence.n_tokens
-        guesses, events = lossless.draft(self.token, lossless.n_next(self.answer.left(start)), self._sampler)
+        n = lossless.n_next(min(self.answer.left(start), self.decoder.n_lossless - 1))
+        guesses, events = lossless.draft(self.token, n, self._sampler)
         begin = time.perf_counter()
         batch = np.array([self.token, *guesses], np.int32)
         events += self.decoder.decode_exactly(batch, native.ALL, self._accept(batch))
