@@ -152,8 +152,14 @@ exact)
 lossless)
     mkdir -p $at
     python3 -m pytest -q -p no:cacheprovider tests/test_lookahead.py tests/test_checks.py | tail -3 || true
-    python3 bench/forced.py --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0 --contexts 65536 131072 262144 \
-        "${@:2}" | tee $at/forced.md
+    forced="python3 bench/forced.py --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0"
+    $forced --contexts 131072 --panes 2 18 999 | tee $at/forced-128k.md
+    python3 bench/ballast.py 16 & # a card on which the full cache does not fit
+    ballast=$!
+    trap 'kill $ballast' EXIT
+    sleep 5
+    $forced --contexts 262144 --panes 2 --accepted 0.9 0.95 | tee $at/forced-256k.md
+    results
     ;;
 sanitize)
     for tool in memcheck racecheck; do
@@ -174,8 +180,8 @@ ruler)
     export OMP_NUM_THREADS=1
     tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
     for context in 30K 16K 8K; do
-        for cell in 2K:full 2K:qk 1K:qk; do
-            folder=$at/ruler-$context-${cell/:/-}
+        for cell in ${CELLS:-2K:full 2K:qk 1K:qk 2K:qk/opening=32 1K:qk/opening=32}; do
+            folder=$at/ruler-$context-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
             mkdir -p "$folder"
             timeout "${3:-400}" kvflash bench ruler "$2" --contexts $context --docs "${4:-5}" --tasks $tasks --pools "${cell%%:*}" \
                 --variants "${cell#*:}" -t 2 -o "$folder" >"$folder.log" 2>&1 &

@@ -15,18 +15,22 @@ from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe
 from pyllama_kvflash.engine.memory import device_memory
+from pyllama_kvflash.engine.planning import Need, needs
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import auto_pool
+from pyllama_kvflash.policy import PoolSize, auto_pool
 from pyllama_kvflash.policy.sizing import DeviceMemory
 
-HELP = """Show a model's architecture, memory class, pooled layers, bytes per token, and the pool that auto chooses.
+HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
+takes of each device.
 
-It reads the metadata only, and loads no weights.
+It reads the metadata only, and loads no weights. What a device's driver takes for itself (some 500 MiB with CUDA) comes on
+top.
 
 \b
   kvflash inspect model.gguf
-  kvflash inspect model.gguf -c 256K --json
+  kvflash inspect model.gguf -c 256K --kvflash 4K -ctk q8_0 -ctv q8_0 -ub 2048
+  kvflash inspect model.gguf -c 256K --kvflash off --json
 """
 
 
@@ -43,24 +47,21 @@ class Findings:
     auto_note: str
     pane_bytes: int  # of an exact pass over the context, f16
     exact_compute_bytes: int
+    needs: list[Need]  # of the devices that hold anything
+    n_pool: int | None  # what the options come to; None: the full cache
 
 
 @click.command(help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
 @params.MODEL
-@click.option(
-    "-c",
-    "--ctx-size",
-    "n_ctx",
-    type=params.TokenCount(),
-    default=0,
-    show_default=True,
-    help="Context size in tokens, 0: loaded from the model.",
-)
+@params.POOL
+@params.SCORERS
+@params.CONTEXT
+@params.COMPUTE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")  # fmt: skip
-def inspect(model_arg: str | None, model: str | None, n_ctx: int, *, as_json: bool) -> None:
+def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values: Any) -> None:
     """Print the facts about a model."""
     path = model_path(model_arg, model, Reporter())
-    options = Options(n_ctx=n_ctx)
+    options = Options(**params.resolve(values))
     check_file(path)
     with Model.load(path, no_alloc=True) as loaded:
         found = _look(loaded, options)
@@ -78,7 +79,9 @@ def _look(model: Model, options: Options) -> Findings:
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = (sum(size[i] for size in exact) for i in (0, 1))
-    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute)
+    there, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
+    there = [need for need in there if need.total]
+    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute, there, size.n_pool)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -109,8 +112,20 @@ def _table(f: Findings) -> Table:
     if f.probe.refusal is None:
         rows.append(("auto pool", f.auto_note))
         rows.append(
-            ("exact pass", f"{mib(f.pane_bytes)} of f16 KV, {mib(f.exact_compute_bytes)} of buffers for the context")
+            ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
+    what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
+    for need in f.needs:
+        parts = {
+            "weights": need.weights,
+            what: need.kv,
+            "states": need.states,
+            "layers of an exact pass": need.panes,
+            "buffers": need.buffers,
+            "a layer in f16 for flash attention": need.converted,
+        }
+        terms = " + ".join(f"{mib(size)} {name}" for name, size in parts.items() if size)
+        rows.append((f"memory of {need.name}", f"{mib(need.total)} = {terms}"))
     for row in rows:
         table.add_row(*row)
     return table
@@ -137,4 +152,6 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "auto_note": f.auto_note,
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
+        "n_pool": f.n_pool,
+        "memory": [{**asdict(need), "total": need.total} for need in f.needs],
     }

@@ -25,7 +25,7 @@ def open_exact(
         return None, (), ()
     memory, often = device_memory(geometry, options), options.exact
     n_pane = n_panes(options.panes, options.pool, memory, options.n_ctx, len(geometry.rows), lossless=often)
-    params = PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
+    params = _params(n_pane, options, q_tap, q_every)
     n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:
         check_memory(pane_memory(geometry, options, n_pane), n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
@@ -43,16 +43,23 @@ def open_exact(
     return ExactReader(ctx), (note,), ()
 
 
-def exact_bytes(model: Model, geometry: Geometry, options: Options) -> dict[int, tuple[int, int]]:
+def exact_bytes(
+    model: Model, geometry: Geometry, options: Options, q_tap: int = 0, q_every: int = 1
+) -> dict[int, tuple[int, int]]:
     """Return what an exact pass takes on each device, by its index: bytes of panes, and of buffers of the computation.
 
-    model: may be loaded with no_alloc. options: resolved. Raises NativeError and UnsupportedError.
+    model: may be loaded with no_alloc. options: resolved. q_tap, q_every: as in PoolParams. Raises NativeError and
+    UnsupportedError.
     """
     n_pane = options.panes or LEAST_PANES
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     panes = geometry.panes_by_device(row_bytes, *types, n_pane)
-    with _context(model, options, PaneParams(n_pane=n_pane)) as ctx:
+    with _context(model, options, _params(n_pane, options, q_tap, q_every)) as ctx:
         return {i: (ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
+
+
+def _params(n_pane: int, options: Options, q_tap: int, q_every: int) -> PaneParams:
+    return PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:

@@ -1,7 +1,7 @@
 """Loading: from a path and options to a model and its context, with every check possible before the first token."""
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import BATCH
+from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.shared import Shared
@@ -101,16 +101,26 @@ def load(
         check_file(Path(options.spec.model))
     for server in options.rpc:
         add_rpc(server)
-    where: dict[str, Any] = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
-    where["mtp"] = options.spec is not None and options.spec.kind == "mtp" and options.spec.model is None
-    placed = Placement(0, options.pool)
-    if options.n_cpu_moe != 0:
-        with Model.load(path, **where, no_alloc=True) as model:
-            placed = _place(model, _resolved(model, options))
+    placed = placement(path, options)
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
     with ExitStack() as parts:
-        model = parts.enter_context(Model.load(path, **where, on_host=on_host(placed.n_cpu_moe), progress=progress))
+        model = Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), progress=progress)
+        parts.enter_context(model)
         return _load(model, _resolved(model, options), placed, open_engine, parts)
+
+
+def where(options: Options) -> dict[str, Any]:
+    """Return on which devices a model is to be, as arguments of Model.load()."""
+    mtp = options.spec is not None and options.spec.kind == "mtp" and options.spec.model is None
+    return {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split, "mtp": mtp}
+
+
+def placement(path: Path, options: Options) -> Placement:
+    """Decide which experts stay on the host, and so which pool to request. Raises as load()."""
+    if options.n_cpu_moe == 0:
+        return Placement(0, options.pool)
+    with Model.load(path, **where(options), no_alloc=True) as model:
+        return _place(model, _resolved(model, options))
 
 
 def _resolved(model: Model, options: Options) -> Options:
@@ -139,7 +149,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     seen = _probed(model, options)
     size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
     if options.pool != "off":
-        size = _pool_size(seen, options)
+        size = pool_size(options, device_memory(seen.geometry, options))
     warnings, how = placed.warnings, tuple[str, ...]()
     q_tap = q_every = 0
     if size.n_pool is None:
@@ -149,16 +159,17 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         )
     else:
         scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
-        q_tap, q_every = _tap(scorers[0], options, len(seen.geometry.rows))
+        q_tap, q_every = tap(scorers[0], options, len(seen.geometry.rows))
         exact, how, unfit = open_exact(model, seen.geometry, options, q_tap, q_every)
         warnings += unfit
         if exact is not None:
             parts.callback(exact.close)
-            size = _pool_size(seen, options)  # an automatic one is chosen by the memory that is left
-    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
-    n_batch = min(options.n_batch or usual, options.n_ctx)
-    pool = _pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
-    ctx = parts.enter_context(_context(model, options, n_batch, pool))
+            size = pool_size(
+                options, device_memory(seen.geometry, options)
+            )  # an automatic one is chosen by the memory that is left
+    n_batch = batch_of(size, options)
+    pool = pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
+    ctx = parts.enter_context(open_context(model, options, n_batch, pool))
     draft_model = _draft_model(ctx, options, options.drafter_batch(n_batch))
     if draft_model is not None:
         parts.callback(draft_model.close)
@@ -199,13 +210,20 @@ def _trained(model: Model, options: Options) -> tuple[str, ...]:
     return (f"{trained}: text beyond that may come out wrong",)
 
 
-def _tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
+def batch_of(size: PoolSize, options: Options) -> int:
+    """Return the most tokens of a batch that goes through the pool, or the full cache."""
+    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
+    return min(options.n_batch or usual, options.n_ctx)
+
+
+def tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
     """Return of how many tokens the queries are kept, and in every how many layers."""
     q_tap = 0 if scorer.name == "lru" else max(1 + options.n_draft, options.n_asking(scorer.query))
     return q_tap, max(1, -(-n_layer // MOST_LAYERS)) if scorer.name == "qk" else 1
 
 
-def _pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int) -> PoolParams:
+def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int) -> PoolParams:
+    """Return what makes a context a pool of n_pool cells."""
     mark = fingerprint(model.path)
     return PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
 
@@ -223,18 +241,20 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
     )
 
 
-def _pool_size(seen: Probe, options: Options) -> PoolSize:
+def pool_size(options: Options, memory: Sequence[DeviceMemory]) -> PoolSize:
+    """Return the pool that the options ask for. memory: of the devices that will hold it."""
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
         floor=options.shape.floor(options.n_batch),
-        memory=device_memory(seen.geometry, options),
+        memory=memory,
         cap=options.auto_cap,
         keep=options.snapshots,
     )
 
 
-def _context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:
+def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:
+    """Make the context of a pool, or of the full cache (None). Raises as Context."""
     try:
         return Context(
             model,

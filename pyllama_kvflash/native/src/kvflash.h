@@ -70,8 +70,8 @@ struct kvf_pool_params {
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
-// full-attention layers at a time, in n_pane buffers of a device, its panes: the first n_pane - 2 layers stay, the others take
-// turns in the last two. All rows of earlier positions are in the records of a pool.
+// full-attention layers at a time, in n_pane buffers of a device, its panes: the first n_pane - 2 layers stay, the others
+// take turns in the last two. All rows of earlier positions are in the records of a pool.
 struct kvf_pane_params {
     uint32_t n_pane;     // layers of a device that are there at once. 1: the computation waits for each; as many as there
                          // are: nothing is streamed

@@ -1,0 +1,134 @@
+"""What a model takes of each device's memory, before anything of it is loaded."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from pyllama_kvflash.engine.exactly import exact_bytes
+from pyllama_kvflash.engine.loading import (
+    Probe,
+    batch_of,
+    open_context,
+    placement,
+    pool_params,
+    pool_size,
+    probe,
+    tap,
+    where,
+)
+from pyllama_kvflash.engine.memory import device_memory
+from pyllama_kvflash.engine.placement import on_host
+from pyllama_kvflash.native import CACHE_TYPES, Model, add_rpc, devices, row_bytes
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import PoolSize
+from pyllama_kvflash.policy.sizing import DeviceMemory, n_panes
+from pyllama_kvflash.scorers.factory import make_scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a device is to hold.
+
+    kv: of full attention: the pool, or the full cache. states: sliding windows and recurrent states. panes: of an exact pass.
+    buffers: of the computation. converted: what a GPU's flash attention makes of a layer whose cache is not f16.
+    """
+
+    name: str
+    gpu: bool
+    weights: int
+    kv: int
+    states: int
+    panes: int
+    buffers: int
+    converted: int
+
+    @property
+    def total(self) -> int:
+        """All of it. What a driver takes for itself is not known beforehand."""
+        return self.weights + self.kv + self.states + self.panes + self.buffers + self.converted
+
+
+def needs(path: Path, options: Options) -> tuple[list[Need], PoolSize]:
+    """Return what each device is to hold, and the pool. Raises as loading.load()."""
+    for server in options.rpc:
+        add_rpc(server)
+    placed = placement(path, options)
+    options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
+    with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
+        options = options.resolved(model.n_ctx_train)
+        return _needs(model, probe(model, options), options)
+
+
+def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], PoolSize]:
+    weights: Counter[int] = Counter()
+    for weight in model.weights():
+        weights[weight.device] += weight.size
+    size, exact, q_tap, q_every = PoolSize(None), dict[int, tuple[int, int]](), 0, 1
+    if options.pool != "off" and seen.refusal is None:
+        q_tap, q_every = _tapped(model, seen, options)
+        size, exact = _pool(model, seen, options, weights, q_tap, q_every)
+    pool = pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool else None
+    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
+    token_bytes = seen.geometry.by_device(row_bytes, *types)
+    n_all = size.n_pool or options.n_ctx * options.n_parallel
+    width = options.n_ctx if exact else n_all
+    with open_context(model, options, batch_of(size, options), pool) as ctx:
+        held = ctx.kv_bytes()
+        buffers = [ctx.compute_bytes(i) for i in range(len(devices()))]
+    holds_states = next(iter(token_bytes), 0)
+    return [
+        Need(
+            name=device.name,
+            gpu=device.gpu,
+            weights=weights[i],
+            kv=token_bytes.get(i, 0) * n_all,
+            states=held.swa + held.recurrent if i == holds_states else 0,
+            panes=exact.get(i, (0, 0))[0],
+            buffers=buffers[i] + exact.get(i, (0, 0))[1],
+            converted=_converted(seen, options, i) * width if device.gpu else 0,
+        )
+        for i, device in enumerate(devices())
+    ], size
+
+
+def _tapped(model: Model, seen: Probe, options: Options) -> tuple[int, int]:
+    """Return what tap() does, without loading a scorer's model."""
+    if options.policy in ("drafter", "crosstok"):
+        options = replace(options, policy="qk-cos")
+    return tap(make_scorer(options, model, _no_engine), options, len(seen.geometry.rows))
+
+
+def _no_engine(*_: object) -> NoReturn:
+    msg = "no scorer's model is loaded to look at a model"
+    raise AssertionError(msg)
+
+
+def _pool(
+    model: Model, seen: Probe, options: Options, weights: Counter[int], q_tap: int, q_every: int
+) -> tuple[PoolSize, dict[int, tuple[int, int]]]:
+    """Return the pool, and what an exact pass takes on each device: panes and buffers."""
+    indices = dict.fromkeys(seen.geometry.devices or (0,) * len(seen.geometry.rows))
+
+    def memory(taken: dict[int, int]) -> list[DeviceMemory]:
+        found = device_memory(seen.geometry, options)
+        return [replace(d, free=max(0, d.free - taken.get(i, 0))) for i, d in zip(indices, found, strict=True)]
+
+    exact: dict[int, tuple[int, int]] = {}
+    if options.prefill != "pool" and pool_size(options, memory(weights)).n_pool:
+        n_layer = len(seen.geometry.rows)
+        n_pane = n_panes(options.panes, options.pool, memory(weights), options.n_ctx, n_layer, lossless=options.exact)
+        exact = exact_bytes(model, seen.geometry, replace(options, panes=n_pane), q_tap, q_every)
+    beside = {i: weights[i] + sum(exact.get(i, ())) for i in indices}
+    size = pool_size(options, memory(beside))
+    return size, exact if size.n_pool else {}
+
+
+def _converted(seen: Probe, options: Options, device: int) -> int:
+    """Return bytes for each position: a copy of the largest layer in f16, unless the cache is f16, or flash attention off."""
+    if options.flash_attn == "off":
+        return 0
+    layers = zip(seen.geometry.rows, seen.geometry.devices or (0,) * len(seen.geometry.rows), strict=True)
+    types = options.type_k, options.type_v
+    sizes = [sum(2 * n for n, t in zip(row, types, strict=True) if t != "f16") for row, its in layers if its == device]
+    return max(sizes, default=0)
