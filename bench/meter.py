@@ -2,7 +2,7 @@
 
 python bench/meter.py MODEL TEXT... --context 4096 --pool 512 --tokens 256 --prompts 4 --shares 1 0.05
 
-Greedy, so each token is the one that the pool finds most likely. The truth: the full cache reads the prompt and the answer, token
+The last rows are all answers of a share together, as in a server. Greedy, so each token is the one that the pool finds most likely. The truth: the full cache reads the prompt and the answer, token
 by token; how many tokens are those that it finds most likely.
 """
 
@@ -44,7 +44,8 @@ def main() -> None:
         "| text | share | checked | the meter says | KLD | the full cache says | of the time | tok/s |\n"
         "|---|---:|---:|---:|---:|---:|---:|---:|"
     )
-    options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn}
+    options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn, "opening": 0}
+    sums: dict[float, list[list[float]]] = {share: [] for share in args.shares}
     for text in args.texts:
         data = text.read_text(errors="replace")
         for i in range(args.prompts):
@@ -58,12 +59,20 @@ def main() -> None:
             with KVFlash.from_file(args.model, **options, pool="off") as kv:
                 list(kv.prefill(prompt))
                 for share, ids, s in found:
-                    said = 100 * (s.agreement or 0)
+                    said, true = 100 * (s.agreement or 0), truth(kv, prompt, ids)
+                    time_s = s.prefill_s + s.decode_s
+                    sums[share].append([s.checked, s.agreed, true * (len(ids) - 1), len(ids) - 1, s.check_s, time_s])
                     print(
                         f"| {text.stem} {i} | {share:g} | {s.checked} | {said:.1f} % | {s.kld or 0:.4f} |"
-                        f" {100 * truth(kv, prompt, ids):.1f} % | {100 * s.check_s / s.decode_s:.1f} % | {s.decode_rate:.2f} |",
+                        f" {100 * true:.1f} % | {100 * s.check_s / time_s:.1f} % | {s.decode_rate:.2f} |",
                         flush=True,
                     )
+    for share, rows in sums.items():
+        checked, agreed, right, n, check_s, time_s = np.sum(rows, axis=0)
+        said = f"{100 * agreed / max(1, checked):.1f} %"
+        print(
+            f"| all | {share:g} | {checked:.0f} | {said} | - | {100 * right / n:.1f} % | {100 * check_s / time_s:.1f} % | - |"
+        )
 
 
 if __name__ == "__main__":

@@ -100,9 +100,7 @@ class Options:
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
     opening: int = 32  # tokens at the beginning of an answer that are decoded losslessly; 0: none, and none with "pool"
     exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
-    meter: float = (
-        0.0  # largest share of the decode time that comparing tokens with the full cache may take; 0: none are
-    )
+    meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
 
@@ -264,7 +262,7 @@ class Options:
 
     @property
     def meter_share(self) -> float:
-        """Largest share of the decode time for comparing tokens with the full cache: meter, or 0.05 if there is a bound."""
+        """Largest share of the time for comparing tokens with the full cache: meter, or 0.05 if there is a bound."""
         return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:

@@ -77,7 +77,7 @@ def test_the_answer_is_the_one_without_drafts(pair: tuple[Path, Spec], pool: int
     by the logits without drafts, but for what the width of a batch does to them.
     """
     path, spec = pair
-    options = {"pool": pool, "prefill": prefill}
+    options = {"pool": pool, "prefill": prefill, "opening": 0}
     chosen = Chosen(width_noise(path, spec.n_max + 1, {**OPTIONS, **options}))
     want, got = answer(path, chosen, **options), answer(path, chosen, **options, spec=spec)
     assert got.ids == want.ids
@@ -95,7 +95,8 @@ def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
     found: dict[str, list[tuple[list[int], int, int]]] = {}
     for name, pool, spec in (("plain", "off", False), ("full", "off", True), ("pool", 512, True)):
         how = {"spec": Spec(kind="dflash", model=str(DFLASH), n_max=7, gate=0)} if spec else {}
-        options: dict[str, Any] = {"n_ctx": 2304, "pool": pool, "chunk": 32, "n_threads": 1, "flash_attn": "off", **how}
+        options: dict[str, Any] = {"n_ctx": 2304, "pool": pool, "chunk": 32, "n_threads": 1, "flash_attn": "off"}
+        options |= {"opening": 0, **how}
         with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
             text = make_prompt(2048, lambda part, kv=kv: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=2)
             for _ in kv.prefill(kv.tokenize(text.text)):

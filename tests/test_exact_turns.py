@@ -320,7 +320,7 @@ def test_guesses_after_an_exact_prompt_are_those_of_the_full_cache(pair: Pair) -
 def test_drafts_after_an_exact_prompt_change_no_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer, a further prompt that is read exactly, and its answer, but for what the width of a batch does to logits."""
     path, spec = pair
-    options = {**SMALL, "policy": "lru"}
+    options = {**SMALL, "policy": "lru", "opening": 0}
     heard, chosen = Heard(monkeypatch), Chosen(width_noise(path, spec.n_max + 1, options))
     texts = []
     ways: list[dict[str, Any]] = [{}, {"spec": spec}]

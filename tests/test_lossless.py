@@ -427,7 +427,9 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_how_far_it_looks() -> None:
-    assert Options().n_lookahead(recurrent=False) == 0
+    assert Options(opening=0).n_lookahead(recurrent=False) == 0
+    assert Options().n_lookahead(recurrent=False) == LOOKAHEAD
+    assert Options().n_lookahead(recurrent=True) == 0
     assert Options(exact=True).n_lookahead(recurrent=False) == LOOKAHEAD
     assert Options(exact=True).n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
     assert Options(exact=True, n_ubatch=4).n_lookahead(recurrent=False) == 3

@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     **BY_SIXTEEN,
     "pool": N_POOL,
     "tau": 4,
+    "opening": 0,
 }
 FULL = {**SMALL, "pool": "off"}
 ALWAYS = {"meter": 1.0}
@@ -114,7 +115,7 @@ def test_it_compares_with_the_full_caches_logits(
     assert found.agreed == np.sum(pool.argmax(1) == want.argmax(1))
     p, q = (np.exp(x - x.max(1, keepdims=True)) for x in (want.astype(np.float64), pool))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-    assert found.kld == pytest.approx(float(np.mean(np.sum(p * np.log(p / q), axis=1))), rel=1e-9)
+    assert found.kld == pytest.approx(float(np.mean(np.sum(p * np.log(p / q), axis=1))), rel=1e-5)  # in f32
     assert found.kld > 0
     assert again.decoder.meter is None
 

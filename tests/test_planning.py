@@ -9,9 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine import planning
 from pyllama_kvflash.engine.planning import needs
-from pyllama_kvflash.native import Device
 from pyllama_kvflash.options import Options
 
 pytestmark = pytest.mark.native
@@ -43,22 +41,3 @@ def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way:
         assert sum(need.buffers for need in found) == stats.compute_bytes
         weights = sum(need.weights for need in found)
         assert weights == pytest.approx(kv.model.n_bytes, rel=0.05)
-        assert sum(need.converted for need in found) == 0  # there is no GPU, or the cache is f16
-
-
-def test_a_gpu_converts_a_layer_of_another_type(
-    tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its flash attention takes beside the buffers, for the longest attention there is."""
-    monkeypatch.setattr(planning, "devices", lambda: [Device("a GPU", "", True, 1 << 34, 1 << 34)])
-    path = tiny_path("qwen3")
-
-    def converted(**options: Any) -> int:
-        return needs(path, Options(n_ctx=4096, **options))[0][0].converted
-
-    both = converted(pool="off", type_k="q8_0", type_v="q8_0")
-    assert both == 4096 * 2 * 2 * 128  # K and V of 2 heads of 64, two bytes each
-    assert converted(pool="off", type_k="q8_0") == both // 2
-    assert converted(pool=1024, type_k="q8_0", type_v="q8_0") == both  # the exact pass sees all
-    assert converted(pool=1024, type_k="q8_0", type_v="q8_0", prefill="pool") == both // 4
-    assert converted(pool="off") == 0

@@ -122,7 +122,7 @@ def test_clients_of_a_lossless_server_get_the_full_caches_text(questions: list[A
 
 
 def test_a_server_counts_what_agrees(questions: list[Any]) -> None:
-    with scheduling(n_parallel=2, meter=1.0, **SMALL) as scheduler:
+    with scheduling(n_parallel=2, meter=1.0, opening=0, **SMALL) as scheduler:
         assert all(a.done for a in [Asked(scheduler, prompt, N) for prompt in questions])
         found = parse_metrics(scheduler.metrics.text())
         assert found["checked_tokens_total"] >= found["agreed_tokens_total"] > 0

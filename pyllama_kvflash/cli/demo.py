@@ -51,7 +51,8 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
 def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None, output: str, *, as_json: bool) -> None:
     """Run the demonstration."""
     reporter = Reporter()
-    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads}
+    # a code would be found in the opening, whatever the pool holds
+    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
     with Output(output) as out, native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
             prompt = _make(kv, tokens, needles, seed)

@@ -122,7 +122,6 @@ def _table(f: Findings) -> Table:
             "states": need.states,
             "layers of an exact pass": need.panes,
             "buffers": need.buffers,
-            "a layer in f16 for flash attention": need.converted,
         }
         terms = " + ".join(f"{mib(size)} {name}" for name, size in parts.items() if size)
         rows.append((f"memory of {need.name}", f"{mib(need.total)} = {terms}"))

@@ -268,8 +268,8 @@ POOL = options(
                  " many to draft follows from how many are right and what both cost."),
     click.option("--kvflash-meter", "meter", metavar="SHARE", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_METER",
-                 help="Compare tokens with the full cache now and then, in at most this share of the decode time, and"
-                 " show how many are the same. The text is the same with the meter and without. 0: compare nothing."),
+                 help="Compare tokens with the full cache now and then, in at most this share of the time for prompt and"
+                 " answer, and show how many are the same. The text is the same with the meter and without. 0: compare nothing."),
     click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_MIN_AGREEMENT",
                  help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"

@@ -18,6 +18,7 @@ from pyllama_kvflash.pool.step import Accept, advance, advance_exactly
 from pyllama_kvflash.snapshot.saved import SavedSequence
 
 _ROUNDS = 3  # most times that one token is decoded again
+_OPENING_DRAFT = 8  # tokens that are drafted at a time at the beginning of an answer
 
 
 class Decoder:
@@ -33,7 +34,8 @@ class Decoder:
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.exact else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
-        self._opening = Lossless(sequence, drafts) if can and o.opening and not sequence.recurrent else None
+        opens = can and o.opening and not sequence.recurrent
+        self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
         self._opens_until = 0  # position
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 

@@ -142,7 +142,7 @@ class Generation:
                 self.decoder.drafts.begin(sequence.history)
             self.decoder.begin_answer()
             if self.decoder.meter:
-                self.decoder.meter.reset()
+                self.decoder.meter.reset(self.prefill_s)
         if self._due and answer.reason is None:
             self.take()
         else:

@@ -25,15 +25,17 @@ class Lossless:
     stats: counts of the answer's drafts.
     """
 
-    def __init__(self, sequence: PooledSequence, drafts: Drafts | None) -> None:
-        """drafts: guess what the pool then drafts or rejects; None: it drafts token by token."""
+    def __init__(self, sequence: PooledSequence, drafts: Drafts | None, n_fixed: int = 0) -> None:
+        """drafts: guess what the pool then drafts or rejects; None: it drafts token by token. n_fixed: draft so many tokens,
+        whatever the clock says: the same seed then gives the same text, to the last near tie. 0: as many as pay.
+        """
         self.stats = DraftStats()
         self._sequence = sequence
         self._drafts = drafts
         n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
         if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
-        self._lookahead = Lookahead(range(n_most + 1))
+        self._lookahead = Lookahead([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
         self._draft_s = 0.0
 
     def begin(self) -> None:

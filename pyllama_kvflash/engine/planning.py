@@ -31,7 +31,7 @@ class Need:
     """Bytes that a device is to hold.
 
     kv: of full attention: the pool, or the full cache. states: sliding windows and recurrent states. panes: of an exact pass.
-    buffers: of the computation. converted: what a GPU's flash attention makes of a layer whose cache is not f16.
+    buffers: of the computation.
     """
 
     name: str
@@ -41,12 +41,11 @@ class Need:
     states: int
     panes: int
     buffers: int
-    converted: int
 
     @property
     def total(self) -> int:
         """All of it. What a driver takes for itself is not known beforehand."""
-        return self.weights + self.kv + self.states + self.panes + self.buffers + self.converted
+        return self.weights + self.kv + self.states + self.panes + self.buffers
 
 
 def needs(path: Path, options: Options) -> tuple[list[Need], PoolSize]:
@@ -72,7 +71,6 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.by_device(row_bytes, *types)
     n_all = size.n_pool or options.n_ctx * options.n_parallel
-    width = options.n_ctx if exact else n_all
     with open_context(model, options, batch_of(size, options), pool) as ctx:
         held = ctx.kv_bytes()
         buffers = [ctx.compute_bytes(i) for i in range(len(devices()))]
@@ -86,7 +84,6 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
             states=held.swa + held.recurrent if i == holds_states else 0,
             panes=exact.get(i, (0, 0))[0],
             buffers=buffers[i] + exact.get(i, (0, 0))[1],
-            converted=_converted(seen, options, i) * width if device.gpu else 0,
         )
         for i, device in enumerate(devices())
     ], size
@@ -122,13 +119,3 @@ def _pool(
     beside = {i: weights[i] + sum(exact.get(i, ())) for i in indices}
     size = pool_size(options, memory(beside))
     return size, exact if size.n_pool else {}
-
-
-def _converted(seen: Probe, options: Options, device: int) -> int:
-    """Return bytes for each position: a copy of the largest layer in f16, unless the cache is f16, or flash attention off."""
-    if options.flash_attn == "off":
-        return 0
-    layers = zip(seen.geometry.rows, seen.geometry.devices or (0,) * len(seen.geometry.rows), strict=True)
-    types = options.type_k, options.type_v
-    sizes = [sum(2 * n for n, t in zip(row, types, strict=True) if t != "f16") for row, its in layers if its == device]
-    return max(sizes, default=0)

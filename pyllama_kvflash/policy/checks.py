@@ -8,12 +8,13 @@ _RECENT = 4  # checks that say how it goes now
 class Checks:
     """Plans checks of `n` tokens, and counts what they find. The caller owns the clock.
 
-    The first check comes at once, so that there is a figure for short answers, too. From then on the next one begins when
-    all of them together have taken no more than `share` of the time, the next one included.
+    The first check comes at once, so that there is a figure for short answers, too: nobody knows yet what it takes, and the
+    prompt has usually taken much longer. From then on the next one begins when all of them together have taken no more than
+    `share` of the time, the next one included.
     """
 
     def __init__(self, share: float, n: int) -> None:
-        """share: 0 to 1, of the decode time, checks included. n: tokens of a check."""
+        """share: 0 to 1, of the time for prompts and answers, checks included. n: tokens of a check."""
         self.share = share
         self.n = n
         self._elapsed_s = 0.0
@@ -32,7 +33,7 @@ class Checks:
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     def passed(self, seconds: float) -> None:
-        """Record that decoding went on for so long."""
+        """Record that reading or decoding went on for so long."""
         self._elapsed_s += seconds
 
     def began(self, seconds: float) -> None:
