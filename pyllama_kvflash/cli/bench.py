@@ -31,6 +31,7 @@ folder. It can be stopped at any time: results.jsonl there keeps what was measur
 A variant is a policy, with options of its own after slashes: full, lru, qk, qk-cos, oracle (forces in the chunk that
 holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler
 also take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
+Answers are decoded through the pool from their first token on; qk/opening=32 begins losslessly, as `kvflash run` does.
 """
 
 NIAH_HELP = """Ask for codes hidden at even depths of long texts, one by one.
