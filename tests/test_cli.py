@@ -19,7 +19,7 @@ from support import commands
 from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, check_error, good, invoke, process, rows, summary
 
 from pyllama_kvflash import __version__
-from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli import main, report
 from pyllama_kvflash.engine import memory
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -617,3 +617,29 @@ def test_progress_on_a_terminal(long_file: Path) -> None:
     plain, err = on_a_terminal(*args, env={"NO_COLOR": "1"})
     assert plain == out
     assert not COLOUR.search(err)
+
+
+def test_an_answer_that_is_seen_nowhere_is_counted(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal beside the text, or in lines; with what the meter says."""
+    args = (
+        "run",
+        "-f",
+        str(long_file),
+        *POOLED,
+        "-n",
+        "40",
+        "--temp",
+        "0",
+        "--kvflash-opening",
+        "0",
+        "--kvflash-meter",
+        "1",
+    )
+    out, err = on_a_terminal(*args, env={"NO_COLOR": "1"})
+    assert re.search(r"answer .*40 tok +[\d.,]+ tok/s +[\d.]+ % of (16|32) as the full cache", err), err
+    assert "tok/s" not in out
+    monkeypatch.setattr(report, "_PLAIN_SECONDS", 0.0)
+    lines = [line for line in good(*args).stderr.splitlines() if line.startswith("kvflash: answer ")]
+    assert len(lines) == 40
+    assert lines[0].startswith("kvflash: answer 1 tok  0.0 tok/s")
+    assert "as the full cache" in lines[-1]

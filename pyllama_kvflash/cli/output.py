@@ -54,6 +54,11 @@ class Output:
         if not self._begun and not self._existed:
             self._path.unlink(missing_ok=True)
 
+    @property
+    def on_terminal(self) -> bool:
+        """Whether what is written is read as it comes."""
+        return self._file is None and sys.stdout.isatty()
+
     def write(self, text: str) -> None:
         """Write text, visible at once. Raises OutputError; on stdout OSError, which `kvflash` translates."""
         if self._file is None:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.events import Prefill, Stats
+from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 
@@ -50,6 +50,15 @@ class Reporter:
         self._last = time.monotonic()  # so that nothing is printed for a short prompt
         with self._progress("{task.fields[info]}") as progress:
             yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
+
+    @contextmanager
+    def answering(self, *, hidden: bool) -> Iterator["AnswerLine"]:
+        """Show how an answer comes along, from its first token on. hidden: do not, since the text itself is seen."""
+        line = AnswerLine(self, self._progress("{task.fields[info]}"), hidden=hidden)
+        try:
+            yield line
+        finally:
+            line.finish()
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator["CellBar"]:
@@ -102,6 +111,40 @@ class PrefillBar:
         self._progress.update(self._task, completed=ev.done, total=ev.total, info=info)
         left = (ev.total - ev.done) / rate if rate else 0.0
         self._reporter.plain(f"{self._label} {info}  {left:.0f} s left")
+
+
+class AnswerLine:
+    """Tokens of an answer, their speed, and what the meter says of them."""
+
+    def __init__(self, reporter: Reporter, progress: Progress, *, hidden: bool) -> None:
+        self._reporter, self._progress, self._hidden = reporter, progress, hidden
+        self._task: TaskID | None = None
+        self._n = self._checked = self._agreed = 0
+        self._began = 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Show an event, if it is of the answer. No other bar may be moving then."""
+        if self._hidden:
+            return
+        if isinstance(event, Checked):
+            self._checked, self._agreed = self._checked + event.n, self._agreed + event.agreed
+        if not isinstance(event, Token):
+            return
+        if self._task is None:
+            self._began = time.monotonic()
+            self._progress.start()
+            self._task = self._progress.add_task("answer", total=None, info="")
+        self._n += 1
+        seconds = time.monotonic() - self._began
+        info = f"{self._n:,} tok  {(self._n - 1) / seconds if seconds else 0:,.1f} tok/s"
+        if self._checked:
+            info += f"  {100 * self._agreed / self._checked:.1f} % of {self._checked:,} as the full cache"
+        self._progress.update(self._task, info=info)
+        self._reporter.plain(f"answer {info}")
+
+    def finish(self) -> None:
+        """Remove the line. Harmless when called again."""
+        self._progress.stop()
 
 
 class CellBar:

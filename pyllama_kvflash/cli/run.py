@@ -203,7 +203,7 @@ def _write(
     """
     plain = not as_json and not as_jsonl
     text = ""
-    with reporter.prefilling() as bar:
+    with reporter.prefilling() as bar, reporter.answering(hidden=plain and out.on_terminal) as line:
         for event in events:
             if as_jsonl:
                 _json_line(out, as_dict(event))
@@ -216,6 +216,7 @@ def _write(
                 text += event.text
                 if plain:
                     out.write(event.text)
+            line(event)
             if isinstance(event, Done):
                 if plain and not text.endswith("\n"):
                     out.write("\n")
