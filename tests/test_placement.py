@@ -291,9 +291,10 @@ def test_an_exact_pass_counts(tiny_path: Callable[[str], Path], gpu: Callable[..
             options = Options(**{**SMALL, "prefill": prefill}).resolved(model.n_ctx_train)
             geometry = probe(model, options).geometry
             fixed[prefill] = holdings(model, geometry, options)[0].fixed
-        panes, compute = next(iter(exact_bytes(model, geometry, options).values()))
+        panes, compute, states = next(iter(exact_bytes(model, geometry, options).values()))
     assert panes >= 2 * options.n_ctx * 1024 // 2
-    assert fixed["exact"] - fixed["pool"] == panes + compute
+    assert fixed["exact"] - fixed["pool"] == panes + compute + states
+    assert states == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])

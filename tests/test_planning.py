@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35"])
 def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way: str) -> None:
-    """To the byte, but for the states of several sequences."""
+    """To the byte."""
     options: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, **WAYS[way]}
     found, size = needs(tiny_path(name), Options(**options))
     with KVFlash.from_file(tiny_path(name), **options) as kv:
@@ -39,5 +39,8 @@ def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way:
         assert size.n_pool == kv.n_pool
         assert sum(need.kv + need.panes for need in found) == stats.kv_device_bytes + stats.pane_bytes
         assert sum(need.buffers for need in found) == stats.compute_bytes
+        contexts = [kv.ctx, *([kv.sequence.exact.ctx] if kv.sequence.exact else [])]
+        held = [ctx.kv_bytes() for ctx in contexts]
+        assert sum(need.states for need in found) == sum(h.swa + h.recurrent for h in held)
         weights = sum(need.weights for need in found)
         assert weights == pytest.approx(kv.model.n_bytes, rel=0.05)

@@ -1,8 +1,10 @@
 """The exact pass of a pool: how many panes it has, and whether there is memory for them."""
 
+from typing import Any
+
 from pyllama_kvflash.engine.memory import check_memory, device_memory, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
-from pyllama_kvflash.native import CACHE_TYPES, ExactContext, Model, PaneParams, devices, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.scorers import EDGE
@@ -45,17 +47,48 @@ def open_exact(
 
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, q_tap: int = 0, q_every: int = 1
-) -> dict[int, tuple[int, int]]:
-    """Return what an exact pass takes on each device, by its index: bytes of panes, and of buffers of the computation.
+) -> dict[int, tuple[int, int, int]]:
+    """Return what an exact pass takes on each device, by its index: bytes of panes, of buffers of the computation, and of
+    sliding windows and recurrent states (all on one device, since where they are is not known).
 
-    model: may be loaded with no_alloc. options: resolved. q_tap, q_every: as in PoolParams. Raises NativeError and
+    model: loaded with no_alloc. options: resolved. q_tap, q_every: as in PoolParams. Raises NativeError and
     UnsupportedError.
     """
     n_pane = options.panes or LEAST_PANES
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     panes = geometry.panes_by_device(row_bytes, *types, n_pane)
     with _context(model, options, _params(n_pane, options, q_tap, q_every)) as ctx:
-        return {i: (ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i)) for i in range(len(devices()))}
+        first, states = next(iter(panes), 0), _state_bytes(model, options)
+        return {
+            i: (
+                ctx.n_ctx * panes.get(i, 0),
+                ctx.compute_bytes(i),
+                states if i == first else 0,
+            )
+            for i in range(len(devices()))
+        }
+
+
+def _state_bytes(model: Model, options: Options) -> int:
+    """Return what a context has beside full attention: as much as a stock one, which tells it even without memory."""
+    with Context(model, **_shape(model, options)) as ctx:
+        held = ctx.kv_bytes()
+    return held.swa + held.recurrent
+
+
+def _shape(model: Model, options: Options) -> dict[str, Any]:
+    n_ubatch = min(options.n_ubatch, options.n_ctx)
+    return {
+        "n_ctx": options.n_ctx,
+        "n_batch": n_ubatch,
+        "n_ubatch": n_ubatch,
+        "n_threads": options.n_threads or 1,
+        "type_k": options.type_k,
+        "type_v": options.type_v,
+        "flash_attn": options.flash_attn,
+        "n_seq": options.n_parallel,
+        "n_rollback": options.n_lookahead(recurrent=model.recurrent),
+    }
 
 
 def _params(n_pane: int, options: Options, q_tap: int, q_every: int) -> PaneParams:
@@ -63,21 +96,9 @@ def _params(n_pane: int, options: Options, q_tap: int, q_every: int) -> PanePara
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:
-    n_ubatch = min(options.n_ubatch, options.n_ctx)
+    shape = _shape(model, options)
     try:
-        return ExactContext(
-            model,
-            panes,
-            n_ctx=options.n_ctx,
-            n_batch=n_ubatch,
-            n_ubatch=n_ubatch,
-            n_threads=options.n_threads or 1,
-            type_k=options.type_k,
-            type_v=options.type_v,
-            flash_attn=options.flash_attn,
-            n_seq=options.n_parallel,
-            n_rollback=options.n_lookahead(recurrent=model.recurrent),
-        )
+        return ExactContext(model, panes, **shape)
     except (NativeError, UnsupportedError) as err:
-        msg = f"no exact pass over {options.n_ctx} tokens in batches of {n_ubatch} can be made: {err}; use {_WAY_OUT}"
+        msg = f"no exact pass over {options.n_ctx} tokens in batches of {shape['n_ubatch']} can be made: {err}; use {_WAY_OUT}"
         raise type(err)(msg) from None
