@@ -347,7 +347,7 @@ def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
     """
     for decoder, _ in parts:
         decoder.check_fits(1, decoder.sequence.n_tokens)
-        if decoder.lossless_now:
+        if decoder.lossless and decoder.lossless_now:
             msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
             raise UsageError(f"{msg} sequence at a time")
     moved = advance([(decoder.sequence, np.array([token], np.int32)) for decoder, token in parts])
