@@ -135,6 +135,9 @@ struct llama_sampler * llama_sampler_init_top_k(int32_t k);
 struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_temp(float t);
+struct llama_logit_bias { llama_token token; float bias; };
+struct llama_sampler * llama_sampler_init_logit_bias(
+        int32_t n_vocab, int32_t n_logit_bias, const struct llama_logit_bias * logit_bias);
 struct llama_sampler * llama_sampler_init_penalties(
     int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq, float penalty_present);
 llama_token            llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
@@ -221,6 +224,10 @@ int  kvf_add_rpc(const char * endpoint);
 
 struct kvf_spec;
 struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
+int  kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
+int  kvf_grammar_new(const struct llama_vocab * vocab, const char * text, struct llama_sampler ** grammar);
+int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct llama_sampler * grammar,
+        llama_token * token);
 int  kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft, const struct kvf_spec_params * params,
                   struct kvf_spec ** spec);
 void kvf_spec_free(struct kvf_spec * spec);

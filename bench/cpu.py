@@ -117,7 +117,7 @@ def fill(kv: KVFlash, tokens: native.Tokens) -> float:
 
 def decode(kv: KVFlash, steps: int) -> float:
     """Seconds a token."""
-    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    sampler = Sampler(Sampling(temperature=0), kv.model)
     token = sampler.sample(kv.ctx)
     begin = 0.0
     for i in range(WARM_UP + steps):

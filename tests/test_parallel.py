@@ -278,7 +278,7 @@ def documents(needle_path: Any) -> Iterator[list[NeedlePrompt]]:
 def n_right(kv: KVFlash, documents: list[NeedlePrompt]) -> int:
     """Read all documents, then answer a question about each at once, a token of each in a batch: how many are right."""
     needles = [document.needles[1 + i % 2] for i, document in enumerate(documents)]
-    samplers = [Sampler(GREEDY, kv.model.n_vocab) for _ in needles]
+    samplers = [Sampler(GREEDY, kv.model) for _ in needles]
     texts: list[list[int]] = []
     for s, document, needle in zip(kv.sequences, documents, needles, strict=True):
         for _ in s.prefill(s.tokenize(document.text + needle.question)):

@@ -231,9 +231,21 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({**SAYS, "n": True}, "n", "n is not supported"),
         ({**SAYS, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({**SAYS, "logprobs": True}, "logprobs", "logprobs is not supported"),
-        ({**SAYS, "response_format": {"type": "json_object"}}, "response_format", 'give {"type": "text"}'),
-        ({**SAYS, "frequency_penalty": 0.5}, "frequency_penalty", "or give 0"),
-        ({**SAYS, "presence_penalty": -1}, "presence_penalty", "or give 0"),
+        ({**SAYS, "response_format": 5}, "response_format", "give an object"),
+        ({**SAYS, "response_format": {}}, "response_format", "give one of text, json_object, json_schema"),
+        ({**SAYS, "response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
+        ({**SAYS, "response_format": {"type": "json_schema"}}, "response_format", "has no schema"),
+        ({**SAYS, "response_format": {"type": "json_schema", "json_schema": 1}}, "json_schema", "give an object"),
+        ({**SAYS, "response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format", "schema cannot be used"),
+        ({**SAYS, "response_format": {"type": "json_object"}, "grammar": "x"}, "response_format", "give one of them"),
+        ({**SAYS, "json_schema": {}, "grammar": "x"}, "grammar", "give one of them"),
+        ({**SAYS, "json_schema": {"$ref": "#/x"}}, "json_schema", "schema cannot be used"),
+        ({**SAYS, "frequency_penalty": 2.5}, "frequency_penalty", "must be from -2 to 2"),
+        ({**SAYS, "presence_penalty": -3}, "presence_penalty", "must be from -2 to 2"),
+        ({**SAYS, "logit_bias": []}, "logit_bias", "give an object"),
+        ({**SAYS, "logit_bias": {"a": 1}}, "logit_bias", "'a', which is no token"),
+        ({**SAYS, "logit_bias": {"4096": 1}}, "logit_bias", "ids are 0 to 4095"),
+        ({**SAYS, "logit_bias": {"5": 101}}, "logit_bias", "must be from -100 to 100"),
         ({**SAYS, "max_token": 5}, "max_token", "there is no field 'max_token'"),
         ({**SAYS, "\udc80": 5}, "\udc80", "there is no field"),
         ({**SAYS, "stream": "yes"}, "stream", "give true or false"),
@@ -250,6 +262,50 @@ def test_bad_chats(server: Running, body: dict[str, Any], param: str, words: str
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+
+
+TO = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": TO}}},
+        {"response_format": {"type": "json_object", "schema": TO}},
+        {"json_schema": TO},
+        {"response_format": {"type": "text"}, "grammar": 'root ::= "{\\"n\\":" [0-9] "}"'},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_in_the_form_that_is_asked_for(server: Running, form: dict[str, Any], stream: bool) -> None:
+    body = {**SAYS, "temperature": 1, "seed": 3, "max_tokens": 100, **form, "stream": stream}
+    res = server.post(body, "/v1/chat/completions")
+    assert res.status_code == 200, res.text
+    if stream:
+        parts = [event["choices"][0]["delta"] for event in sse(res.text)[0][:-1]]
+        said = "".join(part.get("content") or "" for part in parts)
+    else:
+        said = res.json()["choices"][0]["message"]["content"]
+    value = json.loads(said)
+    assert list(value) == ["n"]
+    assert type(value["n"]) is int
+
+
+def test_a_grammar_that_is_none(server: Running) -> None:
+    """It is found when the answer begins; the server goes on."""
+    res = server.post({**SAYS, "grammar": "root ::= a"}, "/v1/chat/completions")
+    assert res.status_code == 400
+    assert "rule 'a' is not defined" in res.json()["error"]["message"]
+    assert server.post({"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        piece = model.piece(77).decode()
+    said = server.text(prompt="x", max_tokens=4, logit_bias={"77": 100})
+    assert said.strip() == (piece * 4).strip()
+    plain, other = (server.text(prompt=long_text(40), max_tokens=30, presence_penalty=p) for p in (0, 2))
+    assert plain != other
 
 
 @pytest.mark.parametrize(

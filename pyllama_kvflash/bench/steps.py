@@ -36,7 +36,7 @@ class Steps:
 
 def decode_steps(kv: KVFlash, n: int, warnings: list[str]) -> Steps:
     """Decode greedily after what is there, and time each of n steps, sampling included."""
-    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    sampler = Sampler(Sampling(temperature=0), kv.model)
     steps = Steps([], [], {}, 0)
     n_in = 0
     kv.expect(WARM_UP + n)
@@ -73,7 +73,7 @@ def python_loop(kv: KVFlash, rounds: int = ROUNDS) -> dict[str, float] | None:
         kv.decode([0])
     start = kv.n_tokens
     tokens = [np.array([i % kv.model.n_vocab], np.int32) for i in range(n)]
-    sampler = Sampler(Sampling(temperature=0), kv.model.n_vocab)
+    sampler = Sampler(Sampling(temperature=0), kv.model)
     engine, bare = [], []
     try:
         for _ in range(rounds):

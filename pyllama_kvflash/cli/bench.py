@@ -17,8 +17,9 @@ from pyllama_kvflash.bench.grid import Results, Variant, refuse_controls
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import named_model
+from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
-from pyllama_kvflash.cli.run import model_path, read_text
+from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import check_extra
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError

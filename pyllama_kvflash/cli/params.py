@@ -10,8 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import CACHE_TYPES, Sampling
+from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy import AGGREGATES
 from pyllama_kvflash.policy.sizing import AUTO_CAP
@@ -120,6 +121,21 @@ class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
         return tuple(res)
 
 
+class LogitBias(click.ParamType[tuple[int, float]]):
+    """A token and what is added to its logit, as llama.cpp has it: 15043+1, 29905-inf."""
+
+    name = "bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        """Parse the value, or fail with what is allowed."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|inf))", str(value).strip())
+        if not match or match[2] == "+inf":
+            self.fail(f"{value!r} is no bias: give a token and a number, such as 15043+1 or 15043-inf", param, ctx)
+        return int(match[1]), float(match[2])
+
+
 class Layers(click.ParamType[int]):
     """A number of layers. "all", llama.cpp's "auto" and negative numbers give -1."""
 
@@ -171,9 +187,21 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
     """Take the options of SAMPLING out of the values. seed: replaces a negative one."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
-    given = {name: values.pop(name) for name in names}
+    given = {f.name: values.pop(f.name) for f in fields(Sampling)}
+    texts = given["grammar"], *(values.pop(name) for name in ("grammar_file", "json_schema", "json_schema_file"))
+    given["grammar"] = _grammar(*texts)
     return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))
+
+
+def _grammar(grammar: str, grammar_file: str | None, json_schema: str | None, json_schema_file: str | None) -> str:
+    """Return the grammar that the answer keeps to. Raises UsageError."""
+    if sum(bool(text) for text in (grammar, grammar_file, json_schema, json_schema_file)) > 1:
+        msg = "several grammars are given: give one of --grammar, --grammar-file, --json-schema, --json-schema-file"
+        raise UsageError(msg)
+    if grammar_file:
+        return read_text(grammar_file, "grammar")
+    schema = read_text(json_schema_file, "JSON schema") if json_schema_file else json_schema
+    return json_grammar(schema) if schema else grammar
 
 
 def spec(values: dict[str, Any]) -> Spec | None:
@@ -367,5 +395,16 @@ SAMPLING = options(
     click.option("--min-p", type=float, default=0.05, show_default=True, help="Min-p, 0: off."),
     click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Repeat penalty, 1: off."),
     click.option("--repeat-last-n", type=int, default=64, show_default=True, help="Last tokens to penalize, 0: off."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True,
+                 help="What a token that was said loses, 0: off."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True,
+                 help="What a token loses for each time that it was said, 0: off."),
+    click.option("-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", type=LogitBias(), multiple=True,
+                 help="Make a token likelier or less likely: 15043+1, 15043-inf. It can be given several times."),
+    click.option("--grammar", metavar="GRAMMAR", default="", help="BNF-like grammar (GBNF) that the answer keeps to."),
+    click.option("--grammar-file", metavar="FILE", default=None, help="File with such a grammar."),
+    click.option("-j", "--json-schema", metavar="SCHEMA", default=None,
+                 help="JSON schema (https://json-schema.org) that the answer keeps to: {} for any JSON."),
+    click.option("-jf", "--json-schema-file", metavar="FILE", default=None, help="File with such a schema."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
 )  # fmt: skip

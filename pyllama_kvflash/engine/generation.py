@@ -43,7 +43,7 @@ class Generation:
         self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop)
         self.n_prompt, self.prefill_s = 0, 0.0
         self._began: float | None = None  # when the answer began
-        self._sampler = Sampler(sampling or Sampling(), model.n_vocab)
+        self._sampler = Sampler(sampling or Sampling(), model)
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet

@@ -17,7 +17,7 @@ from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Sampler, Sampling
+from pyllama_kvflash.native.sampler import Sampler, Sampling, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -47,6 +47,7 @@ __all__ = [
     "devices",
     "init",
     "interruptible",
+    "json_grammar",
     "quantize",
     "row_bytes",
     "show_log",

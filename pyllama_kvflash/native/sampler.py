@@ -1,4 +1,4 @@
-"""llama.cpp's sampler chain."""
+"""llama.cpp's sampler chain, and its grammars."""
 
 import math
 from copy import copy
@@ -8,13 +8,16 @@ from typing import Any, Self
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
-    temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1: off. seed None: a random one.
+    temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
+    logit_bias: (token, what is added to its logit). grammar: GBNF that the answer keeps to, from its rule `root` on; "": none
+    (json_grammar() makes one of a JSON schema). seed None: a random one.
 
     Raises UsageError for a value out of range.
     """
@@ -25,6 +28,10 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -35,8 +42,17 @@ class Sampling:
         errors.check_range(self.min_p, 0, 1, "min_p (--min-p)")
         errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty (--repeat-penalty)")
         errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n (--repeat-last-n)")
+        errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty (--frequency-penalty)")
+        errors.check_range(self.presence_penalty, -2, 2, "presence_penalty (--presence-penalty)")
+        for _, bias in self.logit_bias:
+            errors.check_range(bias, -math.inf, 1e3, "logit_bias (--logit-bias)")
         if self.seed is not None:
             errors.check_range(self.seed, 0, 2**32 - 2, "seed (-s/--seed)")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was said before changes what is likely."""
+        return self.repeat_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
     def greedy(self) -> bool:
@@ -48,17 +64,20 @@ _DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
 
 
 class Sampler:
-    """A chain built from a Sampling, in llama.cpp's order: penalties, top-k, top-p, min-p, temperature, draw."""
+    """A chain built from a Sampling, in llama.cpp's order: biases, penalties, top-k, top-p, min-p, temperature, draw."""
 
-    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
+    def __init__(self, sampling: Sampling, model: Model) -> None:
+        """Raises UsageError (the grammar is none, a bias is of no token of the model)."""
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
         self._token: Any = ffi.new("llama_token *")
-        self._plain = sampling.greedy and sampling.repeat_penalty == 1.0
-        if sampling.repeat_penalty != 1.0:
-            self._add(
-                lib.llama_sampler_init_penalties(n_vocab, sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0)
-            )
+        self._grammar: Any = _grammar(sampling.grammar, model) if sampling.grammar else None
+        self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias or sampling.grammar)
+        if sampling.logit_bias:
+            self._add(lib.llama_sampler_init_logit_bias(*_biases(sampling.logit_bias, model)))
+        if sampling.penalises:
+            penalties = sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
+            self._add(lib.llama_sampler_init_penalties(model.n_vocab, sampling.repeat_last_n, *penalties))
         if sampling.greedy:
             self._add(lib.llama_sampler_init_greedy())
             return
@@ -74,18 +93,61 @@ class Sampler:
     def fork(self) -> Self:
         """Return a sampler that is where this one is: given the same logits, it draws the same tokens from here on."""
         res = copy(self)
-        res._handle = ffi.gc(lib.llama_sampler_clone(self._handle), lib.llama_sampler_free)  # noqa: SLF001
+        res._handle = _clone(self._handle)  # noqa: SLF001
+        res._grammar = self._grammar and _clone(self._grammar)  # noqa: SLF001
         res._token = ffi.new("llama_token *")  # noqa: SLF001
         return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the
-        chain.
+        chain. Raises NativeError (the grammar lets nothing through that the model has).
         """
         native, at, _ = ctx.output
         i = at if i == -1 else i
         if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
             check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
+        if self._grammar:
+            check(lib.kvf_sample(native, i, self._handle, self._grammar, self._token))
+            return int(self._token[0])
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
+
+
+def json_grammar(schema: str) -> str:
+    """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError."""
+    size, text = ffi.new("size_t *"), schema.encode()
+    try:
+        check(lib.kvf_json_grammar(text, ffi.NULL, 0, size))
+        res = ffi.new("char[]", size[0])
+        check(lib.kvf_json_grammar(text, res, size[0], size))
+    except errors.UsageError as err:
+        msg = f"the JSON schema cannot be used: {err}"
+        raise errors.UsageError(msg) from None
+    found: bytes = ffi.string(res)
+    return found.decode()
+
+
+def _grammar(text: str, model: Model) -> Any:
+    found = ffi.new("struct llama_sampler **")
+    try:
+        if "\0" in text:
+            msg = "it has a zero byte"
+            raise errors.UsageError(msg)
+        check(lib.kvf_grammar_new(model.vocab, text.encode(), found))
+    except errors.UsageError as err:
+        msg = f"the grammar cannot be used: {err}"
+        raise errors.UsageError(msg) from None
+    return ffi.gc(found[0], lib.llama_sampler_free)
+
+
+def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:
+    for token, _ in biases:
+        if not 0 <= token < model.n_vocab:
+            msg = f"logit_bias is for token {token}: ids are 0 to {model.n_vocab - 1}"
+            raise errors.UsageError(msg)
+    return model.n_vocab, len(biases), ffi.new("struct llama_logit_bias[]", list(biases))
+
+
+def _clone(sampler: Any) -> Any:
+    return ffi.gc(lib.llama_sampler_clone(sampler), lib.llama_sampler_free)

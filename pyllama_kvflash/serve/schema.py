@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pyllama_kvflash.chat import Message
-from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.native import Sampling, json_grammar
 from pyllama_kvflash.serve.fault import Fault, invalid
 
 MAX_STOP, MAX_STOP_CHARS = 4, 500
@@ -32,10 +33,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "logprobs": (False,),
     "top_logprobs": (),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -93,7 +90,7 @@ def parse(body: dict[str, Any], *, chat: bool, name: str, defaults: Sampling, n_
     return Ask(
         messages=_messages(fields.get("messages")) if chat else (),
         prompt="" if chat else _prompt(fields.get("prompt"), n_vocab),
-        sampling=_sampling(fields, defaults),
+        sampling=_sampling(fields, defaults, n_vocab),
         max_tokens=_max_tokens(fields, chat=chat),
         stop=_stop(fields.get("stop")),
         stream=stream,
@@ -103,7 +100,8 @@ def parse(body: dict[str, Any], *, chat: bool, name: str, defaults: Sampling, n_
 
 _COMMON = {
     "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "seed",
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty",
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
+    "response_format", "grammar", "json_schema",
 }  # fmt: skip
 
 
@@ -133,6 +131,14 @@ def _get(fields: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     return value
 
 
+def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """Return an object in a field; None if it is missing."""
+    value = fields.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise invalid(f"{key} is {_kind(value)}: give an object", key, "invalid_type")
+    return value
+
+
 _KINDS: dict[type, str] = {
     bool: "true or false",
     int: "an integer",
@@ -156,17 +162,68 @@ def _ranged(fields: Mapping[str, Any], key: str, kind: type[T], low: float, high
     return res
 
 
-def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
+def _sampling(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> Sampling:
     given: dict[str, Any] = {
         "temperature": _ranged(fields, "temperature", float, 0, 2),
         "top_p": _ranged(fields, "top_p", float, 0, 1),
         "top_k": _ranged(fields, "top_k", int, 0, 2**31 - 1),
         "min_p": _ranged(fields, "min_p", float, 0, 1),
         "repeat_penalty": _ranged(fields, "repeat_penalty", float, 0.001, 1000),
+        "frequency_penalty": _ranged(fields, "frequency_penalty", float, -2, 2),
+        "presence_penalty": _ranged(fields, "presence_penalty", float, -2, 2),
+        "logit_bias": _logit_bias(_object(fields, "logit_bias"), n_vocab),
+        "grammar": _grammar(fields),
     }
     seed = _get(fields, "seed", int)
     given["seed"] = None if seed is None else seed % _SEEDS
     return replace(defaults, **{k: v for k, v in given.items() if v is not None})
+
+
+def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return None
+    found = []
+    for key in value:
+        if not (key.isdecimal() and len(key) < 10 and int(key) < n_vocab):  # noqa: PLR2004 (digits)
+            msg = f"logit_bias is for {key[:20]!r}, which is no token: ids are 0 to {n_vocab - 1}"
+            raise invalid(msg, "logit_bias", "invalid_value")
+        bias = _ranged({"logit_bias": value[key]}, "logit_bias", float, -100, 100)
+        found.append((int(key), 0.0 if bias is None else bias))
+    return tuple(found)
+
+
+_FORMATS = "text", "json_object", "json_schema"
+
+
+def _grammar(fields: Mapping[str, Any]) -> str | None:
+    """Return the grammar that the answer is to keep to; None if the request does not say."""
+    grammar, schema = _get(fields, "grammar", str), _object(fields, "json_schema")
+    form = _object(fields, "response_format")
+    if form is not None:
+        kind = form.get("type")
+        if kind not in _FORMATS:
+            msg = f"response_format.type is {str(kind)[:100]!r}: give one of {', '.join(_FORMATS)}"
+            raise invalid(msg, "response_format", "invalid_value")
+        asked: Any = {"text": None, "json_object": form.get("schema", {"type": "object"})}.get(kind)
+        if kind == "json_schema":
+            given = _object(form, "json_schema")
+            asked = (given or {}).get("schema")
+        if kind != "text" and not isinstance(asked, dict):
+            msg = "response_format has no schema: give json_schema.schema, an object"
+            raise invalid(msg, "response_format", "invalid_value")
+        if asked is not None and (grammar or schema):
+            msg = "response_format and a grammar or json_schema are given: give one of them"
+            raise invalid(msg, "response_format", "invalid_value")
+        schema = asked if asked is not None else schema
+    if schema is None:
+        return grammar
+    if grammar:
+        msg = "grammar and json_schema are given: give one of them"
+        raise invalid(msg, "grammar", "invalid_value")
+    try:
+        return json_grammar(json.dumps(schema))
+    except KVFlashError as err:
+        raise invalid(str(err), "response_format" if form else "json_schema", "invalid_value") from None
 
 
 def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:

@@ -333,6 +333,16 @@ int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * t
 // so many of the last draft's tokens were right
 int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
+// sampling under a grammar, by llama.cpp's own
+
+// the grammar (GBNF) of the texts that a JSON schema allows, as much as there is room for. n: its bytes with the zero
+int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
+// a sampler that lets through what may follow, from rule `root` on
+int kvf_grammar_new(const struct llama_vocab * vocab, const char * text, struct llama_sampler ** grammar);
+// choose from the logits of token i of the last batch what the grammar lets through, and record it in both
+int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct llama_sampler * grammar,
+        llama_token * token);
+
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);
 
