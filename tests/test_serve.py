@@ -352,10 +352,65 @@ def test_bodies_that_are_no_object(server: Running, data: bytes) -> None:
     assert res.json()["error"]["message"].startswith("the body is ")
 
 
+def test_a_request_may_name_any_model(server: Running) -> None:
+    """There is one: answers say which."""
+    for name in ("gpt-4", NAME, ""):
+        assert server.post({"prompt": "x", "model": name, "max_tokens": 1}).json()["model"] == NAME
+    assert server.post({"prompt": "x", "model": 5}).status_code == 400
+
+
+def test_tokens_there_and_back(server: Running) -> None:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        for text in ("The secret code of red sand is 123.", "ü ↑ 日本", ""):
+            want = model.tokenize(text, add_special=False, parse_special=True).tolist() if text else []
+            found = server.post({"content": text}, "/tokenize").json()["tokens"]
+            assert found == want
+            assert server.post({"tokens": found}, "/detokenize").json()["content"].strip() == text
+        begun = server.post({"content": "a", "add_special": True}, "/tokenize").json()["tokens"]
+        assert begun == model.tokenize("a").tolist()
+        for part in server.post({"content": "ü a", "with_pieces": True}, "/tokenize").json()["tokens"]:
+            piece = part["piece"]
+            data = bytes(piece) if isinstance(piece, list) else piece.encode()
+            assert data == model.piece(part["id"], special=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "content must be a string"),
+        ("/tokenize", {"content": 5}, "content must be a string"),
+        ("/tokenize", {"content": "\ud800"}, "surrogate"),
+        ("/tokenize", {"content": "a", "add_special": 1}, "add_special must be true or false"),
+        ("/detokenize", {}, "tokens must be an array"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens must be an array"),
+        ("/detokenize", {"tokens": [4096]}, "0 to 4095"),
+        ("/detokenize", {"tokens": [True]}, "tokens must be an array"),
+    ],
+)
+def test_bad_tokens(server: Running, path: str, body: dict[str, Any], words: str) -> None:
+    res = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert res.status_code == 400, res.text
+    assert words in res.json()["error"]["message"]
+    assert server.idle()
+
+
+def test_what_the_server_is(server: Running) -> None:
+    props = server.http.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == SMALL["n_ctx"]
+    assert props["total_slots"] == len(props["default_generation_settings"]) == 2
+    assert props["model_alias"] == NAME
+    assert props["kvflash"]["pool"] == SMALL["pool"]
+    assert server.text(prompt=long_text(40), max_tokens=3)
+    until(server.idle)
+    slots = server.http.get("/slots").json()
+    assert [slot["id"] for slot in slots] == [0, 1]
+    assert not any(slot["is_processing"] for slot in slots)
+    assert max(slot["n_tokens"] for slot in slots) > 30
+    assert server.http.post("/props").status_code == 405
+
+
 def test_other_statuses(server: Running) -> None:
     http = server.http
-    res = http.post("/v1/completions", json={"prompt": "x", "model": "gpt-4"})
-    assert (res.status_code, res.json()["error"]["code"]) == (404, "model_not_found")
     res = http.get("/v1/nothing")
     assert (res.status_code, res.json()["error"]["message"]) == (404, "there is no /v1/nothing here")
     res = http.get("/v1/completions")

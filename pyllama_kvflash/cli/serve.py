@@ -65,7 +65,7 @@ SERVER = params.options(
     click.option("--api-key", metavar="KEY", default=None, envvar=params.env("API_KEY"),
                  help="API key that clients must send as a bearer token. The list of processes shows it to others:"
                  " better set KVFLASH_API_KEY."),
-    click.option("--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
+    click.option("-a", "--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
                  help="Model name for clients.  [default: the file's, without .gguf]"),
     click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True,
                  envvar=params.env("N_PREDICT"),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
@@ -22,7 +23,7 @@ from pyllama_kvflash.chat import ChatTemplate, check_text
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling, Tokens
-from pyllama_kvflash.serve import schema
+from pyllama_kvflash.serve import about, schema
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.job import Finished, Job
@@ -70,6 +71,10 @@ class Server:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/props", self._props),
+            Route("/slots", self._slots),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
@@ -100,6 +105,39 @@ class Server:
         if kv := self._scheduler.kv:
             model["context_length"] = kv.options.n_ctx
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def _props(self, _request: Request) -> Response:
+        s = self._settings
+        return JSONResponse(about.props(self._ready(), s.name, s.sampling, s.template))
+
+    async def _slots(self, _request: Request) -> Response:
+        return JSONResponse(about.slots(self._ready(), self._scheduler.busy))
+
+    def _ready(self) -> KVFlash:
+        """Return the engine. Raises Fault."""
+        if self._scheduler.phase != Phase.READY or self._scheduler.kv is None:
+            raise _not_ready(self._scheduler.phase)
+        return self._scheduler.kv
+
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._asked(request, about.tokenized)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._asked(request, about.detokenized)
+
+    async def _asked(self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]) -> Response:
+        """Answer from the model's vocabulary, beside the scheduler's thread."""
+
+        def found() -> dict[str, Any]:
+            try:
+                return answer(kv, schema.parse_json(body))
+            except KVFlashError as err:
+                raise invalid(str(err)) from None
+
+        async with self._admitted(request) as (kv, body):
+            res = await asyncio.get_running_loop().run_in_executor(self._readers, found)
+        self._scheduler.leave()
+        return JSONResponse(res)
 
     #
     # answers
@@ -158,7 +196,6 @@ class Server:
         ask = schema.parse(
             schema.parse_json(body),
             chat=chat,
-            name=self._settings.name,
             defaults=self._settings.sampling,
             n_vocab=kv.model.n_vocab,
         )

@@ -153,6 +153,11 @@ class Scheduler:
         """Sequences with a request."""
         return sum(slot.job is not None for slot in self._slots)
 
+    @property
+    def busy(self) -> list[bool]:
+        """Which sequences have a request."""
+        return [slot.job is not None for slot in self._slots]
+
     #
     # the thread
     #

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling, json_grammar
-from pyllama_kvflash.serve.fault import Fault, invalid
+from pyllama_kvflash.serve.fault import invalid
 
 MAX_STOP, MAX_STOP_CHARS = 4, 500
 LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
@@ -71,21 +71,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse(body: dict[str, Any], *, chat: bool, name: str, defaults: Sampling, n_vocab: int) -> Ask:
+def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int) -> Ask:
     """Check a body. Raises Fault.
 
     chat: whether it asks for a chat, not a completion.
-    name: of the model that is served.
     defaults: for what the request leaves open.
     n_vocab: tokens of the model.
     """
     fields = {k: v for k, v in body.items() if v is not None}
     _check_known(fields, {*_COMMON, "messages" if chat else "prompt"})
-    model = _get(fields, "model", str)
-    if model is not None and model != name:
-        raise Fault(
-            404, f"the model {model[:100]!r} is not served: there is {name!r}", param="model", code="model_not_found"
-        )
+    _get(fields, "model", str)  # any name: there is one model
     stream = bool(_get(fields, "stream", bool))
     return Ask(
         messages=_messages(fields.get("messages")) if chat else (),

@@ -1,0 +1,86 @@
+"""What llama-server says of a model and its sequences, and its tokenizer, in the same form."""
+
+from typing import Any
+
+from pyllama_kvflash import __version__
+from pyllama_kvflash.chat import check_text
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.serve.fault import invalid
+
+
+def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /tokenize: the tokens of a text. Raises Fault."""
+    text = body.get("content")
+    if not isinstance(text, str):
+        msg = "content must be a string"
+        raise invalid(msg, "content", "invalid_type")
+    flags = {"add_special": False, "parse_special": True, "with_pieces": False}
+    for name in flags:
+        if not isinstance(body.get(name, False), bool):
+            msg = f"{name} must be true or false"
+            raise invalid(msg, name, "invalid_type")
+    add, parse, pieces = (bool(body.get(name, default)) for name, default in flags.items())
+    check_text(text, "content")
+    found = kv.model.tokenize(text, add_special=add, parse_special=parse).tolist()
+    return {"tokens": [{"id": t, "piece": _piece(kv, t)} for t in found] if pieces else found}
+
+
+def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /detokenize: the text of tokens, with special ones. Raises Fault."""
+    tokens, n = body.get("tokens"), kv.model.n_vocab
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
+        msg = f"tokens must be an array of token ids, 0 to {n - 1}"
+        raise invalid(msg, "tokens", "invalid_type")
+    data = b"".join(kv.model.piece(t, special=True) for t in tokens)
+    return {"content": data.decode("utf-8", "replace")}
+
+
+def _piece(kv: KVFlash, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes where they are no UTF-8."""
+    data = kv.model.piece(token, special=True)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None) -> dict[str, Any]:
+    """Answer GET /props: what holds for all requests. template: in place of the model's own."""
+    s = sampling
+    params = {
+        "seed": -1 if s.seed is None else s.seed,
+        "temperature": s.temperature,
+        "top_k": s.top_k,
+        "top_p": s.top_p,
+        "min_p": s.min_p,
+        "repeat_last_n": s.repeat_last_n,
+        "repeat_penalty": s.repeat_penalty,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "grammar": s.grammar,
+    }
+    return {
+        "default_generation_settings": {"n_ctx": kv.options.n_ctx, "params": params},
+        "total_slots": len(kv.sequences),
+        "model_alias": name,
+        "model_path": str(kv.model.path),
+        "chat_template": template or kv.model.meta("tokenizer.chat_template") or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"pyllama_kvflash {__version__}",
+        "kvflash": {"pool": kv.n_pool, "policy": kv.policy, "opening": kv.options.opening, "exact": kv.options.exact},
+    }
+
+
+def slots(kv: KVFlash, busy: list[bool]) -> list[dict[str, Any]]:
+    """Answer GET /slots: the sequences. busy: which of them have a request."""
+    return [
+        {
+            "id": i,
+            "n_ctx": kv.options.n_ctx,
+            "speculative": kv.options.spec is not None,
+            "is_processing": works,
+            "n_tokens": seq.n_tokens,
+        }
+        for i, (seq, works) in enumerate(zip(kv.sequences, busy, strict=True))
+    ]
