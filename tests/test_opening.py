@@ -149,6 +149,30 @@ def test_an_answer_that_was_cut_off_goes_on(
     check_residency(kv, 16)
 
 
+@pytest.mark.parametrize("n", [3, 15, 40])
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_answer_that_is_broken_off_opens_no_longer(
+    opened: Open, wordless: None, widths: list[tuple[int, int]], tmp_path: Path, n: int, saved: bool
+) -> None:
+    """In its opening or after it: the batches, and so the tokens, of an answer that was not, also from a snapshot."""
+    options = {**SMALL, "snapshots": True}
+    kv, whole = opened(**options), opened(**options)
+    want = answer(whole, TOKENS[:1000], 60)
+    n_batches = len(widths)
+    events = kv.generate(TOKENS[:1000], max_tokens=60, sampling=GREEDY)
+    shown = [next(e for e in events if isinstance(e, Token)) for _ in range(n)]
+    events.close()
+    if saved:
+        kv.save(tmp_path / "broken-off.kvsnap")
+        kv = opened(**options)
+        kv.restore(tmp_path / "broken-off.kvsnap")
+    left = 60 - (kv.n_tokens - 1000) - 1
+    rest = answer(kv, np.empty(0, np.int32), left, append=True)
+    assert [*kv.tokens.tolist()[1000:], rest[-1]] == want
+    assert [e.id for e in shown] == want[:n]
+    assert widths[n_batches:] == widths[:n_batches]
+
+
 def test_a_short_answer_is_right_whatever_the_pool_holds() -> None:
     """Four codes, of which recency alone finds few."""
     found = {}

@@ -36,7 +36,6 @@ class Decoder:
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
         opens = can and o.opening and not sequence.recurrent
         self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
-        self._opens_until = 0  # position
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
     @property
@@ -52,9 +51,10 @@ class Decoder:
         """Whether the first tokens of an answer are to see more than the pool holds, and the later ones are not."""
         return self._opening is not None and not self.lossless
 
-    def begin_answer(self) -> None:
-        """Begin an answer after what is in the context."""
-        self._opens_until = self.sequence.n_tokens + self._options.opening
+    def begin_answer(self, *, goes_on: bool) -> None:
+        """Begin an answer after what is in the context. goes_on: one that was broken off, which opens no longer for that."""
+        if not goes_on:
+            self.sequence.opens_until = self.sequence.n_tokens + self._options.opening
         for lossless in (self.lossless, self._opening):
             if lossless:
                 lossless.begin()
@@ -62,7 +62,7 @@ class Decoder:
     @property
     def lossless_now(self) -> Lossless | None:
         """What decodes the next token, if that is to see more than the pool holds."""
-        opening = self._opening if self.sequence.n_tokens < self._opens_until else None
+        opening = self._opening if self.sequence.n_tokens < self.sequence.opens_until else None
         lossless = self.lossless or opening
         return lossless if lossless and self._is_too_long(1) else None
 
@@ -70,7 +70,7 @@ class Decoder:
     def n_lossless(self) -> int:
         """Most tokens from here on that may follow each other losslessly."""
         left = self._options.n_ctx - self.sequence.n_tokens
-        return left if self.lossless else min(left, self._opens_until - self.sequence.n_tokens)
+        return left if self.lossless else min(left, self.sequence.opens_until - self.sequence.n_tokens)
 
     def check_fits(self, n: int, at: int) -> None:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
@@ -86,7 +86,6 @@ class Decoder:
         """Forget the sequence, its checkpoints, and what the drafter read. Another text begins fast, unless exact is on."""
         if not self._options.exact:
             self.lossless = None
-        self._opens_until = 0
         self.sequence.clear()
         self._saved.truncate(0)
         if self.drafts:

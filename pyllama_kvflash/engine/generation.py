@@ -53,6 +53,7 @@ class Generation:
             if sequence.pager:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
         self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
+        self._goes_on = not self._due
         if len(prompt):
             self.read_on()
             return
@@ -140,7 +141,7 @@ class Generation:
             self._began = time.perf_counter()
             if self.decoder.drafts:
                 self.decoder.drafts.begin(sequence.history)
-            self.decoder.begin_answer()
+            self.decoder.begin_answer(goes_on=self._goes_on)
             if self.decoder.meter:
                 self.decoder.meter.reset(self.prefill_s)
         if self._due and answer.reason is None:

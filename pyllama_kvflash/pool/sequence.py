@@ -30,6 +30,7 @@ class PooledSequence:
     peers: all sequences of the context, by number.
     history: the tokens written so far.
     pending: the last token produced, which is not decoded yet; None: there is none.
+    opens_until: positions, from the first, after which an answer that opens losslessly goes on fast.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
     """
@@ -60,7 +61,7 @@ class PooledSequence:
         self.pending: int | None = None
         self.consistent = True
         self.exact = exact
-        self.n_exact = 0
+        self.n_exact = self.opens_until = 0
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
         self._state: bytes | None = None  # what no chunk holds, before a trial that is under way
         self.warnings: tuple[str, ...] = ()
@@ -269,6 +270,7 @@ class PooledSequence:
         self._owed = None
         del self.history[:]
         self.pending = None
+        self.opens_until = 0
         self.forget_exactly(0)
         self.ctx.clear()
         if self.pager:

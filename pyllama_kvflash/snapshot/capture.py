@@ -123,11 +123,12 @@ def capture(
     *,
     n_ctx: int,
     pending: int | None,
+    opens_until: int,
     scoring: Scoring,
 ) -> Capture:
     """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
 
-    states: those at some of these positions. pending: a token that comes after them. scoring: the one under way.
+    states: those at some of these positions. pending: a token that comes after them. opens_until: see PooledSequence. scoring: the one under way.
 
     Raises UsageError.
     """
@@ -146,7 +147,7 @@ def capture(
     sequence = np.zeros((), layout.SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"] = n, n_ctx, saved.n_pool
     sequence["n_kv"], sequence["tick"] = saved.n_kv, saved.tick
-    sequence["pending"] = -1 if pending is None else pending
+    sequence["pending"], sequence["opens_until"] = -1 if pending is None else pending, opens_until
     chunks = np.zeros(len(records), layout.CHUNK)
     chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1

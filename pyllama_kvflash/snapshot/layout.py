@@ -18,7 +18,7 @@ from pyllama_kvflash.policy import Scoring
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
-VERSION = 1
+VERSION = 2
 DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
@@ -62,6 +62,7 @@ SEQUENCE = np.dtype(
         ("n_kv", "<u4"),  # width of the attention graph
         ("tick", "<u8"),
         ("pending", "<i4"),  # a token that was produced but not decoded yet; -1: none
+        ("opens_until", "<u4"),  # positions after which an answer that opens losslessly goes on fast
     ]
 )
 CHUNK = np.dtype(

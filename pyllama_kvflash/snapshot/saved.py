@@ -99,6 +99,7 @@ class SavedSequence:
             states,
             n_ctx=sequence.options.n_ctx,
             pending=sequence.pending if whole else None,
+            opens_until=sequence.opens_until if whole else 0,
             scoring=selector.saved() if whole and selector else Scoring(),
         )
 
@@ -131,6 +132,7 @@ class SavedSequence:
         pending = int(file.contents.sequence["pending"])
         if prompt is None:
             sequence.pending = pending if pending >= 0 else None
+            sequence.opens_until = int(file.contents.sequence["opens_until"])
             if sequence.selector is not None:
                 sequence.selector.resume(file.contents.scoring)
         return n
