@@ -52,11 +52,11 @@ def test_plans(snap: Path, plan: tuple[tuple[int, ...], tuple[int, ...]]) -> Non
     assert SnapshotFile(snap).contents.plan == plan
 
 
-def test_the_layout_is_that_of_version_1(small: Path) -> None:
+def test_the_layout_is_that_of_version_2(small: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
     data = small.read_bytes()
-    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 1, 536, len(data))
+    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 2, 536, len(data))
     assert data[504:536] == sha256(data[:504])
     raw = []
     for i in range(10):
@@ -71,7 +71,7 @@ def test_the_layout_is_that_of_version_1(small: Path) -> None:
         b"llama_kv_cache".ljust(32, b"\0"),
     )
     assert struct.unpack_from("<16i", identity, 64) == (0, 1, 1, 64, 64, 4, 2, 32, 1, 1, 1, 64, 64, 4, 2, 32)
-    assert struct.unpack("<IIIIQi", sequence) == (70, 4096, 1024, 256, 99, 7)
+    assert struct.unpack("<IIIIQiI", sequence) == (70, 4096, 1024, 256, 99, 7, 32)
     assert struct.unpack("<70i", tokens) == tuple(contents.tokens)
     assert struct.unpack("<5i", plan) == (2, 1, 3, 1, 2)
     assert struct.unpack_from("<IIdd", scoring) == (5, 2, 0.25, 0.5)

@@ -57,7 +57,7 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     chunks["touched"], chunks["score"] = rng.integers(0, 9, n), rng.choice([np.nan, -np.inf, 0.5, 3.0], n)
     sequence = np.zeros((), SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"], sequence["n_kv"] = n_tokens, 4096, 1024, 256
-    sequence["tick"], sequence["pending"] = 99, 7
+    sequence["tick"], sequence["pending"], sequence["opens_until"] = 99, 7, 32
     ends = [*list(range(N_CHUNK, n_tokens, N_CHUNK))[: n_state - 1], n_tokens]
     states = tuple((pos, rng.bytes(10 + 3 * i)) for i, pos in enumerate(ends[:n_state]))
     scoring = Scoring(
