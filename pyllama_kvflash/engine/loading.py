@@ -164,9 +164,8 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         warnings += unfit
         if exact is not None:
             parts.callback(exact.close)
-            size = pool_size(
-                options, device_memory(seen.geometry, options)
-            )  # an automatic one is chosen by the memory that is left
+            # an automatic one is chosen by the memory that is left
+            size = pool_size(options, device_memory(seen.geometry, options))
     n_batch = batch_of(size, options)
     pool = pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
     ctx = parts.enter_context(open_context(model, options, n_batch, pool))
