@@ -113,6 +113,16 @@ def test_random_schemas_give_valid_answers(kv: KVFlash) -> None:
         assert keeps(json.loads(said), to), (to, said)
 
 
+def test_a_grammar_may_be_large(kv: KVFlash) -> None:
+    """It comes whole."""
+    words = [f"word number {i}" for i in range(5000)]
+    grammar = json_grammar(json.dumps({"enum": words}))
+    assert len(grammar) > 1 << 16
+    assert all(word in grammar for word in (words[0], words[-1]))
+    said = text_of(kv, "JSON: ", 100, Sampling(temperature=1.0, seed=1, grammar=grammar))
+    assert json.loads(said) in words
+
+
 def test_without_a_grammar_they_are_not() -> None:
     """The test above can fail."""
     to = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

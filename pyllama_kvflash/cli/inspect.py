@@ -78,7 +78,7 @@ def _look(model: Model, options: Options) -> Findings:
     found = device_memory(seen.geometry, options)
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
-    panes, compute = (sum(size[i] for size in exact) for i in (0, 1))
+    panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     there, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
     there = [need for need in there if need.total]
     return Findings(model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute, there, size.n_pool)

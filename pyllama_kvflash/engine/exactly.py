@@ -1,6 +1,6 @@
 """The exact pass of a pool: how many panes it has, and whether there is memory for them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyllama_kvflash.engine.memory import check_memory, device_memory, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
@@ -45,11 +45,19 @@ def open_exact(
     return ExactReader(ctx), (note,), ()
 
 
+class ExactBytes(NamedTuple):
+    """What an exact pass takes on a device: panes, buffers of the computation, sliding windows and recurrent states."""
+
+    panes: int = 0
+    buffers: int = 0
+    states: int = 0
+
+
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, q_tap: int = 0, q_every: int = 1
-) -> dict[int, tuple[int, int, int]]:
-    """Return what an exact pass takes on each device, by its index: bytes of panes, of buffers of the computation, and of
-    sliding windows and recurrent states (all on one device, since where they are is not known).
+) -> dict[int, ExactBytes]:
+    """Return what an exact pass takes on each device, by its index. Windows and states are counted on one, since where they
+    are is not known.
 
     model: loaded with no_alloc. options: resolved. q_tap, q_every: as in PoolParams. Raises NativeError and
     UnsupportedError.
@@ -60,11 +68,7 @@ def exact_bytes(
     with _context(model, options, _params(n_pane, options, q_tap, q_every)) as ctx:
         first, states = next(iter(panes), 0), _state_bytes(model, options)
         return {
-            i: (
-                ctx.n_ctx * panes.get(i, 0),
-                ctx.compute_bytes(i),
-                states if i == first else 0,
-            )
+            i: ExactBytes(ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i), states if i == first else 0)
             for i in range(len(devices()))
         }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from pyllama_kvflash.engine.exactly import exact_bytes
+from pyllama_kvflash.engine.exactly import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.loading import (
     Probe,
     batch_of,
@@ -24,8 +24,6 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.sizing import DeviceMemory, n_panes
 from pyllama_kvflash.scorers.factory import make_scorer
-
-_NOTHING = 0, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
     weights: Counter[int] = Counter()
     for weight in model.weights():
         weights[weight.device] += weight.size
-    size, exact, q_tap, q_every = PoolSize(None), dict[int, tuple[int, int, int]](), 0, 1
+    size, exact, q_tap, q_every = PoolSize(None), dict[int, ExactBytes](), 0, 1
     if options.pool != "off" and seen.refusal is None:
         q_tap, q_every = _tapped(model, seen, options)
         size, exact = _pool(model, seen, options, weights, q_tap, q_every)
@@ -83,9 +81,9 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
             gpu=device.gpu,
             weights=weights[i],
             kv=token_bytes.get(i, 0) * n_all,
-            states=(held.swa + held.recurrent if i == holds_states else 0) + exact.get(i, _NOTHING)[2],
-            panes=exact.get(i, _NOTHING)[0],
-            buffers=buffers[i] + exact.get(i, _NOTHING)[1],
+            states=(held.swa + held.recurrent if i == holds_states else 0) + exact.get(i, ExactBytes()).states,
+            panes=exact.get(i, ExactBytes()).panes,
+            buffers=buffers[i] + exact.get(i, ExactBytes()).buffers,
         )
         for i, device in enumerate(devices())
     ], size
@@ -105,7 +103,7 @@ def _no_engine(*_: object) -> NoReturn:
 
 def _pool(
     model: Model, seen: Probe, options: Options, weights: Counter[int], q_tap: int, q_every: int
-) -> tuple[PoolSize, dict[int, tuple[int, int, int]]]:
+) -> tuple[PoolSize, dict[int, ExactBytes]]:
     """Return the pool, and what exact_bytes() says of each device."""
     indices = dict.fromkeys(seen.geometry.devices or (0,) * len(seen.geometry.rows))
 
@@ -113,7 +111,7 @@ def _pool(
         found = device_memory(seen.geometry, options)
         return [replace(d, free=max(0, d.free - taken.get(i, 0))) for i, d in zip(indices, found, strict=True)]
 
-    exact: dict[int, tuple[int, int, int]] = {}
+    exact: dict[int, ExactBytes] = {}
     if options.prefill != "pool" and pool_size(options, memory(weights)).n_pool:
         n_layer = len(seen.geometry.rows)
         n_pane = n_panes(options.panes, options.pool, memory(weights), options.n_ctx, n_layer, lossless=options.exact)

@@ -60,6 +60,7 @@ class Sampling:
         return self.temperature <= 0
 
 
+_USUAL_GRAMMAR = 1 << 16  # bytes: a larger one is made twice
 _DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
 
 
@@ -116,11 +117,12 @@ class Sampler:
 
 def json_grammar(schema: str) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError."""
-    size, text = ffi.new("size_t *"), schema.encode()
+    size, text, res = ffi.new("size_t *"), schema.encode(), ffi.new("char[]", _USUAL_GRAMMAR)
     try:
-        check(lib.kvf_json_grammar(text, ffi.NULL, 0, size))
-        res = ffi.new("char[]", size[0])
-        check(lib.kvf_json_grammar(text, res, size[0], size))
+        check(lib.kvf_json_grammar(text, res, _USUAL_GRAMMAR, size))
+        if size[0] > _USUAL_GRAMMAR:
+            res = ffi.new("char[]", size[0])
+            check(lib.kvf_json_grammar(text, res, size[0], size))
     except errors.UsageError as err:
         msg = f"the JSON schema cannot be used: {err}"
         raise errors.UsageError(msg) from None

@@ -151,7 +151,7 @@ class Scheduler:
     @property
     def n_busy(self) -> int:
         """Sequences with a request."""
-        return sum(slot.job is not None for slot in self._slots)
+        return sum(self.busy)
 
     @property
     def busy(self) -> list[bool]:

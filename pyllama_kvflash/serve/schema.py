@@ -89,7 +89,7 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
         max_tokens=_max_tokens(fields, chat=chat),
         stop=_stop(fields.get("stop")),
         stream=stream,
-        include_usage=_include_usage(fields.get("stream_options"), stream=stream),
+        include_usage=_include_usage(_object(fields, "stream_options"), stream=stream),
     )
 
 
@@ -195,17 +195,7 @@ def _grammar(fields: Mapping[str, Any]) -> str | None:
     grammar, schema = _get(fields, "grammar", str), _object(fields, "json_schema")
     form = _object(fields, "response_format")
     if form is not None:
-        kind = form.get("type")
-        if kind not in _FORMATS:
-            msg = f"response_format.type is {str(kind)[:100]!r}: give one of {', '.join(_FORMATS)}"
-            raise invalid(msg, "response_format", "invalid_value")
-        asked: Any = {"text": None, "json_object": form.get("schema", {"type": "object"})}.get(kind)
-        if kind == "json_schema":
-            given = _object(form, "json_schema")
-            asked = (given or {}).get("schema")
-        if kind != "text" and not isinstance(asked, dict):
-            msg = "response_format has no schema: give json_schema.schema, an object"
-            raise invalid(msg, "response_format", "invalid_value")
+        asked = _asked_schema(form)
         if asked is not None and (grammar or schema):
             msg = "response_format and a grammar or json_schema are given: give one of them"
             raise invalid(msg, "response_format", "invalid_value")
@@ -219,6 +209,24 @@ def _grammar(fields: Mapping[str, Any]) -> str | None:
         return json_grammar(json.dumps(schema))
     except KVFlashError as err:
         raise invalid(str(err), "response_format" if form else "json_schema", "invalid_value") from None
+
+
+def _asked_schema(form: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the schema that a response_format asks for; None: any text."""
+    kind = form.get("type")
+    if kind not in _FORMATS:
+        msg = f"response_format.type is {str(kind)[:100]!r}: give one of {', '.join(_FORMATS)}"
+        raise invalid(msg, "response_format", "invalid_value")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        asked = form.get("schema", {"type": "object"})
+    else:
+        asked = (_object(form, "json_schema") or {}).get("schema")
+    if not isinstance(asked, dict):
+        msg = "response_format has no schema: give json_schema.schema, an object"
+        raise invalid(msg, "response_format", "invalid_value")
+    return asked
 
 
 def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:
@@ -238,11 +246,9 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(filter(None, stop))
 
 
-def _include_usage(value: Any, *, stream: bool) -> bool:
+def _include_usage(value: dict[str, Any] | None, *, stream: bool) -> bool:
     if value is None:
         return False
-    if not isinstance(value, dict):
-        raise invalid(f"stream_options is {_kind(value)}: give an object", "stream_options", "invalid_type")
     if not stream:
         raise invalid("stream_options is for requests with stream: true", "stream_options", "invalid_value")
     _check_known(value, {"include_usage", "include_obfuscation"})
