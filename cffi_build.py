@@ -225,9 +225,30 @@ int  kvf_add_rpc(const char * endpoint);
 struct kvf_spec;
 struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
 int  kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
-int  kvf_grammar_new(const struct llama_vocab * vocab, const char * text, struct llama_sampler ** grammar);
-int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct llama_sampler * grammar,
-        llama_token * token);
+struct kvf_grammar;
+struct kvf_grammar_params {
+    const char * text; const char * after; bool lazy;
+    const char * const * patterns; size_t n_patterns; const llama_token * tokens; size_t n_tokens;
+    const char * thinking; const char * const * thought; size_t n_thought;
+};
+int  kvf_grammar_new(const struct llama_vocab * vocab, const struct kvf_grammar_params * params,
+                     struct kvf_grammar ** grammar);
+int  kvf_grammar_copy(const struct kvf_grammar * grammar, struct kvf_grammar ** copy);
+void kvf_grammar_free(struct kvf_grammar * grammar);
+int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
+                llama_token * token);
+
+struct kvf_chat;
+struct kvf_reply;
+void kvf_text_free(char * text);
+int  kvf_chat_new(const struct llama_model * model, const char * source, double seconds, struct kvf_chat ** chat);
+void kvf_chat_free(struct kvf_chat * chat);
+int  kvf_chat_caps(const struct kvf_chat * chat, char ** result);
+int  kvf_chat_apply(const struct kvf_chat * chat, const char * request, double seconds, char ** result);
+int  kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, struct kvf_reply ** reply);
+void kvf_reply_free(struct kvf_reply * reply);
+int  kvf_reply_push(struct kvf_reply * reply, const char * text, bool partial, char ** deltas);
+
 int  kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft, const struct kvf_spec_params * params,
                   struct kvf_spec ** spec);
 void kvf_spec_free(struct kvf_spec * spec);

@@ -1,27 +1,21 @@
-"""Conversations as prompts: a model's own chat template, rendered in a sandbox. Needs jinja2, from the extra
-`serve`.
+"""Conversations as prompts: a model's own chat template, rendered by llama.cpp, or in a sandbox if it does not know it.
+Needs jinja2, from the extra `serve`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Self
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2.exceptions import SecurityError
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Model, Tokens
+from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, json_grammar
+from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
 
-Message = Mapping[str, str]
-"""A message of a conversation: role and content."""
-
-MAX_TEXT = 64 << 20  # characters of a rendered conversation, and of any text that a template makes on its way
-_MAX_POWER = 4096  # bits of a power that a template computes
+Message = Mapping[str, Any]
+"""A message of a conversation, in the form of the OpenAI protocol: role and content, and perhaps tool calls."""
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
@@ -41,38 +35,88 @@ class ChatTemplate:
     warning: what the user should know of the template; "" if nothing.
     stop: strings that end an answer, beside the model's own end of text.
 
-    The template is part of the model file, and not trusted. It runs in jinja2's sandbox: it can reach no attribute of
-    Python and change nothing, ranges have at most 100,000 items, and its output is limited to MAX_TEXT. Its time is not
-    limited.
+    The template is part of the model file, and not trusted. llama.cpp renders it; one that it does not know runs in jinja2's
+    sandbox, without tools: it can reach no attribute of Python and change nothing, and ranges have at most 100,000 items.
+    Either way its time, its output and its texts are limited.
     """
 
-    def __init__(self, source: str | None, *, bos: str = "", eos: str = "") -> None:
-        """source: None: a plain template. bos, eos: texts of these tokens. Raises UsageError if the source is no
-        template.
+    def __init__(
+        self, source: str | None, *, bos: str = "", eos: str = "", engine: ChatEngine | None = None,
+        seconds: float = TEMPLATE_SECONDS,
+    ) -> None:  # fmt: skip
+        """source: None: a plain template. bos, eos: texts of these tokens. engine: llama.cpp's. seconds: that it may take.
+
+        Raises UsageError if the source is no template.
         """
         self.warning = NO_TEMPLATE if source is None else ""
         self.stop = ("\nuser:", "\nsystem:") if source is None else ()
         self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
+        self._engine, self._seconds = engine, seconds
         try:
-            self._template = _environment().from_string(PLAIN if source is None else source)
+            self._template = environment().from_string(PLAIN if source is None else source)
         except Exception as err:  # noqa: BLE001 (jinja2 raises Python's own, too)
             raise _failure(err) from None
 
     @classmethod
     def of(cls, model: Model, source: str | None = None) -> Self:
         """Return the template of a model, or `source` as its template. Raises UsageError if it is no template."""
-        texts = {name: _special(model, name) for name in ("bos", "eos")}
-        return cls(source if source is not None else model.meta("tokenizer.chat_template"), **texts)
+        given = source if source is not None else model.meta("tokenizer.chat_template")
+        res = cls(
+            given, bos=_special(model, "bos"), eos=_special(model, "eos")
+        )  # first, because it refuses what is nested too deeply for llama.cpp
+        if given:
+            with suppress(UsageError):
+                res._engine = ChatEngine(model, source)
+        return res
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a conversation may have tools."""
+        return self._engine is not None and self._engine.caps["supports_tool_calls"]
+
+    @property
+    def calls_at_once(self) -> bool:
+        """Whether an answer may call several tools."""
+        return self._engine is not None and self._engine.caps["supports_parallel_tool_calls"]
+
+    def rendered(self, messages: Sequence[Message], *, answer: bool = True, **asked: Any) -> Rendered:
+        """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
+
+        answer: add the beginning of the assistant's next message.
+        asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema,
+        enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
+
+        Raises UsageError if the template does not take these messages or these tools, or fails.
+        """
+        request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
+        if self._engine is None:
+            return self._plainly(messages, answer, asked, None)
+        try:
+            return _applied(self._engine, request)
+        except UsageError as err:
+            return self._plainly(messages, answer, asked, err)
+
+    def _plainly(
+        self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
+    ) -> Rendered:  # fmt: skip
+        """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
+        if asked.get("tools") and asked.get("tool_choice") != "none":
+            raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
+        schema = asked.get("json_schema")
+        grammar = None if schema is None else Grammar(json_grammar(json.dumps(schema)))
+        return Rendered(prompt=self._sandboxed(messages, answer=answer), grammar=grammar)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """Return the text of a conversation. answer: add the beginning of the assistant's next message.
+        """Return the text of a conversation. Raises UsageError as rendered() does."""
+        return self.rendered(messages, answer=answer).prompt
 
-        Raises UsageError if the template does not take these messages, or fails.
-        """
+    def _sandboxed(self, messages: Sequence[Message], *, answer: bool) -> str:
         parts, size = [], 0
+        clock = Clock(self._seconds)
         try:
-            given = [dict(m) for m in messages]
-            for part in self._template.generate(messages=given, add_generation_prompt=answer, **self._names):
+            names = {**self._names, **variables(clock), "messages": [dict(m) for m in messages]}
+            for part in self._template.generate(add_generation_prompt=answer, **names):
+                clock.step()
                 size += len(part)
                 if size > MAX_TEXT:
                     msg = f"it writes more than {MAX_TEXT} characters"
@@ -86,9 +130,21 @@ class ChatTemplate:
         """Return the token ids (n,) int32 of a conversation, with special tokens, and with BOS as the model wants it,
         but only once.
 
-        Raises UsageError as render() does, and if a message is no UTF-8 text.
+        Raises UsageError as rendered() does, and if a message is no UTF-8 text.
         """
         return tokenize_chat(model, self.render(messages, answer=answer))
+
+
+def _applied(engine: ChatEngine, request: dict[str, Any]) -> Rendered:
+    """Return what llama.cpp makes of a request. Of several tools, one alone may be called. Raises UsageError."""
+    choice = request.get("tool_choice")
+    if not isinstance(choice, dict):
+        return engine.apply(request)
+    name = choice["function"]["name"]
+    whole = engine.apply({**request, "tool_choice": "required"})
+    only = [tool for tool in request["tools"] if tool["function"]["name"] == name]
+    one = engine.apply({**request, "tools": only, "tool_choice": "required"})
+    return replace(one, prompt=whole.prompt)  # so that what was read with the other tools need not be read again
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
@@ -131,64 +187,3 @@ def _failure(err: Exception) -> UsageError:
         what = "it needs too much memory"
     where = f" (line {line})" if (line := getattr(err, "lineno", None)) else ""
     return UsageError(f"the chat template cannot render this conversation: {what}{where}")
-
-
-#
-# the environment of templates, as the transformers library has it
-#
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training. Here only its content is kept."""
-
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Return the content of the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses operators that make gigabytes out of a few characters."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Check the size of the result before computing it. Raises SecurityError."""
-        large = _too_high(left, right) if operator == "**" else _too_long(left, right) or _too_long(right, left)
-        if large:
-            msg = f"the result of {operator} is too large"
-            raise SecurityError(msg)
-        return super().call_binop(context, operator, left, right)
-
-
-def _too_long(some: Any, times: Any) -> bool:
-    return isinstance(some, str | bytes | list | tuple) and isinstance(times, int) and len(some) * times > MAX_TEXT
-
-
-def _too_high(some: Any, power: Any) -> bool:
-    return isinstance(some, int) and isinstance(power, int) and some.bit_length() * power > _MAX_POWER
-
-
-def _environment() -> jinja2.Environment:
-    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    env.filters["tojson"] = _to_json
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    return env
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (templates call it so)
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    """Return JSON without escaping HTML, as jinja2's own filter does."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

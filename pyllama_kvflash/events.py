@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from pyllama_kvflash.native import Probs
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -176,10 +178,12 @@ class Token:
     """A token was produced.
 
     text: what can be shown by now; "" while a UTF-8 sequence or a stop string is incomplete.
+    probs: how likely it was, if Sampling.n_probs asks for that.
     """
 
     id: int
     text: str
+    probs: Probs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,8 @@ Event = Prefill | Paged | Reselect | Checked | Warn | Token | Done
 def as_dict(event: Event) -> dict[str, Any]:
     """Return an event as plain JSON values, with its class name in lower case under "event"."""
     res: dict[str, Any] = {"event": type(event).__name__.lower(), **asdict(event)}
+    if isinstance(event, Token) and event.probs is None:
+        del res["probs"]
     if isinstance(event, Done):
         res["stats"] = stats_dict(event.stats)
     return res

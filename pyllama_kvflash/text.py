@@ -16,28 +16,34 @@ def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 class TextStream:
-    """Joins token bytes into text. It holds back what may be the beginning of a UTF-8 sequence or of a stop string."""
+    """Joins token bytes into text. It holds back what may be the beginning of a UTF-8 sequence or of a stop string.
+
+    stop: the stop string that was found; None: none yet.
+    """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stop: str | None = None
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stop = [s for s in stop if s]
         self._held = ""
 
     def push(self, piece: bytes) -> str:
-        """Return the text that can be shown after these bytes. After a stop string, which is not shown, `stopped` is
-        True.
-        """
+        """Return the text that can be shown after these bytes. A stop string is not shown."""
         self._held += self._decode(piece)
-        found = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
+        found = [(i + len(s), i, s) for s in self._stop if (i := self._held.find(s)) >= 0]
         if found:  # take the one that is complete first, however the bytes are cut
-            self.stopped = True
-            shown, self._held = self._held[: min(found)[1]], ""
+            _, start, self.stop = min(found)
+            shown, self._held = self._held[:start], ""
             return shown
         keep = max((_overlap(self._held, s) for s in self._stop), default=0)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop is not None
 
     def flush(self) -> str:
         """Return the text held back, at the end of the generation. An incomplete UTF-8 sequence becomes U+FFFD."""

@@ -206,11 +206,13 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": "x"}, "messages", "array"),
         ({"messages": [1]}, "messages[0]", "an integer: give an object"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool'"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'function'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0]", "tool_calls"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "give one of system"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0]", "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "null"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
         ({**SAYS, "temperature": 2.5}, "temperature", "2.5, and must be from 0 to 2"),
         ({**SAYS, "temperature": "1"}, "temperature", "a string: give a number"),
@@ -227,15 +229,18 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({**SAYS, "stop": 5}, "stop", "neither a string"),
         ({**SAYS, "stop": ["a"] * 5}, "stop", "up to 4"),
         ({**SAYS, "stop": "a" * 1000}, "stop", "longer than 500"),
-        ({**SAYS, "n": 2}, "n", "n is not supported"),
-        ({**SAYS, "n": True}, "n", "n is not supported"),
-        ({**SAYS, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-        ({**SAYS, "logprobs": True}, "logprobs", "logprobs is not supported"),
+        ({**SAYS, "n": 0}, "n", "must be from 1 to 128"),
+        ({**SAYS, "n": True}, "n", "give an integer"),
+        ({**SAYS, "logprobs": 1}, "logprobs", "give true or false"),
+        ({**SAYS, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({**SAYS, "top_logprobs": 1}, "top_logprobs", "give logprobs: true, too"),
+        ({**SAYS, "reasoning_effort": 1}, "reasoning_effort", "give a string"),
+        ({**SAYS, "chat_template_kwargs": []}, "chat_template_kwargs", "give an object"),
         ({**SAYS, "response_format": 5}, "response_format", "give an object"),
-        ({**SAYS, "response_format": {}}, "response_format", "give one of text, json_object, json_schema"),
-        ({**SAYS, "response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
+        ({**SAYS, "response_format": {}}, "response_format.type", "give one of text, json_object, json_schema"),
+        ({**SAYS, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type is 'xml'"),
         ({**SAYS, "response_format": {"type": "json_schema"}}, "response_format", "has no schema"),
-        ({**SAYS, "response_format": {"type": "json_schema", "json_schema": 1}}, "json_schema", "give an object"),
+        ({**SAYS, "response_format": {"type": "json_schema", "json_schema": 1}}, "response_format.json_schema", "give an object"),
         ({**SAYS, "response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format", "schema cannot be used"),
         ({**SAYS, "response_format": {"type": "json_object"}, "grammar": "x"}, "response_format", "give one of them"),
         ({**SAYS, "json_schema": {}, "grammar": "x"}, "grammar", "give one of them"),
@@ -323,7 +328,7 @@ def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
         ({"prompt": "x", "echo": True}, "echo is not supported"),
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
         ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
-        ({"prompt": "x", "logprobs": 5}, "logprobs is not supported"),
+        ({"prompt": "x", "logprobs": 21}, "must be from 0 to 20"),
         ({"prompt": "x", "messages": []}, "there is no field 'messages'"),
     ],
 )
@@ -432,7 +437,7 @@ def test_other_statuses(server: Running) -> None:
 
 
 def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyllama_kvflash.serve.app._BODY_SECONDS", 0.1)
+    monkeypatch.setattr("pyllama_kvflash.serve.http._BODY_SECONDS", 0.1)
     host, port = server.url.removeprefix("http://").split(":")
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as slow:

@@ -187,7 +187,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
     """Take the options of SAMPLING out of the values. seed: replaces a negative one."""
-    given = {f.name: values.pop(f.name) for f in fields(Sampling)}
+    given = {f.name: values.pop(f.name) for f in fields(Sampling) if f.name in values}
     texts = given["grammar"], *(values.pop(name) for name in ("grammar_file", "json_schema", "json_schema_file"))
     given["grammar"] = _grammar(*texts)
     return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))

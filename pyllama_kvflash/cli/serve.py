@@ -76,6 +76,8 @@ SERVER = params.options(
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
                  help="Seconds that answers have to finish once the server is told to stop."),
     TEMPLATE,
+    click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("WEBUI"),
+                 help="Serve a page at / to chat on and to watch the pool."),
     click.option("--prefix-cache", metavar="FOLDER|off", default=None, envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
@@ -112,6 +114,7 @@ def serve(
     prefix_cache_size: int,
     cache_min: int,
     *,
+    webui: bool,
     quiet: bool,
     verbose: bool,
     **options: Any,
@@ -137,7 +140,7 @@ def serve(
     template = read_template(template_file)
     if verbose:
         native.show_log()
-    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template)
+    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui)
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
         n_queue=n_queue,

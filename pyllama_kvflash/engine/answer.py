@@ -1,9 +1,9 @@
 """An answer as it grows: which token ends it, and which of its text can be shown."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pyllama_kvflash.events import Token
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Model, Probs
 from pyllama_kvflash.text import TextStream
 
 
@@ -14,26 +14,32 @@ class Answer:
     reason: why the answer ended, as in events.Done; None while it goes on.
     """
 
-    def __init__(self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str]) -> None:
-        """max_tokens: the most tokens of the answer; -1 for no limit. n_ctx: positions of the context."""
+    def __init__(
+        self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str], preserved: Collection[int] = ()
+    ) -> None:
+        """max_tokens: the most tokens of the answer; -1 for no limit. n_ctx: positions of the context. preserved: special
+        tokens that are text of the answer.
+        """
         self.n_tokens = 0
         self.token: int | None = None
         self.reason: str | None = "length" if max_tokens == 0 else None
         self._model = model
         self._max_tokens = max_tokens
         self._n_ctx = n_ctx
+        self._preserved = preserved
         self._text = TextStream(stop)
         self._shown: list[Token] = []
 
-    def take(self, token: int, pos: int) -> bool:
-        """Take one more token, which will be decoded at pos. Returns whether the answer goes on."""
+    def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
+        """Take one more token, which will be decoded at pos. Returns whether the answer goes on. probs: how likely it was."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"
             return False
         self.n_tokens += 1
         self.token = token
-        self._shown.append(Token(token, self._text.push(self._model.piece(token))))
+        piece = self._model.piece(token, special=token in self._preserved)
+        self._shown.append(Token(token, self._text.push(piece), probs))
         if self._text.stopped:
             self.reason = "stop"
         elif self.n_tokens == self._max_tokens:
@@ -51,6 +57,11 @@ class Answer:
         """Return the tokens taken since the last call."""
         res, self._shown = self._shown, []
         return res
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it; None: none did."""
+        return self._text.stop
 
     def flush(self) -> str:
         """Return the text held back until now."""

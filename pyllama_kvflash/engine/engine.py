@@ -1,6 +1,6 @@
 """The engine: a prompt in, typed events out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -130,12 +130,20 @@ class KVFlash:
         yield Done(answer.reason or "interrupted", answer.flush(), stats)
 
     def generation(
-        self, tokens: Tokens, *, max_tokens: int = 256, sampling: Sampling | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Tokens,
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        preserved: Collection[int] = (),
     ) -> Generation:
         """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after
-        what is in the context.
+        what is in the context. preserved: special tokens that are text of the answer, and not left out.
         """
-        return Generation(self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        return Generation(
+            self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, preserved=preserved
+        )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
         """Decode tokens (n,) in batches after what is in the context; the last one gets logits.

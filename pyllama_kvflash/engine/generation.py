@@ -1,7 +1,7 @@
 """A prompt and its answer on one sequence: the one loop that generates."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -33,14 +33,15 @@ class Generation:
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        preserved: Collection[int] = (),
     ) -> None:
         """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer goes on after the
-        pending token, or from the logits of the last token.
+        pending token, or from the logits of the last token. preserved: special tokens that are text of the answer.
         """
         sequence = decoder.sequence
         model = sequence.ctx.model
         self.decoder = decoder
-        self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop)
+        self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop, preserved)
         self.n_prompt, self.prefill_s = 0, 0.0
         self._began: float | None = None  # when the answer began
         self._sampler = Sampler(sampling or Sampling(), model)
@@ -160,7 +161,8 @@ class Generation:
         if self.decoder.meter:
             self.decoder.meter.saw(sequence.n_tokens - 1, -1)
         self._guesses = None
-        self.answer.take(self._sampler.sample(sequence.ctx), sequence.n_tokens)
+        found = self._sampler.sample(sequence.ctx)
+        self.answer.take(found, sequence.n_tokens, self._sampler.probs(sequence.ctx, found))
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
 
@@ -248,7 +250,7 @@ class Generation:
             if self.decoder.meter:
                 self.decoder.meter.saw(start + i, i)
             found = self._sampler.sample(sequence.ctx, i)
-            goes_on = answer.take(found, start + i + 1)
+            goes_on = answer.take(found, start + i + 1, self._sampler.probs(sequence.ctx, found, i))
             self._at = start + i + 1
             return answer.token, goes_on and i + 1 < len(batch) and found == batch[i + 1]
 
@@ -301,8 +303,9 @@ class Generation:
         ]
 
 
-def step_together(generations: Sequence[Generation]) -> None:
-    """Decode the last token of each of several answers in one batch, and let each take its next one.
+def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
+    """Decode the last token of each of several answers in one batch, and let each take its next one. Returns what happened to
+    each, without text.
 
     Raises as decode_each(). An answer that took no token then does so in a step of its own.
     """
@@ -318,11 +321,9 @@ def step_together(generations: Sequence[Generation]) -> None:
         else:
             generation.take()
     for generation, events in missed:  # last, because this overwrites the logits of the others
-        for _ in generation.decoder.again(events):
-            pass
+        events.extend(list(generation.decoder.again(events)))
         generation.take()
     for generation in generations:
         if generation.decoder.drafts:
             generation.decoder.drafts.plain((time.perf_counter() - begin) / len(generations))
-    for generation in generations:
-        generation.compare()
+    return [[*events, *generation.compare()] for generation, events in zip(generations, happened, strict=True)]

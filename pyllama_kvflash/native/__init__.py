@@ -3,6 +3,7 @@
 Only this package imports the compiled module. It moves bytes and runs graphs; it decides nothing.
 """
 
+from pyllama_kvflash.native.chat import TEMPLATE_SECONDS, CallDelta, ChatEngine, Delta, Rendered, Reply
 from pyllama_kvflash.native.context import (
     ALL,
     LAST,
@@ -17,7 +18,7 @@ from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Sampler, Sampling, json_grammar
+from pyllama_kvflash.native.sampler import Grammar, Probs, Sampler, Sampling, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -26,9 +27,14 @@ __all__ = [
     "CACHE_TYPES",
     "LAST",
     "NONE",
+    "TEMPLATE_SECONDS",
+    "CallDelta",
+    "ChatEngine",
     "Context",
+    "Delta",
     "Device",
     "ExactContext",
+    "Grammar",
     "KVBytes",
     "Keys",
     "Layer",
@@ -37,7 +43,10 @@ __all__ = [
     "PaneParams",
     "PoolInfo",
     "PoolParams",
+    "Probs",
     "Record",
+    "Rendered",
+    "Reply",
     "Sampler",
     "Sampling",
     "Speculator",

@@ -5,10 +5,37 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.lib import check, ffi, lib
 from pyllama_kvflash.native.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Probs:
+    """How likely a token was. logprob: natural logarithm of its probability. top: (token, logprob), the most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """GBNF that an answer keeps to, from its rule `root` on.
+
+    after: what comes before the answer, and the grammar knows. lazy: it holds from where one of the patterns (regular
+    expressions, from the answer's start) or tokens is found, but not between `thinking` and one of `thought`.
+    """
+
+    text: str
+    after: str = ""
+    lazy: bool = False
+    patterns: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    thinking: str = ""
+    thought: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +43,9 @@ class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
     temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
-    logit_bias: (token, what is added to its logit). grammar: GBNF that the answer keeps to, from its rule `root` on; "": none
-    (json_grammar() makes one of a JSON schema). seed None: a random one.
+    logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
+    (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
+    how likely the n most likely ones; None: do not look.
 
     Raises UsageError for a value out of range.
     """
@@ -31,8 +59,9 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: str = ""
+    grammar: str | Grammar = ""
     seed: int | None = None
+    n_probs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -46,6 +75,8 @@ class Sampling:
         errors.check_range(self.presence_penalty, -2, 2, "presence_penalty (--presence-penalty)")
         for _, bias in self.logit_bias:
             errors.check_range(bias, -math.inf, 1e3, "logit_bias (--logit-bias)")
+        if self.n_probs is not None:
+            errors.check_range(self.n_probs, 0, 2**31 - 1, "n_probs")
         if self.seed is not None:
             errors.check_range(self.seed, 0, 2**32 - 2, "seed (-s/--seed)")
 
@@ -72,6 +103,7 @@ class Sampler:
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
         self._token: Any = ffi.new("llama_token *")
+        self._n_probs = sampling.n_probs
         self._grammar: Any = _grammar(sampling.grammar, model) if sampling.grammar else None
         self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias or sampling.grammar)
         if sampling.logit_bias:
@@ -95,7 +127,10 @@ class Sampler:
         """Return a sampler that is where this one is: given the same logits, it draws the same tokens from here on."""
         res = copy(self)
         res._handle = _clone(self._handle)  # noqa: SLF001
-        res._grammar = self._grammar and _clone(self._grammar)  # noqa: SLF001
+        if self._grammar:
+            copied = ffi.new("struct kvf_grammar **")
+            check(lib.kvf_grammar_copy(self._grammar, copied))
+            res._grammar = ffi.gc(copied[0], lib.kvf_grammar_free)  # noqa: SLF001
         res._token = ffi.new("llama_token *")  # noqa: SLF001
         return res
 
@@ -114,6 +149,20 @@ class Sampler:
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
 
+    def probs(self, ctx: Context, token: int, i: int = -1) -> Probs | None:
+        """Return how likely a token was by the logits of token i of the last batch, before anything was done to them; None: that
+        was not asked for.
+        """
+        if self._n_probs is None:
+            return None
+        logits = ctx.logits(i).astype(np.float64)
+        logits -= logits.max()
+        logits -= np.log(np.exp(logits).sum())
+        n = min(self._n_probs, len(logits))
+        best = np.argpartition(-logits, n - 1)[:n] if n else np.array([], int)
+        best = best[np.argsort(-logits[best], kind="stable")]
+        return Probs(float(logits[token]), tuple((int(t), float(logits[t])) for t in best))
+
 
 def json_grammar(schema: str) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError."""
@@ -130,17 +179,30 @@ def json_grammar(schema: str) -> str:
     return found.decode()
 
 
-def _grammar(text: str, model: Model) -> Any:
-    found = ffi.new("struct llama_sampler **")
+def _grammar(grammar: str | Grammar, model: Model) -> Any:
+    given = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
+    found, params = ffi.new("struct kvf_grammar **"), ffi.new("struct kvf_grammar_params *")
+    keep = params.text, params.after, params.thinking = [_text(t) for t in (given.text, given.after, given.thinking)]
+    patterns, thought = ([_text(t) for t in texts] for texts in (given.patterns, given.thought))
+    lists = ffi.new("char *[]", patterns), ffi.new("char *[]", thought), ffi.new("llama_token[]", list(given.tokens))
+    params.lazy = given.lazy
+    params.patterns, params.thought, params.tokens = lists
+    params.n_patterns, params.n_thought, params.n_tokens = len(patterns), len(thought), len(given.tokens)
     try:
-        if "\0" in text:
-            msg = "it has a zero byte"
-            raise errors.UsageError(msg)
-        check(lib.kvf_grammar_new(model.vocab, text.encode(), found))
+        check(lib.kvf_grammar_new(model.vocab, params, found))
     except errors.UsageError as err:
         msg = f"the grammar cannot be used: {err}"
         raise errors.UsageError(msg) from None
-    return ffi.gc(found[0], lib.llama_sampler_free)
+    del keep  # the library has copied all of it
+    return ffi.gc(found[0], lib.kvf_grammar_free)
+
+
+def _text(text: str) -> Any:
+    """Return a text for C, which takes its first zero byte for its end."""
+    if "\0" in text:
+        msg = "the grammar cannot be used: it has a zero byte"
+        raise errors.UsageError(msg)
+    return ffi.new("char[]", text.encode())
 
 
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:

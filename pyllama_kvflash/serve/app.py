@@ -1,39 +1,40 @@
 """HTTP: the routes, access control, and how answers are sent."""
 
 import asyncio
-import hashlib
-import hmac
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from pyllama_kvflash.chat import ChatTemplate, check_text
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import Sampling, Tokens
-from pyllama_kvflash.serve import about, schema
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.serve import about, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.fault import Fault, invalid
+from pyllama_kvflash.serve.fields import parse_json
+from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_fault, on_http
 from pyllama_kvflash.serve.job import Finished, Job
-from pyllama_kvflash.serve.replies import Reply
+from pyllama_kvflash.serve.messages import MessageReply
+from pyllama_kvflash.serve.replies import OpenAIReply, Reply
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
+from pyllama_kvflash.serve.schema import MAX_SEED
+from pyllama_kvflash.serve.understand import Kind, Understanding, Understood
 
-_BODY_SECONDS = 60.0  # within which a body must arrive
 _READERS = 2  # requests tokenized at once: a text takes some 75 bytes per character meanwhile
 
 Note = Callable[[str], None]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Settings:
     max_body: the most bytes of a request's body.
     api_key: the key that requests must send; None: anyone may.
     template: a chat template in place of the model's own.
+    webui: whether there is a page at /.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Settings:
     max_body: int = 32 << 20
     api_key: str | None = None
     template: str | None = None
+    webui: bool = True
 
 
 class Server:
@@ -61,7 +64,7 @@ class Server:
 
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
-        self._template: ChatTemplate | None = None
+        self._understanding = Understanding(settings.sampling, settings.template)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
 
@@ -75,13 +78,19 @@ class Server:
             Route("/slots", self._slots),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/chat/completions", self._answers(Kind.CHAT), methods=["POST"]),
+            Route("/v1/completions", self._answers(Kind.COMPLETION), methods=["POST"]),
+            Route("/v1/messages", self._answers(Kind.MESSAGE), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
         ]
-        handlers = {Fault: _on_fault, HTTPException: _on_http, Exception: _on_error}
+        s = self._settings
+        if s.webui:
+            read = partial(body_of, limit=s.max_body)
+            routes += webui.routes(self._scheduler, s.name, read, needs_key=bool(s.api_key))
+        handlers = {Fault: on_fault, HTTPException: on_http, Exception: on_error}
         app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # they take the subclass
         app.router.redirect_slashes = False
-        return _Guard(app, self._settings.api_key)
+        return Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
 
     #
     # about the server
@@ -130,7 +139,7 @@ class Server:
 
         def found() -> dict[str, Any]:
             try:
-                return answer(kv, schema.parse_json(body))
+                return answer(kv, parse_json(body))
             except KVFlashError as err:
                 raise invalid(str(err)) from None
 
@@ -143,39 +152,76 @@ class Server:
     # answers
     #
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
+    def _answers(self, kind: Kind) -> Handler:
+        """Return the handler that answers requests of a kind."""
 
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
+        async def handle(request: Request) -> Response:
+            try:
+                async with self._admitted(request) as (kv, body):
+                    found = await self._understood(kv, body, kind)
+                    exchange = Exchange(self._scheduler)
+                    job = self._job(found, exchange)
+                    reply = self._reply(kv, found, kind)
+            except Fault as fault:
+                self._scheduler.metrics.request("invalid" if fault.status < 429 else "rejected")  # noqa: PLR2004
+                raise
+            exchange.submit(job)
+            if found.ask.stream:
+                return Stream(exchange, reply, self._log)
+            with exchange:
+                done = await exchange.whole(reply, request.receive)
+            if done is None:
+                return Response(status_code=499)  # nobody is there to read it
+            self._log(done)
+            return JSONResponse(reply.whole())
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
-        try:
-            async with self._admitted(request) as (kv, body):
-                understood = partial(self._understood, kv, body, chat=chat)
-                ask, tokens, stop = await asyncio.get_running_loop().run_in_executor(self._readers, understood)
-                exchange = Exchange(self._scheduler)
-                job = Job(tokens, ask.sampling, self._limit(ask.max_tokens), stop, exchange.notify)
-        except Fault as fault:
-            self._scheduler.metrics.request("invalid" if fault.status < 429 else "rejected")  # noqa: PLR2004
-            raise
-        exchange.submit(job)
-        reply = Reply(self._settings.name, chat=chat)
-        if ask.stream:
-            return Stream(exchange, reply, self._log, include_usage=ask.include_usage)
-        with exchange:
-            text, done = await exchange.whole(request.receive)
-        if done is None:
-            return Response(status_code=499)  # nobody is there to read it
-        self._log(done)
-        return JSONResponse(reply.whole(text, done))
+        return handle
+
+    async def _understood(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
+        """Return what a body asks for, found out beside the event loop. Raises Fault."""
+        understand = partial(self._understanding.of, kv, body, kind)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, understand)
+
+    async def _count(self, request: Request) -> Response:
+        async with self._admitted(request) as (kv, body):
+            found = await self._understood(kv, body, Kind.COUNT)
+        self._scheduler.leave()
+        return JSONResponse({"input_tokens": len(found.tokens)})
+
+    def _job(self, found: Understood, exchange: Exchange) -> Job:
+        """Return the job for a request, with one more after it for each further answer."""
+        ask, job = found.ask, None
+        for i in reversed(range(ask.n)):
+            seed = found.sampling.seed
+            sampling = found.sampling if seed is None else replace(found.sampling, seed=(seed + i) % MAX_SEED)
+            limit = self._limit(ask.max_tokens)
+            job = Job(
+                found.tokens, sampling, limit, found.stop, exchange.notify,
+                preserved=found.rendered.preserved if found.rendered else (), pin_seconds=ask.pin_seconds, then=job,
+            )  # fmt: skip
+        if job is None:
+            msg = "a request for no answer"
+            raise AssertionError(msg)
+        return job
+
+    def _reply(self, kv: KVFlash, found: Understood, kind: Kind) -> Reply:
+        ask, name = found.ask, self._settings.name
+        if kind == Kind.MESSAGE and found.rendered:
+            return MessageReply(name, found.rendered, len(found.tokens), ask.stop)
+        return OpenAIReply(
+            name,
+            found.rendered,
+            partial(kv.model.piece, special=True),
+            include_usage=ask.include_usage,
+            logprobs=ask.sampling.n_probs is not None,
+        )
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
         """Take a place in the queue, and yield the engine and the body. Gives the place up if the block fails."""
         if self._scheduler.phase != Phase.READY:  # before megabytes are sent for nothing
             raise _not_ready(self._scheduler.phase)
-        body = await _body(request, self._settings.max_body)
+        body = await body_of(request, self._settings.max_body)
         try:
             self._scheduler.admit()
         except NotReady:
@@ -191,30 +237,6 @@ class Server:
             self._scheduler.leave()
             raise
 
-    def _understood(self, kv: KVFlash, body: bytes, *, chat: bool) -> tuple[schema.Ask, Tokens, tuple[str, ...]]:
-        """Return the request, its prompt's tokens (n,) int32, and the strings that end the answer. Raises Fault."""
-        ask = schema.parse(
-            schema.parse_json(body),
-            chat=chat,
-            defaults=self._settings.sampling,
-            n_vocab=kv.model.n_vocab,
-        )
-        stop = ask.stop
-        try:
-            if chat:
-                self._template = self._template or ChatTemplate.of(kv.model, self._settings.template)
-                tokens = self._template.tokens(kv.model, ask.messages)
-                stop += self._template.stop
-            elif isinstance(ask.prompt, str):
-                check_text(ask.prompt, "the prompt")
-                tokens = kv.tokenize(ask.prompt)
-            else:
-                tokens = np.array(ask.prompt, np.int32)
-        except KVFlashError as err:
-            raise invalid(str(err), "messages" if chat else "prompt") from None
-        _check_length(len(tokens), kv.options.n_ctx)
-        return ask, tokens, stop
-
     def _limit(self, max_tokens: int | None) -> int:
         """Return the most tokens of an answer; -1: as many as fit."""
         most = self._settings.n_predict
@@ -229,81 +251,6 @@ class Server:
         )
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Return a request's body. Raises Fault.
-
-    It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
-        raise Fault(415, msg, code="unsupported_media_type")
-    size = request.headers.get("content-length", "0")
-    if size.isdecimal() and int(size) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise _too_large(limit)
-    except TimeoutError:
-        raise Fault(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
-    except ClientDisconnect:
-        raise Fault(400, "the client left before it had sent the body") from None
-    return bytes(body)
-
-
-def _too_large(limit: int) -> Fault:
-    return Fault(413, f"the body is larger than {limit} bytes: shorten it, or raise --max-body", code="body_too_large")
-
-
-def _check_length(n: int, n_ctx: int) -> None:
-    if n == 0:
-        msg = "the prompt is empty: give at least one character"
-        raise invalid(msg)
-    if n > n_ctx:
-        msg = f"the prompt is {n} tokens, and the context {n_ctx}: shorten it, or start the server with a larger -c"
-        raise invalid(msg, code="context_length_exceeded")
-
-
 def _not_ready(state: Phase) -> Fault:
     what = "the model is loading" if state == Phase.LOADING else "the server is stopping"
     return Fault(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})
-
-
-async def _on_fault(_request: Request, fault: Fault) -> Response:
-    return fault.response()
-
-
-async def _on_http(request: Request, err: HTTPException) -> Response:
-    if err.status_code == 404:  # noqa: PLR2004
-        return Fault(404, f"there is no {request.url.path[:200]} here", code="not_found").response()
-    msg = f"{request.url.path[:200]} does not take {request.method}: {err.detail}"
-    return Fault(err.status_code, msg, code="method_not_allowed", headers=err.headers).response()
-
-
-async def _on_error(_request: Request, _err: Exception) -> Response:
-    return Fault(500, "an error in the server: its log has the details").response()
-
-
-class _Guard:
-    """Refuses requests without the key, except to /health."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._digest = hashlib.sha256(f"Bearer {key}".encode()).digest() if key else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        msg = "no valid API key: send the header Authorization: Bearer KEY"
-        fault = Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        await fault.response()(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        if self._digest is None:
-            return True
-        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)  # digests hide even the key's length

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from pyllama_kvflash.serve.fault import Fault
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.replies import DONE, Reply, comment, event
+from pyllama_kvflash.serve.replies import Reply
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 _ALIVE_SECONDS = 10.0  # between two signs of life on a stream
@@ -25,6 +25,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: the client is gone
         self._job: Job | None = None
+        self._n_left = 0  # answers that are still to come
 
     def notify(self, update: Update) -> None:
         """Take an update. The scheduler's thread calls this."""
@@ -32,8 +33,11 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     def submit(self, job: Job) -> None:
-        """Submit the job to the scheduler."""
+        """Submit the job to the scheduler, with those that follow it."""
         self._job = job
+        following: Job | None = job
+        while following is not None:
+            self._n_left, following = self._n_left + 1, following.then
         self._scheduler.submit(job)
 
     def __enter__(self) -> Self:
@@ -51,7 +55,7 @@ class Exchange:
         watch = asyncio.create_task(self._watch(receive))
         update: Update | None = None
         try:
-            while not isinstance(update, Finished | Failed):
+            while self._n_left and not isinstance(update, Failed):
                 try:
                     update = await asyncio.wait_for(self._updates.get(), _ALIVE_SECONDS)
                 except TimeoutError:
@@ -59,6 +63,7 @@ class Exchange:
                     continue
                 if update is None:
                     return
+                self._n_left -= isinstance(update, Finished)
                 yield update
         finally:
             watch.cancel()
@@ -68,18 +73,19 @@ class Exchange:
             pass
         self._updates.put_nowait(None)
 
-    async def whole(self, receive: Receive) -> tuple[str, Finished | None]:
-        """Return the whole text and its end. If the client is gone: "" and None. Raises Fault."""
-        parts: list[str] = []
+    async def whole(self, reply: Reply, receive: Receive) -> Finished | None:
+        """Let a reply hear everything. Returns the last end; None: the client is gone. Raises Fault."""
+        done: Finished | None = None
         async with aclosing(self.updates(receive)) as updates:
             async for update in updates:
                 if isinstance(update, Text):
-                    parts.append(update.text)
+                    reply.text(update)
                 elif isinstance(update, Failed):
                     raise _fault(update)
                 elif isinstance(update, Finished):
-                    return "".join(parts), update
-        return "", None
+                    reply.end(update)
+                    done = update
+        return None if self._n_left else done
 
 
 def _fault(failed: Failed) -> Fault:
@@ -92,35 +98,35 @@ class Stream(Response):
     It notices at once if the client leaves. Starlette's own notices when it next has something to send.
     """
 
-    def __init__(
-        self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], *, include_usage: bool
-    ) -> None:
+    def __init__(self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None]) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
         self._exchange, self._reply, self._finished = exchange, reply, finished
-        self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Send the whole stream."""
+        update: Update | None = None
         with self._exchange, suppress(OSError):  # the client is gone
             async with aclosing(self._exchange.updates(receive)) as updates:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": self._reply.first(), "more_body": True})
                 async for update in updates:
-                    await send({"type": "http.response.body", "body": self._event(update), "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                    if data := self._event(update):
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = self._reply.last() if isinstance(update, Finished) else b""
+                await send({"type": "http.response.body", "body": data})
 
     def _event(self, update: Update | None) -> bytes:
         match update:
-            case Text(text):
-                return self._reply.text(text)
+            case Text():
+                return self._reply.text(update)
             case Reading(done, total):
-                return comment(f"prefill {done}/{total}")
+                return self._reply.alive(f"prefill {done}/{total}")
             case Finished():
                 self._finished(update)
-                return self._reply.last(update, include_usage=self._include_usage)
+                return self._reply.end(update)
             case Failed():
-                return event(_fault(update).body()) + DONE
-        return comment("waiting")
+                return self._reply.failed(_fault(update))
+        return self._reply.alive("waiting")

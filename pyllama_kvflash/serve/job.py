@@ -1,12 +1,13 @@
 """Messages between an HTTP handler and the scheduler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Sampling, Tokens
 
 
@@ -20,9 +21,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer."""
+    """More of the answer. tokens: those that came with it, if they are to be told how likely they were."""
 
     text: str
+    tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Finished:
     """The end of an answer.
 
     reason: as in events.Done.
+    stop: the stop string that ended it; None: none did.
     n_cached: tokens of the prompt that did not have to be read.
     seconds: since the job was made.
     """
@@ -39,6 +42,7 @@ class Finished:
     n_cached: int
     n_answer: int
     seconds: float
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class Job:
     max_tokens: the most tokens of the answer; -1: until the context is full.
     notify: called by the scheduler's thread with each Update; it must return at once. The last update is Finished or
     Failed; only a cancelled job may end without one.
+    preserved: special tokens that are text of the answer.
+    pin_seconds: how long its prompt is to stay in the cache on disk, whatever else comes.
+    then: another answer to the same prompt, served next.
     """
 
     tokens: Tokens
@@ -67,6 +74,9 @@ class Job:
     max_tokens: int
     stop: tuple[str, ...]
     notify: Callable[[Update], None]
+    preserved: Collection[int] = ()
+    pin_seconds: float = 0.0
+    then: "Job | None" = None
     cancelled: bool = False  # Scheduler.cancel() sets it
     began: float = field(default_factory=time.perf_counter)
 

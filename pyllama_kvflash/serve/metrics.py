@@ -90,6 +90,11 @@ class Metrics:
             else:
                 self._totals["prefix_cache_misses"] += 1
 
+    def total(self, name: str) -> float:
+        """Return a total by its name, without _total."""
+        with self._lock:
+            return self._totals[name]
+
     def pages(self, seq: KVFlash) -> Stats:
         """Count the chunks moved since the last call. Returns the sequence's stats.
 

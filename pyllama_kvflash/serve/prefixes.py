@@ -47,6 +47,7 @@ class Prefixes:
         common = slot.common(tokens)
         if common < slot.seq.n_tokens:
             self.save(slot)
+        slot.replaced(common)
         if n := self._restore(slot, tokens, common):
             self._metrics.reused("disk", n)
             return
@@ -123,6 +124,7 @@ class Prefixes:
     def clear(self, slot: Slot) -> None:
         """Clear a sequence."""
         self.forget(slot)
+        slot.replaced(0)
         slot.seq.clear()
 
     def forget(self, slot: Slot) -> None:

@@ -1,77 +1,218 @@
-"""Objects of the OpenAI protocol that answer a request."""
+"""Answers as the OpenAI protocol has them: whole objects, or events of a stream."""
 
 import json
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
-from pyllama_kvflash.serve.job import Finished
+from pyllama_kvflash.events import Token
+from pyllama_kvflash.native import Delta, Rendered
+from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve.job import Finished, Text
+from pyllama_kvflash.serve.said import COMPLETE, Said, call_objects
 
-_REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
+
+Piece = Callable[[int], bytes]
+"""The bytes of a token, special ones as text."""
 
 
-class Reply:
-    """The answer to one request, whole or in chunks."""
+class Reply(Protocol):
+    """The answers to one request, which come one after the other. Each method returns events of a stream."""
 
-    def __init__(self, model: str, *, chat: bool) -> None:
-        self._chat = chat
+    def first(self) -> bytes:
+        """Begin the stream."""
+
+    def text(self, text: Text) -> bytes:
+        """Go on with the answer."""
+
+    def end(self, done: Finished) -> bytes:
+        """End the answer; another one may follow."""
+
+    def last(self) -> bytes:
+        """End the stream."""
+
+    def failed(self, fault: Fault) -> bytes:
+        """End the stream after an error."""
+
+    def alive(self, note: str) -> bytes:
+        """Say that the server is at work, and on what."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return everything that was said as one object."""
+
+
+class OpenAIReply:
+    """A Reply of the OpenAI protocol: of a chat or, without `rendered`, of a completion."""
+
+    def __init__(
+        self,
+        model: str,
+        rendered: Rendered | None,
+        piece: Piece,
+        *,
+        include_usage: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        self._chat, self._rendered, self._piece = rendered is not None, rendered, piece
+        self._include_usage, self._logprobs = include_usage, logprobs
         self._same = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-
-    def whole(self, text: str, done: Finished) -> dict[str, Any]:
-        """Return the whole answer as one object."""
-        content: dict[str, Any] = {"text": text}
-        if self._chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": _REASONS[done.reason]}
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._same, "object": kind, "choices": [choice], "usage": usage(done)}
+        self._said = Said(rendered)
+        self._tokens: list[Token] = []
+        self._choices: list[dict[str, Any]] = []
+        self._ends: list[Finished] = []
+        self._opened = False
 
     def first(self) -> bytes:
-        """Return the event that begins a stream."""
-        return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
+        """Begin the stream."""
+        return self._opening()
 
-    def text(self, text: str) -> bytes:
-        """Return an event with more of the text."""
-        return self._chunk({"content": text} if self._chat else text)
+    def text(self, text: Text) -> bytes:
+        """Go on with the answer."""
+        found = self._said.push(text.text)
+        deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
+        if text.tokens and not deltas:
+            deltas = [{"content": ""}]  # the text is held back, its tokens are not
+        res = self._opening() + b"".join(self._chunk(d, tokens=() if i else text.tokens) for i, d in enumerate(deltas))
+        self._tokens += text.tokens
+        return res
 
-    def last(self, done: Finished, *, include_usage: bool) -> bytes:
-        """Return the events that end a stream."""
-        res = self._chunk({} if self._chat else "", _REASONS[done.reason])
-        if include_usage:
-            res += event({**self._same, "object": self._kind, "choices": [], "usage": usage(done)})
-        return res + DONE
+    def end(self, done: Finished) -> bytes:
+        """End the answer; another one may follow."""
+        res = self._opening()
+        if self._chat:
+            res += b"".join(self._chunk(_delta(delta)) for delta in self._said.end(done))
+        calls = self._said.calls
+        reason = "tool_calls" if calls and done.reason in COMPLETE else REASONS[done.reason]
+        res += self._chunk({} if self._chat else "", reason)
+        self._choices.append(self._choice(reason))
+        self._ends.append(done)
+        self._said, self._tokens, self._opened = Said(self._rendered), [], False
+        return res
+
+    def last(self) -> bytes:
+        """End the stream."""
+        usage = {**self._same, "object": self._kind, "choices": [], "usage": self._usage()}
+        return (event(usage) if self._include_usage else b"") + DONE
+
+    def failed(self, fault: Fault) -> bytes:
+        """End the stream after an error."""
+        return event(fault.body()) + DONE
+
+    def alive(self, note: str) -> bytes:
+        """Say that the server is at work, in a comment, which clients ignore."""
+        return f": {note}\n\n".encode()
+
+    def whole(self) -> dict[str, Any]:
+        """Return everything that was said as one object."""
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._same, "object": kind, "choices": self._choices, "usage": self._usage()}
+
+    def _choice(self, reason: str) -> dict[str, Any]:
+        said = self._said
+        content: dict[str, Any] = {"text": said.content}
+        if self._chat:
+            message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+            if said.calls:
+                message |= {"content": said.content or None, "tool_calls": call_objects(said.calls)}
+            if said.reasoning:
+                message["reasoning_content"] = said.reasoning
+            content = {"message": message}
+        shown = self._probs(self._tokens, 0)
+        return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
+
+    def _usage(self) -> dict[str, Any]:
+        n_prompt = self._ends[0].n_prompt
+        n_answer = sum(done.n_answer for done in self._ends)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_answer,
+            "total_tokens": n_prompt + n_answer,
+            "prompt_tokens_details": {"cached_tokens": self._ends[0].n_cached},
+        }
 
     @property
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _chunk(self, delta: dict[str, Any] | str, reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta" if self._chat else "text": delta, "logprobs": None, "finish_reason": reason}
+    def _opening(self) -> bytes:
+        """Return the event that begins an answer, once."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
+
+    def _chunk(self, delta: dict[str, Any] | str, reason: str | None = None, tokens: Sequence[Token] = ()) -> bytes:
+        shown = self._probs(tokens, len(self._tokens)) if tokens else None
+        key, index = "delta" if self._chat else "text", len(self._choices)
+        choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
         return event({**self._same, "object": self._kind, "choices": [choice]})
+
+    def _probs(self, tokens: Sequence[Token], n_before: int) -> dict[str, Any] | None:
+        """Return how likely tokens were. n_before: tokens of the answer that came before them."""
+        if not self._logprobs:
+            return None
+        if self._chat:
+            return chat_logprobs(tokens, self._piece)
+        start = sum(len(_shown(self._piece(t.id))) for t in self._tokens[:n_before])
+        return text_logprobs(tokens, self._piece, start)
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if call := delta.call:
+        function = {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
+        return {"tool_calls": [{"index": call.index, **_named(call.id), "function": function}]}
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
+
+
+def _named(call_id: str) -> dict[str, str]:
+    return {"id": call_id, "type": "function"} if call_id else {}
+
+
+def chat_logprobs(tokens: Sequence[Token], piece: Piece) -> dict[str, Any]:
+    """Return how likely tokens were, as a chat has it."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        data = piece(token)
+        return {"token": _shown(data), "logprob": logprob, "bytes": list(data)}
+
+    return {
+        "content": [
+            {**shown(t.id, t.probs.logprob), "top_logprobs": [shown(*top) for top in t.probs.top]}
+            for t in tokens
+            if t.probs
+        ],
+        "refusal": None,
+    }
+
+
+def text_logprobs(tokens: Sequence[Token], piece: Piece, start: int) -> dict[str, Any]:
+    """Return how likely tokens were, as a completion has it. start: of their text in the answer."""
+    texts = [_shown(piece(t.id)) for t in tokens]
+    starts = [start + n for n in accumulate(map(len, texts[:-1]), initial=0)] if texts else []
+    told = [t.probs for t in tokens if t.probs]
+    return {
+        "tokens": texts,
+        "token_logprobs": [probs.logprob for probs in told],
+        "top_logprobs": [{_shown(piece(t)): p for t, p in probs.top} for probs in told],
+        "text_offset": starts,
+    }
+
+
+def _shown(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
 
 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def comment(text: str) -> bytes:
-    """Return a comment, which clients ignore and which keeps the connection alive."""
-    return f": {text}\n\n".encode()
-
-
-def usage(done: Finished) -> dict[str, Any]:
-    """Return the token counts of a request."""
-    return {
-        "prompt_tokens": done.n_prompt,
-        "completion_tokens": done.n_answer,
-        "total_tokens": done.n_prompt + done.n_answer,
-        "prompt_tokens_details": {"cached_tokens": done.n_cached},
-    }
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a server-sent event, perhaps with a name."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import Enum
 
 from pyllama_kvflash.engine.engine import KVFlash
@@ -18,6 +19,7 @@ from pyllama_kvflash.events import Event
 from pyllama_kvflash.serve.job import Cache, Failed, Job
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.prefixes import Prefixes
+from pyllama_kvflash.serve.questions import Question, Questions, T
 from pyllama_kvflash.serve.slot import Serving, Slot
 
 Open = Callable[[Callable[[float], None]], KVFlash]
@@ -54,7 +56,7 @@ class QueueFull(Exception):  # noqa: N818 (as above)
 class Scheduler:
     """Loads a model and serves requests with it, in a thread of its own.
 
-    Any thread may call admit(), leave(), submit(), cancel(), stop() and end(). Admit a request before looking at it:
+    Any thread may call admit(), leave(), submit(), cancel(), ask(), stop() and end(). Admit a request before looking at it:
     its tokens are made with the model, which stays until the last request has left.
     """
 
@@ -75,6 +77,7 @@ class Scheduler:
         self._prefixes = Prefixes(self.metrics, cache, cache_min)
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
+        self._questions = Questions()
         self._n_admitted = 0  # requests between admit() and their last update
         self._ending = False
         self._slots: list[Slot] = []
@@ -121,8 +124,21 @@ class Scheduler:
     def cancel(self, job: Job) -> None:
         """End a job before the next turn, without a last update: its client is gone. Harmless after its end."""
         with self._changed:
-            job.cancelled = True
+            following: Job | None = job
+            while following is not None:
+                following.cancelled, following = True, following.then
             self._changed.notify_all()
+
+    def ask(self, question: Question[T]) -> Future[T]:
+        """Call a function with the sequences between two turns, in the thread that may use them.
+
+        Returns its result, or what it raises; NotReady if the scheduler ends before. Raises NotReady.
+        """
+        with self._changed:
+            if self.phase != Phase.READY:
+                raise NotReady
+            self._changed.notify_all()
+            return self._questions.put(question)
 
     def stop(self) -> None:
         """Admit no more requests; those that were admitted go on."""
@@ -188,6 +204,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait for work. Returns whether to go on."""
         while True:
+            self._questions.answer(self._slots)
             with self._changed:
                 if self._ending:
                     return False
@@ -196,10 +213,11 @@ class Scheduler:
             self._prefixes.save_all(self._slots)
             self._look()
             with self._changed:
-                if not (self._waiting or self._ending):
+                if not (self._waiting or self._questions or self._ending):
                     self._changed.wait()
 
     def _turn(self) -> None:
+        self._questions.answer(self._slots)
         self._sweep()
         self._seat()
         self._read()
@@ -277,13 +295,12 @@ class Scheduler:
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)
         try:
-            if together:
-                step_together([serving.generation for _, serving in together])
+            happened = step_together([serving.generation for _, serving in together]) if together else []
         except Exception:  # noqa: BLE001 (each alone, so that only those that cannot go on end)
             alone = together + alone
         else:
-            for slot, serving in together:
-                self._tell(slot, serving, serving.generation.answer.shown())
+            for (slot, serving), events in zip(together, happened, strict=True):
+                self._tell(slot, serving, [*events, *serving.generation.answer.shown()])
         for slot, serving in alone:
             self._step(slot, serving)
         n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
@@ -314,6 +331,7 @@ class Scheduler:
             self._tell(slot, serving, events)
 
     def _tell(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
+        slot.note(events)
         try:
             serving.tell(events)
         except Exception as err:  # noqa: BLE001 (as in _seat)
@@ -341,8 +359,16 @@ class Scheduler:
             found = meter.stats
             self.metrics.add(checked_tokens=found.checked, agreed_tokens=found.agreed, check_seconds=found.check_s)
         done = slot.finish(serving, reason)
-        self._left("ok")  # first, because the client may ask again at once
+        if serving.job.then is not None and reason != "interrupted":
+            self._go_on(serving.job.then)
+        else:
+            self._left("ok")  # first, because the client may ask again at once
         serving.job.notify(done)
+
+    def _go_on(self, job: Job) -> None:
+        """Serve the next answer to a prompt before any other request: its text is still there."""
+        with self._changed:
+            self._waiting.appendleft(job)
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
         """End a request that cannot go on, and clear its sequence, so that nothing of it is left."""
@@ -380,10 +406,11 @@ class Scheduler:
                     self._changed.wait(0.1)
 
     def _refuse_all(self, answer: Failed) -> None:
-        """Fail all waiting requests."""
+        """Fail all waiting requests and questions."""
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
+        self._questions.refuse(NotReady())
         for job in jobs:
             self._left("error")
             job.notify(answer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import Generation
-from pyllama_kvflash.events import Event, Token
+from pyllama_kvflash.events import Checked, Event, Reselect, Token
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Finished, Job, Reading, Text
 from pyllama_kvflash.text import n_common
@@ -22,8 +22,12 @@ class Serving:
 
     def tell(self, events: Iterable[Event]) -> None:
         """Send the text among these events."""
-        if text := "".join(event.text for event in events if isinstance(event, Token)):
-            self.job.notify(Text(text))
+        tokens = tuple(event for event in events if isinstance(event, Token))
+        text = "".join(token.text for token in tokens)
+        if self.job.sampling.n_probs is None:
+            tokens = ()
+        if text or tokens:
+            self.job.notify(Text(text, tokens))
 
 
 class Slot:
@@ -32,6 +36,9 @@ class Slot:
     serving: None while it is idle.
     kept: positions, from the first, that the cache on disk has.
     used: time.monotonic() when it last became idle.
+    pins: chunks that were pinned by pin(), until their text is replaced.
+    n_texts: counts the texts that it has had, so that who knows one sees when it is replaced.
+    reselect, checked: the last events of these kinds, of this text.
     """
 
     def __init__(self, seq: KVFlash) -> None:
@@ -39,6 +46,10 @@ class Slot:
         self.serving: Serving | None = None
         self.kept = 0
         self.used = 0.0
+        self.pins: set[int] = set()
+        self.n_texts = 0
+        self.reselect: Reselect | None = None
+        self.checked: Checked | None = None
 
     @property
     def job(self) -> Job | None:
@@ -58,7 +69,7 @@ class Slot:
         """Serve a request. The sequence must hold first tokens of its prompt, and no others."""
         n = self.seq.n_tokens
         generation = self.seq.generation(
-            job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop
+            job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, preserved=job.preserved
         )
         self.serving = Serving(job, generation, n)
 
@@ -66,6 +77,7 @@ class Slot:
         """Read one batch of the prompt. Returns how many tokens were read. Raises what the engine does."""
         start = self.seq.n_tokens
         events = list(serving.generation.read())
+        self.note(events)
         serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text))
         serving.tell(events)
         return self.seq.n_tokens - start
@@ -77,9 +89,40 @@ class Slot:
         if text := answer.flush():
             job.notify(Text(text))
         seconds = time.perf_counter() - job.began
-        done = Finished(reason, len(job.tokens), serving.n_cached, answer.n_tokens, seconds)
+        done = Finished(reason, len(job.tokens), serving.n_cached, answer.n_tokens, seconds, answer.stop)
         self.leave()
         return done
+
+    def note(self, events: Iterable[Event]) -> None:
+        """Keep what the last of these events say of the pool."""
+        for event in events:
+            if isinstance(event, Reselect):
+                self.reselect = event
+            elif isinstance(event, Checked):
+                self.checked = event
+
+    def pin(self, chunk: int) -> None:
+        """Keep a chunk on the device while its text stays. Raises as KVFlash.pin()."""
+        self.seq.pin(*self._span(chunk))
+        self.pins.add(chunk)
+
+    def unpin(self, chunk: int) -> None:
+        """Let a chunk that was pinned be evicted again."""
+        self.pins.discard(chunk)
+        self.seq.unpin(*self._span(chunk))
+
+    def replaced(self, n_tokens: int) -> None:
+        """Before other text takes the place of this from position n_tokens on, forget what was only for this."""
+        if n_tokens >= self.seq.n_tokens:
+            return
+        for chunk in [c for c in self.pins if self._span(c)[1] > n_tokens]:
+            self.unpin(chunk)
+        self.n_texts += 1
+        self.reselect = self.checked = None
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        n = self.seq.options.chunk
+        return chunk * n, min((chunk + 1) * n, self.seq.options.n_ctx)
 
     def leave(self) -> None:
         """Become idle. The sequence stays as it is."""

@@ -337,11 +337,54 @@ int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 // the grammar (GBNF) of the texts that a JSON schema allows, as much as there is room for. n: its bytes with the zero
 int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
-// a sampler that lets through what may follow, from rule `root` on
-int kvf_grammar_new(const struct llama_vocab * vocab, const char * text, struct llama_sampler ** grammar);
+
+struct kvf_grammar;
+
+struct kvf_grammar_params {
+    const char *         text;     // GBNF
+    const char *         after;    // what the grammar has seen before the answer begins, with special tokens
+    bool                 lazy;     // it begins where one of the triggers is found in the answer
+    const char * const * patterns; // regular expressions, matched from the answer's start
+    size_t               n_patterns;
+    const llama_token *  tokens;
+    size_t               n_tokens;
+    const char *         thinking; // begins what a lazy grammar leaves alone; "": nothing does
+    const char * const * thought;  // end it
+    size_t               n_thought;
+};
+
+// what may follow, from rule `root` on
+int kvf_grammar_new(
+        const struct llama_vocab * vocab, const struct kvf_grammar_params * params, struct kvf_grammar ** grammar);
+// one that is where this one is
+int  kvf_grammar_copy(const struct kvf_grammar * grammar, struct kvf_grammar ** copy);
+void kvf_grammar_free(struct kvf_grammar * grammar);
 // choose from the logits of token i of the last batch what the grammar lets through, and record it in both
-int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct llama_sampler * grammar,
+int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
         llama_token * token);
+
+// conversations, by llama.cpp's own templates and parsers. texts that are given out are freed with kvf_text_free()
+
+struct kvf_chat;
+struct kvf_reply;
+
+void kvf_text_free(char * text);
+
+// source: a template; "": the model's own. it may take so many seconds, here and below
+int  kvf_chat_new(const struct llama_model * model, const char * source, double seconds, struct kvf_chat ** chat);
+void kvf_chat_free(struct kvf_chat * chat);
+// what the template can do: {name: bool}
+int kvf_chat_caps(const struct kvf_chat * chat, char ** result);
+// request: JSON with messages, tools, tool_choice, parallel_tool_calls, json_schema, enable_thinking, chat_template_kwargs
+// and add_generation_prompt, as llama-server has them. result: JSON with the prompt, what its answer keeps to (grammar,
+// lazy, triggers, stop), tokens of it that are text (preserved), and how it is parsed (format, parser, generation_prompt)
+int kvf_chat_apply(const struct kvf_chat * chat, const char * request, double seconds, char ** result);
+
+// an answer to be parsed as it grows
+int  kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, struct kvf_reply ** reply);
+void kvf_reply_free(struct kvf_reply * reply);
+// more of its text. deltas: JSON, what that adds to its reasoning, content and calls
+int kvf_reply_push(struct kvf_reply * reply, const char * text, bool partial, char ** deltas);
 
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);

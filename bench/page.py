@@ -1,0 +1,142 @@
+"""A picture of the server's page in use: a long text is read, two questions are asked, some chunks are pinned.
+
+python bench/page.py -m model.gguf --text moby-dick.txt                   writes docs/page.png
+python bench/page.py -m model.gguf --text book.txt --size 390x844 --view pool -o phone.png
+
+Needs Chromium with its driver, and selenium, from the extra `test`.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+QUESTIONS = (
+    "Who tells this story, and why does he go to sea?",
+    "What does he do at the inn? Answer in some sentences.",
+)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
+
+
+@contextmanager
+def serving(args: argparse.Namespace) -> Iterator[str]:
+    """Run a server. Yields its address."""
+    command = [str(Path(sys.executable).with_name("kvflash")), "serve", args.model, "--port", "0", "--prefix-cache", "off",
+               "-c", str(args.context), "--kvflash", str(args.pool), "--kvflash-meter", "0.1", "--temp", "0"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            for line in server.stderr or ():
+                sys.stderr.write(line)
+                if found := re.search(r"listening on (http://\S+)/v1", line):
+                    yield found[1]
+                    return
+            sys.exit("the server did not start")
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def browsing(width: int, height: int, *, dark: bool) -> Iterator[Chrome]:
+    """Run Chromium with a window of this size, and nothing of the user's."""
+    options = ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*FLAGS, f"--user-data-dir={folder}", *(["--force-dark-mode"] if dark else [])]
+        for flag in flags:
+            options.add_argument(flag)
+        driver = Chrome(options, Service(executable_path="/usr/bin/chromedriver"))
+        try:
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            if dark:
+                scheme = {"name": "prefers-color-scheme", "value": "dark"}
+                driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+            yield driver
+        finally:
+            driver.quit()
+
+
+def until(condition: Callable[[], object], seconds: float = 600) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit("it did not come to that")
+        time.sleep(0.1)
+
+
+def use(driver: Chrome, args: argparse.Namespace) -> None:
+    """Ask both questions, and pin some chunks; the second answer is under way when this returns."""
+
+    def of(name: str) -> list[str]:
+        return [e.text for e in driver.find_elements(By.CSS_SELECTOR, name)]
+
+    def sends() -> bool:
+        return driver.find_element(By.ID, "send").is_enabled()
+
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        text = Path(args.text).read_text("utf-8")
+        file.write(text[text.find(args.start) :][: args.characters])
+        file.flush()
+        driver.find_element(By.ID, "file").send_keys(file.name)
+        until(lambda: driver.find_element(By.ID, "ask").get_attribute("value"))
+    driver.execute_script("arguments[0].value = 120; arguments[0].dispatchEvent(new Event('change'))",
+                          driver.find_element(By.ID, "max-tokens"))  # fmt: skip
+    ask = driver.find_element(By.ID, "ask")
+    ask.send_keys(QUESTIONS[0], Keys.ENTER)
+    until(lambda: not sends())
+    until(lambda: sys.stderr.write(f"\r{of('#reading-text')[0]:60}") and sends(), 1800)
+    if args.view == "pool":
+        driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
+    grid = driver.find_element(By.ID, "grid")
+    for keys in (Keys.END + 22 * Keys.ARROW_LEFT + Keys.ENTER, Keys.HOME + 9 * Keys.ARROW_RIGHT + Keys.ENTER):
+        grid.send_keys(keys)
+    until(lambda: "Unpin" in of("#pin")[0])
+    if args.view == "pool":
+        driver.find_element(By.CSS_SELECTOR, "[data-shows=chat]").click()
+    ask.send_keys(QUESTIONS[1], Keys.ENTER)
+    until(lambda: len(of(".turn .text")) == 4 and len(of(".turn .text")[3]) > 160)
+    if args.view == "pool":
+        driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
+    time.sleep(1.5)  # a look at the pool
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("--text", required=True, help="file to ask about")
+    parser.add_argument("--start", default="Call me Ishmael", help="words at which the part to read begins")
+    parser.add_argument("--characters", type=int, default=24000)
+    parser.add_argument("--pool", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--size", default="1280x800")
+    parser.add_argument("--view", choices=("chat", "pool"), default="chat", help="part that a narrow window shows")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("-o", "--out", default=str(Path(__file__).parent.parent / "docs" / "page.png"))
+    args = parser.parse_args()
+    width, height = map(int, args.size.split("x"))
+    with serving(args) as url, browsing(width, height, dark=args.dark) as driver:
+        driver.get(url)
+        until(lambda: driver.find_element(By.ID, "status").text == "idle")
+        try:
+            use(driver, args)
+        finally:
+            driver.save_screenshot(args.out)
+        for line in driver.get_log("browser"):
+            sys.stderr.write(f"{line['level']}: {line['message']}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+#pragma once
+
+// limits of chat templates, which come with model files and are not trusted: hooks in llama.cpp's interpreter of them
+
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+
+// what the template that runs on this thread may take; without a deadline, any time
+struct kvf_template_run {
+    using clock = std::chrono::steady_clock;
+
+    static constexpr int    max_depth = 400;      // of nested expressions: each takes a few KiB of the stack
+    static constexpr size_t max_range = 100000;   // items of range(), as jinja2's sandbox has it
+    static constexpr size_t max_items = 1 << 20;  // of any list
+    static constexpr size_t max_text  = 64 << 20; // bytes of any text on its way
+
+    clock::time_point deadline = clock::time_point::max();
+    int               depth    = 0;
+    uint32_t          n_steps  = 0;
+};
+
+inline thread_local kvf_template_run kvf_template;
+
+// one step of the interpreter
+struct kvf_template_step {
+    kvf_template_step() {
+        auto & run = kvf_template;
+        if (run.depth >= run.max_depth) { throw std::runtime_error("it is nested too deeply"); }
+        if (++run.n_steps % 64 == 0 && kvf_template_run::clock::now() > run.deadline) {
+            throw std::runtime_error("it takes too long");
+        }
+        ++run.depth;
+    }
+    ~kvf_template_step() { --kvf_template.depth; }
+
+    kvf_template_step(const kvf_template_step &)             = delete;
+    kvf_template_step & operator=(const kvf_template_step &) = delete;
+
+    // what a step gives, unless it is too large
+    template <typename T> T checked(T val) const {
+        if (val->val_str.length() > kvf_template_run::max_text) { throw std::runtime_error("it makes too long a text"); }
+        if (val->val_arr.size() > kvf_template_run::max_items) { throw std::runtime_error("it makes too long a list"); }
+        return val;
+    }
+};
+
+inline void kvf_template_range(int64_t start, int64_t stop, int64_t step) {
+    const double n = step == 0 ? 0.0 : ((double) stop - (double) start) / (double) step;
+    if (n > (double) kvf_template_run::max_range) { throw std::runtime_error("range() of too many items"); }
+}

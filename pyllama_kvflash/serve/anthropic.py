@@ -1,0 +1,196 @@
+"""Requests of the Anthropic protocol (Messages API), as requests of the OpenAI protocol."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.serve import conversation
+from pyllama_kvflash.serve.fault import Fault, invalid
+from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
+from pyllama_kvflash.serve.schema import Ask, check_known, sampling_of, stop_of
+
+_MAX_STOP = 64
+_KNOWN = {
+    "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
+    "tool_choice", "thinking", "cache_control",
+}  # fmt: skip
+_IGNORED = {"metadata", "service_tier", "container", "context_management", "output_config", "inference_geo", "betas"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_TTL = {"5m": 300.0, "1h": 3600.0}
+_BLOCK = {"type", "cache_control"}
+
+
+def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> Ask:
+    """Check the body of POST /v1/messages. Raises Fault.
+
+    counting: it asks only how many tokens there are, and need not say max_tokens.
+    """
+    fields = {k: v for k, v in body.items() if v is not None}
+    check_known(fields, _KNOWN, _IGNORED)
+    get(fields, "model", str)  # any name: there is one model
+    limit = ranged(fields, "max_tokens", int, 1, 2**31 - 1)
+    if limit is None and not counting:
+        raise invalid("max_tokens is missing: give the most tokens of the answer", "max_tokens", "missing_field")
+    pins = _Pins()
+    pins.see(fields, "")
+    tools = _tools(fields, pins)
+    choice, parallel = _choice(obj(fields, "tool_choice"), tools)
+    messages = conversation.messages([*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins)])
+    thinking = obj(fields, "thinking")
+    picked: dict[str, Any] = {k: fields[k] for k in ("temperature", "top_p", "top_k") if k in fields}
+    return replace(
+        Ask(sampling=sampling_of(picked, defaults, n_vocab)),
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs={} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"},
+        max_tokens=limit,
+        stop=stop_of(fields.get("stop_sequences"), "stop_sequences", _MAX_STOP),
+        stream=bool(get(fields, "stream", bool)),
+        pin_seconds=pins.seconds,
+    )
+
+
+class _Pins:
+    """How long what is marked with cache_control is to be kept."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def see(self, fields: Mapping[str, Any], at: str) -> None:
+        """Take the mark of an object, if it has one."""
+        name = f"{at}.cache_control".lstrip(".")
+        mark = obj(fields, "cache_control", name)
+        if mark is not None:
+            one_of(mark, "type", ("ephemeral",), f"{name}.type")
+            ttl = one_of({"ttl": mark.get("ttl") or "5m"}, "ttl", tuple(_TTL), f"{name}.ttl")
+            self.seconds = max(self.seconds, _TTL[ttl])
+
+
+def _system(value: Any, pins: _Pins) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    said = value if isinstance(value, str) else _texts(value, "system", pins)
+    return [{"role": "system", "content": said}] if said else []
+
+
+def _texts(value: Any, at: str, pins: _Pins) -> str:
+    """Return the text of a string, or of blocks that must all be text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text blocks", at, "invalid_type")
+    return "".join(_text(block, f"{at}[{i}]", pins) for i, block in enumerate(value))
+
+
+def _text(value: Any, at: str, pins: _Pins) -> str:
+    block = as_object(value, at, "type and text")
+    one_of(block, "type", ("text",), f"{at}.type")
+    pins.see(block, at)
+    return text(block, "text", f"{at}.text")
+
+
+def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
+    return [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
+
+
+def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return a message as those of the OpenAI protocol: each result of a tool is one of its own."""
+    given = as_object(value, at, "role and content")
+    role = one_of(given, "role", ("user", "assistant"), f"{at}.role")
+    check_known(given, {"role", "content"}, set())
+    said = given.get("content")
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    if not isinstance(said, list) or not said:
+        raise invalid(f"{at}.content is {kind(said)}: give a string, or an array of blocks", at, "invalid_type")
+    blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(said)]
+    return (_heard if role == "user" else _said)(blocks, f"{at}.content", pins)
+
+
+def _heard(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return what the user says, after the results of tools."""
+    results, texts = [], []
+    for i, block in enumerate(blocks):
+        here = f"{at}[{i}]"
+        if one_of(block, "type", ("text", "tool_result"), f"{here}.type") == "text":
+            texts.append(_text(block, here, pins))
+            continue
+        pins.see(block, here)
+        found = _texts(block.get("content") or "", f"{here}.content", pins)
+        called = text(block, "tool_use_id", f"{here}.tool_use_id")
+        results.append({"role": "tool", "tool_call_id": called, "content": found})
+    return results + ([{"role": "user", "content": "".join(texts)}] if texts else [])
+
+
+def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return what the assistant said."""
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        here = f"{at}[{i}]"
+        pins.see(block, here)
+        match one_of(block, "type", ("text", "tool_use", "thinking", "redacted_thinking"), f"{here}.type"):
+            case "text":
+                texts.append(text(block, "text", f"{here}.text"))
+            case "thinking":
+                thoughts.append(text(block, "thinking", f"{here}.thinking"))
+            case "tool_use":
+                function = {"name": text(block, "name", f"{here}.name")}
+                function["arguments"] = json.dumps(obj(block, "input", f"{here}.input") or {}, ensure_ascii=False)
+                calls.append({"id": text(block, "id", f"{here}.id"), "type": "function", "function": function})
+    res = {"role": "assistant", "content": "".join(texts), "tool_calls": calls, "reasoning_content": "".join(thoughts)}
+    return [res]
+
+
+def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]:
+    tools = []
+    for i, value in enumerate(array(fields, "tools") or ()):
+        at = f"tools[{i}]"
+        tool = as_object(value, at, "name and input_schema")
+        if tool.get("type", "custom") not in {"custom", None}:
+            msg = f"{at}.type is {repr(tool['type'])[:100]}: this server has no tools of its own, only custom ones"
+            raise invalid(msg, f"{at}.type", "unsupported_parameter")
+        pins.see(tool, at)
+        function = {
+            "name": text(tool, "name", f"{at}.name"),
+            "description": get(tool, "description", str, f"{at}.description"),
+            "parameters": obj(tool, "input_schema", f"{at}.input_schema"),
+        }
+        tools.append({"type": "function", "function": function})
+    return conversation.tools(tools)
+
+
+def _choice(
+    value: dict[str, Any] | None, tools: tuple[dict[str, Any], ...]
+) -> tuple[str | dict[str, Any], bool | None]:
+    """Return which tools may be called, and whether several at once."""
+    if value is None:
+        return conversation.tool_choice(None, tools), None
+    alone = get(value, "disable_parallel_tool_use", bool, "tool_choice.disable_parallel_tool_use")
+    parallel = None if alone is None else not alone
+    how = one_of(value, "type", (*_CHOICES, "tool"), "tool_choice.type")
+    if how == "tool":
+        named = {"function": {"name": text(value, "name", "tool_choice.name")}}
+        return conversation.tool_choice(named, tools), parallel
+    return conversation.tool_choice(_CHOICES[how], tools), parallel
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error(fault: Fault) -> dict[str, Any]:
+    """Return the error object for a fault."""
+    usual = "api_error" if fault.status >= 500 else "invalid_request_error"  # noqa: PLR2004
+    return {"type": "error", "error": {"type": _TYPES.get(fault.status, usual), "message": fault.message}}

@@ -1,0 +1,149 @@
+"""Messages and tools of a request, checked, in the form of the OpenAI protocol."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pyllama_kvflash.chat import Message
+from pyllama_kvflash.serve.fault import Fault, invalid
+from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, text
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_KNOWN = {
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "refusal"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+_ANY = {"role", "content", "name"}
+
+
+def messages(value: Any) -> tuple[Message, ...]:
+    """Return the messages of a conversation. Raises Fault."""
+    if not isinstance(value, list) or not value:
+        raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
+    called: dict[str, str] = {}  # names of functions, by the ids of calls
+    return tuple(_message(m, f"messages[{i}]", called) for i, m in enumerate(value))
+
+
+def _message(value: Any, at: str, called: dict[str, str]) -> Message:
+    given = as_object(value, at, "role and content")
+    role = _ROLES[one_of(given, "role", tuple(_ROLES), f"{at}.role")]
+    known = _KNOWN.get(role, _ANY)
+    extra = next((k for k, v in given.items() if k not in known and v not in (None, [])), None)
+    if extra is not None:
+        raise invalid(f"{at}.{extra[:100]} is not supported by this server: leave it out", at, "unsupported_parameter")
+    if role == "assistant":
+        return _said(given, at, called)
+    res = {"role": role, "content": content(given.get("content"), f"{at}.content")}
+    if role == "tool":
+        res["tool_call_id"] = text(given, "tool_call_id", f"{at}.tool_call_id")
+        if name := get(given, "name", str, f"{at}.name") or called.get(res["tool_call_id"]):
+            res["name"] = name
+    return res
+
+
+def _said(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
+    """Return what the assistant said: a text, calls, or both."""
+    calls = [_call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls") or ())]
+    called.update({call["id"]: call["function"]["name"] for call in calls})
+    there = given.get("content")
+    res: dict[str, Any] = {"role": "assistant"}
+    res["content"] = "" if there is None and calls else content(there, f"{at}.content")
+    if calls:
+        res["tool_calls"] = calls
+    if thought := get(given, "reasoning_content", str, f"{at}.reasoning_content"):
+        res["reasoning_content"] = thought
+    return res
+
+
+def _call(value: Any, at: str) -> dict[str, Any]:
+    given = as_object(value, at, "id, type and function")
+    one_of({"type": given.get("type", "function")}, "type", ("function",), f"{at}.type")
+    function = as_object(given.get("function"), f"{at}.function", "name and arguments")
+    return {
+        "id": get(given, "id", str, f"{at}.id") or "",
+        "type": "function",
+        "function": {
+            "name": text(function, "name", f"{at}.function.name"),
+            "arguments": text(function, "arguments", f"{at}.function.arguments"),
+        },
+    }
+
+
+def content(value: Any, at: str) -> str:
+    """Return the text of a string, or of an array of parts, which must all be text. Raises Fault."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise invalid(f'{at} has a part that is no {{"type": "text", "text": "..."}}: only text can be read', at)
+    return "".join(part["text"] for part in value)
+
+
+#
+# tools
+#
+
+
+def tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request. Raises Fault."""
+    given = array({"tools": value}, "tools") or []
+    if len(given) > MAX_TOOLS:
+        raise invalid(f"tools has {len(given)} tools, and may have {MAX_TOOLS}", "tools", "invalid_value")
+    res = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    names = [tool["function"]["name"] for tool in res]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise invalid(f"tools has two tools of the name {twice}", "tools", "invalid_value")
+    return res
+
+
+def _tool(value: Any, at: str) -> dict[str, Any]:
+    given = as_object(value, at, "type and function")
+    one_of(given, "type", ("function",), f"{at}.type")
+    function = as_object(given.get("function"), f"{at}.function", "a name")
+    name = text(function, "name", f"{at}.function.name")
+    if not _NAME.fullmatch(name):
+        msg = f"{at}.function.name is {name[:100]!r}: give up to 128 letters, digits, dots, dashes and underscores"
+        raise invalid(msg, f"{at}.function.name", "invalid_value")
+    res = {
+        "name": name,
+        "description": get(function, "description", str, f"{at}.function.description") or "",
+        "parameters": obj(function, "parameters", f"{at}.function.parameters") or {},
+    }
+    return {"type": "function", "function": res}
+
+
+def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:
+    """Return which tools may be called: "auto", "none", "required", or the one that must be. Raises Fault."""
+    if value is None:
+        return "auto" if given else "none"
+    if isinstance(value, dict):
+        name = text(
+            as_object(value.get("function"), "tool_choice.function", "a name"), "name", "tool_choice.function.name"
+        )
+        if name not in {tool["function"]["name"] for tool in given}:
+            raise invalid(f"tool_choice is {name[:100]!r}, and there is no such tool", "tool_choice", "invalid_value")
+        return {"type": "function", "function": {"name": name}}
+    choice = one_of({"tool_choice": value}, "tool_choice", ("auto", "none", "required"))
+    if choice == "required" and not given:
+        raise invalid("tool_choice is 'required', and there are no tools", "tool_choice", "invalid_value")
+    return choice if given else "none"
+
+
+def no_tools() -> Fault:
+    """Return the Fault for tools that the model's template cannot show to the model."""
+    msg = (
+        "the model's chat template has no tools: leave them out, or start the server with --chat-template-file and a"
+        " template that has"
+    )
+    return invalid(msg, "tools", "unsupported_parameter")

@@ -1,0 +1,96 @@
+"""Fields of JSON objects, checked one by one. Each function raises Fault for a value of the wrong kind."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pyllama_kvflash.serve.fault import invalid
+
+T = TypeVar("T", bound=int | float | str | bool)
+
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body. Raises Fault."""
+    try:
+        value = json.loads(body)
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except ValueError as err:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise invalid(f"the body is no JSON: {str(err)[:200]}") from None
+    if not isinstance(value, dict):
+        raise invalid(f"the body is {kind(value)}: give a JSON object")
+    return value
+
+
+def kind(value: Any) -> str:
+    """Return the type of a JSON value, in words."""
+    return "null" if value is None else _KINDS[type(value)]
+
+
+def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T | None:
+    """Return a field of this type; None if it is missing. An integer also counts as a float. at: its name in messages."""
+    value, at = fields.get(key), at or key
+    if value is None:
+        return None
+    if want is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 53:
+        return want(value)
+    if not isinstance(value, want) or isinstance(value, bool) != (want is bool):
+        raise invalid(f"{at} is {kind(value)}: give {_KINDS[want]}", at, "invalid_type")
+    return value
+
+
+def ranged(fields: Mapping[str, Any], key: str, want: type[T], low: float, high: float) -> T | None:
+    """Return a number from low to high; None if it is missing."""
+    value: Any = get(fields, key, want)
+    if value is not None and not low <= value <= high:  # NaN fails
+        raise invalid(f"{key} is {value}, and must be from {low:g} to {high:g}", key, "invalid_value")
+    res: T | None = value
+    return res
+
+
+def obj(fields: Mapping[str, Any], key: str, at: str = "") -> dict[str, Any] | None:
+    """Return an object in a field; None if it is missing."""
+    value, at = fields.get(key), at or key
+    if value is not None and not isinstance(value, dict):
+        raise invalid(f"{at} is {kind(value)}: give an object", at, "invalid_type")
+    return value
+
+
+def array(fields: Mapping[str, Any], key: str, at: str = "") -> list[Any] | None:
+    """Return an array in a field; None if it is missing."""
+    value, at = fields.get(key), at or key
+    if value is not None and not isinstance(value, list):
+        raise invalid(f"{at} is {kind(value)}: give an array", at, "invalid_type")
+    return value
+
+
+def text(fields: Mapping[str, Any], key: str, at: str) -> str:
+    """Return a string that must be there."""
+    value = get(fields, key, str, at)
+    if value is None:
+        raise invalid(f"{at} is missing: give a string", at, "missing_field")
+    return value
+
+
+def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: str = "") -> str:
+    """Return one of several words, which must be there."""
+    value, at = fields.get(key), at or key
+    if not isinstance(value, str) or value not in allowed:
+        raise invalid(f"{at} is {repr(value)[:100]}: give one of {', '.join(allowed)}", at, "invalid_value")
+    return value
+
+
+def as_object(value: Any, at: str, of: str) -> dict[str, Any]:
+    """Return an object that is an item of an array. of: what it must have, in words."""
+    if not isinstance(value, dict):
+        raise invalid(f"{at} is {kind(value)}: give an object with {of}", at, "invalid_type")
+    return value

@@ -1,0 +1,106 @@
+"""HTTP around the handlers: bodies, errors, and who may ask."""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Collection
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pyllama_kvflash.serve import anthropic
+from pyllama_kvflash.serve.fault import Fault
+
+_BODY_SECONDS = 60.0  # within which a body must arrive
+
+
+async def body_of(request: Request, limit: int) -> bytes:
+    """Return a request's body. Raises Fault.
+
+    It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
+        raise Fault(415, msg, code="unsupported_media_type")
+    size = request.headers.get("content-length", "0")
+    if size.isdecimal() and int(size) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise Fault(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+    except ClientDisconnect:
+        raise Fault(400, "the client left before it had sent the body") from None
+    return bytes(body)
+
+
+def _too_large(limit: int) -> Fault:
+    return Fault(413, f"the body is larger than {limit} bytes: shorten it, or raise --max-body", code="body_too_large")
+
+
+#
+# errors
+#
+
+
+def _response(path: str, fault: Fault) -> Response:
+    """Return the response to send for a fault, in the form of the protocol that was spoken."""
+    if path.startswith("/v1/messages"):
+        return JSONResponse(anthropic.error(fault), fault.status, fault.headers)
+    return fault.response()
+
+
+async def on_fault(request: Request, fault: Fault) -> Response:
+    """Answer a request that is refused."""
+    return _response(request.url.path, fault)
+
+
+async def on_http(request: Request, err: HTTPException) -> Response:
+    """Answer a request for what there is not."""
+    path = request.url.path
+    if err.status_code == 404:  # noqa: PLR2004
+        return _response(path, Fault(404, f"there is no {path[:200]} here", code="not_found"))
+    msg = f"{path[:200]} does not take {request.method}: {err.detail}"
+    return _response(path, Fault(err.status_code, msg, code="method_not_allowed", headers=err.headers))
+
+
+async def on_error(request: Request, _err: Exception) -> Response:
+    """Answer a request that failed for a reason that nobody thought of."""
+    return _response(request.url.path, Fault(500, "an error in the server: its log has the details"))
+
+
+#
+# the key
+#
+
+
+class Guard:
+    """Refuses requests without the key, except to the paths in `free`."""
+
+    def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
+        self._app, self._free = app, free
+        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it."""
+        if scope["type"] != "http" or scope["path"] in self._free or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        msg = "no valid API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+        fault = Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        await _response(scope["path"], fault)(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if self._digest is None:
+            return True
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        bearer = headers.get(b"authorization", b"")
+        given = bearer[7:] if bearer[:7] == b"Bearer " else headers.get(b"x-api-key", b"")
+        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)  # digests hide even the key's length

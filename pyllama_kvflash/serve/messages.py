@@ -1,0 +1,147 @@
+"""Answers as the Anthropic protocol has them: a message of content blocks, or events of a stream."""
+
+import json
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+from pyllama_kvflash.native import Delta, Rendered
+from pyllama_kvflash.serve.anthropic import error
+from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve.job import Finished, Text
+from pyllama_kvflash.serve.replies import event
+from pyllama_kvflash.serve.said import COMPLETE, Said
+
+_REASONS = {
+    "eos": "end_turn",
+    "stop": "end_turn",
+    "interrupted": "end_turn",
+    "length": "max_tokens",
+    "context": "max_tokens",
+}
+
+
+class MessageReply:
+    """A Reply of the Anthropic protocol."""
+
+    def __init__(self, model: str, rendered: Rendered, n_prompt: int, stop: Collection[str]) -> None:
+        """n_prompt: tokens of the prompt. stop: the strings that the request wants to end the answer."""
+        self._model, self._n_prompt, self._stop = model, n_prompt, stop
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._said = Said(rendered)
+        self._block: tuple[str, int] | None = None  # the kind of the open block, and which call it is
+        self._n_blocks = 0
+        self._done: Finished | None = None
+
+    def first(self) -> bytes:
+        """Begin the stream."""
+        usage = {"input_tokens": self._n_prompt, "output_tokens": 0}
+        return _event("message_start", message=self._message([], None, None, usage))
+
+    def text(self, text: Text) -> bytes:
+        """Go on with the answer."""
+        return b"".join(self._delta(delta) for delta in self._said.push(text.text))
+
+    def end(self, done: Finished) -> bytes:
+        """End the answer."""
+        self._done = done
+        res = b"".join(self._delta(delta) for delta in self._said.end(done)) + self._closed()
+        reason, stop = self._reason(done)
+        return res + _event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=_usage(done))
+
+    def last(self) -> bytes:
+        """End the stream."""
+        return _event("message_stop")
+
+    def failed(self, fault: Fault) -> bytes:
+        """End the stream after an error."""
+        return event(error(fault), "error")
+
+    def alive(self, note: str) -> bytes:  # noqa: ARG002 (clients know this event)
+        """Say that the server is at work."""
+        return _event("ping")
+
+    def whole(self) -> dict[str, Any]:
+        """Return everything that was said as one object."""
+        if self._done is None:
+            msg = "the answer has not ended"
+            raise AssertionError(msg)
+        said = self._said
+        content: list[dict[str, Any]] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.content:
+            content.append({"type": "text", "text": said.content})
+        content += [{"type": "tool_use", "id": c["id"], "name": c["name"], "input": _input(c)} for c in said.calls]
+        return self._message(content, *self._reason(self._done), _usage(self._done))
+
+    def _message(
+        self, content: list[Any], reason: str | None, stop: str | None, usage: dict[str, int]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": usage,
+        }
+
+    def _reason(self, done: Finished) -> tuple[str, str | None]:
+        """Return why the answer ended, and the string of the request that ended it."""
+        if self._said.calls and done.reason in COMPLETE:
+            return "tool_use", None
+        if done.stop in self._stop:
+            return "stop_sequence", done.stop
+        return _REASONS[done.reason], None
+
+    #
+    # blocks
+    #
+
+    def _delta(self, delta: Delta) -> bytes:
+        if call := delta.call:
+            start = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            more = {"type": "input_json_delta", "partial_json": call.arguments}
+            return self._in_block(("tool_use", call.index), start, more)
+        if delta.reasoning:
+            start = {"type": "thinking", "thinking": "", "signature": ""}
+            return self._in_block(("thinking", 0), start, {"type": "thinking_delta", "thinking": delta.reasoning})
+        return self._in_block(("text", 0), {"type": "text", "text": ""}, {"type": "text_delta", "text": delta.content})
+
+    def _in_block(self, block: tuple[str, int], start: dict[str, Any], more: dict[str, Any]) -> bytes:
+        res = b""
+        if block != self._block:
+            res = self._closed() + _event("content_block_start", index=self._n_blocks, content_block=start)
+            self._block = block
+        return res + _event("content_block_delta", index=self._n_blocks, delta=more)
+
+    def _closed(self) -> bytes:
+        if self._block is None:
+            return b""
+        self._block, self._n_blocks = None, self._n_blocks + 1
+        return _event("content_block_stop", index=self._n_blocks - 1)
+
+
+def _input(call: dict[str, str]) -> dict[str, Any]:
+    """Return the arguments of a call; none, if the answer was cut off in them."""
+    try:
+        found = json.loads(call["arguments"])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _usage(done: Finished) -> dict[str, int]:
+    return {
+        "input_tokens": done.n_prompt - done.n_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": done.n_cached,
+        "output_tokens": done.n_answer,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

@@ -1,0 +1,45 @@
+"""What other threads want to know of the sequences, or have done with them: only the scheduler's thread may touch them."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pyllama_kvflash.serve.slot import Slot
+
+T = TypeVar("T")
+Question = Callable[[Sequence[Slot]], T]
+"""Called with the sequences between two turns. It must be quick."""
+
+
+class Questions:
+    """Questions that wait for the scheduler's thread. Any thread may put one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Question[Any], Future[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, question: Question[T]) -> Future[T]:
+        """Add a question. Returns its result to be, or what it raises."""
+        future: Future[T] = Future()
+        self._waiting.append((question, future))
+        return future
+
+    def answer(self, slots: Sequence[Slot]) -> None:
+        """Answer those that wait now; those that come meanwhile wait for the next time, so that this ends."""
+        for _ in range(len(self)):
+            question, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(question(slots))
+                except BaseException as err:  # noqa: BLE001 (it concerns who asked)
+                    future.set_exception(err)
+
+    def refuse(self, err: Exception) -> None:
+        """Fail all that wait."""
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(err)

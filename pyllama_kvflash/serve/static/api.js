@@ -1,0 +1,87 @@
+// Requests to the server, with the API key where there is one.
+
+const NAME = "kvflash.key";
+const needed = document.documentElement.dataset.needsKey === "yes";
+const dialog = document.getElementById("key-dialog");
+const field = document.getElementById("key");
+const why = document.getElementById("key-why");
+
+let key = needed ? sessionStorage.getItem(NAME) ?? "" : "";
+let asked = null; // a promise while the dialog is open
+
+export class NoKey extends Error {}
+
+export const wantsKey = () => needed && !key;
+
+// Ask for the key. Resolves to whether there is one now.
+export function askForKey(reason) {
+  if (reason) why.textContent = reason;
+  asked ??= new Promise((resolve) => {
+    field.value = "";
+    dialog.returnValue = "";
+    dialog.showModal();
+    dialog.addEventListener("close", () => {
+      asked = null;
+      if (dialog.returnValue === "use") {
+        key = field.value;
+        sessionStorage.setItem(NAME, key);
+      }
+      field.value = "";
+      resolve(Boolean(key));
+    }, { once: true });
+  });
+  return asked;
+}
+
+document.getElementById("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  dialog.close("use");
+});
+document.getElementById("key-cancel").addEventListener("click", () => dialog.close(""));
+
+// Fetch a path of this server; with a body, post it as JSON. Throws NoKey, and an Error with the server's own sentence.
+export async function request(path, { body, signal } = {}) {
+  for (;;) {
+    if (wantsKey() && !await askForKey()) throw new NoKey("This server wants an API key.");
+    const used = key;
+    const headers = used ? { Authorization: `Bearer ${used}` } : {};
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const res = await fetch(path, {
+      method: body === undefined ? "GET" : "POST", headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
+    });
+    if (res.ok) return res;
+    if (res.status !== 401 || !needed) throw new Error(await sentence(res));
+    if (key === used) {
+      key = "";
+      sessionStorage.removeItem(NAME);
+      why.textContent = "That is not the server's key. Try another one.";
+    }
+  }
+}
+
+async function sentence(res) {
+  try {
+    return (await res.json()).error.message;
+  } catch {
+    return `The server answered with ${res.status} ${res.statusText}.`;
+  }
+}
+
+// The events of a stream as objects, and its comments as strings. Throws if it breaks off.
+export async function* events(res) {
+  const reader = res.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Error("The connection broke off.");
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      if (block.startsWith(":")) yield block.slice(1).trim();
+      else if (block === "data: [DONE]") return;
+      else if (block.startsWith("data: ")) yield JSON.parse(block.slice(6));
+    }
+  }
+}
+
+export const count = (n) => n.toLocaleString("en");

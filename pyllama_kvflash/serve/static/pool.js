@@ -1,0 +1,402 @@
+// The pool beside the chat: asked for once a second while the page is visible.
+
+import { NoKey, count, request, wantsKey } from "./api.js";
+import { chunkAt, colours, corner, draw, layout, square } from "./grid.js";
+
+const EVERY = 1000; // ms between two looks
+const SHOWN = 2500; // ms for which a move is marked
+const PLACES = ["out, in host memory", "on its way in", "in the pool"];
+const KINDS = { p: "pinned", s: "kept: the beginning", t: "kept: the end" };
+const LEGEND = [
+  ["in the pool, the hotter the stronger", { state: "2", kind: "-", heat: 0.1 }, { state: "2", kind: "-", heat: 1 }],
+  ["out", { state: "0", kind: "-" }],
+  ["on its way in", { state: "1", kind: "-" }],
+  ["beginning or end", { state: "2", kind: "t" }],
+  ["pinned", { state: "2", kind: "p" }],
+  ["has just come back", { state: "2", kind: "-", back: true }],
+  ["has just left", { state: "0", kind: "-", left: true }],
+];
+
+const at = (id) => document.getElementById(id);
+const [grid, box, pin, heard] = ["grid", "box", "pin", "heard"].map(at);
+
+let seen = null; // the last answer of the server
+let shown = 0; // the sequence whose chunks are shown
+let byHand = false; // whether the user chose it
+let mine = 0; // tokens of the conversation beside, 0: not known
+let focus = 0; // the chunk that keys move
+let pointed = null; // the chunk under the pointer
+let place = null; // how the squares lie
+let timer = 0;
+let looking = false;
+let texts = new Map();
+let moves = new Map(); // of the sequence shown: chunk -> when it moved
+
+export function start(total) {
+  mine = total;
+  legend();
+  grid.addEventListener("pointermove", (event) => point(under(event)));
+  grid.addEventListener("pointerleave", () => point(null));
+  grid.addEventListener("click", click);
+  grid.addEventListener("keydown", key);
+  grid.addEventListener("focus", () => point(null));
+  pin.addEventListener("click", () => toggle(focus));
+  new ResizeObserver(() => redraw()).observe(box.parentElement);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    legend();
+    redraw();
+  });
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) look();
+  });
+  look();
+}
+
+// The conversation beside goes on ("begin") or has come to a stop ("end"), with so many tokens.
+export function follow(what, total) {
+  byHand = false;
+  mine = what === "begin" ? 0 : total;
+  look();
+}
+
+//
+// looking
+//
+
+export async function look() {
+  clearTimeout(timer);
+  if (looking || document.hidden) return;
+  looking = true;
+  let pause = EVERY;
+  try {
+    take(await (await request("/kvflash/pool")).json());
+  } catch (err) {
+    at("status").textContent = err instanceof NoKey ? "no API key" : err instanceof TypeError ? "no connection" : err.message;
+    pause = 3 * EVERY;
+  }
+  looking = false;
+  if (!wantsKey()) timer = setTimeout(look, pause); // who declined is not asked again and again
+}
+
+function take(found) {
+  at("model").textContent = found.model;
+  document.title = `${found.model} – kvflash`;
+  if (found.status !== "ok") at("status").textContent = found.status === "loading" ? "the model is loading" : found.status;
+  if (!found.sequences) return;
+  const before = seen?.sequences[shown];
+  seen = found;
+  choose();
+  note(before, seen.sequences[shown]);
+  if (found.status === "ok") at("status").textContent = status();
+  summary();
+  sequences();
+  figures();
+  at("map").hidden = found.pool_cells === null;
+  redraw();
+}
+
+// The sequence to show, unless the user chose one: that of the conversation beside.
+function choose() {
+  const all = seen.sequences;
+  if (shown >= all.length) shown = 0;
+  if (byHand) return;
+  const found = mine
+    ? all.findIndex((s) => Math.abs(s.n_tokens - mine) <= 1)
+    : all.findIndex((s) => s.busy);
+  const was = shown;
+  if (found >= 0) shown = found;
+  else if (!all[shown].n_tokens) shown = Math.max(0, all.findIndex((s) => s.n_tokens));
+  if (shown !== was) other();
+}
+
+function other() {
+  moves.clear();
+  focus = 0;
+  pointed = null;
+}
+
+// Mark what moved since the last look.
+function note(before, now) {
+  const time = performance.now();
+  if (!before || before.id !== now.id || before.text_id !== now.text_id) {
+    moves.clear();
+    if (before && before.id === now.id) texts.clear();
+  } else {
+    [...now.state].forEach((state, chunk) => {
+      const was = before.state[chunk];
+      if (was !== undefined && state !== was && (state === "2" || state === "0")) moves.set(chunk, time);
+    });
+    if (now.reselect && now.reselect.pos !== before.reselect?.pos) {
+      for (const chunk of [...now.reselect.page_ins, ...now.reselect.drops]) moves.set(chunk, time);
+    }
+  }
+  for (const [chunk, when] of moves) if (time - when > SHOWN) moves.delete(chunk);
+}
+
+//
+// what is shown
+//
+
+const item = (tag, text = "", className = "") => {
+  const res = document.createElement(tag);
+  res.textContent = text;
+  if (className) res.className = className;
+  return res;
+};
+
+const bytes = (n) => {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; n >= 1024 && unit < units.length - 1; unit += 1) n /= 1024;
+  return `${n >= 100 || unit === 0 ? Math.round(n) : n.toFixed(1)} ${units[unit]}`;
+};
+
+const time = (s) => (s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(s >= 0.1 ? 0 : 1)} ms`);
+const share = (n, of) => `${((100 * n) / of).toFixed(n === of ? 0 : 1)} %`;
+
+function status() {
+  const busy = seen.sequences.filter((s) => s.busy).length;
+  const waits = seen.queue ? `, ${count(seen.queue)} waiting` : "";
+  return busy || seen.queue ? `${busy} of ${seen.sequences.length} busy${waits}` : "idle";
+}
+
+function summary() {
+  const { n_tokens: n, reading } = seen.sequences[shown];
+  const text = `${count(n)} of ${count(seen.n_ctx)} tokens of context`;
+  const now = reading ? `, reading ${count(reading[0])} of ${count(reading[1])}` : "";
+  at("summary").textContent = seen.pool_cells === null
+    ? `There is no pool: the full cache is in use, and all chunks are on the device. ${text}${now}.`
+    : `${count(seen.pool_cells)} tokens on the device, chosen by ${seen.policy}. ${text}${now}.`;
+}
+
+function sequences() {
+  const parent = at("sequences");
+  parent.hidden = seen.sequences.length < 2;
+  while (parent.children.length < seen.sequences.length) {
+    const button = item("button");
+    const i = parent.children.length;
+    button.type = "button";
+    button.addEventListener("click", () => {
+      byHand = true;
+      if (shown !== i) other();
+      shown = i;
+      texts.clear();
+      take(seen);
+    });
+    parent.append(button);
+  }
+  seen.sequences.forEach((s, i) => {
+    const button = parent.children[i];
+    const text = `Sequence ${i}: ${s.n_tokens ? count(s.n_tokens) : "empty"}${s.busy ? ", busy" : ""}`;
+    if (button.textContent !== text) button.textContent = text;
+    button.setAttribute("aria-pressed", String(i === shown));
+  });
+}
+
+function figures() {
+  const s = seen.sequences[shown];
+  const rows = [["KV on the device", `${bytes(seen.device_kv_bytes)}; the full cache takes ${bytes(seen.full_kv_bytes)}`]];
+  if (seen.pool_cells !== null) {
+    const disk = seen.disk_bytes ? `, ${bytes(seen.disk_bytes)} on disk` : "";
+    const last = s.reselect;
+    rows.push(
+      ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${seen.chunk} tokens`],
+      ["Host records", `${bytes(seen.host_bytes)}${disk}`],
+      ["Moved", `${count(s.pages_in)} came back, ${count(s.pages_out)} left; ${count(seen.pages_in)} and ${count(seen.pages_out)} in all sequences`],
+      ["Choices", s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet"],
+    );
+    if (last) {
+      rows.push(["Last choice", `at token ${count(last.pos)}: ${last.page_ins.length} in, ${last.drops.length} out;`
+        + ` ${time(last.score_s)} to score, ${time(last.apply_s)} to move`]);
+    }
+    rows.push(["Agreement", agreement(s)]);
+  }
+  const list = at("figures");
+  while (list.children.length < 2 * rows.length) list.append(item("dt"), item("dd"));
+  while (list.children.length > 2 * rows.length) list.lastChild.remove();
+  rows.flat().forEach((text, i) => {
+    if (list.children[i].textContent !== text) list.children[i].textContent = text;
+  });
+}
+
+function agreement(s) {
+  if (!seen.meter) return "not measured (--kvflash-meter 0.05)";
+  if (!seen.checked) return "nothing compared yet";
+  const here = s.compared ? `; this answer ${share(s.compared[1], s.compared[0])} of ${count(s.compared[0])}` : "";
+  return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens are the full cache's${here}`;
+}
+
+function legend() {
+  const scale = window.devicePixelRatio || 1;
+  at("legend").replaceChildren(...LEGEND.map(([text, ...whats]) => {
+    const line = item("li");
+    for (const what of whats) {
+      const canvas = document.createElement("canvas");
+      canvas.width = canvas.height = 16 * scale;
+      canvas.style.width = canvas.style.height = "16px";
+      canvas.setAttribute("aria-hidden", "true");
+      const g = canvas.getContext("2d");
+      g.scale(scale, scale);
+      square(g, colours(), 1, 1, 15, what);
+      line.append(canvas);
+    }
+    line.append(text);
+    return line;
+  }));
+}
+
+// The chunk of which the text is shown.
+const current = () => pointed ?? focus;
+
+function redraw() {
+  const s = seen?.sequences[shown];
+  if (!s || at("map").hidden) return;
+  const n = s.state.length;
+  focus = Math.max(0, Math.min(focus, n - 1));
+  place = layout(n, box.clientWidth, seen.chunk);
+  Object.assign(grid.dataset, { columns: place.columns, cell: place.cell, left: place.left, sequence: s.id });
+  const heat = ranks(s.score);
+  const whats = [...s.state].map((state, chunk) => {
+    const moved = moves.has(chunk);
+    return { state, kind: s.kind[chunk], heat: heat[chunk], back: moved && state === "2", left: moved && state === "0" };
+  });
+  draw(grid, place, whats, n ? current() : null);
+  detail();
+}
+
+// The rank of each score among all, 0 to 1; null where there is none.
+function ranks(scores) {
+  const sorted = scores.filter((x) => x !== null).sort((a, b) => a - b);
+  const first = new Map();
+  sorted.forEach((x, i) => first.has(x) || first.set(x, i));
+  return scores.map((x) => (x === null ? null : sorted.length > 1 ? first.get(x) / (sorted.length - 1) : 1));
+}
+
+function described(s, chunk) {
+  const kind = KINDS[s.kind[chunk]];
+  const score = s.score[chunk];
+  return [PLACES[s.state[chunk]], kind, score === null ? "no score" : `score ${score}`].filter(Boolean).join(", ");
+}
+
+function detail() {
+  const s = seen.sequences[shown];
+  const n = s.state.length;
+  const chunk = current();
+  pin.disabled = !n;
+  grid.setAttribute("aria-valuemax", String(Math.max(0, n - 1)));
+  grid.setAttribute("aria-valuenow", String(focus));
+  grid.setAttribute("aria-valuetext", n ? `Chunk ${focus}, ${described(s, focus)}` : "no chunks");
+  at("detail-title").textContent = n ? title(s, chunk) : "No chunks yet";
+  at("detail-state").textContent = n ? described(s, chunk) : "They come with the first message.";
+  const pinned = s.kind[focus] === "p";
+  pin.setAttribute("aria-pressed", String(pinned));
+  pin.setAttribute("aria-label", `${pinned ? "Unpin" : "Pin"} chunk ${focus}`);
+  pin.textContent = pinned ? "Unpin" : "Pin";
+  if (n) showText(s, chunk);
+  else at("detail-text").textContent = "";
+}
+
+function title(s, chunk) {
+  const end = Math.min((chunk + 1) * seen.chunk, s.n_tokens);
+  return `Chunk ${count(chunk)}: tokens ${count(chunk * seen.chunk)} to ${count(end - 1)}`;
+}
+
+//
+// the text of a chunk
+//
+
+async function showText(s, chunk) {
+  const text = await textOf(s, chunk);
+  if (s.id === shown && chunk === current() && text !== null && at("detail-text").textContent !== text) {
+    at("detail-text").textContent = text;
+  }
+}
+
+// Asked for once, as long as it is the same text; only a chunk that is not full changes.
+function textOf(s, chunk) {
+  const full = (chunk + 1) * seen.chunk <= s.n_tokens;
+  const name = `${s.id}/${s.text_id}/${chunk}/${full ? "" : s.n_tokens}`;
+  if (!texts.has(name)) {
+    if (texts.size > 500) texts.clear();
+    texts.set(name, request(`/kvflash/chunk?sequence=${s.id}&chunk=${chunk}`)
+      .then((res) => res.json())
+      .then((found) => found.text)
+      .catch(() => {
+        texts.delete(name);
+        return null;
+      }));
+  }
+  return texts.get(name);
+}
+
+//
+// pointer and keys
+//
+
+const under = (event) => (place ? chunkAt(place, event.offsetX, event.offsetY) : null);
+
+function point(chunk) {
+  if (chunk === pointed) return;
+  pointed = chunk;
+  redraw();
+}
+
+function click(event) {
+  const chunk = under(event);
+  if (chunk === null) return;
+  const first = event.pointerType === "touch" && chunk !== focus; // a finger does not point before: it chooses first
+  focus = chunk;
+  if (event.pointerType === "touch") pointed = null;
+  redraw();
+  if (!first) toggle(chunk);
+}
+
+function key(event) {
+  const n = seen?.sequences[shown].state.length;
+  if (!n || !place || event.altKey || event.ctrlKey || event.metaKey) return;
+  const { columns } = place;
+  const to = {
+    ArrowLeft: focus - 1, ArrowRight: focus + 1, ArrowUp: focus - columns, ArrowDown: focus + columns,
+    PageUp: focus - 4 * columns, PageDown: focus + 4 * columns, Home: 0, End: n - 1,
+  }[event.key];
+  if (event.key === "Enter" || event.key === " ") toggle(focus);
+  else if (to === undefined) return;
+  else move(Math.max(0, Math.min(to, n - 1)));
+  event.preventDefault();
+}
+
+function move(to) {
+  focus = to;
+  pointed = null;
+  redraw();
+  const [, y] = corner(place, focus);
+  if (y < box.scrollTop) box.scrollTop = y;
+  else if (y + place.cell > box.scrollTop + box.clientHeight) box.scrollTop = y + place.cell - box.clientHeight;
+  say(focus);
+}
+
+// The number and state are heard as the slider's value; the text follows when the keys rest.
+let resting = 0;
+
+function say(chunk) {
+  clearTimeout(resting);
+  resting = setTimeout(async () => {
+    const s = seen.sequences[shown];
+    const text = await textOf(s, chunk);
+    if (chunk === focus && text !== null) heard.textContent = text;
+  }, 400);
+}
+
+async function toggle(chunk) {
+  const s = seen?.sequences[shown];
+  if (!s || chunk >= s.state.length) return;
+  const pinned = s.kind[chunk] !== "p";
+  try {
+    await request("/kvflash/pin", { body: { sequence: s.id, chunk, pinned } });
+    at("pool-alert").textContent = "";
+    heard.textContent = `Chunk ${chunk} ${pinned ? "pinned" : "unpinned"}`;
+  } catch (err) {
+    at("pool-alert").textContent = err.message;
+  }
+  look();
+}

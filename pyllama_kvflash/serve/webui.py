@@ -1,0 +1,301 @@
+"""The page at /: its files, and what it asks about the pool and has done with it."""
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.events import Checked, Reselect, Stats
+from pyllama_kvflash.pool.residency import Residency
+from pyllama_kvflash.serve import fields
+from pyllama_kvflash.serve.fault import Fault, invalid
+from pyllama_kvflash.serve.questions import Question, T
+from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
+from pyllama_kvflash.serve.slot import Slot
+
+_FOLDER = Path(__file__).with_name("static")
+_KINDS = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
+_SCRIPTS = ("api", "chat", "grid", "page", "pool")
+_FILES = {"/": "index.html", **{f"/static/{name}": name for name in ("page.css", *(f"{s}.js" for s in _SCRIPTS))}}
+
+OPEN = frozenset(_FILES)
+"""Paths that need no key: a browser cannot send one for them, and they tell nothing."""
+
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_PIN = {"sequence": int, "chunk": int, "pinned": bool}
+
+Read = Callable[[Request], Awaitable[bytes]]
+"""Returns a request's body. Raises Fault unless it is declared to be JSON."""
+
+
+def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> list[Route]:
+    """Return the routes of the page. name: of the model. needs_key: whether the page must ask for a key."""
+    pool = _Pool(scheduler, name, read)
+    return [
+        *(Route(path, _file(file, needs_key=needs_key)) for path, file in _FILES.items()),
+        Route("/kvflash/pool", pool.look),
+        Route("/kvflash/chunk", pool.text),
+        Route("/kvflash/pin", pool.pin, methods=["POST"]),
+    ]
+
+
+def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Response]]:
+    # the page is told, because a request that only finds out would be an error in the browser's console
+    data = (_FOLDER / name).read_bytes().replace(b"{{needs_key}}", b"yes" if needs_key else b"no")
+
+    async def answer(_request: Request) -> Response:
+        return Response(data, headers=_HEADERS, media_type=_KINDS[Path(name).suffix])
+
+    return answer
+
+
+#
+# what the scheduler's thread is asked
+#
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One sequence at one moment. reading: tokens of its prompt that are in the context, and of how many; residency: None
+    without a pool; pins: pinned chunks.
+    """
+
+    busy: bool
+    reading: tuple[int, int] | None
+    n_tokens: int
+    n_texts: int
+    stats: Stats
+    residency: Residency | None
+    sinks: int
+    tail: int
+    pins: frozenset[int]
+    reselect: Reselect | None
+    checked: Checked | None
+    compared: tuple[int, int, float] | None  # tokens of this answer: compared, agreed, mean divergence
+
+
+def _seen(slot: Slot, stats: Stats) -> _Sequence:
+    seq, serving = slot.seq, slot.serving
+    ledger = seq.pager.ledger if seq.n_pool is not None else None
+    meter = seq.decoder.meter.stats if seq.decoder.meter else None
+    return _Sequence(
+        busy=serving is not None,
+        reading=(seq.n_tokens, serving.generation.n_text) if serving and slot.reading else None,
+        n_tokens=seq.n_tokens,
+        n_texts=slot.n_texts,
+        stats=stats,
+        residency=seq.residency() if ledger else None,
+        sinks=ledger.n_sinks if ledger else 0,
+        tail=min(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_sealed) if ledger else 0,
+        pins=frozenset(ledger.pins) if ledger else frozenset(),
+        reselect=slot.reselect,
+        checked=slot.checked,
+        compared=(meter.checked, meter.agreed, meter.kld_sum / meter.checked) if meter and meter.checked else None,
+    )
+
+
+def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
+    """Return the slot of a sequence that has this chunk. Raises Fault."""
+    if sequence >= len(slots):
+        raise Fault(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
+    slot = slots[sequence]
+    n = -(-slot.seq.n_tokens // slot.seq.options.chunk)
+    if chunk >= n:
+        msg = f"there is no chunk {chunk}: sequence {sequence} has {n} now"
+        raise Fault(404, msg, param="chunk", code="not_found")
+    return slot
+
+
+def _text(slots: Sequence[Slot], *, sequence: int, chunk: int) -> dict[str, Any]:
+    slot = _slot(slots, sequence, chunk)
+    n = slot.seq.options.chunk
+    tokens = slot.seq.tokens[chunk * n : (chunk + 1) * n]
+    return {
+        "sequence": sequence,
+        "chunk": chunk,
+        "text_id": slot.n_texts,
+        "start": chunk * n,
+        "end": chunk * n + len(tokens),
+        "text": slot.seq.detokenize(tokens),
+    }
+
+
+def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> dict[str, Any]:
+    slot = _slot(slots, sequence, chunk)
+    if slot.seq.n_pool is None:
+        msg = "there is no pool, so all chunks stay on the device: start the server with --kvflash"
+        raise Fault(409, msg, code="no_pool")
+    if pinned != (chunk in slot.seq.pager.ledger.pins):
+        if not pinned and chunk not in slot.pins:
+            msg = f"chunk {chunk} is pinned by --pin-prefix or --pin-spans: start the server without them to unpin it"
+            raise Fault(409, msg, param="chunk", code="pinned_by_option")
+        try:
+            slot.pin(chunk) if pinned else slot.unpin(chunk)
+        except KVFlashError as err:
+            raise Fault(409, str(err), param="chunk", code="cannot_pin") from None
+    return {"sequence": sequence, "chunk": chunk, "pinned": pinned}
+
+
+#
+# what the page is told
+#
+
+
+class _Pool:
+    """The handlers. Only the scheduler's thread touches the sequences."""
+
+    def __init__(self, scheduler: Scheduler, name: str, read: Read) -> None:
+        self._scheduler, self._name, self._read = scheduler, name, read
+
+    async def look(self, _request: Request) -> Response:
+        """Return the pool as it is now; while there is none, only why."""
+        metrics = self._scheduler.metrics
+
+        def seen(slots: Sequence[Slot]) -> list[_Sequence]:
+            return [_seen(slot, metrics.pages(slot.seq)) for slot in slots]
+
+        try:
+            found = await asyncio.wrap_future(self._scheduler.ask(seen))
+        except NotReady:
+            phase = self._scheduler.phase
+            status = Phase.STOPPING if phase == Phase.READY else phase  # it ended meanwhile
+            return JSONResponse({"status": status.value, "model": self._name}, headers=_FRESH)
+        return JSONResponse(self._view(found), headers=_FRESH)
+
+    async def text(self, request: Request) -> Response:
+        """Return the text of a chunk."""
+        sequence, chunk = (_number(request.query_params.get(name), name) for name in ("sequence", "chunk"))
+        return JSONResponse(await self._ask(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
+
+    async def pin(self, request: Request) -> Response:
+        """Pin or unpin a chunk."""
+        wanted = _pin_of(fields.parse_json(await self._read(request)))
+        return JSONResponse(await self._ask(partial(_pin, **wanted)), headers=_FRESH)
+
+    async def _ask(self, question: Question[T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._scheduler.ask(question))
+        except NotReady:
+            msg = "the model is loading, or the server is stopping: try again in a few seconds"
+            raise Fault(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
+
+    def _view(self, found: Sequence[_Sequence]) -> dict[str, Any]:
+        scheduler, stats = self._scheduler, found[0].stats
+        kv, total = scheduler.kv, scheduler.metrics.total
+        running = [s.compared for s in found if s.busy and s.compared]  # the others are in the totals
+        return {
+            "status": scheduler.phase.value,
+            "model": self._name,
+            "policy": kv.policy if kv else "",
+            "pool_cells": stats.n_pool,
+            "chunk": kv.options.chunk if kv else 0,
+            "n_ctx": stats.n_ctx,
+            "device_kv_bytes": stats.device_kv_bytes,
+            "full_kv_bytes": stats.kv_full_bytes,
+            "host_bytes": stats.host_bytes,
+            "disk_bytes": stats.disk_bytes,
+            "queue": max(0, scheduler.n_admitted - sum(s.busy for s in found)),
+            "pages_in": int(total("pages_in")),
+            "pages_out": int(total("pages_out")),
+            "reselects": sum(s.stats.reselects for s in found),
+            "reselect_s": round(sum(s.stats.reselect_s for s in found), 6),
+            "meter": bool(kv and kv.decoder.meter),
+            "checked": int(total("checked_tokens")) + sum(n for n, _, _ in running),
+            "agreed": int(total("agreed_tokens")) + sum(n for _, n, _ in running),
+            "sequences": [_sequence(i, s) for i, s in enumerate(found)],
+        }
+
+
+def _sequence(i: int, s: _Sequence) -> dict[str, Any]:
+    """Return what the page is told of a sequence; a letter or a digit for each chunk, because there may be thousands."""
+    r = s.residency
+    return {
+        "id": i,
+        "busy": s.busy,
+        "reading": s.reading,
+        "n_tokens": s.n_tokens,
+        "text_id": s.n_texts,
+        "state": "".join(map(str, r.state.tolist())) if r else "",
+        "kind": "".join(_kind(s, c) for c in range(len(r.state))) if r else "",
+        "score": [_short(x) for x in r.score.tolist()] if r else [],
+        "resident": s.stats.resident,
+        "stored": s.stats.stored,
+        "pages_in": s.stats.pages_in,
+        "pages_out": s.stats.pages_out,
+        "reselects": s.stats.reselects,
+        "reselect_s": round(s.stats.reselect_s, 6),
+        "reselect": _reselect(s.reselect) if s.reselect else None,
+        "compared": s.compared,
+        "checked": (
+            {"pos": s.checked.pos, "n": s.checked.n, "agreed": s.checked.agreed, "kld": _short(s.checked.kld)}
+            if s.checked
+            else None
+        ),
+    }
+
+
+def _kind(s: _Sequence, chunk: int) -> str:
+    if chunk in s.pins:
+        return "p"
+    if chunk < s.sinks:
+        return "s"
+    return "t" if chunk >= s.tail else "-"
+
+
+def _reselect(event: Reselect) -> dict[str, Any]:
+    return {
+        "pos": event.pos,
+        "reason": event.reason,
+        "page_ins": event.page_ins,
+        "drops": event.drops,
+        "score_s": round(event.score_s, 6),
+        "apply_s": round(event.apply_s, 6),
+        "missed": _short(event.missed),
+    }
+
+
+def _short(x: float) -> float | None:
+    """Return a number in three digits; None for what JSON cannot say."""
+    return float(f"{x:.3g}") if math.isfinite(x) else None
+
+
+#
+# what it asks
+#
+
+
+def _number(text: str | None, name: str) -> int:
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
+        msg = f"{name} must be a number from 0, as in /kvflash/chunk?sequence=0&chunk=12"
+        raise invalid(msg, name, "invalid_value")
+    return int(text)
+
+
+def _pin_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Check what /kvflash/pin is sent. Raises Fault."""
+    for name, kind in _PIN.items():
+        if type(body.get(name)) is not kind or (kind is int and body[name] < 0):
+            msg = f"{name} must be {'true or false' if kind is bool else 'a number from 0'}"
+            raise invalid(msg, name, "invalid_type")
+    if unknown := sorted(body.keys() - _PIN.keys()):
+        msg = f"{unknown[0][:100]} is no field of this: there are {', '.join(_PIN)}"
+        raise invalid(msg, unknown[0], "unknown_field")
+    return body
