@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.native import Sampling, json_grammar
 from pyllama_kvflash.serve import conversation
 from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
@@ -14,9 +15,12 @@ from pyllama_kvflash.serve.schema import Ask, check_known, sampling_of, stop_of
 _MAX_STOP = 64
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "thinking", "cache_control",
+    "tool_choice", "thinking", "cache_control", "output_config", "output_format",
 }  # fmt: skip
-_IGNORED = {"metadata", "service_tier", "container", "context_management", "output_config", "inference_geo", "betas"}
+_IGNORED = {
+    "metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "diagnostics", "speed",
+    "user_profile_id", "workspace_id",
+}  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
 _BLOCK = {"type", "cache_control"}
@@ -46,6 +50,7 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
+        schema=_schema(fields),
         chat_template_kwargs={} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"},
         max_tokens=limit,
         stop=stop_of(fields.get("stop_sequences"), "stop_sequences", _MAX_STOP),
@@ -178,6 +183,24 @@ def _choice(
         named = {"function": {"name": text(value, "name", "tool_choice.name")}}
         return conversation.tool_choice(named, tools), parallel
     return conversation.tool_choice(_CHOICES[how], tools), parallel
+
+
+def _schema(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    form, at = obj(fields, "output_format"), "output_format"  # as it was in the beta
+    if form is None:
+        form, at = obj(obj(fields, "output_config") or {}, "format", "output_config.format"), "output_config.format"
+    if form is None:
+        return None
+    one_of(form, "type", ("json_schema",), f"{at}.type")
+    found = obj(form, "schema", f"{at}.schema")
+    if found is None:
+        raise invalid(f"{at}.schema is missing: give an object", f"{at}.schema", "missing_field")
+    try:
+        json_grammar(json.dumps(found))
+    except KVFlashError as err:
+        raise invalid(str(err), f"{at}.schema", "invalid_value") from None
+    return found
 
 
 _TYPES = {

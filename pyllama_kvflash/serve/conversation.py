@@ -19,9 +19,10 @@ _ROLES = {
     "tool": "tool",
 }
 _KNOWN = {
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "refusal"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "refusal", "provider_specific_fields"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
+"""Fields of a message. litellm gives back its own messages, with provider_specific_fields, which say nothing new."""
 _ANY = {"role", "content", "name"}
 
 

@@ -90,5 +90,8 @@ class Cache(Protocol):
     def restore(self, sequence: KVFlash, tokens: Tokens, /) -> int:
         """Fill a sequence with the longest known prefix of tokens (n,). Returns its positions; 0: none, it is clear."""
 
-    def begin(self, sequence: KVFlash, /) -> Future[Any] | None:
-        """Begin to write what a sequence has now, while it goes on. Returns None if there is nothing to write."""
+    def begin(self, sequence: KVFlash, keep_s: float = 0.0, /) -> Future[Any] | None:
+        """Begin to write what a sequence has now, while it goes on. Returns None if there is nothing to write.
+
+        keep_s: seconds for which that goes last, when room is made.
+        """

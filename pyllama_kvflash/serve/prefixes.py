@@ -14,6 +14,8 @@ from pyllama_kvflash.text import n_common
 
 _COMMON = 64  # common tokens that make a sequence worth choosing over one that is cheaper to lose: BOS alone does not
 
+_READ_MUCH = 16384  # tokens of a prompt that would be a pity to read again
+
 log = logging.getLogger("kvflash.serve")
 
 
@@ -84,18 +86,26 @@ class Prefixes:
             self.clear(slot)
         return slot.kept
 
+    def save_some(self, slot: Slot) -> None:
+        """Save what has been read of a long prompt, now and then: the process may be killed before it ends."""
+        if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
+            self.save(slot)
+
     def save_all(self, slots: Iterable[Slot]) -> None:
         """Save all idle sequences, as save() does."""
         for slot in slots:
             if slot.job is None:
                 self.save(slot)
 
-    def save(self, slot: Slot) -> None:
-        """Let the cache write a sequence, if much of it is new, while others go on. Errors are only logged."""
-        if self._cache is None or slot.seq.n_tokens - slot.kept < self._cache_min:
+    def save(self, slot: Slot, keep_s: float = 0.0) -> None:
+        """Let the cache write a sequence, if much of it is new, while it and others go on. Errors are only logged.
+
+        keep_s: seconds for which the cache is to keep it, however little is new; 0: while there is room.
+        """
+        if self._cache is None or (slot.seq.n_tokens - slot.kept < self._cache_min and not keep_s):
             return
         try:
-            future = self._cache.begin(slot.seq)
+            future = self._cache.begin(slot.seq, keep_s)
         except (KVFlashError, OSError) as err:
             log.warning("the prefix cache could not be written: %s", err)
         else:

@@ -287,6 +287,10 @@ class Scheduler:
             self._fail(slot, serving.job, err)
         else:
             self.metrics.add(prefill_tokens=n_read, prefill_seconds=time.perf_counter() - begin)
+            if slot.reading:
+                self._prefixes.save_some(slot)
+            else:
+                self._prefixes.save(slot, serving.job.pin_seconds)
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
@@ -359,6 +363,7 @@ class Scheduler:
             found = meter.stats
             self.metrics.add(checked_tokens=found.checked, agreed_tokens=found.agreed, check_seconds=found.check_s)
         done = slot.finish(serving, reason)
+        self._prefixes.save(slot)
         if serving.job.then is not None and reason != "interrupted":
             self._go_on(serving.job.then)
         else:

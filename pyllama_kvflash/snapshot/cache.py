@@ -137,8 +137,7 @@ class PrefixCache:
                 n = sequence.restore(file, tokens)
             except SnapshotError:
                 continue
-            with suppress(OSError):
-                os.utime(path)
+            _touch(path)
             self.stats.hits += 1
             self.stats.n_tokens += n
             return n
@@ -152,37 +151,38 @@ class PrefixCache:
         Raises SnapshotError and UsageError.
         """
         path = self._path(sequence)
-        if not self._wanted(path, sequence):
+        if not self._wanted(path, sequence, 0):
             return path if path.exists() else None
-        return self._write(sequence.capture(), path)
+        return self._write(sequence.capture(), path, 0)
 
-    def begin(self, sequence: Savable) -> Future[Path] | None:
+    def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
         """Save a sequence in a thread, while it goes on. Returns its file to come; None: there is nothing to write.
+
+        keep_s: seconds from now until which it counts as just used, and goes last.
 
         Raises SnapshotError and UsageError.
         """
         path = self._path(sequence)
-        if not self._wanted(path, sequence):
+        if not self._wanted(path, sequence, keep_s):
             return None
         capture = sequence.capture()
-        return capture.submit(self._writer, path, partial(self._write, capture, path))
+        return capture.submit(self._writer, path, partial(self._write, capture, path, keep_s))
 
     def close(self) -> None:
         """Wait for the files being written."""
         self._writer.shutdown()
 
-    def _wanted(self, path: Path, sequence: Savable) -> bool:
+    def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
         """Return whether to write a sequence's file: it is missing and not too large. Touches a file that is there."""
         pager = sequence.pager
         if pager.ledger.n_chunks * pager.records.record_bytes > self.limit:
             return False
         if path.exists():
-            with suppress(OSError):
-                os.utime(path)
+            _touch(path, time.time() + keep_s)
             return False
         return True
 
-    def _write(self, capture: Capture, path: Path) -> Path:
+    def _write(self, capture: Capture, path: Path, keep_s: float) -> Path:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as err:
@@ -191,6 +191,7 @@ class PrefixCache:
             raise SnapshotError(msg) from None
         capture.write(path, choose=partial(self._sources, path.parent))
         self.stats.saves += 1
+        _touch(path, time.time() + keep_s)
         self._supersede(path)
         self.evict()
         return path
@@ -256,7 +257,8 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove files that this one makes useless.
 
-        Their text begins this one's text, this one can be cut wherever they end, and no other file needs them.
+        Their text begins this one's text, this one can be cut wherever they end, and no other file needs them. It is kept for
+        as long as they were to be.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}
@@ -269,6 +271,8 @@ class PrefixCache:
                 and set(old.states) <= set(new.states)
                 and not old.identity.difference(new.identity)
             ):
+                with suppress(OSError):
+                    _touch(path, old.path.stat().st_mtime)
                 self.remove(old.path)
 
     def remove(self, path: Path) -> list[Path]:
@@ -357,6 +361,13 @@ def _files(home: Path) -> list[Entry]:
                         Entry(Path(entry.path), status.st_size, status.st_mtime, (status.st_ino, status.st_size))
                     )
     return res
+
+
+def _touch(path: Path, until: float | None = None) -> None:
+    """Say that a file was used, or is to count as used, at a time in seconds since 1970 (None: now); the latest one counts."""
+    with suppress(OSError):
+        now = time.time()
+        os.utime(path, (now, max(now if until is None else until, path.stat().st_mtime)))
 
 
 def _unlinked(path: Path) -> bool:

@@ -12,7 +12,7 @@ export function colours() {
 export function layout(n, width, chunk) {
   const left = 40; // for the positions at which rows begin
   const found = [16, 32, 48, 64].map((columns) => {
-    const cell = Math.min(22, Math.floor((width - left) / columns));
+    const cell = Math.max(3, Math.min(26, Math.floor((width - left) / columns)));
     return { columns, cell, left, chunk, n, rows: Math.ceil(n / columns) };
   }).filter(({ columns, cell }) => cell >= 6 || columns === 16);
   return found.find(({ rows, cell }) => rows * cell <= 300) ?? found.at(-1);

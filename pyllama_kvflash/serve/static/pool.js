@@ -202,7 +202,7 @@ function figures() {
     rows.push(
       ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${seen.chunk} tokens`],
       ["Host records", `${bytes(seen.host_bytes)}${disk}`],
-      ["Moved", `${count(s.pages_in)} came back, ${count(s.pages_out)} left; ${count(seen.pages_in)} and ${count(seen.pages_out)} in all sequences`],
+      ["Moved", moved(s)],
       ["Choices", s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet"],
     );
     if (last) {
@@ -219,11 +219,17 @@ function figures() {
   });
 }
 
+function moved(s) {
+  const all = seen.pages_in !== s.pages_in || seen.pages_out !== s.pages_out
+    ? `; ${count(seen.pages_in)} and ${count(seen.pages_out)} in all` : "";
+  return `${count(s.pages_in)} came back, ${count(s.pages_out)} left${all}`;
+}
+
 function agreement(s) {
   if (!seen.meter) return "not measured (--kvflash-meter 0.05)";
   if (!seen.checked) return "nothing compared yet";
   const here = s.compared ? `; this answer ${share(s.compared[1], s.compared[0])} of ${count(s.compared[0])}` : "";
-  return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens are the full cache's${here}`;
+  return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens as in the full cache${here}`;
 }
 
 function legend() {
@@ -250,12 +256,12 @@ const current = () => pointed ?? focus;
 
 function redraw() {
   const s = seen?.sequences[shown];
-  if (!s || at("map").hidden) return;
+  if (!s || !box.clientWidth) return; // there is no pool, or a narrow window shows the chat
   const n = s.state.length;
   focus = Math.max(0, Math.min(focus, n - 1));
   place = layout(n, box.clientWidth, seen.chunk);
   Object.assign(grid.dataset, { columns: place.columns, cell: place.cell, left: place.left, sequence: s.id });
-  const heat = ranks(s.score);
+  const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "2" ? score : null))); // the others are all colder
   const whats = [...s.state].map((state, chunk) => {
     const moved = moves.has(chunk);
     return { state, kind: s.kind[chunk], heat: heat[chunk], back: moved && state === "2", left: moved && state === "0" };
