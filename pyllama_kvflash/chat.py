@@ -100,7 +100,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
     ) -> Rendered:  # fmt: skip
         """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
-        if asked.get("tools") and asked.get("tool_choice") != "none":
+        if asked.get("tools"):
             raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
         schema = asked.get("json_schema")
         grammar = None if schema is None else Grammar(json_grammar(json.dumps(schema)))

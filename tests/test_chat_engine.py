@@ -228,7 +228,7 @@ LARGE = {
 
 @pytest.mark.parametrize("source", [*LOOPS.values(), *LARGE.values()], ids=[*LOOPS, *LARGE])
 def test_a_template_that_takes_too_much_is_refused(model: Model, source: str) -> None:
-    with pytest.raises(UsageError, match="too long|too many|too deeply|range|too much") as caught:
+    with pytest.raises(UsageError, match=r"too long|too many|too deeply|range|too much") as caught:
         ChatEngine(model, source + "{{ messages[0].content }}", seconds=0.5).apply({"messages": [ASKED]})
     assert "\n" not in str(caught.value)
 

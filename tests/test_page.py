@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn")
 from support import serving
 from support.serving import NAME, SMALL, Asked, Running, long_text, scheduling, tokens_of, until
 
+from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import webui
 from pyllama_kvflash.serve.scheduler import NotReady, Phase
@@ -109,10 +110,16 @@ def test_the_files_need_no_key_and_the_pool_does() -> None:
         for path in webui.OPEN:
             assert stranger.get(path).status_code == 200
         assert 'data-needs-key="yes"' in stranger.get("/").text
-        for path in ("/kvflash/pool", "/kvflash/chunk?sequence=0&chunk=0", "/static/", "/static/../kvflash/pool", "//"):
+        for path in ("/kvflash/pool", "/kvflash/chunk?sequence=0&chunk=0", "/static/", "/static/x"):
             assert stranger.get(path).status_code == 401
         assert stranger.post("/kvflash/pin", json={}).status_code == 401
         assert pool(running)["status"] == "ok"
+
+
+def test_the_option_is_spelled_as_llama_server_spells_it() -> None:
+    option = next(param for param in serve.params if param.name == "webui")
+    assert (option.opts, option.secondary_opts, option.default) == (["--webui"], ["--no-webui"], True)
+    assert option.envvar == ["KVFLASH_WEBUI", "LLAMA_ARG_WEBUI"]
 
 
 def test_the_page_is_told_that_no_key_is_needed(server: Running) -> None:

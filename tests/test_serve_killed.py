@@ -48,8 +48,8 @@ class Served:
         assert res.status_code == 200, res.text
         return int(res.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def saves(self) -> float:
-        return parse_metrics(self.http.get("/metrics").text)["prefix_cache_saves_total"]
+    def wait_for_saves(self, n: int) -> None:
+        until(lambda: parse_metrics(self.http.get("/metrics").text)["prefix_cache_saves_total"] >= n)
 
     def kill_while_it_answers(self, prompt: list[int], n_saves: int) -> None:
         """Once an answer has begun, and what was read for it is on disk."""
@@ -57,7 +57,7 @@ class Served:
         with contextlib.suppress(httpx.HTTPError), self.http.stream("POST", "/v1/completions", json=body) as res:
             parts = res.iter_text()
             begun(parts)
-            until(lambda: self.saves() >= n_saves)
+            self.wait_for_saves(n_saves)
             self.process.send_signal(signal.SIGKILL)
             assert "[DONE]" not in "".join(parts)
         assert self.process.wait(30) == -signal.SIGKILL
@@ -94,7 +94,7 @@ def test_the_next_turn_is_warm(paths: dict[str, Path], kind: str, tmp_path: Path
     first, second = prompt_of(N_PROMPT, 1), prompt_of(N_TURN, 2)
     with served(paths[kind], tmp_path) as server:
         assert server.cached(first) == 0
-        until(lambda: server.saves() >= 1)
+        server.wait_for_saves(1)
         server.kill_while_it_answers([*first, *second], 2)
     with served(paths[kind], tmp_path) as server:
         n = server.cached([*first, *second, *prompt_of(20, 3)])
@@ -109,9 +109,9 @@ def test_the_next_turn_is_warm(paths: dict[str, Path], kind: str, tmp_path: Path
 def test_two_models_by_turns_on_one_folder(paths: dict[str, Path], tmp_path: Path) -> None:
     """Neither takes the other's text for its own, and each finds its own again."""
     prompt = prompt_of(N_PROMPT, 1)
-    for want in (0, N_PROMPT):
+    for n_known in (0, N_PROMPT):
         for model in (paths["dense"], BUNDLED_MODEL):
             with served(model, tmp_path) as server:
-                n = server.cached([*prompt, *prompt_of(9, want)])
-                assert n > want - CHUNK if want else n <= 1, "the first token may be common"
-                until(lambda server=server: server.saves() >= (want == 0))
+                n = server.cached([*prompt, *prompt_of(9, n_known)])
+                assert n > n_known - CHUNK if n_known else n <= 1, "the first token may be common"
+                server.wait_for_saves(0 if n_known else 1)

@@ -243,7 +243,7 @@ class FakeCache:
             raise self.error
         return len(best)
 
-    def begin(self, sequence: KVFlash) -> Future[None]:
+    def begin(self, sequence: KVFlash, keep_s: float = 0.0) -> Future[None]:
         self.calls["save"] += 1
         res: Future[None] = Future()
         if self.error and self.calls["save"] % 2:

@@ -1,5 +1,6 @@
 """Messages and tools of a request, checked, in the form of the OpenAI protocol."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -74,9 +75,18 @@ def _call(value: Any, at: str) -> dict[str, Any]:
         "type": "function",
         "function": {
             "name": text(function, "name", f"{at}.function.name"),
-            "arguments": text(function, "arguments", f"{at}.function.arguments"),
+            "arguments": _arguments(text(function, "arguments", f"{at}.function.arguments")),
         },
     }
+
+
+def _arguments(given: str) -> str:
+    """Return the arguments of a call as JSON. Those of a call that was cut off, say, are shown to the model as a text."""
+    try:
+        json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return json.dumps(given, ensure_ascii=False)
+    return given or "{}"
 
 
 def content(value: Any, at: str) -> str:

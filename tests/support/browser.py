@@ -86,8 +86,7 @@ class Page:
     def say(self, text: str) -> None:
         """Send a message by keyboard, and wait for the answer's end."""
         n = len(self.texts(".turn"))
-        self.one("#ask").click()
-        self.type(text, Keys.ENTER)
+        self.one("#ask").send_keys(text, Keys.ENTER)
         self.until(lambda: len(self.texts(".turn")) == n + 2 or self.text("#alert"))
         self.until(lambda: self.one("#send").is_enabled())
 

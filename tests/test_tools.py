@@ -1,0 +1,326 @@
+"""Tools, several answers, and how likely their tokens were, over both protocols, with a model that never heard of tools:
+what it says hangs on grammars alone.
+"""
+
+import json
+import string
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.serving import Running, environment, open_needle, sse, until  # noqa: F401 (a fixture for all)
+
+from pyllama_kvflash.serve.scheduler import Scheduler
+from pyllama_kvflash.snapshot.cache import PrefixCache
+
+pytestmark = pytest.mark.native
+
+TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
+ADD = {
+    "name": "add",
+    "description": "Add numbers.",
+    "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [3]}}, "required": ["a", "b"]},
+}
+TOOL = {"type": "function", "function": ADD}
+OTHER = {"type": "function", "function": {"name": "stop"}}
+CLAUDE_TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["parameters"]}
+ASKS = [{"role": "user", "content": "What is 1 + 3?"}]
+CHAT = {"messages": ASKS, "temperature": 0, "max_tokens": 300, "parallel_tool_calls": False}
+
+ASK = {"messages": ASKS, "temperature": 0, "max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(template=TEMPLATE) as running:
+        yield running
+
+
+def chat(server: Running, **more: Any) -> Any:
+    res = server.post({**CHAT, **more}, "/v1/chat/completions")
+    assert res.status_code == 200, res.text
+    return res.json()
+
+
+def message(server: Running, **more: Any) -> Any:
+    res = server.post({**ASK, **more}, "/v1/messages")
+    assert res.status_code == 200, res.text
+    return res.json()
+
+
+def test_a_call(server: Running) -> None:
+    choice = chat(server, tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})[
+        "choices"
+    ][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"][:1]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "add"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["a"] in {1, 2}
+    assert arguments["b"] == 3
+
+
+def test_streamed_calls_come_in_pieces(server: Running) -> None:
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "required", "stream": True}
+    events, _ = sse(server.post(body, "/v1/chat/completions").text)
+    assert events[-1] == "[DONE]"
+    choices = [e["choices"][0] for e in events[:-1]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    said: dict[int, dict[str, str]] = {}
+    for delta in (d for c in choices for d in c["delta"].get("tool_calls", [])):
+        found = said.setdefault(delta["index"], {"name": "", "arguments": ""})
+        assert ("id" in delta) == (not found["name"]), "the first piece of a call names it"
+        found["name"] += delta["function"].get("name", "")
+        found["arguments"] += delta["function"]["arguments"]
+    assert said
+    assert all(c["name"] == "add" and json.loads(c["arguments"])["b"] == 3 for c in said.values())
+
+
+def test_a_loop_with_a_tool_is_warm(server: Running) -> None:
+    first = chat(server, tools=[TOOL], tool_choice="required")
+    said = first["choices"][0]["message"]
+    assert len(said["tool_calls"]) == 1
+    result = {
+        "role": "tool",
+        "tool_call_id": said["tool_calls"][0]["id"],
+        "content": [{"type": "text", "text": "four"}],
+    }
+    again = chat(server, messages=[*ASKS, said, result], tools=[TOOL], tool_choice="none")
+    assert "tool_calls" not in again["choices"][0]["message"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
+
+
+def test_structure_with_a_template(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    found = json.loads(chat(server, response_format=form)["choices"][0]["message"]["content"])
+    assert found["a"] in {1, 2}
+    assert type(found["b"]) is bool
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers(server: Running, stream: bool) -> None:
+    """Each is that of its own seed, and the prompt is read once."""
+    asked = {"temperature": 1.5, "seed": 7, "max_tokens": 8, "n": 3}
+    if stream:
+        body = {**CHAT, **asked, "stream": True, "stream_options": {"include_usage": True}}
+        events, _ = sse(server.post(body, "/v1/chat/completions").text)
+        usage = events[-2]["usage"]
+        texts = ["", "", ""]
+        for choice in (e["choices"][0] for e in events[:-2]):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        ends = [e["choices"][0]["index"] for e in events[:-2] if e["choices"][0]["finish_reason"]]
+        assert ends == [0, 1, 2]
+    else:
+        res = chat(server, **asked)
+        usage, texts = res["usage"], [c["message"]["content"] for c in res["choices"]]
+        assert [c["index"] for c in res["choices"]] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert usage["completion_tokens"] <= 24
+    until(server.idle)
+    assert server.health()["queue"] == 0
+
+
+def test_several_answers_and_a_client_that_leaves(server: Running) -> None:
+    body = {**CHAT, "max_tokens": 1000, "n": 100, "stream": True, "temperature": 1.5}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as res:
+        next(res.iter_text())
+    until(server.idle)
+
+
+def test_how_likely_the_tokens_of_a_chat_were(server: Running) -> None:
+    choice = chat(server, max_tokens=5, logprobs=True, top_logprobs=2)["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert len(told) == 5
+    for token in told:
+        assert token["logprob"] <= 0
+        assert len(token["top_logprobs"]) == 2
+        assert token["top_logprobs"][0]["token"] == token["token"], "the most likely one is taken"
+        assert bytes(token["bytes"]).decode("utf-8", "replace") == token["token"]
+    body = {**CHAT, "max_tokens": 5, "logprobs": True, "stream": True}
+    events, _ = sse(server.post(body, "/v1/chat/completions").text)
+    streamed = [t for e in events[:-1] for t in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert len(streamed) == 5
+    assert all(t["top_logprobs"] == [] for t in streamed)
+
+
+def test_how_likely_the_tokens_of_a_completion_were(server: Running) -> None:
+    choice = server.post({"prompt": "One, two,", "max_tokens": 4, "logprobs": 2}).json()["choices"][0]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(4)]
+    assert [max(top.values()) for top in told["top_logprobs"]] == told["token_logprobs"]
+    body = {"prompt": "One, two,", "max_tokens": 4, "logprobs": 2, "stream": True}
+    events, _ = sse(server.post(body).text)
+    parts = [e["choices"][0]["logprobs"] for e in events[:-1] if e["choices"][0]["logprobs"]]
+    texts = [t for p in parts for t in p["tokens"]]
+    assert [o for p in parts for o in p["text_offset"]] == [len("".join(texts[:i])) for i in range(4)]
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": 5}, "tools", "give an array"),
+    ({"tools": [5]}, "tools[0]", "give an object"),
+    ({"tools": [{}]}, "tools[0].type", "give one of function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "give an object with a name"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters", "object"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools of the name add"),
+    ({"tools": [TOOL] * 300}, "tools", "may have 256"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "auto, none, required"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no such tool"),
+    ({"tools": [TOOL], "grammar": 'root ::= "a"'}, "grammar", "give one of them"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]}, "messages", "render"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "param", "words"), BAD)
+def test_bad_tools(server: Running, more: dict[str, Any], param: str, words: str) -> None:
+    res = server.post({**CHAT, **more}, "/v1/chat/completions")
+    assert res.status_code == 400, res.text
+    error = res.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_a_template_without_tools() -> None:
+    with Running() as running:
+        res = running.post({**CHAT, "tools": [TOOL]}, "/v1/chat/completions")
+        assert res.status_code == 400
+        assert "chat template has no tools" in res.json()["error"]["message"]
+        assert running.post({**CHAT, "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}, "/v1/chat/completions")
+
+
+#
+# Anthropic's protocol
+#
+
+
+def test_a_message(server: Running) -> None:
+    res = message(server, max_tokens=6, system="Be brief.")
+    assert res["type"] == "message"
+    assert res["role"] == "assistant"
+    assert res["stop_reason"] == "max_tokens"
+    (block,) = res["content"]
+    asked = [{"role": "system", "content": "Be brief."}, *ASKS]
+    want = chat(server, messages=asked, max_tokens=6)  # the same prompt
+    assert block["type"] == "text"
+    assert block["text"]
+    usage = res["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == want["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == 6
+
+
+def test_a_message_ends_with_a_stop_sequence(server: Running) -> None:
+    letters = [*string.ascii_letters, *string.digits, " ", "\n"]
+    res = message(server, max_tokens=50, stop_sequences=letters)
+    assert res["stop_reason"] == "stop_sequence"
+    assert res["stop_sequence"] in letters
+    assert not set(letters) & set("".join(block["text"] for block in res["content"]))
+
+
+def test_a_tool_in_messages(server: Running) -> None:
+    res = message(server, tools=[CLAUDE_TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert res["stop_reason"] == "tool_use"
+    (block,) = res["content"]
+    assert block["type"] == "tool_use"
+    assert block["name"] == "add"
+    assert block["input"]["b"] == 3
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "four"}]}
+    heard = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
+    messages = [*ASKS, {"role": "assistant", "content": [block]}, heard]
+    again = message(server, messages=messages, tools=[CLAUDE_TOOL], tool_choice={"type": "none"}, max_tokens=3)
+    assert again["content"][0]["type"] == "text"
+    assert again["usage"]["cache_read_input_tokens"] > 50
+
+
+def test_a_streamed_message(server: Running) -> None:
+    once = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
+    asked = {"tools": [CLAUDE_TOOL], "tool_choice": once}
+    text = server.post({**ASK, **asked, "stream": True}, "/v1/messages").text
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    kinds = [e["type"] for e in events if e["type"] != "ping"]
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert [e["index"] for e in events if e["type"] == "content_block_stop"] == list(range(len(starts)))
+    inputs = [
+        "".join(e["delta"]["partial_json"] for e in events if e.get("index") == i and "delta" in e)
+        for i in range(len(starts))
+    ]
+    assert all(s["name"] == "add" and json.loads(i)["b"] == 3 for s, i in zip(starts, inputs, strict=True))
+    delta = next(e for e in events if e["type"] == "message_delta")
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert delta["usage"]["output_tokens"] > 10
+
+
+def test_counting_tokens(server: Running) -> None:
+    res = server.http.post("/v1/messages/count_tokens", json={"messages": ASKS, "system": "x", "tools": [CLAUDE_TOOL]})
+    assert res.status_code == 200
+    n = res.json()["input_tokens"]
+    usage = message(server, system="x", tools=[CLAUDE_TOOL], tool_choice={"type": "none"}, max_tokens=1)["usage"]
+    assert n == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    until(server.idle)
+
+
+BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"messages": []}, "at least one message"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "user, assistant"),
+    ({"messages": [{"role": "user", "content": 5}]}, "an integer"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text, tool_result"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "name is missing"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom ones"),
+    ({"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no such tool"),
+    ({"tool_choice": {"type": "any"}}, "there are no tools"),
+    ({"stop_sequences": 1}, "stop_sequences"),
+    ({"cache_control": {"type": "for ever"}}, "ephemeral"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "9y"}}, "5m, 1h"),
+    ({"thinking": 1}, "give an object"),
+    ({"temperature": 9}, "must be from 0 to 2"),
+    ({"mcp_servers": []}, "no field 'mcp_servers'"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), BAD_MESSAGES)
+def test_bad_messages(server: Running, more: dict[str, Any], words: str) -> None:
+    res = server.post({**ASK, **more}, "/v1/messages")
+    assert res.status_code == 400, res.text
+    assert res.json()["type"] == "error"
+    error = res.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+
+
+def test_errors_of_the_other_protocol() -> None:
+    with Running(key="k") as running:
+        res = running.http.post("/v1/messages", json={}, headers={"Authorization": "", "x-api-key": "wrong"})
+        assert res.status_code == 401
+        assert res.json()["error"]["type"] == "authentication_error"
+        headers = {"Authorization": "", "x-api-key": "k"}
+        assert running.http.post("/v1/messages", json={}, headers=headers).status_code == 400
+        assert running.http.get("/v1/messages/x").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_marked_prompt_stays_in_the_cache(tmp_path: Path) -> None:
+    """Though little of it is new, it is written, and it goes last."""
+    cache = PrefixCache(tmp_path, 1 << 30)
+    with Running(Scheduler(open_needle(), n_queue=8, cache=cache), template=TEMPLATE) as running:
+        marked = [{"type": "text", "text": "On and on. " * 40, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+        message(running, system=marked, max_tokens=1)
+        until(lambda: len(cache.entries()) == 1)
+        until(lambda: cache.entries()[0].used > time.time() + 3000)
+        chat(running, messages=[{"role": "user", "content": "Else. " * 300}], max_tokens=1)
+        assert cache.entries()[0].used > time.time() + 3000
