@@ -58,9 +58,11 @@ class Group(click.Group):
             sys.stdout.reconfigure(errors="replace")  # show a question mark for what the terminal cannot show
         try:
             sys.exit(super().main(args, **extra) or 0)
-        except click.ClickException as err:
+        except click.exceptions.NoArgsIsHelpError as err:
             err.show()
             sys.exit(err.exit_code)
+        except click.ClickException as err:
+            _fail(_sentence(err), err.exit_code)
         except KVFlashError as err:
             _fail(str(err), err.exit_code)
         except (KeyboardInterrupt, click.Abort):
@@ -78,6 +80,17 @@ class Group(click.Group):
             _fail(what, EXIT_RUNTIME)
         except MemoryError:
             _fail("out of host memory: use a shorter context, a smaller cache type (-ctk, -ctv) or batch", EXIT_RUNTIME)
+
+
+def _sentence(err: click.ClickException) -> str:
+    """Return an error of click's as our own look: one sentence, and where to read more."""
+    what = err.format_message()
+    if isinstance(err, click.BadParameter) and err.param and err.message:
+        what = f"{'/'.join(err.param.opts)}: {err.message}"
+    what = " ".join(what.split()).rstrip(".")
+    what = what[:1].lower() + what[1:]
+    where = f"; {err.ctx.command_path} --help tells more" if isinstance(err, click.UsageError) and err.ctx else ""
+    return what + where
 
 
 def _fail(message: str, code: int) -> None:
