@@ -70,14 +70,19 @@ class ChatTemplate:
         return res
 
     @property
+    def caps(self) -> dict[str, bool]:
+        """What the template can do, by llama.cpp's names; {} if it does not know it."""
+        return self._engine.caps if self._engine else {}
+
+    @property
     def takes_tools(self) -> bool:
         """Whether a conversation may have tools."""
-        return self._engine is not None and self._engine.caps["supports_tool_calls"]
+        return self.caps.get("supports_tool_calls", False)
 
     @property
     def calls_at_once(self) -> bool:
         """Whether an answer may call several tools."""
-        return self._engine is not None and self._engine.caps["supports_parallel_tool_calls"]
+        return self.caps.get("supports_parallel_tool_calls", False)
 
     def rendered(self, messages: Sequence[Message], *, answer: bool = True, **asked: Any) -> Rendered:
         """Return a conversation as a prompt, with what its answer keeps to and how to parse it.

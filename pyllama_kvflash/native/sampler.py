@@ -1,6 +1,7 @@
 """llama.cpp's sampler chain, and its grammars."""
 
 import math
+import re
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -179,8 +180,24 @@ def json_grammar(schema: str) -> str:
     return found.decode()
 
 
+_COUNTS = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}', re.DOTALL
+)
+"""What a grammar quotes, or how often something may come."""
+
+
+def _check_counts(text: str) -> None:
+    """Raise UsageError where llama.cpp would make rules until no memory is left: it does not look at these."""
+    for found in _COUNTS.finditer(text):
+        low, high = found[1] or "0", found[2] or ""
+        if max(len(low), len(high)) > 9 or (high and int(high) < int(low)):  # noqa: PLR2004 (digits)
+            msg = f"the grammar cannot be used: nothing can come {''.join(found[0].split())[:50]} times"
+            raise errors.UsageError(msg)
+
+
 def _grammar(grammar: str | Grammar, model: Model) -> Any:
     given = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
+    _check_counts(given.text)
     found, params = ffi.new("struct kvf_grammar **"), ffi.new("struct kvf_grammar_params *")
     keep = params.text, params.after, params.thinking = [_text(t) for t in (given.text, given.after, given.thinking)]
     patterns, thought = ([_text(t) for t in texts] for texts in (given.patterns, given.thought))

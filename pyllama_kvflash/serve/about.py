@@ -45,8 +45,8 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
         return list(data)
 
 
-def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None) -> dict[str, Any]:
-    """Answer GET /props: what holds for all requests. template: in place of the model's own."""
+def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps: dict[str, bool]) -> dict[str, Any]:
+    """Answer GET /props: what holds for all requests. template: in place of the model's own. caps: what it can do."""
     s = sampling
     params = {
         "seed": -1 if s.seed is None else s.seed,
@@ -66,6 +66,7 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None) -> d
         "model_alias": name,
         "model_path": str(kv.model.path),
         "chat_template": template or kv.model.meta("tokenizer.chat_template") or "",
+        "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"pyllama_kvflash {__version__}",
         "kvflash": {"pool": kv.n_pool, "policy": kv.policy, "opening": kv.options.opening, "exact": kv.options.exact},

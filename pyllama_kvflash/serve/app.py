@@ -116,8 +116,8 @@ class Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _props(self, _request: Request) -> Response:
-        s = self._settings
-        return JSONResponse(about.props(self._ready(), s.name, s.sampling, s.template))
+        s, kv = self._settings, self._ready()
+        return JSONResponse(about.props(kv, s.name, s.sampling, s.template, self._understanding.caps(kv)))
 
     async def _slots(self, _request: Request) -> Response:
         return JSONResponse(about.slots(self._ready(), self._scheduler.busy))

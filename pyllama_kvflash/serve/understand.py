@@ -65,8 +65,19 @@ class Understanding:
         _check_length(len(found.tokens), kv.options.n_ctx)
         return found
 
+    def caps(self, kv: KVFlash) -> dict[str, bool]:
+        """Return what the chat template can do, by llama.cpp's names; {} if it does not know it."""
+        try:
+            return self._of(kv).caps
+        except KVFlashError:
+            return {}
+
+    def _of(self, kv: KVFlash) -> ChatTemplate:
+        self._template = self._template or ChatTemplate.of(kv.model, self._source)
+        return self._template
+
     def _chat(self, kv: KVFlash, ask: Ask) -> Understood:
-        self._template = template = self._template or ChatTemplate.of(kv.model, self._source)
+        template = self._of(kv)
         asked: dict[str, Any] = {"chat_template_kwargs": ask.chat_template_kwargs}
         if ask.tools:
             if not template.takes_tools and ask.tool_choice != "none":

@@ -93,7 +93,8 @@ static common_chat_templates_inputs inputs_of(const json & request) {
     res.enable_thinking       = request.value("enable_thinking", true);
     res.reasoning_format      = COMMON_REASONING_FORMAT_AUTO;
     if (request.contains("json_schema")) { res.json_schema = request.at("json_schema").dump(); }
-    for (const auto & [key, val] : request.value("chat_template_kwargs", json::object()).items()) {
+    const json kwargs = request.value("chat_template_kwargs", json::object()); // items() only refers to it
+    for (const auto & [key, val] : kwargs.items()) {
         res.chat_template_kwargs[key] = val.dump();
     }
     return res;

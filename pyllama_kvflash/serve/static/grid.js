@@ -82,13 +82,14 @@ function triangle(g, x, y, size) {
 // All of them. focus: chunk with a frame, or null.
 export function draw(canvas, place, whats, focus) {
   const scale = window.devicePixelRatio || 1;
-  const [width, height] = [place.left + place.columns * place.cell, Math.max(1, place.rows * place.cell)];
+  const [width, height] = [place.left + place.columns * place.cell, place.rows * place.cell + 2];
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
   canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
   const [g, c] = [canvas.getContext("2d"), colours()];
   g.scale(scale, scale);
+  g.translate(0, 1); // for the marks around the first row
   g.font = "10px system-ui, sans-serif";
   g.textAlign = "right";
   g.textBaseline = "top";

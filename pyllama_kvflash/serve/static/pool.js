@@ -259,7 +259,7 @@ function redraw() {
   if (!s || !box.clientWidth) return; // there is no pool, or a narrow window shows the chat
   const n = s.state.length;
   focus = Math.max(0, Math.min(focus, n - 1));
-  place = layout(n, box.clientWidth, seen.chunk);
+  place = layout(n, box.clientWidth - 8, seen.chunk); // less its padding
   Object.assign(grid.dataset, { columns: place.columns, cell: place.cell, left: place.left, sequence: s.id });
   const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "2" ? score : null))); // the others are all colder
   const whats = [...s.state].map((state, chunk) => {
