@@ -1,9 +1,9 @@
 """A picture of the server's page in use: a long text is read, two questions are asked, some chunks are pinned.
 
 python bench/page.py -m model.gguf --text moby-dick.txt                   writes docs/page.png
-python bench/page.py -m model.gguf --text book.txt --size 390x844 --view pool -o phone.png
+python bench/page.py -m model.gguf --text book.txt --dark --phone phone.png -o page.png
 
-Needs Chromium with its driver, and selenium, from the extra `test`.
+Needs Chromium with its driver, and selenium and Pillow, from the extra `test`.
 """
 
 import argparse
@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 QUESTIONS = (
-    "Who tells this story, and why does he go to sea?",
-    "What does he do at the inn? Answer in some sentences.",
+    "What does the text say of the inn? Answer in some sentences.",
+    "Why does the narrator go to sea? Answer in some sentences.",
 )
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
@@ -47,8 +48,8 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 
 
 @contextmanager
-def browsing(width: int, height: int, *, dark: bool) -> Iterator[Chrome]:
-    """Run Chromium with a window of this size, and nothing of the user's."""
+def browsing(*, dark: bool) -> Iterator[Chrome]:
+    """Run Chromium with nothing of the user's."""
     options = ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
     with tempfile.TemporaryDirectory() as folder:
@@ -57,14 +58,18 @@ def browsing(width: int, height: int, *, dark: bool) -> Iterator[Chrome]:
             options.add_argument(flag)
         driver = Chrome(options, Service(executable_path="/usr/bin/chromedriver"))
         try:
-            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             if dark:
                 scheme = {"name": "prefers-color-scheme", "value": "dark"}
                 driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
             yield driver
         finally:
             driver.quit()
+
+
+def resize(driver: Chrome, width: int, height: int) -> None:
+    """Give the window this size."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def until(condition: Callable[[], object], seconds: float = 600) -> None:
@@ -97,18 +102,13 @@ def use(driver: Chrome, args: argparse.Namespace) -> None:
     ask.send_keys(QUESTIONS[0], Keys.ENTER)
     until(lambda: not sends())
     until(lambda: sys.stderr.write(f"\r{of('#reading-text')[0]:60}") and sends(), 1800)
-    if args.view == "pool":
-        driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
     grid = driver.find_element(By.ID, "grid")
     for keys in (Keys.END + 22 * Keys.ARROW_LEFT + Keys.ENTER, Keys.HOME + 9 * Keys.ARROW_RIGHT + Keys.ENTER):
         grid.send_keys(keys)
     until(lambda: "Unpin" in of("#pin")[0])
-    if args.view == "pool":
-        driver.find_element(By.CSS_SELECTOR, "[data-shows=chat]").click()
     ask.send_keys(QUESTIONS[1], Keys.ENTER)
-    until(lambda: len(of(".turn .text")) == 4 and len(of(".turn .text")[3]) > 160)
-    if args.view == "pool":
-        driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
+    until(lambda: not sends())
+    until(lambda: (len(of(".turn .text")) == 4 and len(of(".turn .text")[3]) > 330) or sends())
     time.sleep(1.5)  # a look at the pool
 
 
@@ -118,22 +118,28 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--text", required=True, help="file to ask about")
     parser.add_argument("--start", default="Call me Ishmael", help="words at which the part to read begins")
-    parser.add_argument("--characters", type=int, default=24000)
+    parser.add_argument("--characters", type=int, default=20000)
     parser.add_argument("--pool", type=int, default=2048)
     parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument("--size", default="1280x800")
-    parser.add_argument("--view", choices=("chat", "pool"), default="chat", help="part that a narrow window shows")
+    parser.add_argument("--phone", help="file for a picture in the size of a phone")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("-o", "--out", default=str(Path(__file__).parent.parent / "docs" / "page.png"))
     args = parser.parse_args()
-    width, height = map(int, args.size.split("x"))
-    with serving(args) as url, browsing(width, height, dark=args.dark) as driver:
+    with serving(args) as url, browsing(dark=args.dark) as driver:
+        resize(driver, 1280, 800)
         driver.get(url)
         until(lambda: driver.find_element(By.ID, "status").text == "idle")
         try:
             use(driver, args)
         finally:
             driver.save_screenshot(args.out)
+            Image.open(args.out).quantize(256).save(args.out, optimize=True)
+        if args.phone:
+            resize(driver, 390, 844)
+            driver.save_screenshot(str(Path(args.phone).with_stem(Path(args.phone).stem + "-chat")))
+            driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
+            time.sleep(1.5)
+            driver.save_screenshot(args.phone)
         for line in driver.get_log("browser"):
             sys.stderr.write(f"{line['level']}: {line['message']}\n")
 

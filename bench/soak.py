@@ -2,7 +2,7 @@
 
 python bench/soak.py --clients 200 --seconds 300
 
-Each client asks at random for whole answers and streams, leaves in the middle, sends nonsense, or stops half way through a
+Each client asks at random for whole answers and streams, has tools called over both protocols, leaves in the middle, sends nonsense, or stops half way through a
 request. Every answer has to be whole, or an error of the protocol; codes found are counted, as are those missed.
 """
 
@@ -27,6 +27,10 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 _WATCH_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
+
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"const": 3}}, "required": ["a", "b"]}
+_ASKED = {"messages": [{"role": "user", "content": "What is 1 + 3?"}], "max_tokens": 200}
+_TEMPLATE = Path(__file__).resolve().parent.parent / "tests" / "data" / "tools.jinja"
 
 Document = tuple[str, str]
 """A prompt that ends with a question, and the code that answers it."""
@@ -54,7 +58,7 @@ class Client:
 
     async def run(self, end: float) -> None:
         """Until then."""
-        kinds = [self._whole, self._whole, self._stream, self._stream, self._leave, self._nonsense, self._half]
+        kinds = [self._whole, self._stream, self._call, self._message, self._leave, self._nonsense, self._half]
         while time.monotonic() < end:
             what = self._rng.choice(kinds)
             try:
@@ -91,6 +95,43 @@ class Client:
             raise ValueError(msg)
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
         return "found" if answer in text else "missed"
+
+    async def _call(self) -> str:
+        """A tool that must be called, over one of the protocols."""
+        tool = {"type": "function", "function": {"name": "add", "parameters": _SCHEMA}}
+        body = {**_ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1}
+        res = await self._http.post("/v1/chat/completions", json=body)
+        if res.status_code != 200:
+            return await self._refused(res)
+        choice = res.json()["choices"][0]
+        if choice["finish_reason"] == "length":
+            return "calls cut off"
+        (call,) = choice["message"]["tool_calls"]
+        return self._called(json.loads(call["function"]["arguments"]))
+
+    async def _message(self) -> str:
+        tool = {"name": "add", "input_schema": _SCHEMA}
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        body = {**_ASKED, "tools": [tool], "tool_choice": choice, "temperature": 1, "stream": True}
+        res = await self._http.post("/v1/messages", json=body)
+        if res.status_code != 200:
+            if res.json()["error"]["type"] == "rate_limit_error":
+                await asyncio.sleep(self._rng.random() * 2)
+                return "refused"
+            raise ValueError(res.text[:200])
+        events = [json.loads(line[6:]) for line in res.text.splitlines() if line.startswith("data: ")]
+        reason = next(e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta")
+        if reason == "max_tokens":
+            return "calls cut off"
+        parts = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+        return self._called(json.loads("".join(parts)))
+
+    @staticmethod
+    def _called(arguments: dict[str, Any]) -> str:
+        if arguments["a"] not in {1, 2} or arguments["b"] != 3:
+            msg = f"a call that its schema does not allow: {arguments}"
+            raise ValueError(msg)
+        return "calls"
 
     async def _leave(self) -> str:
         body, _ = self._body(stream=True, max_tokens=500)
@@ -206,7 +247,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-np", "4", "-c", "8192",
                    "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
-                   "--prefix-cache-size", "64MiB", *extra]  # fmt: skip
+                   "--prefix-cache-size", "64MiB", "--chat-template-file", str(_TEMPLATE), *extra]  # fmt: skip
         print(hardware())
         print(" ".join(command))
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -27,7 +27,6 @@ pytest.importorskip("uvicorn")
 import openai
 from pydantic import BaseModel
 from support import real, serving
-from support.real import THREADS
 from support.serving import NAME, Running
 
 from pyllama_kvflash import KVFlash
@@ -92,7 +91,7 @@ def at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: None) 
 def server(model: Path) -> Iterator[Running]:
     def open_model(progress: Any) -> KVFlash:
         return KVFlash.from_file(
-            model, progress=progress, n_ctx=4096, pool=1024, n_batch=128, n_threads=THREADS, n_parallel=2
+            model, progress=progress, n_ctx=4096, pool=1024, n_batch=128, n_threads=1, n_parallel=2
         )
 
     scheduler = Scheduler(open_model, n_queue=8)

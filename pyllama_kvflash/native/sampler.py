@@ -219,7 +219,11 @@ def _text(text: str) -> Any:
     if "\0" in text:
         msg = "the grammar cannot be used: it has a zero byte"
         raise errors.UsageError(msg)
-    return ffi.new("char[]", text.encode())
+    try:
+        return ffi.new("char[]", text.encode())
+    except UnicodeEncodeError:
+        msg = "the grammar cannot be used: it is not Unicode text"
+        raise errors.UsageError(msg) from None
 
 
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:

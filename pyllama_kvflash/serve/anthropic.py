@@ -157,7 +157,7 @@ def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]
     for i, value in enumerate(array(fields, "tools") or ()):
         at = f"tools[{i}]"
         tool = as_object(value, at, "name and input_schema")
-        if tool.get("type", "custom") not in {"custom", None}:
+        if tool.get("type") is not None and tool["type"] != "custom":
             msg = f"{at}.type is {repr(tool['type'])[:100]}: this server has no tools of its own, only custom ones"
             raise invalid(msg, f"{at}.type", "unsupported_parameter")
         pins.see(tool, at)

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.actions.interaction import POINTER_TOUCH
+from selenium.webdriver.common.actions.pointer_input import PointerInput
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -86,6 +89,7 @@ class Page:
     def say(self, text: str) -> None:
         """Send a message by keyboard, and wait for the answer's end."""
         n = len(self.texts(".turn"))
+        self.until(self.one("#ask").is_displayed)
         self.one("#ask").send_keys(text, Keys.ENTER)
         self.until(lambda: len(self.texts(".turn")) == n + 2 or self.text("#alert"))
         self.until(lambda: self.one("#send").is_enabled())
@@ -102,14 +106,23 @@ class Page:
         """Move the pointer to the square of a chunk."""
         self._at(chunk).perform()
 
+    def tap_chunk(self, chunk: int) -> None:
+        """Touch the square of a chunk with a finger."""
+        touch = ActionBuilder(self.driver, mouse=PointerInput(POINTER_TOUCH, "finger"))
+        grid = self.one("#grid")
+        touch.pointer_action.move_to(grid, *self._offset(grid, chunk)).pointer_down().pointer_up()
+        touch.perform()
+
     def _at(self, chunk: int) -> ActionChains:
         grid = self.one("#grid")
+        return ActionChains(self.driver).move_to_element_with_offset(grid, *self._offset(grid, chunk))
+
+    def _offset(self, grid: Any, chunk: int) -> tuple[int, int]:
+        """Where a square is, from the middle of them all, as selenium counts."""
         columns, cell, left = (int(grid.get_attribute(f"data-{name}")) for name in ("columns", "cell", "left"))
         x, y = left + (chunk % columns) * cell + cell // 2, chunk // columns * cell + cell // 2
-        size = grid.size  # selenium counts from the middle
-        return ActionChains(self.driver).move_to_element_with_offset(
-            grid, x - size["width"] // 2, y - size["height"] // 2
-        )
+        size = grid.size
+        return x - size["width"] // 2, y - size["height"] // 2
 
 
 def needs_browser() -> pytest.MarkDecorator:

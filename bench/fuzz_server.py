@@ -1,0 +1,130 @@
+"""Thousands of bodies that went wrong, sent to a server of its own: each gets an answer or an error of its protocol.
+
+python bench/fuzz_server.py -n 10000
+
+Made of good bodies by tests/support/bodies.py. Ends with 1 if an answer was none of the protocol, the server's log has a
+traceback, or its memory grew by more than 5 % after the first tenth of them.
+"""
+
+import argparse
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support.bodies import Request, bodies, fault  # noqa: E402
+
+_GROWTH = 1.05
+_LIMIT = 8 << 20  # KiB of address space: what takes more should not take those who share the machine with it
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) << 10
+
+
+class Sender:
+    """Sends them one by one. counts: answers by path and status; wrong: those that must not be."""
+
+    def __init__(self, url: str) -> None:
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.how: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.slowest = 0.0, -1
+        self._http = httpx.Client(base_url=url, timeout=60)
+
+    def send(self, number: int, request: Request) -> None:
+        """One of them."""
+        self.how.update(request.how)
+        begin = time.monotonic()
+        try:
+            res = self._http.post(request.path, content=request.data, headers={"Content-Type": "application/json"})
+            why = fault(request.path, res.status_code, res.text)
+        except httpx.HTTPError as err:
+            why, status = repr(err), 0
+        except (ValueError, TypeError, AttributeError) as err:
+            why, status = f"no JSON, or none of the protocol: {err!r}: {res.text[:200]}", res.status_code
+        else:
+            status = res.status_code
+            self.counts[request.path, status] += 1
+        self.slowest = max(self.slowest, (time.monotonic() - begin, number))
+        if why:
+            self.wrong.append(
+                f"{number} ({', '.join(request.how)}): {status}, {why}\n    {request.path} {request.data[:300]!r}"
+            )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    return Path(f"/proc/{pid}/statm").read_text().split()[0] != "0"
+
+
+def fuzz(url: str, pid: int, n: int, seed: int, first: int) -> bool:
+    """Print what became of them. Returns whether all is well."""
+    sender, begin = Sender(url), time.monotonic()
+    sizes = []
+    tenth = max(1, n // 10)
+    for i, request in enumerate(bodies(first + n, seed)):
+        if i < first:
+            continue
+        sender.send(i, request)
+        if sender.wrong and not alive(pid):
+            print("the server died of the last of these", *sender.wrong, sep="\n  ")
+            return False
+        if (i + 1 - first) % tenth == 0:
+            sizes.append(resident(pid))
+            print(f"  {i + 1:,}: RSS {sizes[-1] / 2**20:.1f} MiB, {len(sender.wrong)} wrong", flush=True)
+    print(
+        f"{n:,} bodies of seed {seed} in {time.monotonic() - begin:.0f} s; the slowest, {sender.slowest[1]},", end=" "
+    )
+    print(f"took {sender.slowest[0]:.2f} s")
+    print("what was wrong with them:", ", ".join(f"{n} {what}" for what, n in sender.how.most_common()))
+    for status in sorted({status for _, status in sender.counts}):
+        found = {path: n for (path, s), n in sorted(sender.counts.items()) if s == status}
+        print(f"  {status}: {sum(found.values())} ({', '.join(f'{path} {n}' for path, n in found.items())})")
+    growth = sizes[-1] / sizes[0]
+    print(
+        f"RSS {sizes[0] / 2**20:.1f} MiB after a tenth, {sizes[-1] / 2**20:.1f} at the end: {100 * (growth - 1):+.1f} %"
+    )
+    print(f"{len(sender.wrong)} wrong answers", *sender.wrong[:20], sep="\n  ")
+    return not sender.wrong and growth <= _GROWTH
+
+
+def main() -> None:
+    """One server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    args, extra = parser.parse_known_args()
+    command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-c", "4096", "--kvflash", "2048",
+               "-np", "2", "-t", "1", "-n", "2", "--max-body", "512KiB", "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
+    print(" ".join(command))
+    limited = ["sh", "-c", f'ulimit -v {_LIMIT}; exec "$@"', "sh", *command]
+    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
+        lines = iter(server.stderr or ())
+        said: list[str] = []
+        well = False
+        try:
+            url = next(word for line in lines for word in line.split() if word.startswith("http://"))
+            next(line for line in lines if "ready" in line)
+            threading.Thread(target=said.extend, args=(lines,), daemon=True).start()
+            well = fuzz(url.split("/v1", maxsplit=1)[0], server.pid, args.n, args.seed, args.first)
+        finally:
+            server.terminate()
+            code = server.wait(60)
+            odd = [line.rstrip() for line in said if line.strip() and "tokens of prompt" not in line]
+            print(f"exit code {code}; {len(odd)} lines of its log that are of no answer", *odd[:60], sep="\n  ")
+    sys.exit(0 if well and code == 0 and not any("Traceback" in line for line in odd) else 1)
+
+
+if __name__ == "__main__":
+    main()
