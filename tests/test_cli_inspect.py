@@ -168,7 +168,7 @@ def test_run_on_several_devices_says_which_is_the_tightest() -> None:
 def test_inspect_says_what_it_looks_at() -> None:
     res = good("inspect")
     assert "using the bundled" in res.stderr
-    assert str(BUNDLED_MODEL) in res.stdout.replace("\n", "")
+    assert str(BUNDLED_MODEL)[:60] in res.stdout  # a longer path is cut off
 
 
 def test_inspect_json_is_one_line() -> None:

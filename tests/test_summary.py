@@ -121,6 +121,17 @@ def test_a_summary_is_what_numpy_makes_of_the_keys(kind: str, type_k: str) -> No
                 np.testing.assert_allclose(entry, want, rtol=BF16, atol=1e-5)  # 1e-5: sums in float near zero
 
 
+def test_every_half_is_read_as_numpy_reads_it() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)]  # 64 * 992, with those below the normal ones
+    (layer,) = geometry(n_layer=1, n_head=1, n_head_kv=1, d=992, n_chunk=64)
+    record = np.zeros(layer.offs_v + layer.size_v, np.uint8)
+    record[layer.offs_k : layer.offs_k + layer.size_k] = halves.view(np.uint8)
+    (entry,) = kept([layer], "exact", [record], 64).entry(0)
+    want = to_bf16(halves.astype(np.float32))
+    assert np.array_equal(entry.reshape(-1).view(np.uint32), want.view(np.uint32))  # the sign of a zero, too
+
+
 @pytest.mark.parametrize("n_chunk", [16, 32, 64])
 @pytest.mark.parametrize(("d", "n_head_kv"), [(64, 1), (80, 2), (128, 3)])
 @pytest.mark.parametrize("kind", ["centroid:4", "minmax", "exact"])

