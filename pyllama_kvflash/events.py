@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from pyllama_kvflash.native import Probs
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -171,6 +169,14 @@ class Warn:
     """Something that the user should know; the run goes on."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probs:
+    """How likely a token was. logprob: natural logarithm of its probability. top: (token, logprob), the most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)

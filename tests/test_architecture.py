@@ -100,6 +100,7 @@ ORDER = [
     "policy",
     "native",
     "hub",
+    "template",
     "chat",
     "options",
     "pool",

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from pyllama_kvflash.events import Token
-from pyllama_kvflash.native import Model, Probs
+from pyllama_kvflash.events import Probs, Token
+from pyllama_kvflash.native import Model
 from pyllama_kvflash.text import TextStream
 
 

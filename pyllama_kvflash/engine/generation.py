@@ -11,7 +11,7 @@ from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.events import DraftStats, Event, Prefill, Warn, sum_stats
+from pyllama_kvflash.events import DraftStats, Event, Prefill, Probs, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.pool.step import Accept
 
@@ -162,9 +162,14 @@ class Generation:
             self.decoder.meter.saw(sequence.n_tokens - 1, -1)
         self._guesses = None
         found = self._sampler.sample(sequence.ctx)
-        self.answer.take(found, sequence.n_tokens, self._sampler.probs(sequence.ctx, found))
+        self.answer.take(found, sequence.n_tokens, self._probs(found, -1))
         sequence.pending = self.answer.token
         self._at = sequence.n_tokens
+
+    def _probs(self, token: int, i: int) -> Probs | None:
+        """Return how likely a token was by the logits of token i of the last batch, if that was asked for."""
+        found = self._sampler.probs(self.decoder.sequence.ctx, token, i)
+        return None if found is None else Probs(*found)
 
     def step(self) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
@@ -250,7 +255,7 @@ class Generation:
             if self.decoder.meter:
                 self.decoder.meter.saw(start + i, i)
             found = self._sampler.sample(sequence.ctx, i)
-            goes_on = answer.take(found, start + i + 1, self._sampler.probs(sequence.ctx, found, i))
+            goes_on = answer.take(found, start + i + 1, self._probs(found, i))
             self._at = start + i + 1
             return answer.token, goes_on and i + 1 < len(batch) and found == batch[i + 1]
 

@@ -10,16 +10,8 @@ import numpy as np
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
-from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.lib import check, ffi, last_error, lib
 from pyllama_kvflash.native.model import Model
-
-
-@dataclass(frozen=True, slots=True)
-class Probs:
-    """How likely a token was. logprob: natural logarithm of its probability. top: (token, logprob), the most likely first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,7 @@ class Sampler:
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the
-        chain. Raises NativeError (the grammar lets nothing through that the model has).
+        chain. Raises UsageError (the grammar lets nothing through that the model has).
         """
         native, at, _ = ctx.output
         i = at if i == -1 else i
@@ -145,14 +137,16 @@ class Sampler:
             check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
         if self._grammar:
-            check(lib.kvf_sample(native, i, self._handle, self._grammar, self._token))
+            if (status := lib.kvf_sample(native, i, self._handle, self._grammar, self._token)) == lib.KVF_E_BACKEND:
+                raise errors.UsageError(last_error())
+            check(status)
             return int(self._token[0])
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
 
-    def probs(self, ctx: Context, token: int, i: int = -1) -> Probs | None:
-        """Return how likely a token was by the logits of token i of the last batch, before anything was done to them; None: that
-        was not asked for.
+    def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
+        """Return how likely a token was by the logits of token i of the last batch, before anything was done to them, and how
+        likely the most likely ones were, in logarithms; None: that was not asked for.
         """
         if self._n_probs is None:
             return None
@@ -162,7 +156,7 @@ class Sampler:
         n = min(self._n_probs, len(logits))
         best = np.argpartition(-logits, n - 1)[:n] if n else np.array([], int)
         best = best[np.argsort(-logits[best], kind="stable")]
-        return Probs(float(logits[token]), tuple((int(t), float(logits[t])) for t in best))
+        return float(logits[token]), tuple((int(t), float(logits[t])) for t in best)
 
 
 def json_grammar(schema: str) -> str:

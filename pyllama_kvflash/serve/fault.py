@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+_MOST = 600  # characters of a message
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -21,8 +22,9 @@ class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        line = " ".join(message.splitlines())  # it may quote what was sent
+        super().__init__(line if len(line) <= _MOST else f"{line[:_MOST]}...")
+        self.status, self.message, self.param, self.code = status, str(self), param, code
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
