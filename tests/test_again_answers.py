@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_text(
     """In a run of its own, and after another one: with all that happens, and where."""
     if name != "needle":
         monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-        monkeypatch.setattr(Model, "piece", lambda *_: b"")
+        monkeypatch.setattr(Model, "piece", lambda *_, **__: b"")
     prompt = document.text + document.needles[1].question if name == "needle" else TOKENS[:1500]
     sampling, runs = Sampling(temperature=0.8, seed=7), []
     policy = "qk" if name == "needle" else None

@@ -35,7 +35,7 @@ PROMPT = np.random.default_rng(3).integers(0, tiny.N_VOCAB, 1500).astype(np.int3
 def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models have no tokenizer: their tokens are numbers."""
     monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-    monkeypatch.setattr(Model, "piece", lambda *_: b"")
+    monkeypatch.setattr(Model, "piece", lambda *_, **__: b"")
 
 
 @pytest.fixture

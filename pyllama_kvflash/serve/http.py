@@ -3,11 +3,12 @@
 import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyllama_kvflash.serve import anthropic
@@ -53,7 +54,7 @@ def _too_large(limit: int) -> Fault:
 def _response(path: str, fault: Fault) -> Response:
     """Return the response to send for a fault, in the form of the protocol that was spoken."""
     if path.startswith("/v1/messages"):
-        return JSONResponse(anthropic.error(fault), fault.status, fault.headers)
+        return Response(json.dumps(anthropic.error(fault)), fault.status, fault.headers, "application/json")
     return fault.response()
 
 

@@ -129,6 +129,7 @@ def _input(call: dict[str, str]) -> dict[str, Any]:
     """Return the arguments of a call; none, if the answer was cut off in them."""
     try:
         found = json.loads(call["arguments"])
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # half of a surrogate pair
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

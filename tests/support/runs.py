@@ -79,7 +79,7 @@ def spell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "decode", noted)
     monkeypatch.setattr(generation, "Sampler", Spelling)
     monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-    monkeypatch.setattr(Model, "piece", lambda *_: b"")
+    monkeypatch.setattr(Model, "piece", lambda *_, **__: b"")
 
 
 def place_by_hand(kv: KVFlash, blocks: npt.NDArray[np.int32]) -> None:

@@ -182,7 +182,7 @@ STATEFUL = ["qwen35", "gemma4"]
 def wordless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models have no vocabulary."""
     monkeypatch.setattr(Model, "is_eog", lambda *_: False)
-    monkeypatch.setattr(Model, "piece", lambda *_: b"")
+    monkeypatch.setattr(Model, "piece", lambda *_, **__: b"")
 
 
 @pytest.fixture
