@@ -7,11 +7,13 @@ traceback, or its memory grew by more than 5 % after the first tenth of them.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,8 @@ sys.path.insert(0, str(TESTS))
 from support.bodies import Request, bodies, fault  # noqa: E402
 
 _GROWTH = 1.05
+_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""glibc gives back what is free, so that what is in memory is what the server holds."""
 _LIMIT = 8 << 20  # KiB of address space: what takes more should not take those who share the machine with it
 
 
@@ -62,6 +66,29 @@ class Sender:
             )
 
 
+def warm(url: str) -> None:
+    """Ask for the most of everything, in all threads of the server at once: what it takes then it may keep."""
+    text = "The old mill by the river. " * 18_000
+    tool = {"description": "It.", "parameters": {"type": "object", "properties": {"a": {"enum": list(range(300))}}}}
+    tools = [{"type": "function", "function": {**tool, "name": f"tool{i}"}} for i in range(256)]
+    largest = [
+        ("/tokenize", {"content": text, "with_pieces": True}),
+        ("/tokenize", {"content": "a" * 480_000, "with_pieces": True}),  # no words: all at once
+        ("/detokenize", {"tokens": [100] * 100_000}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": [100] * 4090, "max_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello. " * 1_000}], "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": text}], "tools": tools, "tool_choice": "required"},
+        ),
+        ("/v1/completions", {"prompt": "x", "json_schema": {"enum": list(range(50_000))}}),
+    ]
+    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(4) as clients:
+        for path, body in largest:
+            list(clients.map(lambda _, path=path, body=body: http.post(path, json=body), range(6)))
+
+
 def alive(pid: int) -> bool:
     """Whether a process has not ended."""
     return Path(f"/proc/{pid}/statm").read_text().split()[0] != "0"
@@ -69,6 +96,7 @@ def alive(pid: int) -> bool:
 
 def fuzz(url: str, pid: int, n: int, seed: int, first: int) -> bool:
     """Print what became of them. Returns whether all is well."""
+    warm(url)
     sender, begin = Sender(url), time.monotonic()
     sizes = []
     tenth = max(1, n // 10)
@@ -109,7 +137,7 @@ def main() -> None:
                "-np", "2", "-t", "1", "-n", "2", "--max-body", "512KiB", "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
     print(" ".join(command))
     limited = ["sh", "-c", f'ulimit -v {_LIMIT}; exec "$@"', "sh", *command]
-    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ALLOCATOR}) as server:
         lines = iter(server.stderr or ())
         said: list[str] = []
         well = False

@@ -178,6 +178,16 @@ def test_a_required_call_is_made(kv: KVFlash, engine: ChatEngine, seed: int) -> 
         assert text.lstrip().startswith("<tool_call>"), "between its words there may be much space"
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_one_call_where_only_one_may_be(kv: KVFlash, engine: ChatEngine, several: bool) -> None:
+    """By a model that would rather not end: it ends where the grammar has nothing more."""
+    rendered = engine.apply(request(tools=[tool("now")], tool_choice="required", parallel_tool_calls=several))
+    end = int(kv.model.meta("tokenizer.ggml.eos_token_id") or 0)
+    text = answer(kv, rendered.prompt, rendered.grammar, logit_bias=((end, -100.0),))
+    assert (text.count('"now"') > 1) == several
+    assert several or text.rstrip().endswith("</tool_call>")
+
+
 def test_a_lazy_grammar_begins_with_its_trigger(kv: KVFlash) -> None:
     """Before that the answer is what it would be without one; from there on it is the grammar's."""
     plain = answer(kv, "On and on.", "")

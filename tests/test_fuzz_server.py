@@ -1,9 +1,11 @@
 """Bodies that went wrong: each gets an answer, or an error of the protocol that it was sent in. bench/fuzz_server.py: many more."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,60 @@ def test_each_is_answered(server: Running, seed: int, caplog: pytest.LogCaptureF
     assert statuses[400] > N // 2
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     until(server.idle)
+
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": {"a": {"b": [1]}}}, ""),
+        ("/v1/chat/completions", {**HELLO, "grammar": 'root ::= "a"{2,1}'}, "nothing can come {2,1} times"),
+        ("/v1/chat/completions", {**HELLO, "grammar": "root ::= [z-a]"}, "no token that the grammar lets through"),
+        ("/v1/chat/completions", {**HELLO, "grammar": 'root ::= "\udfff"'}, "not Unicode text"),
+        ("/v1/chat/completions", {**HELLO, "json_schema": {"type": "a" * 10_000}}, "..."),
+        (
+            "/v1/chat/completions",
+            {**HELLO, "messages": [{"role": "user", "content": "a", "a\nb": 1}]},
+            "messages[0].a b",
+        ),
+        (MESSAGE, {**HELLO, "tools": [{"name": "a", "type": []}]}, "tools[0].type is []"),
+        (
+            MESSAGE,
+            {**HELLO, "output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format.schema is missing",
+        ),
+        (
+            MESSAGE,
+            {**HELLO, "output_format": {"type": "json_schema", "schema": {"type": "x"}}},
+            "schema cannot be used",
+        ),
+    ],
+)
+def test_what_did_harm_once(server: Running, path: str, body: dict[str, Any], words: str) -> None:
+    """Ended the server, took all memory, was an error of the server's own, or was ignored."""
+    res = server.http.post(path, content=json.dumps(body), headers=JSON)
+    assert res.status_code == (400 if words else 200), res.text
+    assert not fault(path, res.status_code, res.text)
+    assert words in res.text
+
+
+FORMS = {
+    "/v1/completions": '{"prompt": "x", "max_tokens": 1, "json_schema": %s}',
+    "/v1/chat/completions": '{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "a", "parameters": %s}}]}',
+    MESSAGE: '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [{"name": "a", "input_schema": %s}]}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_nested_about_as_deeply_as_can_be_read(server: Running, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What is read has to be written again for the library, which takes a little more of Python's stack."""
+    for n in [*range(970, 1000), 5000]:
+        res = server.http.post(path, content=FORMS[path] % ('{"items":' * n + "{}" + "}" * n), headers=JSON)
+        assert not fault(path, res.status_code, res.text), n
+    assert res.status_code == 400
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_body_is_made_again() -> None:

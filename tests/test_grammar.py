@@ -182,6 +182,11 @@ def test_what_the_model_says_anyway_is_not_changed(kv: KVFlash) -> None:
         ("", None),
         ('# a comment\n\nroot ::= "a" # another\n', None),
         ('root ::= "\0"', "zero byte"),
+        ('root ::= "\udfff"', "not Unicode text"),
+        ('root ::= "a"{2,1}', "nothing can come {2,1} times"),  # of which llama.cpp makes rules until no memory is left
+        ('root ::= ("a" "b"){\n5 , 0}', "nothing can come {5,0} times"),
+        ('root ::= ("a"{2}){9223372036854775808}', "nothing can come {9223372036854775808} times"),
+        ('root ::= "{2,1}\\"{2,1}" [{2,1}\\]{2,1}] "a"{1,2} "b"{0,0} "c"{3} "d"{2,} # {2,1}\n', None),
         ("root", "expecting ::="),
     ],
 )

@@ -246,7 +246,7 @@ def test_chunks_by_keyboard(page: Page, server: Running, document: NeedlePrompt)
     read(page, document)
     grid, found = page.one("#grid"), sequence(server, 2300)
     last = len(found["state"]) - 1
-    assert int(grid.get_attribute("aria-valuemax")) == last
+    page.until(lambda: int(grid.get_attribute("aria-valuemax")) == last)
     columns = int(grid.get_attribute("data-columns"))
     at = 0
     for keys, to in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 1), (Keys.ARROW_DOWN, 1 + columns), (Keys.ARROW_LEFT, columns),

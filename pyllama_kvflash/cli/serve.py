@@ -152,8 +152,9 @@ def serve(
         reporter.warn(f"there is no --api-key, and {host} can be reached by others: whoever does may use the model")
     shown = f"[{host}]" if ":" in host else host
     reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}/v1, model {settings.name}")
-    app = Server(scheduler, settings, reporter.note).app()
-    run(app, scheduler, listening, grace=grace, note=reporter.note)
+    server = Server(scheduler, settings, reporter.note)
+    run(server.app(), scheduler, listening, grace=grace, note=reporter.note)
+    server.close()
 
 
 def _opener(

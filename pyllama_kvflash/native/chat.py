@@ -81,7 +81,7 @@ class ChatEngine:
         found = _given(lambda out: lib.kvf_chat_apply(self._handle, text, self._seconds, out))
         return Rendered(
             prompt=found["prompt"],
-            grammar=_grammar(found, request.get("tool_choice")) if found["grammar"] else None,
+            grammar=_grammar(found, request) if found["grammar"] else None,
             preserved=frozenset(found["preserved"]),
             stop=tuple(found["stop"]),
             format=found["format"],
@@ -119,11 +119,19 @@ _TALK = re.compile(r"^(root ::= .*?)\buntil-\d+\? (?=.*\btool-calls\b)", re.MULT
 """Where llama.cpp's grammars let an answer talk before it calls a tool."""
 
 
-def _grammar(found: dict[str, Any], choice: Any) -> Grammar:
+_SEVERAL = re.compile(r"^(tool-calls ::= )\((.*)\)\+$", re.MULTILINE)
+"""Where they let it call one tool after the other, whether or not it may."""
+
+
+def _grammar(found: dict[str, Any], request: dict[str, Any]) -> Grammar:
     """Return the grammar of an answer. Where a call is required, it comes at once: a small model would talk for ever."""
     triggers, text = found["triggers"], found["grammar"]
+    if request.get("tool_choice") == "required":
+        text = _TALK.sub(r"\1", text)
+    if not request.get("parallel_tool_calls"):
+        text = _SEVERAL.sub(r"\1\2", text)
     return Grammar(
-        _TALK.sub(r"\1", text) if choice == "required" else text,
+        text,
         after=found["generation_prompt"],
         lazy=found["lazy"],
         patterns=tuple(t["pattern"] for t in triggers if "pattern" in t),

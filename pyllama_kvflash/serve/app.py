@@ -92,6 +92,10 @@ class Server:
         app.router.redirect_slashes = False
         return Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
 
+    def close(self) -> None:
+        """End the threads that read requests, once they have read what they have."""
+        self._readers.shutdown(wait=False)
+
     #
     # about the server
     #

@@ -64,7 +64,8 @@ class Running:
         self.scheduler = scheduler or Scheduler(open_needle(**options), n_queue=n_queue)
         self.notes: list[str] = []
         settings = Settings(NAME, Sampling(), n_predict, max_body, key, template, webui)
-        app = Server(self.scheduler, settings, self.notes.append).app()
+        self._handlers = Server(self.scheduler, settings, self.notes.append)
+        app = self._handlers.app()
         self._socket = bound("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
@@ -89,6 +90,7 @@ class Running:
         self._server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+        self._handlers.close()
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         return self.http.post(path, json={"temperature": 0, **body}, **kwargs)

@@ -153,7 +153,7 @@ def serve() -> None:
     """The other process."""
     flights.FLIGHT_BYTES = 1
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
-    Model.piece = lambda *_: b""  # type: ignore[method-assign]
+    Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
     for line in sys.stdin:
         try:
             asked = json.loads(line)
