@@ -21,6 +21,7 @@
 #                             what is missing
 #   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
 #   bench/device.sh meter F   there: the meter beside the truth
+#   bench/device.sh agent F   there: an agent's session on two cores, with the wheel of `make wheel` in .dev/wheels
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -175,6 +176,14 @@ pieces)
         mv "$piece" ".dev/m${piece##*.}/"
     done
     du -sh .dev/m[0-9][0-9]
+    ;;
+agent) # with the wheel of `make wheel` and what it needs in .dev/wheels: the processors of that machine, two of them
+    mkdir -p $at
+    export PYTHONSAFEPATH=1
+    python3 -m pip install --quiet --no-index --find-links .dev/wheels 'pyllama-kvflash[serve]' httpx
+    python3 -m pyllama_kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee $at/agent.md
+    taskset -c 0,1 python3 bench/agent.py "$2" -f pyllama_kvflash/bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
+    results
     ;;
 ruler)
     export OMP_NUM_THREADS=1
