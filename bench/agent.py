@@ -60,22 +60,8 @@ class Turn:
 @contextmanager
 def served(model: str, cache: str, args: list[str]) -> Iterator[httpx.Client]:
     """A server process, and a client of it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pyllama_kvflash",
-        "serve",
-        model,
-        "--port",
-        "0",
-        "-np",
-        "1",
-        "--temp",
-        "0",
-        "--prefix-cache",
-        cache,
-        *args,
-    ]
+    script = str(Path(sys.executable).with_name("kvflash"))
+    command = [script, "serve", model, "--port", "0", "-np", "1", "--temp", "0", "--prefix-cache", cache, *args]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = []

@@ -181,7 +181,7 @@ agent) # with the wheel of `make wheel` and what it needs in .dev/wheels: the pr
     mkdir -p $at
     export PYTHONSAFEPATH=1
     python3 -m pip install --quiet --no-index --find-links .dev/wheels 'pyllama-kvflash[serve]' httpx
-    python3 -m pyllama_kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee $at/agent.md
+    kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee $at/agent.md
     taskset -c 0,1 python3 bench/agent.py "$2" -f pyllama_kvflash/bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
     results
     ;;

@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     args, extra = parser.parse_known_args()
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pyllama_kvflash", "serve", "--port", "0", "-np", "4", "-c", "8192",
+        command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-np", "4", "-c", "8192",
                    "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
                    "--prefix-cache-size", "64MiB", "--chat-template-file", str(_TEMPLATE), *extra]  # fmt: skip
         print(hardware())
