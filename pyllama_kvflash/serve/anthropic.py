@@ -23,7 +23,6 @@ _IGNORED = {
 }  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
-_BLOCK = {"type", "cache_control"}
 
 
 def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> Ask:
