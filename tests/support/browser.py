@@ -70,11 +70,13 @@ class Page:
         return self.driver.find_element(By.CSS_SELECTOR, name)
 
     def texts(self, name: str) -> list[str]:
-        return [e.text for e in self.driver.find_elements(By.CSS_SELECTOR, name)]
+        """What several elements show, all at one moment."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText.trim())"
+        return list(self.driver.execute_script(script, name))
 
     def text(self, name: str) -> str:
         """What an element holds, seen or not."""
-        return str(self.one(name).get_property("textContent"))
+        return str(self.driver.execute_script("return document.querySelector(arguments[0]).textContent", name))
 
     def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
