@@ -139,6 +139,8 @@ def test_without_a_grammar_they_are_not() -> None:
         ('{"$ref": "#/nowhere"}', "nowhere"),
         ("[1]", "JSON schema cannot be used"),
         ("", "parse error"),
+        ('{"type": "string", "pattern": "abc"}', "no grammar can be made of the pattern 'abc'"),
+        ('{"properties": {"a": {"anyOf": [{"type": "string", "pattern": "^(?!a)b$"}]}}}', "'^(?!a)b$'"),
     ],
 )
 def test_bad_schemas(text: str, words: str) -> None:
@@ -146,6 +148,13 @@ def test_bad_schemas(text: str, words: str) -> None:
         json_grammar(text)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_patterns() -> None:
+    """Those that a grammar keeps to; what is not a pattern may be called so."""
+    assert "[a-c]" in json_grammar('{"type": "string", "pattern": "^[a-c]{2}$"}')
+    json_grammar('{"type": "object", "properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}')
+    json_grammar('{"enum": [{"pattern": "abc"}]}')
 
 
 #

@@ -1,5 +1,6 @@
 """llama.cpp's sampler chain, and its grammars."""
 
+import json
 import math
 import re
 from copy import copy
@@ -160,18 +161,43 @@ class Sampler:
 
 
 def json_grammar(schema: str) -> str:
-    """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError."""
-    size, text, res = ffi.new("size_t *"), schema.encode(), ffi.new("char[]", _USUAL_GRAMMAR)
+    """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError, too for a `pattern` without grammar."""
     try:
-        check(lib.kvf_json_grammar(text, res, _USUAL_GRAMMAR, size))
-        if size[0] > _USUAL_GRAMMAR:
-            res = ffi.new("char[]", size[0])
-            check(lib.kvf_json_grammar(text, res, size[0], size))
+        res = _converted(schema)
+        for pattern in _patterns(schema):
+            # llama.cpp takes any string for one that it does not know, and says so on stderr only
+            if "\nroot ::= string\n" in _converted(json.dumps({"type": "string", "pattern": pattern})):
+                msg = f"no grammar can be made of the pattern {pattern[:100]!r}: it must be ^...$, without look-arounds"
+                raise errors.UsageError(msg)
     except errors.UsageError as err:
         msg = f"the JSON schema cannot be used: {err}"
         raise errors.UsageError(msg) from None
+    return res
+
+
+def _converted(schema: str) -> str:
+    size, text, res = ffi.new("size_t *"), schema.encode(), ffi.new("char[]", _USUAL_GRAMMAR)
+    check(lib.kvf_json_grammar(text, res, _USUAL_GRAMMAR, size))
+    if size[0] > _USUAL_GRAMMAR:
+        res = ffi.new("char[]", size[0])
+        check(lib.kvf_json_grammar(text, res, size[0], size))
     found: bytes = ffi.string(res)
     return found.decode()
+
+
+def _patterns(schema: str) -> set[str]:
+    """Return the regular expressions in a schema. What `const` and `enum` have are values."""
+    found: set[str] = set()
+    todo = [json.loads(schema)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, list):
+            todo += node
+        elif isinstance(node, dict):
+            todo += (value for key, value in node.items() if key not in {"const", "enum", "default", "examples"})
+            if isinstance(pattern := node.get("pattern"), str):
+                found.add(pattern)
+    return found
 
 
 _COUNTS = re.compile(
