@@ -167,7 +167,7 @@ class Client:
         """Half a request, and then nothing more."""
         _, writer = await asyncio.open_connection(self._http.base_url.host, self._http.base_url.port)
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
         )
         data = (head + b'{"prompt": "')[: self._rng.randrange(1, len(head) + 12)]
         writer.write(self._rng.randbytes(200) + b"\r\n\r\n" if self._rng.random() < 0.3 else data)

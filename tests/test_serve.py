@@ -439,7 +439,7 @@ def test_other_statuses(server: Running) -> None:
 def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyllama_kvflash.serve.http._BODY_SECONDS", 0.1)
     host, port = server.url.removeprefix("http://").split(":")
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as slow:
         slow.sendall(head.encode())
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -502,3 +502,25 @@ def test_key() -> None:
                 assert "WWW-Authenticate" in res.headers
             assert http.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 401
         assert running.text(prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        ("localhost:8080", True), ("LOCALHOST.", True), ("app.localhost", True), ("127.0.0.1", True), ("[::1]:80", True),
+        ("192.168.1.2:8080", True), ("", True), ("evil.example:8080", False), ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False), ("evil.example:", False),
+    ],
+)  # fmt: skip
+def test_a_foreign_page_cannot_have_its_name_point_here(server: Running, host: str, taken: bool) -> None:
+    res = server.http.get("/v1/models", headers={"Host": host})
+    assert res.status_code == (200 if taken else 403)
+    if not taken:
+        assert res.json()["error"]["code"] == "unknown_host"
+        assert "start the server with --api-key" in res.json()["error"]["message"]
+    assert server.http.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_any_name_will_do_with_a_key() -> None:
+    with Running(key="secret") as running:
+        assert running.http.get("/v1/models", headers={"Host": "models.example"}).status_code == 200

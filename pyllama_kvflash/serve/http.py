@@ -1,9 +1,12 @@
 """HTTP around the handlers: bodies, errors, and who may ask."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
+import re
 from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
@@ -78,12 +81,12 @@ async def on_error(request: Request, _err: Exception) -> Response:
 
 
 #
-# the key
+# who may ask
 #
 
 
 class Guard:
-    """Refuses requests without the key, except to the paths in `free`."""
+    """Refuses requests without the key, except to the paths in `free`. Without a key: those that came by a name of others."""
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
         self._app, self._free = app, free
@@ -91,17 +94,40 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
-        if scope["type"] != "http" or scope["path"] in self._free or self._allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        msg = "no valid API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-        fault = Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        await _response(scope["path"], fault)(scope, receive, send)
+        fault = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
+        app = self._app if fault is None else _response(scope["path"], fault)
+        await app(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
-        if self._digest is None:
-            return True
+    def _refused(self, scope: Scope) -> Fault | None:
         headers = dict(reversed(scope["headers"]))  # the first of each name
+        if self._digest is None:
+            return _of_others(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
         bearer = headers.get(b"authorization", b"")
         given = bearer[7:] if bearer[:7] == b"Bearer " else headers.get(b"x-api-key", b"")
-        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)  # digests hide even the key's length
+        if hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):  # digests hide even the key's length
+            return None
+        msg = "no valid API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+        return Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None:
+    """Return why a request is refused that reached this machine's own address by the name of another.
+
+    A foreign page may have its name resolved to 127.0.0.1 (DNS rebinding); for the browser the server is then the page's own,
+    which needs no leave to read from it. It cannot do that with an address, or with localhost.
+    """
+    name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
+    if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):
+        return None
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return None
+    msg = f"the Host header names {name[:100]!r}, not this machine: use localhost, or start the server with --api-key"
+    return Fault(403, msg, code="unknown_host")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
