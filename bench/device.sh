@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build and check on a machine with a GPU and a CUDA toolkit, but no network.
 #
-#   bench/device.sh cuda      here: the wheel, compiled for KVFLASH_CUDA_ARCH (default 90a-real) by the nvcc that pip has; half
+#   bench/device.sh cuda      here: the wheel of `make wheel-cuda`, for KVFLASH_CUDA_ARCH (default 90a-real), by the nvcc that pip has; half
 #                             an hour on 2 cores, and none of the other machine's time
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
@@ -52,12 +52,12 @@ cuda)
         ln -sfn lib ../lib64
         cd - >/dev/null
     fi
+    PATH=$toolkit/nvidia/cu13/bin:$PATH CUDACXX=$toolkit/nvidia/cu13/bin/nvcc \
+        CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed" \
+        make wheel-cuda
     mkdir -p .dev/wheels
     rm -f .dev/wheels/pyllama_kvflash-*
-    PATH=$toolkit/nvidia/cu13/bin:$PATH CUDACXX=$toolkit/nvidia/cu13/bin/nvcc \
-        CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DGGML_NATIVE=OFF -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed" \
-        .venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation -w .dev/wheels -C build-dir=build/cuda .
-    ls -l .dev/wheels/pyllama_kvflash-*
+    cp dist/pyllama_kvflash-*+cu*.whl .dev/wheels
     ;;
 pack)
     mkdir -p .dev/wheels
@@ -79,6 +79,7 @@ build)
         python3 -m pip install --quiet --no-index --no-deps .dev/wheels/pyllama_kvflash-*.whl
         python3 -m zipfile -e .dev/wheels/pyllama_kvflash-*.whl build/wheel # the tests run on the files that lie here
         cp build/wheel/pyllama_kvflash/native/*.so pyllama_kvflash/native/
+        cp -r build/wheel/pyllama_kvflash.libs . # auditwheel's
         rm -rf build/wheel
         cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")
         installed=$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
