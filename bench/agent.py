@@ -11,7 +11,6 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,10 @@ from typing import Any
 import httpx
 
 from pyllama_kvflash.bench.steps import hardware
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.processes import server_process
 
 TOOL = {
     "type": "function",
@@ -60,22 +63,11 @@ class Turn:
 @contextmanager
 def served(model: str, cache: str, args: list[str]) -> Iterator[httpx.Client]:
     """A server process, and a client of it."""
-    script = str(Path(sys.executable).with_name("kvflash"))
-    command = [script, "serve", model, "--port", "0", "-np", "1", "--temp", "0", "--prefix-cache", cache, *args]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            lines = []
-            for line in process.stderr or ():
-                lines.append(line)
-                if line == "kvflash: ready\n":
-                    break
-            found = re.search(r"listening on (http://\S+)/v1", "".join(lines))
-            if found is None:
-                sys.exit("".join(lines))
-            with httpx.Client(base_url=found[1], timeout=None) as http:
-                yield http
-        finally:
-            process.terminate()
+    with (
+        server_process(model, "-np", "1", "--temp", "0", "--prefix-cache", cache, *args) as server,
+        httpx.Client(base_url=server.url, timeout=None) as http,
+    ):
+        yield http
 
 
 def turn(http: httpx.Client, messages: list[dict[str, Any]]) -> Turn:

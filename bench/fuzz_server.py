@@ -8,9 +8,7 @@ traceback, or its memory grew by more than 5 % after the first tenth of them.
 
 import argparse
 import os
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
 from support.bodies import Request, bodies, fault  # noqa: E402
+from support.processes import server_process  # noqa: E402
 
 _GROWTH = 1.05
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -133,24 +132,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     args, extra = parser.parse_known_args()
-    command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-c", "4096", "--kvflash", "2048",
-               "-np", "2", "-t", "1", "-n", "2", "--max-body", "512KiB", "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
-    print(" ".join(command))
-    limited = ["sh", "-c", f'ulimit -v {_LIMIT}; exec "$@"', "sh", *command]
-    with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ALLOCATOR}) as server:
-        lines = iter(server.stderr or ())
-        said: list[str] = []
-        well = False
-        try:
-            url = next(word for line in lines for word in line.split() if word.startswith("http://"))
-            next(line for line in lines if "ready" in line)
-            threading.Thread(target=said.extend, args=(lines,), daemon=True).start()
-            well = fuzz(url.split("/v1", maxsplit=1)[0], server.pid, args.n, args.seed, args.first)
-        finally:
-            server.terminate()
-            code = server.wait(60)
-            odd = [line.rstrip() for line in said if line.strip() and "tokens of prompt" not in line]
-            print(f"exit code {code}; {len(odd)} lines of its log that are of no answer", *odd[:60], sep="\n  ")
+    options = ["-c", "4096", "--kvflash", "2048", "-np", "2", "-t", "1", "-n", "2", "--max-body", "512KiB",
+               "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
+    print("kvflash serve", *options)
+    limited = ["sh", "-c", f'ulimit -v {_LIMIT}; exec "$@"', "sh"]
+    with server_process(*options, before=limited, env={**os.environ, **_ALLOCATOR}) as server:
+        well = fuzz(server.url, server.process.pid, args.n, args.seed, args.first)
+        server.process.terminate()
+        code = server.ended(60)
+    odd = [line.rstrip() for line in server.said if line.strip() and "tokens of prompt" not in line]
+    print(f"exit code {code}; {len(odd)} lines of its log that are of no answer", *odd[:60], sep="\n  ")
     sys.exit(0 if well and code == 0 and not any("Traceback" in line for line in odd) else 1)
 
 

@@ -7,8 +7,6 @@ Needs Chromium with its driver, and selenium and Pillow, from the extra `test`.
 """
 
 import argparse
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,29 +20,16 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.processes import server_process
+
 QUESTIONS = (
     "What does the text say of the inn? Answer in some sentences.",
     "Why does the narrator go to sea? Answer in some sentences.",
 )
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
-
-
-@contextmanager
-def serving(args: argparse.Namespace) -> Iterator[str]:
-    """Run a server. Yields its address."""
-    command = [str(Path(sys.executable).with_name("kvflash")), "serve", args.model, "--port", "0", "--prefix-cache", "off",
-               "-c", str(args.context), "--kvflash", str(args.pool), "--kvflash-meter", "0.1", "--temp", "0"]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            for line in server.stderr or ():
-                sys.stderr.write(line)
-                if found := re.search(r"listening on (http://\S+)/v1", line):
-                    yield found[1]
-                    return
-            sys.exit("the server did not start")
-        finally:
-            server.terminate()
 
 
 @contextmanager
@@ -125,9 +110,21 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("-o", "--out", default=str(Path(__file__).parent.parent / "docs" / "page.png"))
     args = parser.parse_args()
-    with serving(args) as url, browsing(dark=args.dark) as driver:
+    options = [
+        "--prefix-cache",
+        "off",
+        "-c",
+        str(args.context),
+        "--kvflash",
+        str(args.pool),
+        "--kvflash-meter",
+        "0.1",
+        "--temp",
+        "0",
+    ]
+    with server_process(args.model, *options) as server, browsing(dark=args.dark) as driver:
         resize(driver, 1280, 800)
-        driver.get(url)
+        driver.get(server.url)
         until(lambda: driver.find_element(By.ID, "status").text == "idle")
         try:
             use(driver, args)

@@ -10,9 +10,7 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,12 +23,16 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support.processes import server_process  # noqa: E402
+
 _WATCH_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
 
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"const": 3}}, "required": ["a", "b"]}
 _ASKED = {"messages": [{"role": "user", "content": "What is 1 + 3?"}], "max_tokens": 200}
-_TEMPLATE = Path(__file__).resolve().parent.parent / "tests" / "data" / "tools.jinja"
 
 Document = tuple[str, str]
 """A prompt that ends with a question, and the code that answers it."""
@@ -166,9 +168,7 @@ class Client:
     async def _half(self) -> str:
         """Half a request, and then nothing more."""
         _, writer = await asyncio.open_connection(self._http.base_url.host, self._http.base_url.port)
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
         data = (head + b'{"prompt": "')[: self._rng.randrange(1, len(head) + 12)]
         writer.write(self._rng.randbytes(200) + b"\r\n\r\n" if self._rng.random() < 0.3 else data)
         await writer.drain()
@@ -245,26 +245,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     args, extra = parser.parse_known_args()
     with TemporaryDirectory() as folder:
-        command = [str(Path(sys.executable).with_name("kvflash")), "serve", "--port", "0", "-np", "4", "-c", "8192",
-                   "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
-                   "--prefix-cache-size", "64MiB", "--chat-template-file", str(_TEMPLATE), *extra]  # fmt: skip
+        options = ["-np", "4", "-c", "8192", "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
+                   "--prefix-cache-size", "64MiB", "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
         print(hardware())
-        print(" ".join(command))
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            lines = iter(server.stderr or ())
-            said: list[str] = []
-            try:
-                url = next(word for line in lines for word in line.split() if word.startswith("http://"))
-                next(line for line in lines if "ready" in line)
-                threading.Thread(target=said.extend, args=(lines,), daemon=True).start()
-                asyncio.run(soak(url.split("/v1", maxsplit=1)[0], server.pid, args.clients, args.seconds))
-            finally:
-                server.terminate()
-                print("exit code", server.wait(60))
-                odd = Counter(line.strip() for line in said if line.strip() and "tokens of prompt" not in line)
-                print(
-                    "lines of its log that are of no answer:", *(f"{n} x {line}" for line, n in odd.items()), sep="\n  "
-                )
+        print("kvflash serve", *options)
+        with server_process(*options) as server:
+            asyncio.run(soak(server.url, server.process.pid, args.clients, args.seconds))
+            server.process.terminate()
+            print("exit code", server.ended(60))
+        odd = Counter(line.strip() for line in server.said if line.strip() and "tokens of prompt" not in line)
+        print("lines of its log that are of no answer:", *(f"{n} x {line}" for line, n in odd.items()), sep="\n  ")
 
 
 if __name__ == "__main__":

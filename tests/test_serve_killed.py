@@ -1,10 +1,8 @@
 """A server that is killed in the middle of an answer, and started again: what it had read is warm."""
 
 import contextlib
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from support import tiny
+from support.processes import server_process
 from support.serving import begun, parse_metrics, tokens_of, until
 
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
-SCRIPT = str(Path(sys.executable).with_name("kvflash"))
 N_PROMPT, N_TURN = 1500, 500
 CHUNK = 64
 FAMILIES = {"dense": "qwen3", "hybrid": "qwen35", "sliding window": "gemma4"}
@@ -65,22 +63,12 @@ class Served:
 
 @contextlib.contextmanager
 def served(model: Path, cache: Path, *args: str) -> Iterator[Served]:
-    options = ["--port", "0", "-c", "6K", "--kvflash", "1K", "-b", "256", "-t", "1", "-np", "1", "--cache-min", "256"]
-    command = [SCRIPT, "serve", str(model), *options, "--prefix-cache", str(cache), *args]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            lines = []
-            for line in process.stderr or ():
-                lines.append(line)
-                if line == "kvflash: ready\n":
-                    break
-            url = re.search(r"listening on (http://\S+)/v1", "".join(lines))
-            assert url, lines
-            with contextlib.closing(Served(process, url[1])) as res:
-                yield res
-        finally:
-            process.kill()
-            process.wait()
+    options = ["-c", "6K", "--kvflash", "1K", "-b", "256", "-t", "1", "-np", "1", "--cache-min", "256"]
+    with (
+        server_process(model, *options, "--prefix-cache", cache, *args) as server,
+        contextlib.closing(Served(server.process, server.url)) as res,
+    ):
+        yield res
 
 
 def prompt_of(n: int, seed: int) -> list[int]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import httpx
 from click.testing import CliRunner
 from support import serving
 from support.commands import SCRIPT
+from support.processes import server_process
 from support.serving import Asked, Running, begun, long_text, open_needle, sse, stream, tokens_of, until
 
 from pyllama_kvflash import KVFlash
@@ -183,54 +183,38 @@ def test_ending_ends_answers_as_they_are() -> None:
         assert running.scheduler.phase == Phase.CLOSED
 
 
-@contextlib.contextmanager
-def process(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`kvflash serve` as a process of its own, ready, and its address."""
-    command = [SCRIPT, "serve", "--port", "0", "-c", "8K", "--kvflash", "2K", "-t", "1", "--prefix-cache", "off", *args]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proc:
-        try:
-            lines = []
-            for line in proc.stderr:
-                lines.append(line)
-                if line == "kvflash: ready\n":
-                    break
-            url = re.search(r"listening on (http://\S+)/v1", "".join(lines))
-            assert url, lines
-            yield proc, url[1]
-        finally:
-            proc.kill()
-            proc.wait()
+SERVER = ("-c", "8K", "--kvflash", "2K", "-t", "1", "--prefix-cache", "off")
 
 
 @pytest.mark.parametrize(("number", "grace"), [(signal.SIGTERM, "30"), (signal.SIGINT, "0.2")])
 def test_signals(number: signal.Signals, grace: str) -> None:
     """What runs is finished in time, or ended; the exit code is 0, and nothing looks like an error."""
-    with process("--grace", grace, "-np", "2") as (proc, url):
+    with server_process(*SERVER, "--grace", grace, "-np", "2") as server:
         body = {"prompt": "On", "max_tokens": 300 if grace == "30" else 7000, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as res:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as res:
             parts = res.iter_text()
             text = begun(parts)
-            proc.send_signal(number)
+            server.process.send_signal(number)
             text += "".join(parts)
         assert text.endswith("data: [DONE]\n\n")
         assert f'"finish_reason":"{"length" if grace == "30" else "stop"}"' in text
-        rest = proc.stderr.read()
-        assert proc.wait(30) == 0, rest
+        assert server.ended() == 0, server.said
+        rest = "".join(server.said)
         assert "Traceback" not in rest
         assert "rror" not in rest
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    with process("--grace", "60") as (proc, url):
+    with server_process(*SERVER, "--grace", "60") as server:
         body = {"prompt": "On", "max_tokens": 8000, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as res:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as res:
             parts = res.iter_text()
             begun(parts)
-            proc.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
-            assert proc.poll() is None
-            proc.send_signal(signal.SIGTERM)
-            assert proc.wait(10) == 130
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGTERM)
+            assert server.ended(10) == 130
 
 
 #

@@ -1,0 +1,56 @@
+"""`kvflash serve` as a process of its own, for tests and benches."""
+
+import re
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.commands import SCRIPT
+
+
+class ServerProcess:
+    """A server that is ready. url: without /v1. said: the lines of its log since; all of them once ended() has returned."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        self.said: list[str] = []
+        # a pipe that nobody reads would fill up and stop the server
+        self._reader = threading.Thread(target=self.said.extend, args=(process.stderr,), daemon=True)
+        self._reader.start()
+
+    def ended(self, seconds: float = 30) -> int:
+        """Wait for its end, and return its exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(seconds)
+        return code
+
+
+@contextmanager
+def server_process(
+    *args: str | Path, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """A server on a port of its own; SIGTERM when the block is left. before: a command that runs it. env: all of its environment.
+
+    Raises RuntimeError if it does not become ready.
+    """
+    command = [*before, str(SCRIPT), "serve", *map(str, args), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            lines = []
+            for line in process.stderr or ():
+                lines.append(line)
+                if line == "kvflash: ready\n":
+                    break
+            found = re.search(r"listening on (http://\S+)/v1", "".join(lines))
+            if found is None:
+                raise RuntimeError("".join(lines))
+            yield ServerProcess(process, found[1])
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
