@@ -167,7 +167,7 @@ def json_grammar(schema: str) -> str:
         for pattern in _patterns(schema):
             # llama.cpp takes any string for one that it does not know, and says so on stderr only
             if "\nroot ::= string\n" in _converted(json.dumps({"type": "string", "pattern": pattern})):
-                msg = f"no grammar can be made of the pattern {pattern[:100]!r}: it must be ^...$, without look-arounds"
+                msg = f"no grammar can be made of the pattern {pattern[:100]!r}: leave out what looks around or back"
                 raise errors.UsageError(msg)
     except errors.UsageError as err:
         msg = f"the JSON schema cannot be used: {err}"
