@@ -21,7 +21,7 @@
 #                             what is missing
 #   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
 #   bench/device.sh meter F   there: the meter beside the truth
-#   bench/device.sh agent F   there: an agent's session on two cores, with the wheel of `make wheel` in .dev/wheels
+#   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,8 +29,9 @@ cd "$(dirname "$0")/.."
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
 arch=${KVFLASH_CUDA_ARCH:-90a-real}
 at=/tmp/kvflash-results # kept between calls
-packages=(cffi click gguf hypothesis iniconfig markdown-it-py mdurl packaging patch-ng pathspec pluggy pycparser pygments
-    pytest pyyaml rich scikit-build-core sortedcontainers tqdm)
+packages=(anyio certifi cffi click gguf h11 httpcore httpx hypothesis idna iniconfig jinja2 markdown-it-py markupsafe mdurl packaging
+    patch-ng pathspec pluggy pycparser pygments pytest pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
+    typing_extensions uvicorn)
 
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
@@ -72,7 +73,7 @@ pack)
 build)
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
     rm -rf vendor/llama.cpp build
-    tar xzf .dev/tree.tgz -C vendor
+    [ ! -f .dev/tree.tgz ] || tar xzf .dev/tree.tgz -C vendor # a wheel needs none
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
     begin=$SECONDS
     if ls .dev/wheels/pyllama_kvflash-* >/dev/null 2>&1; then
@@ -178,12 +179,10 @@ pieces)
     done
     du -sh .dev/m[0-9][0-9]
     ;;
-agent) # with the wheel of `make wheel` and what it needs in .dev/wheels: the processors of that machine, two of them
+agent)
     mkdir -p $at
-    export PYTHONSAFEPATH=1
-    python3 -m pip install --quiet --no-index --find-links .dev/wheels 'pyllama-kvflash[serve]' httpx
-    kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee $at/agent.md
-    taskset -c 0,1 python3 bench/agent.py "$2" -f pyllama_kvflash/bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
+    kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee -a $at/agent.md
+    python3 bench/agent.py "$2" -f pyllama_kvflash/bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
     results
     ;;
 ruler)
@@ -251,7 +250,7 @@ print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=
     results
     ;;
 *)
-    sed -n '2,22s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
