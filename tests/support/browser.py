@@ -92,7 +92,10 @@ class Page:
         """Send a message by keyboard, and wait for the answer's end."""
         n = len(self.texts(".turn"))
         self.until(self.one("#ask").is_displayed)
-        self.one("#ask").send_keys(text, Keys.ENTER)
+        # as an input method does it: some ChromeDrivers refuse to type what is beyond the BMP
+        self.driver.execute_script("document.querySelector('#ask').focus()")
+        self.driver.execute_cdp_cmd("Input.insertText", {"text": text})
+        self.one("#ask").send_keys(Keys.ENTER)
         self.until(lambda: len(self.texts(".turn")) == n + 2 or self.text("#alert"))
         self.until(lambda: self.one("#send").is_enabled())
 
