@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import socket
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +32,8 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.native import ChatEngine, Model
 from pyllama_kvflash.serve.scheduler import Scheduler
 
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+# what others' code warns of is theirs: it differs by version
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 environment = serving.environment
 model = real.model
@@ -100,12 +100,10 @@ def server(model: Path) -> Iterator[Running]:
 
 
 def library(name: str) -> ModuleType:
-    """A client that not everybody has. What is deprecated in what it imports is not our business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        why = f"{name} is not installed: pip install 'pyllama-kvflash[clients]'"
-        pytest.importorskip(name.partition(".")[0], reason=why)
-        return importlib.import_module(name)
+    """A client that not everybody has."""
+    why = f"{name} is not installed: pip install 'pyllama-kvflash[clients]'"
+    pytest.importorskip(name, reason=why)
+    return importlib.import_module(name)
 
 
 def check_arguments(given: Any) -> dict[str, Any]:

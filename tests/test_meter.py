@@ -205,7 +205,8 @@ def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: An
     """Given the text so far; and all of it is read exactly, so that what follows the next prompt is, too."""
     chosen = Chosen(width_noise(tiny_path(name), LOOKAHEAD + 1, FULL))
     kv, full = opened(name, min_agreement=1.0), opened(name, **FULL)
-    events = answer(kv, TOKENS[:700], 80)
+    with held(chosen):
+        events = answer(kv, TOKENS[:700], 80)
     warnings = [e.text for e in events if isinstance(e, Warn)]
     assert len(warnings) == 1
     assert "decoding is lossless from here on" in warnings[0]
@@ -213,9 +214,10 @@ def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: An
     n = next(i for i, e in enumerate(events) if isinstance(e, Warn))
     before = 700 + len(ids(events[:n]))
     assert 700 + N_CHECKED <= before < len(text) - 20
-    with held(chosen):
+    with held(chosen, before - 700):
         want = ids(answer(full, text[:before], len(text) - before))
     assert text[before:] == want
+    assert chosen.n_held == len(want)
     assert kv.sequence.n_exact == kv.n_tokens == len(text) - 1
     chosen.rows.clear()
     more = []
