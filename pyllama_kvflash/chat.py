@@ -4,13 +4,12 @@ Needs jinja2, from the extra `serve`.
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, json_grammar
 from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
 
@@ -37,7 +36,7 @@ class ChatTemplate:
 
     The template is part of the model file, and not trusted. llama.cpp renders it; one that it does not know runs in jinja2's
     sandbox, without tools: it can reach no attribute of Python and change nothing, and ranges have at most 100,000 items.
-    Either way its time, its output and its texts are limited.
+    Either way its time, its output and its texts are limited; what exceeds llama.cpp's limits is not tried in the sandbox.
     """
 
     def __init__(
@@ -65,8 +64,12 @@ class ChatTemplate:
             given, bos=_special(model, "bos"), eos=_special(model, "eos")
         )  # first, because it refuses what is nested too deeply for llama.cpp
         if given:
-            with suppress(UsageError):
+            try:
                 res._engine = ChatEngine(model, source)
+            except UnsupportedError as err:
+                raise _failure(err) from None
+            except UsageError:
+                pass  # the sandbox may know it
         return res
 
     @property
@@ -98,6 +101,8 @@ class ChatTemplate:
             return self._plainly(messages, answer, asked, None)
         try:
             return _applied(self._engine, request)
+        except UnsupportedError as err:  # nor may it take so much in the sandbox
+            raise _failure(err) from None
         except UsageError as err:
             return self._plainly(messages, answer, asked, err)
 
@@ -105,22 +110,23 @@ class ChatTemplate:
         self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
     ) -> Rendered:  # fmt: skip
         """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
-        if asked.get("tools"):
+        if asked.get("tools") and asked.get("tool_choice") != "none":
             raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
         schema = asked.get("json_schema")
         grammar = None if schema is None else Grammar(json_grammar(json.dumps(schema)))
-        return Rendered(prompt=self._sandboxed(messages, answer=answer), grammar=grammar)
+        given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(asked.get("chat_template_kwargs") or {})
+        return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Return the text of a conversation. Raises UsageError as rendered() does."""
         return self.rendered(messages, answer=answer).prompt
 
-    def _sandboxed(self, messages: Sequence[Message], *, answer: bool) -> str:
+    def _sandboxed(self, messages: Sequence[Message], answer: bool, given: Mapping[str, Any]) -> str:  # noqa: FBT001
         parts, size = [], 0
         clock = Clock(self._seconds)
         try:
-            names = {**self._names, **variables(clock), "messages": [dict(m) for m in messages]}
-            for part in self._template.generate(add_generation_prompt=answer, **names):
+            names = {**self._names, **given, **variables(clock), "messages": [dict(m) for m in messages]}
+            for part in self._template.generate({**names, "add_generation_prompt": answer}):
                 clock.step()
                 size += len(part)
                 if size > MAX_TEXT:

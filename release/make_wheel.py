@@ -20,7 +20,8 @@ NATIVE = "pyllama_kvflash/native/"
 # a later option of the same name wins: CMAKE_ARGS of the caller come after these
 PORTABLE = "-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"
 # ggml's own list, and machine code for what was measured, so that its first run compiles nothing
-CUDA = "-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
+# no NCCL, which is found where it is installed and then needed: only llama.cpp's tensor split takes it, and we have none
+CUDA = "-DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
 CUDA_VERSION = "cu13"
 CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
 

@@ -10,7 +10,7 @@ import pytest
 
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.chat import ChatTemplate
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import ChatEngine, Delta, Grammar, Model, Rendered, Reply
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -238,15 +238,56 @@ LARGE = {
 
 @pytest.mark.parametrize("source", [*LOOPS.values(), *LARGE.values()], ids=[*LOOPS, *LARGE])
 def test_a_template_that_takes_too_much_is_refused(model: Model, source: str) -> None:
-    with pytest.raises(UsageError, match=r"too long|too many|too deeply|range|too much") as caught:
+    with pytest.raises(UnsupportedError, match=r"too long|too many|too deeply|range|too much") as caught:
         ChatEngine(model, source + "{{ messages[0].content }}", seconds=0.5).apply({"messages": [ASKED]})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("source", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("source", [*LOOPS.values(), *LARGE.values()], ids=[*LOOPS, *LARGE])
 def test_so_it_is_in_the_sandbox(source: str) -> None:
-    with pytest.raises(UsageError, match=r"more than 0.5 s|too much memory"):
+    with pytest.raises(UsageError, match=r"more than 0.5 s|too much memory|too large|[rR]ange too big"):
         ChatTemplate(source, seconds=0.5).render([ASKED])
+
+
+@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
+def test_what_takes_too_much_is_not_tried_twice(model: Model, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By llama.cpp, and then in the sandbox."""
+
+    def tried(*_: Any) -> str:
+        pytest.fail("it is")
+
+    monkeypatch.setattr(ChatTemplate, "_sandboxed", tried)
+    with pytest.raises(UsageError, match=r"cannot render this conversation: (it|range)"):
+        ChatTemplate.of(model, source + "{{ messages[0].content }}").render([ASKED])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "('a' * 9999999) * 99", "'a'.center(999999)", "'a' | center(999999)", "'a' | indent(999999)", "'%999999d' % 1",
+        "'%999999d' | format(1)", "'{:999999}'.format(1)", "'{:{}}'.format(1, 999999)", "'%*d' % (999999, 1)",
+        "big.replace('a', big)", "big | replace('a', big)", "((big,) * 999) | join(big)", "big.join(['a'] * 99999)",
+        "([big] * 999) | map('upper') | join", "big.ljust(999999)", "[1] | tojson(indent=999999)",
+    ],
+)  # fmt: skip
+def test_nor_are_texts_that_grow_at_once(made: str) -> None:
+    with pytest.raises(UsageError, match="too large"):
+        ChatTemplate("{% set big = 'a' * 99999 %}{{ (" + made + ") | length }}").render([ASKED])
+
+
+def test_usual_texts_are_not_too_large() -> None:
+    source = (
+        "{{ m | replace('a', 'b') }} {{ m.replace('\n', '') | length }} {{ ['a', 'b'] | join(', ') }} {{ '%5.2f' % 1.5 }}"
+        " {{ ', '.join(['c', 'd']) }} {{ 'call_1234567 {}'.format(1) }} {{ 'x' ~ 1 ~ 'y' }} {{ 'z' + 'w' }} {{ 'a' | center(5) }}"
+    )
+    text = ChatTemplate("{% set m = messages[0].content %}" + source).render([{"role": "user", "content": "a\n" * 99999}])
+    assert text.endswith(" 99999 a, b  1.50 c, d call_1234567 1 x1y zw   a  ")
+
+
+def test_the_sandbox_hears_what_a_request_gives_the_template() -> None:
+    template = ChatTemplate("{{ mood }} {{ enable_thinking }}")
+    found = template.rendered([ASKED], chat_template_kwargs={"mood": "good"}, enable_thinking=False, tools=[ADD], tool_choice="none")
+    assert found.prompt == "good False"
 
 
 def test_what_llama_cpp_does_not_know_is_rendered_all_the_same(model: Model) -> None:

@@ -56,7 +56,7 @@ class ChatEngine:
     def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
         """source: a template; None: the model's own. seconds: that it may take, each time.
 
-        Raises UsageError (it is no template that llama.cpp knows, or does not end).
+        Raises UsageError (it is no template that llama.cpp knows), and UnsupportedError if it takes more than it may.
         """
         self._seconds = seconds
         out = ffi.new("struct kvf_chat **")
@@ -75,7 +75,7 @@ class ChatEngine:
         request: messages, tools, tool_choice ("auto", "none", "required"), parallel_tool_calls, json_schema (of the answer),
         enable_thinking, chat_template_kwargs, add_generation_prompt, in the form of the OpenAI protocol.
 
-        Raises UsageError.
+        Raises UsageError, and UnsupportedError if the template takes more time, text or depth than it may.
         """
         text = _bytes(json.dumps(request, ensure_ascii=False), "the conversation")
         found = _given(lambda out: lib.kvf_chat_apply(self._handle, text, self._seconds, out))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.serve.fault import Fault, invalid
-from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, text
+from pyllama_kvflash.serve.fields import array, as_object, decoded, get, kind, obj, one_of, text
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -83,7 +83,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 def _arguments(given: str) -> str:
     """Return the arguments of a call as JSON. Those of a call that was cut off, say, are shown to the model as a text."""
     try:
-        json.loads(given or "{}")
+        decoded(given or "{}")
     except (ValueError, RecursionError):
         return json.dumps(given, ensure_ascii=False)
     return given or "{}"

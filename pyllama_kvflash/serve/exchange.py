@@ -63,7 +63,8 @@ class Exchange:
                     continue
                 if update is None:
                     return
-                self._n_left -= isinstance(update, Finished)
+                if isinstance(update, Finished):  # no other answer follows one that was interrupted
+                    self._n_left = 0 if update.reason == "interrupted" else self._n_left - 1
                 yield update
         finally:
             watch.cancel()

@@ -8,6 +8,8 @@ from pyllama_kvflash.serve.fault import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
 
+MAX_DEPTH = 200  # of a body
+
 _KINDS: dict[type, str] = {
     bool: "true or false",
     int: "an integer",
@@ -21,14 +23,28 @@ _KINDS: dict[type, str] = {
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a body. Raises Fault."""
     try:
-        value = json.loads(body)
+        value = decoded(body)
     except RecursionError:
-        raise invalid("the body is nested too deeply") from None
+        raise invalid(f"the body is nested too deeply: objects and arrays may be {MAX_DEPTH} deep") from None
     except ValueError as err:  # no JSON, no UTF-8, or a number of thousands of digits
         raise invalid(f"the body is no JSON: {str(err)[:200]}") from None
     if not isinstance(value, dict):
         raise invalid(f"the body is {kind(value)}: give a JSON object")
     return value
+
+
+def decoded(text: bytes | str) -> Any:
+    """Return the value of JSON. Raises ValueError, and RecursionError if it is too deep for the library, which calls itself
+    for each level.
+    """
+    value = json.loads(text)
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parts = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        if not parts:
+            return value
+        level = [v for part in parts for v in part if isinstance(v, dict | list)]
+    raise RecursionError
 
 
 def kind(value: Any) -> str:

@@ -128,6 +128,7 @@ def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback  # ::ffff:127.0.0.1, if it listens on ::

@@ -53,13 +53,7 @@ class Understanding:
 
     def of(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
         """Return what a body asks for. Raises Fault."""
-        try:
-            return self._understood(kv, parse_json(body), kind)
-        except RecursionError:  # a field is written as JSON again, with a little more on the stack
-            raise invalid("the body is nested too deeply") from None
-
-    def _understood(self, kv: KVFlash, given: dict[str, Any], kind: Kind) -> Understood:
-        n_vocab = kv.model.n_vocab
+        given, n_vocab = parse_json(body), kv.model.n_vocab
         if kind in {Kind.MESSAGE, Kind.COUNT}:
             ask = anthropic.parse(given, defaults=self._defaults, n_vocab=n_vocab, counting=kind == Kind.COUNT)
         else:

@@ -31,16 +31,16 @@ struct kvf_reply {
 static const char * const BEFORE_CAUSE = "Error: ";
 
 // an error of the library in one line: it quotes the template around the cause
-static kvf_failure in_words(const std::exception & err) {
+static kvf_failure in_words(const std::exception & err, int status = KVF_E_ARGUMENT) {
     std::string what = err.what();
     const auto  pos  = what.rfind(BEFORE_CAUSE);
     if (pos != std::string::npos) { what = what.substr(pos + strlen(BEFORE_CAUSE)); }
     what = what.substr(what.find_first_not_of("\n ") == std::string::npos ? 0 : what.find_first_not_of("\n "));
     std::replace(what.begin(), what.end(), '\n', ' ');
-    return kvf_failure(KVF_E_ARGUMENT, what);
+    return kvf_failure(status, what);
 }
 
-// run f on behalf of a template: it may take so many seconds
+// run f on behalf of a template: it may take so many seconds. KVF_E_UNSUPPORTED: it takes more of something than it may
 static void limited(double seconds, const std::function<void()> & f) {
     struct scope {
         ~scope() { kvf_template = {}; }
@@ -50,7 +50,7 @@ static void limited(double seconds, const std::function<void()> & f) {
     try {
         f();
     } catch (const kvf_failure &) { throw; } catch (const std::exception & err) {
-        throw in_words(err);
+        throw in_words(err, kvf_template.refused ? KVF_E_UNSUPPORTED : KVF_E_ARGUMENT);
     }
 }
 

@@ -17,16 +17,22 @@ struct kvf_template_run {
 
     clock::time_point deadline = clock::time_point::max();
     int               depth    = 0;
+    bool              refused  = false; // it took more than it may
 };
 
 inline thread_local kvf_template_run kvf_template;
+
+[[noreturn]] inline void kvf_template_refuse(const char * why) {
+    kvf_template.refused = true;
+    throw std::runtime_error(why);
+}
 
 // one step of the interpreter
 struct kvf_template_step {
     kvf_template_step() {
         auto & run = kvf_template;
-        if (run.depth >= run.max_depth) { throw std::runtime_error("it is nested too deeply"); }
-        if (kvf_template_run::clock::now() > run.deadline) { throw std::runtime_error("it takes too long"); }
+        if (run.depth >= run.max_depth) { kvf_template_refuse("it is nested too deeply"); }
+        if (kvf_template_run::clock::now() > run.deadline) { kvf_template_refuse("it takes too long"); }
         ++run.depth;
     }
     ~kvf_template_step() { --kvf_template.depth; }
@@ -36,13 +42,13 @@ struct kvf_template_step {
 
     // what a step gives, unless it is too large
     template <typename T> T checked(T val) const {
-        if (val->val_str.length() > kvf_template_run::max_text) { throw std::runtime_error("it makes too long a text"); }
-        if (val->val_arr.size() > kvf_template_run::max_items) { throw std::runtime_error("it makes too long a list"); }
+        if (val->val_str.length() > kvf_template_run::max_text) { kvf_template_refuse("it makes too long a text"); }
+        if (val->val_arr.size() > kvf_template_run::max_items) { kvf_template_refuse("it makes too long a list"); }
         return val;
     }
 };
 
 inline void kvf_template_range(int64_t start, int64_t stop, int64_t step) {
     const double n = step == 0 ? 0.0 : ((double) stop - (double) start) / (double) step;
-    if (n > (double) kvf_template_run::max_range) { throw std::runtime_error("range() of too many items"); }
+    if (n > (double) kvf_template_run::max_range) { kvf_template_refuse("range() of too many items"); }
 }

@@ -370,7 +370,8 @@ struct kvf_reply;
 
 void kvf_text_free(char * text);
 
-// source: a template; "": the model's own. it may take so many seconds, here and below
+// source: a template; "": the model's own. it may take so many seconds, here and below; KVF_E_UNSUPPORTED: it takes more of
+// something than it may
 int  kvf_chat_new(const struct llama_model * model, const char * source, double seconds, struct kvf_chat ** chat);
 void kvf_chat_free(struct kvf_chat * chat);
 // what the template can do: {name: bool}
