@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from pyllama_kvflash.errors import UnsupportedError, UsageError
-from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, json_grammar
+from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, either, json_grammar
 from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
 
 Message = Mapping[str, Any]
@@ -90,13 +90,17 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message], *, answer: bool = True, **asked: Any) -> Rendered:
         """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
 
-        answer: add the beginning of the assistant's next message.
+        answer: add the beginning of the assistant's next message; one that is there already is gone on with.
         asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema,
         enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
         Raises UsageError if the template does not take these messages or these tools, or fails.
         """
+        goes_on = (
+            answer and bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        )
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
+        request["continue_final_message"] = goes_on
         if self._engine is None:
             return self._plainly(messages, answer, asked, None)
         try:
@@ -114,7 +118,9 @@ class ChatTemplate:
             raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
         schema = asked.get("json_schema")
         grammar = None if schema is None else Grammar(json_grammar(json.dumps(schema)))
-        given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(asked.get("chat_template_kwargs") or {})
+        given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(
+            asked.get("chat_template_kwargs") or {}
+        )
         return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
@@ -122,6 +128,8 @@ class ChatTemplate:
         return self.rendered(messages, answer=answer).prompt
 
     def _sandboxed(self, messages: Sequence[Message], answer: bool, given: Mapping[str, Any]) -> str:  # noqa: FBT001
+        if answer and messages and messages[-1]["role"] == "assistant":
+            return self._sandboxed(messages[:-1], answer, given) + str(messages[-1]["content"])
         parts, size = [], 0
         clock = Clock(self._seconds)
         try:
@@ -149,13 +157,29 @@ class ChatTemplate:
 def _applied(engine: ChatEngine, request: dict[str, Any]) -> Rendered:
     """Return what llama.cpp makes of a request. Of several tools, one alone may be called. Raises UsageError."""
     choice = request.get("tool_choice")
-    if not isinstance(choice, dict):
+    schema = request.pop("json_schema", None)
+    if not request.get("tools") or choice == "none":
+        return engine.apply(request if schema is None else {**request, "json_schema": schema})
+    if choice == "auto" and schema is not None:
+        return _called_or_told(engine, request, schema)
+    if not isinstance(choice, dict):  # what must be called is the answer
         return engine.apply(request)
     name = choice["function"]["name"]
     whole = engine.apply({**request, "tool_choice": "required"})
     only = [tool for tool in request["tools"] if tool["function"]["name"] == name]
     one = engine.apply({**request, "tools": only, "tool_choice": "required"})
     return replace(one, prompt=whole.prompt)  # so that what was read with the other tools need not be read again
+
+
+def _called_or_told(engine: ChatEngine, request: dict[str, Any], schema: Any) -> Rendered:
+    """Return what is made of a request whose answer calls tools or is of a schema: llama.cpp knows only one of these at once."""
+    called = engine.apply({**request, "tool_choice": "required"})
+    told = engine.apply({**request, "tools": [], "tool_choice": "none", "json_schema": schema})
+    if called.grammar is None or told.grammar is None or called.grammar.after != told.grammar.after:
+        msg = "its calls and a schema of the answer cannot be had together: leave out response_format, or the tools"
+        raise UsageError(msg)
+    grammar = replace(called.grammar, text=either(called.grammar.text, told.grammar.text))
+    return replace(engine.apply(request), grammar=grammar)
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:

@@ -65,7 +65,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _Joins().visit(super()._parse(source, name, filename))
+        tree: nodes.Template = _Joins().visit(super()._parse(source, name, filename))
         loops: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
         for node in loops:
             step = nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None, lineno=node.lineno)
@@ -79,7 +79,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise _too_large(operator)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: PLR6301 (jinja2's)
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments of a text's method. Raises SecurityError."""
         method = getattr(obj, "__wrapped__", obj)  # jinja2 wraps format()
         if isinstance(text := getattr(method, "__self__", None), str):

@@ -21,7 +21,9 @@ NATIVE = "pyllama_kvflash/native/"
 PORTABLE = "-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"
 # ggml's own list, and machine code for what was measured, so that its first run compiles nothing
 # no NCCL, which is found where it is installed and then needed: only llama.cpp's tensor split takes it, and we have none
-CUDA = "-DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
+CUDA = (
+    "-DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
+)
 CUDA_VERSION = "cu13"
 CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
 

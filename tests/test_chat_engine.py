@@ -280,13 +280,17 @@ def test_usual_texts_are_not_too_large() -> None:
         "{{ m | replace('a', 'b') }} {{ m.replace('\n', '') | length }} {{ ['a', 'b'] | join(', ') }} {{ '%5.2f' % 1.5 }}"
         " {{ ', '.join(['c', 'd']) }} {{ 'call_1234567 {}'.format(1) }} {{ 'x' ~ 1 ~ 'y' }} {{ 'z' + 'w' }} {{ 'a' | center(5) }}"
     )
-    text = ChatTemplate("{% set m = messages[0].content %}" + source).render([{"role": "user", "content": "a\n" * 99999}])
+    text = ChatTemplate("{% set m = messages[0].content %}" + source).render(
+        [{"role": "user", "content": "a\n" * 99999}]
+    )
     assert text.endswith(" 99999 a, b  1.50 c, d call_1234567 1 x1y zw   a  ")
 
 
 def test_the_sandbox_hears_what_a_request_gives_the_template() -> None:
     template = ChatTemplate("{{ mood }} {{ enable_thinking }}")
-    found = template.rendered([ASKED], chat_template_kwargs={"mood": "good"}, enable_thinking=False, tools=[ADD], tool_choice="none")
+    found = template.rendered(
+        [ASKED], chat_template_kwargs={"mood": "good"}, enable_thinking=False, tools=[ADD], tool_choice="none"
+    )
     assert found.prompt == "good False"
 
 

@@ -21,7 +21,7 @@ from support.rounding import Chosen, held
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Context, Sampler, json_grammar
+from pyllama_kvflash.native import Context, Sampler, check_grammar, either, json_grammar
 from pyllama_kvflash.native.lib import ffi, lib
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import LOOKAHEAD, Spec
@@ -353,3 +353,43 @@ def test_the_command_takes_a_schema(tmp_path: Path) -> None:
 )
 def test_bad_options(args: tuple[str, ...], words: str) -> None:
     check_error(invoke("run", "-p", "x", "-c", "512", *args), 2, words)
+
+
+#
+# grammars that are not trusted
+#
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "200 deep"),
+        (
+            "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(100_000)), 'r100000 ::= "a"']),
+            "20,000 rules",
+        ),
+    ],
+)
+def test_a_grammar_that_would_end_the_process(kv: KVFlash, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_grammar(text, kv.model)
+
+
+def test_a_grammar_of_which_each_rule_names_the_next_twice(kv: KVFlash) -> None:
+    """To go down into each of them again would take years."""
+    rules = [f"r{i} ::= r{i + 1} | r{i + 1}" for i in range(60)]
+    check_grammar("\n".join(["root ::= r0", *rules, 'r60 ::= "a"']), kv.model)
+    with pytest.raises(UsageError, match="from the left"):
+        check_grammar("\n".join(["root ::= r0", *rules, 'r60 ::= "a" | root']), kv.model)
+
+
+def test_usual_grammars_are_not_too_large(kv: KVFlash) -> None:
+    quoted = 'root ::= "(" [(] | ' + "(" * 150 + '"a"' + ")" * 150
+    check_grammar(quoted + " | [)]" * 300 + ' | "("' * 300 + " # ((", kv.model)
+
+
+def test_a_grammar_of_either() -> None:
+    one, other = 'root ::= a-b [^"root]\na-b ::= "root" | ( root )? # root', 'root ::= "\\"root"'
+    assert either(one, other) == (
+        'root ::= a-root | b-root\na-root ::= a-a-b [^"root]\na-a-b ::= "root" | ( a-root )? # root\nb-root ::= "\\"root"'
+    )

@@ -183,6 +183,24 @@ def test_ending_ends_answers_as_they_are() -> None:
         assert running.scheduler.phase == Phase.CLOSED
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_ending_ends_several_answers(streams: bool) -> None:
+    """The one under way as it is; those after it never come."""
+    with Running(n_parallel=1) as running:
+        results: list[Any] = []
+        body = {"prompt": "On and on", "max_tokens": 3500, "n": 3, "temperature": 1, "stream": streams}
+        asking = threading.Thread(target=lambda: results.append(running.post(body)))
+        asking.start()
+        until(lambda: running.health()["busy"] == 1)
+        running.scheduler.end()
+        asking.join(30)
+        assert results[0].status_code == 200
+        if streams:
+            assert results[0].text.endswith("data: [DONE]\n\n")
+        else:
+            assert [c["finish_reason"] for c in results[0].json()["choices"]] == ["stop"]
+
+
 SERVER = ("-c", "8K", "--kvflash", "2K", "-t", "1", "--prefix-cache", "off")
 
 

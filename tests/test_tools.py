@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Running, environment, open_needle, sse, until  # noqa: F401 (a fixture for all)
+from support.serving import Running, environment, open_needle, parse_metrics, sse, until  # noqa: F401 (a fixture for all)
 
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.serve import understand
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -95,6 +97,57 @@ def test_a_loop_with_a_tool_is_warm(server: Running) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
 
 
+FORM = {"type": "object", "properties": {"sum": {"enum": [4]}}, "required": ["sum"], "additionalProperties": False}
+AS_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
+
+
+def test_a_call_or_an_answer_of_a_form(server: Running) -> None:
+    """With both, it is one of these: llama.cpp's own grammar would leave the tools out."""
+    for choice in ("auto", "required"):
+        res = chat(server, tools=[TOOL], tool_choice=choice, response_format=AS_FORM)["choices"][0]
+        said = res["message"]
+        if said.get("tool_calls"):
+            assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == 3
+            assert res["finish_reason"] == "tool_calls"
+        else:
+            assert choice == "auto"
+            assert json.loads(said["content"]) == {"sum": 4}
+    only = {**CHAT, "tools": [TOOL], "response_format": AS_FORM, "tool_choice": "none"}
+    res = server.post(only, "/v1/chat/completions").json()["choices"][0]
+    assert json.loads(res["message"]["content"]) == {"sum": 4}
+
+
+def test_a_call_that_is_cut_off(server: Running) -> None:
+    """By max_tokens, or by a string of the client's own: nobody should run it."""
+    must = {"tools": [TOOL], "tool_choice": "required"}
+    assert chat(server, **must, max_tokens=12)["choices"][0]["finish_reason"] == "length"
+    res = chat(server, **must, stop=['"b"'])["choices"][0]
+    assert res["finish_reason"] == "stop"
+    res = message(server, tools=[CLAUDE_TOOL], tool_choice={"type": "any"}, stop_sequences=['"b"'])
+    assert (res["stop_reason"], res["stop_sequence"]) == ("stop_sequence", '"b"')
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b', "[1]", '"x"', '{"a": NaN}', "", "[" * 500])
+def test_arguments_that_are_none_may_be_sent_back(server: Running, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    told = {"role": "tool", "tool_call_id": "1", "content": "no"}
+    chat(server, messages=[*ASKS, said, told], tools=[TOOL], max_tokens=1)
+
+
+def test_the_assistant_s_message_is_gone_on_with(server: Running) -> None:
+    """The prompt ends with what it has said already, and the answer begins after it."""
+    begun = [*ASKS, {"role": "assistant", "content": "It is"}]
+    text = "<|im_start|>user\nWhat is 1 + 3?<|im_end|>\n<|im_start|>assistant\nIt is"
+    n = len(server.http.post("/tokenize", json={"content": text}).json()["tokens"])
+    for found in (chat(server, messages=begun, max_tokens=5), message(server, messages=begun, max_tokens=5)):
+        usage = found["usage"]
+        read = usage.get("prompt_tokens") or usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert read in {n, n + 1}, "perhaps with BOS"
+    want = server.post({"prompt": text, "max_tokens": 5, "temperature": 0}).json()["choices"][0]["text"]
+    assert chat(server, messages=begun, max_tokens=5)["choices"][0]["message"]["content"] == want
+
+
 def test_structure_with_a_template(server: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -103,10 +156,16 @@ def test_structure_with_a_template(server: Running) -> None:
     assert type(found["b"]) is bool
 
 
+def prefilled(server: Running) -> float:
+    return parse_metrics(server.http.get("/metrics").text)["prefill_tokens_total"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers(server: Running, stream: bool) -> None:
     """Each is that of its own seed, and the prompt is read once."""
     asked = {"temperature": 1.5, "seed": 7, "max_tokens": 8, "n": 3}
+    chat(server, messages=[{"role": "user", "content": "Something else. " * 20}], max_tokens=1)
+    before = prefilled(server)
     if stream:
         body = {**CHAT, **asked, "stream": True, "stream_options": {"include_usage": True}}
         events, _ = sse(server.post(body, "/v1/chat/completions").text)
@@ -122,6 +181,7 @@ def test_several_answers(server: Running, stream: bool) -> None:
         assert [c["index"] for c in res["choices"]] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert usage["completion_tokens"] <= 24
+    assert prefilled(server) - before < 2 * usage["prompt_tokens"], "but for the last token, which gives the logits"
     until(server.idle)
     assert server.health()["queue"] == 0
 
@@ -195,7 +255,8 @@ def test_a_template_without_tools() -> None:
         res = running.post({**CHAT, "tools": [TOOL]}, "/v1/chat/completions")
         assert res.status_code == 400
         assert "chat template has no tools" in res.json()["error"]["message"]
-        assert running.post({**CHAT, "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}, "/v1/chat/completions")
+        res = running.post({**CHAT, "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}, "/v1/chat/completions")
+        assert res.status_code == 200
 
 
 #
@@ -274,10 +335,74 @@ def test_counting_tokens(server: Running) -> None:
     until(server.idle)
 
 
+def n_tokens(server: Running, **body: Any) -> int:
+    res = server.http.post("/v1/messages/count_tokens", json={"messages": ASKS, **body})
+    assert res.status_code == 200, res.text
+    return int(res.json()["input_tokens"])
+
+
+def test_what_an_agent_sends(server: Running) -> None:
+    """It is refused nothing that says nothing, and pays for nothing that changes from turn to turn."""
+    block = {"type": "text", "text": "You are an agent."}
+    plain = n_tokens(server, system=[block])
+    for cch in ("fa690", "0b3d1ee"):
+        bill = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"}
+        assert n_tokens(server, system=[bill, block], billing_policy={}, mcp_servers=[]) == plain
+    call = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+    def with_result(**result: Any) -> list[dict[str, Any]]:
+        told = {"type": "tool_result", "tool_use_id": "1", **result}
+        return [*ASKS, {"role": "assistant", "content": [call]}, {"role": "user", "content": [told]}]
+
+    seen = n_tokens(server, messages=with_result(content="x"))
+    assert n_tokens(server, messages=with_result(content=[picture])) > seen
+    assert n_tokens(server, messages=with_result(content="x", is_error=True)) > seen
+    twice = [{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}]
+    assert n_tokens(server, messages=twice) == n_tokens(server, messages=[{"role": "user", "content": "One.\nTwo."}])
+    later = [*ASKS, {"role": "system", "content": "Be brief."}]
+    assert n_tokens(server, messages=later) > n_tokens(server)
+
+
+def test_a_prompt_that_is_only_read(server: Running) -> None:
+    text = [{"role": "user", "content": "To be read ahead. " * 30}]
+    res = message(server, messages=text, max_tokens=0)
+    assert (res["content"], res["usage"]["output_tokens"], res["stop_reason"]) == ([], 0, "max_tokens")
+    assert message(server, messages=text, max_tokens=1)["usage"]["cache_read_input_tokens"] > 100
+
+
+def test_a_message_that_is_too_long(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is counted, and refused in the words that clients look for before they shorten it. In pieces, too."""
+    text = [{"role": "user", "content": "word " * 6000}]
+    n = n_tokens(server, messages=text)
+    assert n > 6000
+    res = server.post({**ASK, "messages": text}, "/v1/messages")
+    assert res.status_code == 400
+    assert res.json()["error"]["message"] == f"prompt is too long: {n} tokens > 4096 maximum"
+    monkeypatch.setattr(understand, "_PIECE", 2048)
+    monkeypatch.setattr(understand, "_SLACK", (1.1, 4))
+    assert abs(n_tokens(server, messages=text) - n) < 30
+    tokenized: list[int] = []
+    tokenize = Model.tokenize
+
+    def tokenize_(own: Model, text: str, **how: Any) -> Any:
+        tokenized.append(len(text))
+        return tokenize(own, text, **how)
+
+    monkeypatch.setattr(Model, "tokenize", tokenize_)
+    res = server.post({**CHAT, "messages": text}, "/v1/chat/completions")
+    assert res.status_code == 400
+    assert res.json()["error"]["code"] == "context_length_exceeded"
+    assert "more than 4096 tokens" in res.json()["error"]["message"]
+    assert 5 < len(tokenized) < 15
+    assert max(tokenized) == 2048
+    chat(server, messages=[{"role": "user", "content": "word " * (3900 * 6000 // n)}], max_tokens=1)
+
+
 BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"messages": []}, "at least one message"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "user, assistant"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "user, assistant"),
     ({"messages": [{"role": "user", "content": 5}]}, "an integer"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text, tool_result"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
@@ -290,7 +415,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"cache_control": {"type": "ephemeral", "ttl": "9y"}}, "5m, 1h"),
     ({"thinking": 1}, "give an object"),
     ({"temperature": 9}, "must be from 0 to 2"),
-    ({"mcp_servers": []}, "no field 'mcp_servers'"),
+    ({"mcp_servers": [{"url": "http://x"}]}, "no field 'mcp_servers'"),
 ]
 
 

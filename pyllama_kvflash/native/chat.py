@@ -73,7 +73,7 @@ class ChatEngine:
         """Return a conversation as a prompt.
 
         request: messages, tools, tool_choice ("auto", "none", "required"), parallel_tool_calls, json_schema (of the answer),
-        enable_thinking, chat_template_kwargs, add_generation_prompt, in the form of the OpenAI protocol.
+        enable_thinking, chat_template_kwargs, add_generation_prompt, continue_final_message, in the form of the OpenAI protocol.
 
         Raises UsageError, and UnsupportedError if the template takes more time, text or depth than it may.
         """

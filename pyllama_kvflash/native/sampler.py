@@ -138,7 +138,7 @@ class Sampler:
             check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
         if self._grammar:
-            if (status := lib.kvf_sample(native, i, self._handle, self._grammar, self._token)) == lib.KVF_E_BACKEND:
+            if (status := lib.kvf_sample(native, i, self._handle, self._grammar, self._token)) == lib.KVF_E_STATE:
                 raise errors.UsageError(last_error())
             check(status)
             return int(self._token[0])
@@ -200,24 +200,49 @@ def _patterns(schema: str) -> set[str]:
     return found
 
 
-_COUNTS = re.compile(
-    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}', re.DOTALL
-)
-"""What a grammar quotes, or how often something may come."""
+_QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
+_PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
+"""What a grammar quotes, how often something may come, where a rule begins, and groups."""
+_MAX_GROUPS, _MAX_RULES = 200, 20_000
 
 
-def _check_counts(text: str) -> None:
-    """Raise UsageError where llama.cpp would make rules until no memory is left: it does not look at these."""
-    for found in _COUNTS.finditer(text):
+def _check_size(text: str) -> None:
+    """Raise UsageError for a grammar of which llama.cpp would make rules until no memory is left, or call itself until no
+    stack is: it does not look at these.
+    """
+    depth = n_rules = 0
+    for found in _PARTS.finditer(text):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        n_rules += found[0] == "::="
+        if depth > _MAX_GROUPS or n_rules > _MAX_RULES:
+            what = (
+                f"its groups are more than {_MAX_GROUPS} deep"
+                if depth > _MAX_GROUPS
+                else f"it has more than {_MAX_RULES:,} rules"
+            )
+            msg = f"the grammar cannot be used: {what}"
+            raise errors.UsageError(msg)
         low, high = found[1] or "0", found[2] or ""
         if max(len(low), len(high)) > 9 or (high and int(high) < int(low)):  # noqa: PLR2004 (digits)
             msg = f"the grammar cannot be used: nothing can come {''.join(found[0].split())[:50]} times"
             raise errors.UsageError(msg)
 
 
+_NAMES = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
+
+
+def either(one: str, other: str) -> str:
+    """Return the grammar of the texts of two grammars (GBNF)."""
+
+    def renamed(text: str, prefix: str) -> str:
+        return _NAMES.sub(lambda found: f"{prefix}-{found[1]}" if found[1] else found[0], text)
+
+    return f"root ::= a-root | b-root\n{renamed(one, 'a')}\n{renamed(other, 'b')}"
+
+
 def _grammar(grammar: str | Grammar, model: Model) -> Any:
     given = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
-    _check_counts(given.text)
+    _check_size(given.text)
     found, params = ffi.new("struct kvf_grammar **"), ffi.new("struct kvf_grammar_params *")
     keep = params.text, params.after, params.thinking = [_text(t) for t in (given.text, given.after, given.thinking)]
     patterns, thought = ([_text(t) for t in texts] for texts in (given.patterns, given.thought))
@@ -232,6 +257,11 @@ def _grammar(grammar: str | Grammar, model: Model) -> Any:
         raise errors.UsageError(msg) from None
     del keep  # the library has copied all of it
     return ffi.gc(found[0], lib.kvf_grammar_free)
+
+
+def check_grammar(grammar: str, model: Model) -> None:
+    """Raise UsageError unless a grammar (GBNF) can be used with a model."""
+    _grammar(grammar, model)
 
 
 def _text(text: str) -> Any:

@@ -8,6 +8,8 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve.fault import invalid
 
+_MOST = 4 << 20  # characters of a text that is tokenized at once: each takes some 75 bytes meanwhile
+
 
 def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     """Answer POST /tokenize: the tokens of a text. Raises Fault."""
@@ -21,6 +23,9 @@ def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
             msg = f"{name} must be true or false"
             raise invalid(msg, name, "invalid_type")
     add, parse, pieces = (bool(body.get(name, default)) for name, default in flags.items())
+    if len(text) > _MOST:
+        msg = f"content has {len(text)} characters, and may have {_MOST}: send it in parts"
+        raise invalid(msg, "content", "invalid_value")
     check_text(text, "content")
     found = kv.model.tokenize(text, add_special=add, parse_special=parse).tolist()
     return {"tokens": [{"id": t, "piece": _piece(kv, t)} for t in found] if pieces else found}

@@ -1,7 +1,7 @@
 """Requests of the Anthropic protocol (Messages API), as requests of the OpenAI protocol."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,13 @@ from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
 from pyllama_kvflash.serve.schema import Ask, check_known, sampling_of, stop_of
 
-_MAX_STOP = 64
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
     "tool_choice", "thinking", "cache_control", "output_config", "output_format",
 }  # fmt: skip
 _IGNORED = {
     "metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "diagnostics", "speed",
-    "user_profile_id", "workspace_id",
+    "user_profile_id", "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token",
 }  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
@@ -30,10 +29,10 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
 
     counting: it asks only how many tokens there are, and need not say max_tokens.
     """
-    fields = {k: v for k, v in body.items() if v is not None}
+    fields = {k: v for k, v in body.items() if v is not None and (k, v) != ("mcp_servers", [])}
     check_known(fields, _KNOWN, _IGNORED)
     get(fields, "model", str)  # any name: there is one model
-    limit = ranged(fields, "max_tokens", int, 1, 2**31 - 1)
+    limit = ranged(fields, "max_tokens", int, 0, 2**31 - 1)  # 0: the prompt is only read, for later
     if limit is None and not counting:
         raise invalid("max_tokens is missing: give the most tokens of the answer", "max_tokens", "missing_field")
     pins = _Pins()
@@ -41,7 +40,6 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
     tools = _tools(fields, pins)
     choice, parallel = _choice(obj(fields, "tool_choice"), tools)
     messages = conversation.messages([*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins)])
-    thinking = obj(fields, "thinking")
     picked: dict[str, Any] = {k: fields[k] for k in ("temperature", "top_p", "top_k") if k in fields}
     return replace(
         Ask(sampling=sampling_of(picked, defaults, n_vocab)),
@@ -50,12 +48,19 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
         tool_choice=choice,
         parallel_tool_calls=parallel,
         schema=_schema(fields),
-        chat_template_kwargs={} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"},
+        chat_template_kwargs=_reasoning(obj(fields, "thinking"), obj(fields, "output_config")),
         max_tokens=limit,
-        stop=stop_of(fields.get("stop_sequences"), "stop_sequences", _MAX_STOP),
+        stop=stop_of(fields.get("stop_sequences"), "stop_sequences"),
         stream=bool(get(fields, "stream", bool)),
         pin_seconds=pins.seconds,
     )
+
+
+def _reasoning(thinking: dict[str, Any] | None, config: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a template is told of how much to reason."""
+    effort = get(config or {}, "effort", str, "output_config.effort")
+    res: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"}
+    return res if effort is None else {**res, "reasoning_effort": effort}
 
 
 class _Pins:
@@ -77,17 +82,27 @@ class _Pins:
 def _system(value: Any, pins: _Pins) -> list[dict[str, Any]]:
     if value is None:
         return []
-    said = value if isinstance(value, str) else _texts(value, "system", pins)
+    said = _texts(value, "system", pins)
     return [{"role": "system", "content": said}] if said else []
 
 
-def _texts(value: Any, at: str, pins: _Pins) -> str:
-    """Return the text of a string, or of blocks that must all be text."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of the system prompt that is not for the model, and another one in each request of Claude Code."""
+
+
+def _texts(value: Any, at: str, pins: _Pins, unseen: Collection[str] = ()) -> str:
+    """Return the text of a string, or of blocks that must all be text. unseen: types of blocks that are only named."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid(f"{at} is {kind(value)}: give a string, or an array of text blocks", at, "invalid_type")
-    return "".join(_text(block, f"{at}[{i}]", pins) for i, block in enumerate(value))
+    texts = []
+    for i, block in enumerate(value):
+        if isinstance(block, dict) and block.get("type") in unseen:
+            texts.append(f"[a block of the type {block['type']}, which this model cannot see]")
+        else:
+            texts.append(_text(block, f"{at}[{i}]", pins))
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
 def _text(value: Any, at: str, pins: _Pins) -> str:
@@ -100,19 +115,37 @@ def _text(value: Any, at: str, pins: _Pins) -> str:
 def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
-    return [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
+    found = [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
+    res: list[dict[str, Any]] = []
+    for message in found:  # as the protocol has it, what one says in two turns is one turn
+        if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
+            res[-1] = _merged(res[-1], message)
+        else:
+            res.append(message)
+    return res
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    res: dict[str, Any] = {"role": one["role"]}
+    for key in ("content", "reasoning_content"):
+        if said := [m[key] for m in (one, other) if m.get(key)]:
+            res[key] = "\n".join(said)
+    if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
+        res["tool_calls"] = calls
+    return {"content": "", **res}
 
 
 def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
     """Return a message as those of the OpenAI protocol: each result of a tool is one of its own."""
     given = as_object(value, at, "role and content")
-    role = one_of(given, "role", ("user", "assistant"), f"{at}.role")
+    role = one_of(given, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(given, {"role", "content"}, set())
     said = given.get("content")
-    if isinstance(said, str):
-        return [{"role": role, "content": said}]
+    if isinstance(said, str) or role == "system":
+        return [{"role": role, "content": _texts(said, f"{at}.content", pins)}]
     if not isinstance(said, list) or not said:
-        raise invalid(f"{at}.content is {kind(said)}: give a string, or an array of blocks", at, "invalid_type")
+        what = "empty" if said == [] else kind(said)
+        raise invalid(f"{at}.content is {what}: give a string, or an array of blocks", at, "invalid_type")
     blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(said)]
     return (_heard if role == "user" else _said)(blocks, f"{at}.content", pins)
 
@@ -126,10 +159,16 @@ def _heard(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[
             texts.append(_text(block, here, pins))
             continue
         pins.see(block, here)
-        found = _texts(block.get("content") or "", f"{here}.content", pins)
+        found = _texts(block.get("content") or "", f"{here}.content", pins, _UNSEEN)
+        if get(block, "is_error", bool, f"{here}.is_error"):
+            found = f"Error: {found}"
         called = text(block, "tool_use_id", f"{here}.tool_use_id")
         results.append({"role": "tool", "tool_call_id": called, "content": found})
-    return results + ([{"role": "user", "content": "".join(texts)}] if texts else [])
+    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts else [])
+
+
+_UNSEEN = "image", "document", "search_result", "tool_reference"
+"""What a tool may find, which the rest of a conversation can do without."""
 
 
 def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
@@ -147,7 +186,12 @@ def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[s
                 function = {"name": text(block, "name", f"{here}.name")}
                 function["arguments"] = json.dumps(obj(block, "input", f"{here}.input") or {}, ensure_ascii=False)
                 calls.append({"id": text(block, "id", f"{here}.id"), "type": "function", "function": function})
-    res = {"role": "assistant", "content": "".join(texts), "tool_calls": calls, "reasoning_content": "".join(thoughts)}
+    res = {
+        "role": "assistant",
+        "content": "\n".join(texts),
+        "tool_calls": calls,
+        "reasoning_content": "\n".join(thoughts),
+    }
     return [res]
 
 

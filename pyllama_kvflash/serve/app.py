@@ -165,7 +165,7 @@ class Server:
                     found = await self._understood(kv, body, kind)
                     exchange = Exchange(self._scheduler)
                     job = self._job(found, exchange)
-                    reply = self._reply(kv, found, kind)
+                    reply = self._reply(found, kind)
             except Fault as fault:
                 self._scheduler.metrics.request("invalid" if fault.status < 429 else "rejected")  # noqa: PLR2004
                 raise
@@ -188,9 +188,9 @@ class Server:
 
     async def _count(self, request: Request) -> Response:
         async with self._admitted(request) as (kv, body):
-            found = await self._understood(kv, body, Kind.COUNT)
+            n = await asyncio.get_running_loop().run_in_executor(self._readers, self._understanding.count, kv, body)
         self._scheduler.leave()
-        return JSONResponse({"input_tokens": len(found.tokens)})
+        return JSONResponse({"input_tokens": n})
 
     def _job(self, found: Understood, exchange: Exchange) -> Job:
         """Return the job for a request, with one more after it for each further answer."""
@@ -208,14 +208,14 @@ class Server:
             raise AssertionError(msg)
         return job
 
-    def _reply(self, kv: KVFlash, found: Understood, kind: Kind) -> Reply:
+    def _reply(self, found: Understood, kind: Kind) -> Reply:
         ask, name = found.ask, self._settings.name
         if kind == Kind.MESSAGE and found.rendered:
             return MessageReply(name, found.rendered, len(found.tokens), ask.stop)
         return OpenAIReply(
             name,
             found.rendered,
-            partial(kv.model.piece, special=True),
+            ask.stop,
             include_usage=ask.include_usage,
             logprobs=ask.sampling.n_probs is not None,
         )

@@ -58,10 +58,13 @@ def _said(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
     called.update({call["id"]: call["function"]["name"] for call in calls})
     there = given.get("content")
     res: dict[str, Any] = {"role": "assistant"}
-    res["content"] = "" if there is None and calls else content(there, f"{at}.content")
+    thought, refusal = (get(given, k, str, f"{at}.{k}") for k in ("reasoning_content", "refusal"))
+    if there is None and (calls or thought or refusal):
+        there = refusal or ""
+    res["content"] = content(there, f"{at}.content")
     if calls:
         res["tool_calls"] = calls
-    if thought := get(given, "reasoning_content", str, f"{at}.reasoning_content"):
+    if thought:
         res["reasoning_content"] = thought
     return res
 
@@ -81,24 +84,36 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return the arguments of a call as JSON. Those of a call that was cut off, say, are shown to the model as a text."""
+    """Return the arguments of a call as a JSON object, which templates ask for: those of a call that was cut off, say, in one."""
     try:
-        decoded(given or "{}")
+        if isinstance(decoded(given or "{}", parse_constant=_no_number), dict):
+            return given or "{}"
     except (ValueError, RecursionError):
-        return json.dumps(given, ensure_ascii=False)
-    return given or "{}"
+        pass
+    return json.dumps({"arguments": given}, ensure_ascii=False)
+
+
+def _no_number(name: str) -> None:
+    """Refuse NaN and the like, which Python takes for JSON."""
+    raise ValueError(name)
 
 
 def content(value: Any, at: str) -> str:
-    """Return the text of a string, or of an array of parts, which must all be text. Raises Fault."""
+    """Return the text of a string, or of an array of parts, which must all be text (or a refusal). Raises Fault."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise invalid(f'{at} has a part that is no {{"type": "text", "text": "..."}}: only text can be read', at)
-    return "".join(part["text"] for part in value)
+    texts = [part[part["type"]] for part in value if _is_text(part)]
+    if len(texts) < len(value):
+        raise invalid(f'{at} has a part that is no {{"type": "text", "text": "..."}}: only text can be read', at)
+    return "\n".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") in ("text", "refusal") and isinstance(part.get(part["type"]), str)
+    )
 
 
 #

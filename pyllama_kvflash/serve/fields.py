@@ -33,11 +33,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def decoded(text: bytes | str) -> Any:
+def decoded(text: bytes | str, **how: Any) -> Any:
     """Return the value of JSON. Raises ValueError, and RecursionError if it is too deep for the library, which calls itself
-    for each level.
+    for each level. how: of json.loads().
     """
-    value = json.loads(text)
+    value = json.loads(text, **how)
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         parts = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]

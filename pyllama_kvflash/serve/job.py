@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Sampling, Tokens
 
 
@@ -20,11 +19,25 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """How likely a token was. data: its bytes, special ones as text. top: the likeliest ones in its place."""
+
+    data: bytes
+    logprob: float
+    top: "tuple[Told, ...]" = ()
+
+    @property
+    def text(self) -> str:
+        """Its text; what is no UTF-8 is replaced."""
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. tokens: those that came with it, if they are to be told how likely they were."""
+    """More of the answer. told: of the tokens that came with it, if that was asked for."""
 
     text: str
-    tokens: tuple[Token, ...] = ()
+    told: tuple[Told, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pyllama_kvflash.serve.anthropic import error
 from pyllama_kvflash.serve.fault import Fault
 from pyllama_kvflash.serve.job import Finished, Text
 from pyllama_kvflash.serve.replies import event
-from pyllama_kvflash.serve.said import COMPLETE, Said
+from pyllama_kvflash.serve.said import Said
 
 _REASONS = {
     "eos": "end_turn",
@@ -28,7 +28,7 @@ class MessageReply:
         """n_prompt: tokens of the prompt. stop: the strings that the request wants to end the answer."""
         self._model, self._n_prompt, self._stop = model, n_prompt, stop
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._said = Said(rendered)
+        self._said = Said(rendered, stop)
         self._block: tuple[str, int] | None = None  # the kind of the open block, and which call it is
         self._n_blocks = 0
         self._done: Finished | None = None
@@ -91,7 +91,7 @@ class MessageReply:
 
     def _reason(self, done: Finished) -> tuple[str, str | None]:
         """Return why the answer ended, and the string of the request that ended it."""
-        if self._said.calls and done.reason in COMPLETE:
+        if self._said.called(done):
             return "tool_use", None
         if done.stop in self._stop:
             return "stop_sequence", done.stop

@@ -3,20 +3,16 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Delta, Rendered
 from pyllama_kvflash.serve.fault import Fault
-from pyllama_kvflash.serve.job import Finished, Text
-from pyllama_kvflash.serve.said import COMPLETE, Said, call_objects
+from pyllama_kvflash.serve.job import Finished, Text, Told
+from pyllama_kvflash.serve.said import Said, call_objects
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
-
-Piece = Callable[[int], bytes]
-"""The bytes of a token, special ones as text."""
 
 
 class Reply(Protocol):
@@ -51,20 +47,22 @@ class OpenAIReply:
         self,
         model: str,
         rendered: Rendered | None,
-        piece: Piece,
+        stop: Collection[str] = (),
         *,
         include_usage: bool = False,
         logprobs: bool = False,
     ) -> None:
-        self._chat, self._rendered, self._piece = rendered is not None, rendered, piece
+        """stop: the strings that the request wants to end the answer."""
+        self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
         self._include_usage, self._logprobs = include_usage, logprobs
         self._same = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-        self._said = Said(rendered)
-        self._tokens: list[Token] = []
+        self._said = Said(rendered, stop)
+        self._told: list[Told] = []  # how likely its tokens were
+        self._start = 0  # characters of these tokens
         self._choices: list[dict[str, Any]] = []
         self._ends: list[Finished] = []
         self._opened = False
@@ -77,10 +75,11 @@ class OpenAIReply:
         """Go on with the answer."""
         found = self._said.push(text.text)
         deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
-        if text.tokens and not deltas:
+        if text.told and not deltas:
             deltas = [{"content": ""}]  # the text is held back, its tokens are not
-        res = self._opening() + b"".join(self._chunk(d, tokens=() if i else text.tokens) for i, d in enumerate(deltas))
-        self._tokens += text.tokens
+        res = self._opening() + b"".join(self._chunk(d, told=() if i else text.told) for i, d in enumerate(deltas))
+        self._told += text.told
+        self._start += sum(len(t.text) for t in text.told)
         return res
 
     def end(self, done: Finished) -> bytes:
@@ -88,12 +87,11 @@ class OpenAIReply:
         res = self._opening()
         if self._chat:
             res += b"".join(self._chunk(_delta(delta)) for delta in self._said.end(done))
-        calls = self._said.calls
-        reason = "tool_calls" if calls and done.reason in COMPLETE else REASONS[done.reason]
+        reason = "tool_calls" if self._said.called(done) else REASONS[done.reason]
         res += self._chunk({} if self._chat else "", reason)
         self._choices.append(self._choice(reason))
         self._ends.append(done)
-        self._said, self._tokens, self._opened = Said(self._rendered), [], False
+        self._said, self._told, self._start, self._opened = Said(self._rendered, self._stop), [], 0, False
         return res
 
     def last(self) -> bytes:
@@ -124,7 +122,7 @@ class OpenAIReply:
             if said.reasoning:
                 message["reasoning_content"] = said.reasoning
             content = {"message": message}
-        shown = self._probs(self._tokens, 0)
+        shown = self._probs(self._told, 0)
         return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
 
     def _usage(self) -> dict[str, Any]:
@@ -148,20 +146,17 @@ class OpenAIReply:
         self._opened = True
         return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
 
-    def _chunk(self, delta: dict[str, Any] | str, reason: str | None = None, tokens: Sequence[Token] = ()) -> bytes:
-        shown = self._probs(tokens, len(self._tokens)) if tokens else None
+    def _chunk(self, delta: dict[str, Any] | str, reason: str | None = None, told: Sequence[Told] = ()) -> bytes:
+        shown = self._probs(told, self._start) if told else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
         return event({**self._same, "object": self._kind, "choices": [choice]})
 
-    def _probs(self, tokens: Sequence[Token], n_before: int) -> dict[str, Any] | None:
-        """Return how likely tokens were. n_before: tokens of the answer that came before them."""
+    def _probs(self, told: Sequence[Told], start: int) -> dict[str, Any] | None:
+        """Return how likely tokens were. start: characters of the answer before them."""
         if not self._logprobs:
             return None
-        if self._chat:
-            return chat_logprobs(tokens, self._piece)
-        start = sum(len(_shown(self._piece(t.id))) for t in self._tokens[:n_before])
-        return text_logprobs(tokens, self._piece, start)
+        return chat_logprobs(told) if self._chat else text_logprobs(told, start)
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -175,38 +170,23 @@ def _named(call_id: str) -> dict[str, str]:
     return {"id": call_id, "type": "function"} if call_id else {}
 
 
-def chat_logprobs(tokens: Sequence[Token], piece: Piece) -> dict[str, Any]:
+def chat_logprobs(told: Sequence[Told]) -> dict[str, Any]:
     """Return how likely tokens were, as a chat has it."""
 
-    def shown(token: int, logprob: float) -> dict[str, Any]:
-        data = piece(token)
-        return {"token": _shown(data), "logprob": logprob, "bytes": list(data)}
+    def shown(token: Told) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
-    return {
-        "content": [
-            {**shown(t.id, t.probs.logprob), "top_logprobs": [shown(*top) for top in t.probs.top]}
-            for t in tokens
-            if t.probs
-        ],
-        "refusal": None,
-    }
+    return {"content": [{**shown(t), "top_logprobs": [shown(top) for top in t.top]} for t in told], "refusal": None}
 
 
-def text_logprobs(tokens: Sequence[Token], piece: Piece, start: int) -> dict[str, Any]:
+def text_logprobs(told: Sequence[Told], start: int) -> dict[str, Any]:
     """Return how likely tokens were, as a completion has it. start: of their text in the answer."""
-    texts = [_shown(piece(t.id)) for t in tokens]
-    starts = [start + n for n in accumulate(map(len, texts[:-1]), initial=0)] if texts else []
-    told = [t.probs for t in tokens if t.probs]
     return {
-        "tokens": texts,
-        "token_logprobs": [probs.logprob for probs in told],
-        "top_logprobs": [{_shown(piece(t)): p for t, p in probs.top} for probs in told],
-        "text_offset": starts,
+        "tokens": [t.text for t in told],
+        "token_logprobs": [t.logprob for t in told],
+        "top_logprobs": [{top.text: top.logprob for top in t.top} for t in told],
+        "text_offset": list(accumulate((len(t.text) for t in told[:-1]), initial=start)) if told else [],
     }
-
-
-def _shown(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
 
 
 DONE = b"data: [DONE]\n\n"

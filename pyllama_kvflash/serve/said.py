@@ -1,6 +1,7 @@
 """What an answer says, piece by piece: its content, its reasoning, and the tools that it calls."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from pyllama_kvflash.errors import UsageError
@@ -14,9 +15,13 @@ COMPLETE = {"eos", "stop"}
 class Said:
     """One answer as it grows. calls: those so far, each with id, name and arguments."""
 
-    def __init__(self, rendered: Rendered | None) -> None:
-        """rendered: the prompt, which says how to parse its answer; None: it is all content."""
+    def __init__(self, rendered: Rendered | None, stop: Collection[str] = ()) -> None:
+        """rendered: the prompt, which says how to parse its answer; None: it is all content. stop: the strings that the client
+        wants to end it, wherever it is.
+        """
         self._reply = Reply(rendered) if rendered and rendered.parser else None
+        self._stop = stop
+        self._raw: list[str] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[dict[str, str]] = []
@@ -31,21 +36,49 @@ class Said:
         """All of its reasoning."""
         return "".join(self._reasoning)
 
+    def called(self, done: Finished) -> bool:
+        """Whether the answer has ended with calls that are whole."""
+        return bool(self.calls) and self._complete(done)
+
+    def _complete(self, done: Finished) -> bool:
+        return done.reason in COMPLETE and done.stop not in self._stop
+
     def push(self, text: str) -> list[Delta]:
         """Return what more text adds."""
         return self._kept(self._parsed(text, partial=True))
 
     def end(self, done: Finished) -> list[Delta]:
         """Return what was held back, at the end of the answer."""
-        return self._kept(self._parsed("", partial=done.reason not in COMPLETE))
+        cut_off = not self._complete(done) and (bool(self.calls) or done.reason not in COMPLETE)
+        res = self._kept(self._parsed("", partial=cut_off))
+        if not cut_off and self._reply:  # the parser may take half of a call for one, or for nothing
+            self.calls = [call for call in self.calls if _is_object(call["arguments"])]
+            if not self.calls and not self.reasoning and (rest := self._dropped()):
+                res += self._kept([Delta(rest)])
+        return res
 
     def _parsed(self, text: str, *, partial: bool) -> list[Delta]:
+        self._raw.append(text)
         if self._reply is not None:
             try:
                 return self._reply.push(text, partial=partial)
-            except UsageError:  # not what the template asks for: from here on all is content
-                self._reply = None
+            except UsageError:  # not what the template asks for: all that was not told yet is content
+                self._reply, text = None, self._untold()
+                self.calls = [call for call in self.calls if _is_object(call["arguments"])]
         return [Delta(text)] if text else []
+
+    def _dropped(self) -> str:
+        """Return what comes after the content of an answer that begins with it; "" if nothing."""
+        raw, content = "".join(self._raw).lstrip(), self.content.lstrip()
+        return raw[len(content) :].rstrip() if raw.startswith(content) else ""
+
+    def _untold(self) -> str:
+        """Return what comes after the content, or else the reasoning, that was told."""
+        raw = "".join(self._raw)
+        for told in (self.content, self.reasoning):
+            if told:
+                return raw[raw.find(told) + len(told) :] if told in raw else raw
+        return raw
 
     def _kept(self, deltas: Iterable[Delta]) -> list[Delta]:
         res = list(deltas)
@@ -59,6 +92,13 @@ class Said:
                 found.update({"id": call.id or found["id"], "name": call.name or found["name"]})
                 found["arguments"] += call.arguments
         return res
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def call_objects(calls: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pyllama_kvflash.serve import conversation
 from pyllama_kvflash.serve.fault import invalid
 from pyllama_kvflash.serve.fields import get, obj, one_of, ranged
 
-MAX_STOP, MAX_STOP_CHARS = 4, 500
+MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol says 4; autocompletion sends more
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
@@ -21,7 +21,7 @@ MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
 
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "cache_prompt",
+    "cache_prompt", "prompt_cache_options", "prediction",
 }  # fmt: skip
 """Fields that do not affect the answer."""
 
@@ -33,9 +33,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
 }
 """Fields of the protocol that this server cannot do, with the values (besides null) that ask for nothing."""
 
@@ -150,7 +149,7 @@ def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> 
     given: dict[str, Any] = {
         "temperature": ranged(fields, "temperature", float, 0, 2),
         "top_p": ranged(fields, "top_p", float, 0, 1),
-        "top_k": ranged(fields, "top_k", int, 0, 2**31 - 1),
+        "top_k": ranged(fields, "top_k", int, -1, 2**31 - 1),
         "min_p": ranged(fields, "min_p", float, 0, 1),
         "repeat_penalty": ranged(fields, "repeat_penalty", float, 0.001, 1000),
         "frequency_penalty": ranged(fields, "frequency_penalty", float, -2, 2),
@@ -158,8 +157,10 @@ def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> 
         "logit_bias": _logit_bias(obj(fields, "logit_bias"), n_vocab),
         "grammar": get(fields, "grammar", str),
     }
+    if given["top_k"] == -1:  # llama.cpp's word for all tokens
+        given["top_k"] = 0
     seed = get(fields, "seed", int)
-    given["seed"] = None if seed is None else seed % MAX_SEED
+    given["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
     return replace(defaults, **{k: v for k, v in given.items() if v is not None})
 
 
@@ -211,16 +212,18 @@ def _asked_schema(form: dict[str, Any]) -> dict[str, Any] | None:
 def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:
     key = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     value = get(fields, key, int)
+    if value == -1:  # as in llama.cpp
+        return None
     if value is not None and not 1 <= value < 1 << 31:
         raise invalid(f"{key} is {value}, and must be 1 or more", key, "invalid_value")
     return LEGACY_MAX_TOKENS if value is None and not chat else value
 
 
-def stop_of(value: Any, key: str = "stop", most: int = MAX_STOP) -> tuple[str, ...]:
+def stop_of(value: Any, key: str = "stop") -> tuple[str, ...]:
     """Return the strings that end an answer. Raises Fault."""
     stop = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(s, str) for s in stop) or len(stop) > most:
-        raise invalid(f"{key} is neither a string nor an array of up to {most} of them", key, "invalid_type")
+    if not all(isinstance(s, str) for s in stop) or len(stop) > MAX_STOP:
+        raise invalid(f"{key} is neither a string nor an array of up to {MAX_STOP} of them", key, "invalid_type")
     if any(len(s) > MAX_STOP_CHARS for s in stop):
         raise invalid(f"a string of {key} is longer than {MAX_STOP_CHARS} characters", key, "invalid_value")
     return tuple(filter(None, stop))

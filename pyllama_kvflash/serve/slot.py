@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import Generation
-from pyllama_kvflash.events import Checked, Event, Reselect, Token
+from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.serve.job import Finished, Job, Reading, Text
+from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, Told
 from pyllama_kvflash.text import n_common
 
 
@@ -24,10 +25,14 @@ class Serving:
         """Send the text among these events."""
         tokens = tuple(event for event in events if isinstance(event, Token))
         text = "".join(token.text for token in tokens)
-        if self.job.sampling.n_probs is None:
-            tokens = ()
-        if text or tokens:
-            self.job.notify(Text(text, tokens))
+        told = tuple(self._told(token.id, token.probs) for token in tokens if token.probs)
+        if text or told:
+            self.job.notify(Text(text, told))
+
+    def _told(self, token: int, probs: Probs) -> Told:
+        """Return how likely a token was, with its bytes: later the model may be closed."""
+        piece = partial(self.generation.decoder.sequence.ctx.model.piece, special=True)
+        return Told(piece(token), probs.logprob, tuple(Told(piece(t), p) for t, p in probs.top))
 
 
 class Slot:

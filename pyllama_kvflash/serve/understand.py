@@ -1,5 +1,6 @@
 """From the body of a request to the prompt of a job."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from pyllama_kvflash.chat import ChatTemplate, check_text, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import Rendered, Sampling, Tokens
+from pyllama_kvflash.native import Grammar, Rendered, Sampling, Tokens, check_grammar
 from pyllama_kvflash.serve import anthropic, schema
 from pyllama_kvflash.serve.conversation import no_tools
 from pyllama_kvflash.serve.fault import Fault, invalid
@@ -26,7 +27,6 @@ class Kind(Enum):
     CHAT = "messages"
     COMPLETION = "prompt"
     MESSAGE = "anthropic messages"
-    COUNT = "anthropic token count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,31 @@ class Understanding:
     def of(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
         """Return what a body asks for. Raises Fault."""
         given, n_vocab = parse_json(body), kv.model.n_vocab
-        if kind in {Kind.MESSAGE, Kind.COUNT}:
-            ask = anthropic.parse(given, defaults=self._defaults, n_vocab=n_vocab, counting=kind == Kind.COUNT)
+        if kind == Kind.MESSAGE:
+            ask = anthropic.parse(given, defaults=self._defaults, n_vocab=n_vocab)
         else:
             ask = schema.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
+        _check_grammar(kv, ask.sampling.grammar)
         try:
             found = _completion(kv, ask) if kind == Kind.COMPLETION else self._chat(kv, ask)
+            _check_length(len(found.tokens), kv.options.n_ctx)
         except KVFlashError as err:
             raise invalid(str(err), "prompt" if kind == Kind.COMPLETION else "messages") from None
-        _check_length(len(found.tokens), kv.options.n_ctx)
+        except TooLong as err:
+            raise err.fault(kind) from None
         return found
+
+    def count(self, kv: KVFlash, body: bytes) -> int:
+        """Return the tokens of a message's prompt, which may be too long for the context. Raises Fault."""
+        ask = anthropic.parse(parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True)
+        try:
+            prompt = self._rendered(kv, ask).prompt
+            check_text(prompt, "the conversation")
+            if len(prompt) <= _PIECE:
+                return len(tokenize_chat(kv.model, prompt))
+            return sum(_lengths(kv, prompt))  # a text takes 75 bytes a character if it is tokenized at once
+        except KVFlashError as err:
+            raise invalid(str(err), "messages") from None
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
         """Return what the chat template can do, by llama.cpp's names; {} if it does not know it."""
@@ -76,7 +91,7 @@ class Understanding:
         self._template = self._template or ChatTemplate.of(kv.model, self._source)
         return self._template
 
-    def _chat(self, kv: KVFlash, ask: Ask) -> Understood:
+    def _rendered(self, kv: KVFlash, ask: Ask) -> Rendered:
         template = self._of(kv)
         asked: dict[str, Any] = {"chat_template_kwargs": ask.chat_template_kwargs}
         if ask.tools:
@@ -90,7 +105,10 @@ class Understanding:
             asked["json_schema"] = ask.schema
         if "enable_thinking" in ask.chat_template_kwargs:
             asked["enable_thinking"] = bool(ask.chat_template_kwargs["enable_thinking"])
-        rendered = template.rendered(ask.messages, **asked)
+        return template.rendered(ask.messages, **asked)
+
+    def _chat(self, kv: KVFlash, ask: Ask) -> Understood:
+        template, rendered = self._of(kv), self._rendered(kv, ask)
         check_room(kv, rendered.prompt, "the conversation")
         tokens = tokenize_chat(kv.model, rendered.prompt)
         sampling = ask.sampling if rendered.grammar is None else replace(ask.sampling, grammar=rendered.grammar)
@@ -106,26 +124,52 @@ def _completion(kv: KVFlash, ask: Ask) -> Understood:
     return Understood(ask, tokens, ask.sampling, ask.stop, None)
 
 
+def _check_grammar(kv: KVFlash, grammar: str | Grammar) -> None:
+    """Raise Fault for a grammar of the request that cannot be used: before a sequence is made ready for it."""
+    try:
+        if isinstance(grammar, str) and grammar:
+            check_grammar(grammar, kv.model)
+    except KVFlashError as err:
+        raise invalid(str(err), "grammar", "invalid_value") from None
+
+
+class TooLong(Exception):  # noqa: N818 (as Fault)
+    """A prompt of `n` tokens, or of more than the context has, which are n_ctx."""
+
+    def __init__(self, n: int | None, n_ctx: int) -> None:
+        super().__init__()
+        self.n, self.n_ctx = n, n_ctx
+
+    def fault(self, kind: Kind) -> Fault:
+        """Return the answer, in the words that clients of the protocol look for."""
+        n = self.n_ctx + 1 if self.n is None else self.n
+        if kind == Kind.MESSAGE:
+            return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
+        told = f"more than {self.n_ctx}" if self.n is None else str(n)
+        msg = f"the prompt is {told} tokens, and the context {self.n_ctx}: shorten it, or start the server with a larger -c"
+        return invalid(msg, code="context_length_exceeded")
+
+
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise Fault for a text that is far too long, before all of it is tokenized: that takes 75 bytes a character."""
+    """Raise TooLong for a text that is far too long, before all of it is tokenized: that takes 75 bytes a character."""
     check_text(text, what)
-    n_ctx, (factor, each) = kv.options.n_ctx, _SLACK
-    n = 0.0
+    if len(text) <= _PIECE:
+        return
+    (factor, each), n = _SLACK, 0.0
+    for more in _lengths(kv, text):
+        n += more / factor - each
+        if n > kv.options.n_ctx:
+            raise TooLong(None, kv.options.n_ctx)
+
+
+def _lengths(kv: KVFlash, text: str) -> Iterator[int]:
+    """Yield the tokens of each piece of a text."""
     for start in range(0, len(text), _PIECE):
-        if len(text) <= _PIECE:
-            return
-        n += len(kv.tokenize(text[start : start + _PIECE], add_special=False, parse_special=True)) / factor - each
-        if n > n_ctx:
-            raise _too_long(f"more than {n_ctx}", n_ctx)
+        yield len(kv.tokenize(text[start : start + _PIECE], add_special=False, parse_special=True))
 
 
 def _check_length(n: int, n_ctx: int) -> None:
     if n == 0:
         raise invalid("the prompt is empty: give at least one character")
     if n > n_ctx:
-        raise _too_long(str(n), n_ctx)
-
-
-def _too_long(n: str, n_ctx: int) -> Fault:
-    msg = f"the prompt is {n} tokens, and the context {n_ctx}: shorten it, or start the server with a larger -c"
-    return invalid(msg, code="context_length_exceeded")
+        raise TooLong(n, n_ctx)

@@ -91,6 +91,7 @@ static common_chat_templates_inputs inputs_of(const json & request) {
     res.parallel_tool_calls   = request.value("parallel_tool_calls", false);
     res.add_generation_prompt = request.value("add_generation_prompt", true);
     res.enable_thinking       = request.value("enable_thinking", true);
+    if (request.value("continue_final_message", false)) { res.continue_final_message = COMMON_CHAT_CONTINUATION_AUTO; }
     res.reasoning_format      = COMMON_REASONING_FORMAT_AUTO;
     if (request.contains("json_schema")) { res.json_schema = request.at("json_schema").dump(); }
     const json kwargs = request.value("chat_template_kwargs", json::object()); // items() only refers to it
@@ -168,7 +169,10 @@ int kvf_reply_new(int32_t format, const char * parser, const char * generation_p
         res->params.format            = (common_chat_format) format;
         res->params.reasoning_format  = COMMON_REASONING_FORMAT_AUTO;
         res->params.generation_prompt = generation_prompt;
-        *reply                        = res.release();
+        try {
+            res->said = common_chat_parse("", true, res->params); // what the answer goes on with is not said again
+        } catch (const std::exception & err) { throw in_words(err); }
+        *reply = res.release();
     });
 }
 

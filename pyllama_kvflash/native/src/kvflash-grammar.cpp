@@ -164,7 +164,7 @@ int kvf_sample(llama_context * ctx, int32_t i, llama_sampler * chain, kvf_gramma
         if (rules) { llama_sampler_apply(rules, &alone); }
         if (std::isinf(one.logit)) { found = choose(rules); }
         if (std::isinf(found.logit)) {
-            throw kvf_failure(KVF_E_BACKEND, "the model has no token that the grammar lets through here");
+            throw kvf_failure(KVF_E_STATE, "the model has no token that the grammar lets through here");
         }
         grammar->accept(found.id);
         llama_sampler_accept(chain, found.id);
