@@ -80,7 +80,7 @@ def use(driver: Chrome, args: argparse.Namespace) -> None:
         file.write(text[text.find(args.start) :][: args.characters])
         file.flush()
         driver.find_element(By.ID, "file").send_keys(file.name)
-        until(lambda: driver.find_element(By.ID, "ask").get_attribute("value"))
+        until(lambda: driver.find_element(By.ID, "file-name").text)
     driver.execute_script("arguments[0].value = 120; arguments[0].dispatchEvent(new Event('change'))",
                           driver.find_element(By.ID, "max-tokens"))  # fmt: skip
     ask = driver.find_element(By.ID, "ask")

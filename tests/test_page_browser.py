@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,7 +111,9 @@ def test_a_conversation_by_keyboard_that_survives_a_reload(page: Page, server: R
     assert answer == ask(server, asked)
     assert first.answer in answer
     notes = page.texts(".turn.assistant .note")
-    assert notes[0].endswith(f"{N_CODE} of answer")
+    assert f"{N_CODE} of answer, cut off at the most tokens" in notes[0]
+    assert page.text("#heard-answer") == answer
+    assert page.one("#heard-answer").get_attribute("aria-live") == "polite"
     before = [page.text(".turn.user .text"), answer, *notes]
 
     page.driver.refresh()
@@ -133,6 +136,9 @@ def test_a_conversation_by_keyboard_that_survives_a_reload(page: Page, server: R
     assert new < 100
 
     page.one("#new").click()
+    page.driver.switch_to.alert.dismiss()
+    assert len(page.texts(".turn")) == 4
+    page.renew()
     assert page.texts(".turn") == []
     page.driver.refresh()
     assert page.texts(".turn") == []
@@ -161,16 +167,86 @@ def test_an_answer_is_stopped(page: Page, server: Running) -> None:
     """By the Escape key, and by the button. What came stays, and the server is free."""
     settle(page, max_tokens="3000", temperature="0")
     for stop in (lambda: page.type(Keys.ESCAPE), lambda: page.one("#stop").click()):
-        page.one("#new").click()
+        page.renew()
         page.one("#ask").send_keys("On and on.", Keys.ENTER)
         page.until(lambda: "".join(page.texts(".turn.assistant .text")))
-        assert page.one("#log").get_attribute("aria-busy") == "true"
         stop()
         page.until(lambda: page.one("#send").is_enabled())
         assert page.texts(".turn.assistant .note") == ["stopped"]
         until(server.idle)
     assert page.text("#alert") == ""
     assert not page.one("#stop").is_displayed()
+
+
+def test_a_reload_while_it_answers(page: Page, server: Running) -> None:
+    """What came of the answer stays. A question of which nothing came is a draft again: two in a row confuse a model."""
+    settle(page, max_tokens="3000", temperature="0")
+    page.one("#ask").send_keys("On and on.", Keys.ENTER)
+    page.until(lambda: "".join(page.texts(".turn.assistant .text")))
+    page.driver.refresh()
+    page.until(lambda: len(page.texts(".turn")) == 2)
+    assert page.texts(".turn.assistant .text")[0]
+    assert page.texts(".turn.assistant .note") == ["stopped"]
+    until(server.idle)
+    page.driver.execute_script("window.fetch = () => new Promise(() => {})")
+    page.one("#ask").send_keys("And then?", Keys.ENTER)
+    page.until(lambda: len(page.texts(".turn")) == 4)
+    page.driver.refresh()
+    page.until(lambda: page.one("#ask").get_property("value") == "And then?")
+    assert len(page.texts(".turn")) == 2
+
+
+def test_a_text_file_is_sent_with_the_message(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Call me Ishmael. é漢🙂", "utf-8")
+    (tmp_path / "old.txt").write_bytes("Æ".encode("utf-16"))
+    field = page.one("#file")
+    field.send_keys(str(tmp_path / "book.txt"))
+    page.until(lambda: page.text("#file-name") == "book.txt, 21 characters")
+    field.send_keys(str(tmp_path / "old.txt"))
+    page.until(lambda: "old.txt is no text in UTF-8" in page.text("#alert"))
+    page.one("#file-remove").click()
+    assert not page.one("#file-chip").is_displayed()
+    field.send_keys(str(tmp_path / "book.txt"))
+    page.until(lambda: page.one("#file-chip").is_displayed())
+    settle(page, max_tokens="2")
+    page.say("Who?")
+    assert page.text(".turn.user .text") == "Call me Ishmael. é漢🙂\n\nWho?"
+    assert not page.one("#file-chip").is_displayed()
+
+
+def test_what_was_typed_meanwhile_is_kept_beside_words_given_back(driver: Chrome) -> None:
+    with Running(template="{{ raise_exception('no such roles') }}") as running:
+        page = Page(driver, running.url)
+        page.open()
+        page.until(lambda: page.text("#status") == "idle")
+        page.driver.execute_script("const real = fetch; window.fetch = async (path, options) => {"
+                                   " if (options?.body) { document.querySelector('#ask').value = 'next'; } return real(path, options); }")  # fmt: skip
+        page.say("first")
+        page.until(lambda: page.text("#alert"))
+        assert page.one("#ask").get_property("value") == "first\n\nnext"
+        page.until(lambda: any("400" in line for line in page.errors()))
+
+
+def test_any_temperature_may_be_sent_by_the_button(page: Page) -> None:
+    settle(page, temperature="0.75", max_tokens="2")
+    page.one("#ask").send_keys("Hello")
+    page.one("#send").click()
+    page.until(lambda: page.texts(".turn .note")[-1:] and "of answer" in page.texts(".turn .note")[-1])
+
+
+@pytest.mark.parametrize(
+    "kept", ["5", "{}", '{"messages": [null, {"role": "user"}, 5]}', '{"messages": [], "settings": null}']
+)
+def test_what_is_kept_may_be_damaged(page: Page, kept: str) -> None:
+    page.driver.execute_script(
+        "for (const s of [sessionStorage, localStorage]) s.setItem('kvflash.conversation', arguments[0])", kept
+    )
+    page.driver.refresh()
+    page.until(lambda: page.text("#status") == "idle")
+    assert page.texts(".turn") == []
+    settle(page, max_tokens="2")
+    page.say("Hello")
+    assert len(page.texts(".turn")) == 2
 
 
 def test_what_the_server_refuses_is_shown_and_the_words_are_given_back(driver: Chrome) -> None:
@@ -402,6 +478,20 @@ def test_the_key_is_asked_for(driver: Chrome) -> None:
 #
 # windows
 #
+
+
+@pytest.mark.parametrize("size", [(844, 390), (320, 200)], ids=["a phone on its side", "four times as large"])
+def test_all_of_it_can_be_reached_in_a_low_window(page: Page, size: tuple[int, int]) -> None:
+    page.open(*size)
+    page.one("#settings summary").click()
+    for name in ("#max-tokens", "#send", "#ask", "#new"):
+        field = page.one(name)
+        page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+        x, y = page.driver.execute_script(
+            "const r = arguments[0].getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]", field
+        )
+        assert 0 <= x <= size[0], name
+        assert 0 <= y <= size[1], name
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])

@@ -149,7 +149,10 @@ def serve(
     )
     listening = bound(host, port)
     if not api_key and host not in {"127.0.0.1", "localhost", "::1"}:
-        reporter.warn(f"there is no --api-key, and {host} can be reached by others: whoever does may use the model")
+        seen = ", and read on the page what all others ask (--no-webui)" if settings.webui else ""
+        reporter.warn(
+            f"there is no --api-key, and {host} can be reached by others: whoever does may use the model{seen}"
+        )
     shown = f"[{host}]" if ":" in host else host
     reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}/v1, model {settings.name}")
     server = Server(scheduler, settings, reporter.note)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -164,6 +165,7 @@ class _Pool:
 
     def __init__(self, scheduler: Scheduler, name: str, read: Read) -> None:
         self._scheduler, self._name, self._read = scheduler, name, read
+        self._run = secrets.token_hex(8)  # texts are numbered anew in each
 
     async def look(self, _request: Request) -> Response:
         """Return the pool as it is now; while there is none, only why."""
@@ -203,6 +205,7 @@ class _Pool:
         running = [s.compared for s in found if s.busy and s.compared]  # the others are in the totals
         return {
             "status": scheduler.phase.value,
+            "run": self._run,
             "model": self._name,
             "policy": kv.policy if kv else "",
             "pool_cells": stats.n_pool,

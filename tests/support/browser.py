@@ -99,6 +99,13 @@ class Page:
         self.until(lambda: len(self.texts(".turn")) == n + 2 or self.text("#alert"))
         self.until(lambda: self.one("#send").is_enabled())
 
+    def renew(self) -> None:
+        """Begin a new conversation; the page asks first if there is one."""
+        there = bool(self.texts(".turn"))
+        self.one("#new").click()
+        if there:
+            self.driver.switch_to.alert.accept()
+
     def errors(self) -> list[str]:
         """What the console says since it was last asked."""
         return [line["message"] for line in self.driver.get_log("browser") if line["level"] in {"SEVERE", "WARNING"}]

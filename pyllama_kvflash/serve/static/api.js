@@ -1,13 +1,23 @@
 // Requests to the server, with the API key where there is one.
 
 const NAME = "kvflash.key";
-const needed = document.documentElement.dataset.needsKey === "yes";
+let needed = document.documentElement.dataset.needsKey === "yes";
 const dialog = document.getElementById("key-dialog");
 const field = document.getElementById("key");
 const why = document.getElementById("key-why");
 
-let key = needed ? sessionStorage.getItem(NAME) ?? "" : "";
+let key = needed ? stored() ?? "" : "";
 let asked = null; // a promise while the dialog is open
+
+// Storage may not be had where a browser blocks it.
+function stored(value) {
+  try {
+    if (value === undefined) return sessionStorage.getItem(NAME);
+    if (value) sessionStorage.setItem(NAME, value);
+    else sessionStorage.removeItem(NAME);
+  } catch { /* then this page alone knows it */ }
+  return null;
+}
 
 export class NoKey extends Error {}
 
@@ -24,7 +34,7 @@ export function askForKey(reason) {
       asked = null;
       if (dialog.returnValue === "use") {
         key = field.value;
-        sessionStorage.setItem(NAME, key);
+        stored(key);
       }
       field.value = "";
       resolve(Boolean(key));
@@ -35,6 +45,10 @@ export function askForKey(reason) {
 
 document.getElementById("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (/[^\x20-\x7e]/.test(field.value)) {
+    why.textContent = "A key has no such letters: it is of ASCII. Try another one.";
+    return;
+  }
   dialog.close("use");
 });
 document.getElementById("key-cancel").addEventListener("click", () => dialog.close(""));
@@ -50,10 +64,11 @@ export async function request(path, { body, signal } = {}) {
       method: body === undefined ? "GET" : "POST", headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
     });
     if (res.ok) return res;
-    if (res.status !== 401 || !needed) throw new Error(await sentence(res));
+    if (res.status !== 401) throw new Error(await sentence(res));
+    needed = true; // perhaps it was started again with a key
     if (key === used) {
       key = "";
-      sessionStorage.removeItem(NAME);
+      stored("");
       why.textContent = "That is not the server's key. Try another one.";
     }
   }

@@ -6,9 +6,13 @@ const NAME = "kvflash.conversation";
 const at = (id) => document.getElementById(id);
 const [log, form, ask, send, stop] = ["log", "form", "ask", "send", "stop"].map(at);
 const settings = { system: at("system"), temperature: at("temperature"), max_tokens: at("max-tokens") };
+const MOST_HEARD = 1000; // characters of an answer that a screen reader is told
+const composes = (event) => event.isComposing || event.keyCode === 229; // Safari ends a composition before the key is heard
 
+let file = null; // what was added to the message: name and text
 let kept = load(); // messages, settings, and the tokens of it all (0: not known)
 let going = null; // the AbortController of the answer under way
+let writing = null; // that answer
 let tell = () => {};
 
 export const total = () => kept.total;
@@ -23,6 +27,7 @@ export function start(onChange) {
       save();
     });
   }
+  unanswered();
   kept.messages.forEach(show);
   toEnd();
   form.addEventListener("submit", (event) => {
@@ -30,17 +35,32 @@ export function start(onChange) {
     say();
   });
   ask.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    // where there is no Shift+Enter, on a phone, Enter begins a line
+    if (event.key !== "Enter" || event.shiftKey || composes(event) || matchMedia("(pointer: coarse)").matches) return;
     event.preventDefault();
     say();
   });
   stop.addEventListener("click", () => going?.abort());
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) going?.abort();
+    if (event.key === "Escape" && !composes(event) && !document.querySelector("dialog[open]")) going?.abort();
   });
   at("new").addEventListener("click", restart);
   at("add").addEventListener("click", () => at("file").click());
-  at("file").addEventListener("change", addFile);
+  at("file").addEventListener("change", ({ target }) => add(target.files[0]).finally(() => { target.value = ""; }));
+  at("file-remove").addEventListener("click", () => {
+    attach(null);
+    ask.focus();
+  });
+  window.addEventListener("pagehide", () => { // what came of an answer stays
+    if (!writing?.content || !kept.messages.length || kept.messages.includes(writing)) return;
+    kept.messages.push(Object.assign(writing, { note: "stopped" }));
+    save();
+  });
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault(); // or the browser leaves the page for the file
+    if (event.dataTransfer?.files.length) add(event.dataTransfer.files[0]);
+  });
 }
 
 //
@@ -49,24 +69,33 @@ export function start(onChange) {
 
 // A tab has its own conversation; a new tab begins with the last one of any.
 function load() {
-  for (const store of [sessionStorage, localStorage]) {
+  for (const store of ["sessionStorage", "localStorage"]) {
     try {
-      const found = JSON.parse(store.getItem(NAME));
-      if (Array.isArray(found?.messages)) return found;
-    } catch { /* it is damaged, or not ours */ }
+      const found = JSON.parse(window[store].getItem(NAME));
+      if (Array.isArray(found?.messages)) {
+        const messages = found.messages.filter((m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string");
+        return { messages, settings: { ...found.settings }, total: Number(found.total) || 0 };
+      }
+    } catch { /* it is damaged, not ours, or not to be had */ }
   }
   return { messages: [], settings: {}, total: 0 };
 }
 
 function save() {
   try {
-    for (const store of [sessionStorage, localStorage]) store.setItem(NAME, JSON.stringify(kept));
+    for (const store of ["sessionStorage", "localStorage"]) window[store].setItem(NAME, JSON.stringify(kept));
   } catch {
-    complain("The conversation is too long for this browser to keep: it will not survive a reload.");
+    if (!at("alert").textContent) complain("The conversation is too long for this browser to keep: it will not survive a reload.");
   }
 }
 
+// A question that has no answer, because the page was left meanwhile, is a draft again: two in a row confuse a model.
+function unanswered() {
+  if (kept.messages.at(-1)?.role === "user") ask.value = kept.messages.pop().content;
+}
+
 function restart() {
+  if (kept.messages.length && !confirm("Forget this conversation, and begin a new one?")) return;
   going?.abort();
   kept = { messages: [], settings: kept.settings, total: 0 };
   log.querySelectorAll(".turn").forEach((turn) => turn.remove());
@@ -77,15 +106,24 @@ function restart() {
   tell("end");
 }
 
-async function addFile({ target }) {
-  const [file] = target.files;
-  if (file) {
-    ask.value = `${await file.text()}\n\n${ask.value}`;
-    ask.focus();
-    ask.setSelectionRange(ask.value.length, ask.value.length);
-    ask.scrollTop = ask.scrollHeight;
+// Add a file's text to the next message.
+async function add(added) {
+  if (!added) return;
+  complain("");
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await added.arrayBuffer());
+    if (text.includes("\0")) throw new TypeError();
+    attach({ name: added.name, text });
+  } catch {
+    complain(`${added.name} is no text in UTF-8: save it as one, and add that.`);
   }
-  target.value = "";
+  ask.focus();
+}
+
+function attach(what) {
+  file = what;
+  at("file-chip").hidden = !file;
+  at("file-name").textContent = file ? `${file.name}, ${count(file.text.length)} characters` : "";
 }
 
 //
@@ -144,16 +182,18 @@ function reading(text, done = 0, of = 0) {
 //
 
 async function say() {
-  const text = ask.value;
-  if (going || !text.trim()) return;
+  const [typed, added] = [ask.value, file];
+  if (going || !(typed.trim() || added)) return;
   ask.value = "";
+  attach(null);
   complain("");
-  const asked = { role: "user", content: text };
+  const asked = { role: "user", content: added ? `${added.text}\n\n${typed}` : typed };
   const answer = { role: "assistant", content: "", thinking: "" };
   const shown = [asked, answer].map(show);
   shown[1].turn.classList.add("going");
   kept.messages.push(asked);
   const controller = begin();
+  writing = answer;
   try {
     await hear(answer, shown[1], controller.signal);
   } catch (err) {
@@ -163,24 +203,35 @@ async function say() {
   end(controller);
   shown[1].turn.classList.remove("going");
   shown[1].note.textContent = answer.note ?? "";
+  if (writing === answer) writing = null;
   if (!kept.messages.includes(asked)) return; // another conversation was begun
   if (answer.content || answer.thinking) {
-    kept.messages.push(answer);
+    if (!kept.messages.includes(answer)) kept.messages.push(answer);
   } else { // nothing came of it: the words are given back
     kept.messages.pop();
     shown.forEach((parts) => parts.turn.remove());
     at("empty").hidden = kept.messages.length > 0;
-    ask.value ||= text;
+    ask.value = [typed, ask.value].filter(Boolean).join("\n\n");
+    attach(file ?? added);
   }
   save();
+  heard(answer);
   tell("end");
+}
+
+// A screen reader hears an answer when it is there, not word by word.
+function heard(answer) {
+  const text = answer.content.slice(0, MOST_HEARD);
+  at("heard-answer").textContent = text + (answer.content.length > MOST_HEARD ? " ... The rest is in the conversation." : "");
 }
 
 function begin() {
   going = new AbortController();
+  const focused = document.activeElement === send;
   send.disabled = true;
   stop.hidden = false;
-  log.setAttribute("aria-busy", "true"); // read out as a whole, not word by word
+  if (focused) stop.focus();
+  at("heard-answer").textContent = "";
   toEnd();
   reading("waiting");
   save();
@@ -192,8 +243,8 @@ function end(controller) {
   if (going !== controller) return;
   going = null;
   send.disabled = false;
+  if (document.activeElement === stop) ask.focus();
   stop.hidden = true;
-  log.removeAttribute("aria-busy");
   reading("");
 }
 
@@ -231,6 +282,7 @@ async function hear(answer, parts, signal) {
       parts.text.append(delta.content);
     }
     if (delta.content || delta.reasoning_content) reading("");
+    if (event.choices[0]?.finish_reason === "length") answer.cut = true;
     if (event.usage) account(answer, event.usage);
     if (follow) toEnd();
   }
@@ -240,5 +292,6 @@ function account(answer, usage) {
   const known = usage.prompt_tokens_details.cached_tokens;
   kept.total = usage.total_tokens;
   answer.note = `${count(usage.prompt_tokens)} tokens of prompt, ${count(known)} known,`
-    + ` ${count(usage.prompt_tokens - known)} new; ${count(usage.completion_tokens)} of answer`;
+    + ` ${count(usage.prompt_tokens - known)} new; ${count(usage.completion_tokens)} of answer`
+    + (answer.cut ? ", cut off at the most tokens, or at the end of the context" : "");
 }

@@ -1,7 +1,7 @@
 // The squares: one for each chunk, drawn on a canvas, because there may be thousands.
 
 const GAP = 0.16; // of a cell, between squares
-const STYLES = ["cold", "hot", "out", "kept", "pinned", "back", "mark", "ink", "quiet"];
+const STYLES = ["cold", "hot", "out", "kept", "pinned", "back", "mark", "ink", "quiet", "panel"];
 
 export function colours() {
   const style = getComputedStyle(document.documentElement);
@@ -102,9 +102,12 @@ export function draw(canvas, place, whats, focus) {
   if (focus !== null && focus < place.n) {
     const [x, y] = corner(place, focus);
     const size = place.cell - Math.max(1, Math.round(place.cell * GAP));
-    g.strokeStyle = c.ink;
-    g.lineWidth = 2;
-    g.strokeRect(x, y, size, size);
+    // outside of the square, with light between: it shows on any colour
+    for (const [colour, width, by] of [[c.panel, 4, 1], [c.ink, 2, 2]]) {
+      g.strokeStyle = colour;
+      g.lineWidth = width;
+      g.strokeRect(x - by, y - by, size + 2 * by, size + 2 * by);
+    }
   }
 }
 

@@ -41,7 +41,9 @@ export function start(total) {
   grid.addEventListener("keydown", key);
   grid.addEventListener("focus", () => point(null));
   pin.addEventListener("click", () => toggle(focus));
-  new ResizeObserver(() => redraw()).observe(box.parentElement);
+  at("before").addEventListener("click", () => move(focus - 1));
+  at("after").addEventListener("click", () => move(focus + 1));
+  new ResizeObserver(() => redraw()).observe(at("pool"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     legend();
     redraw();
@@ -54,7 +56,7 @@ export function start(total) {
 
 // The conversation beside goes on ("begin") or has come to a stop ("end"), with so many tokens.
 export function follow(what, total) {
-  byHand = false;
+  if (what === "begin") byHand = false;
   mine = what === "begin" ? 0 : total;
   look();
 }
@@ -72,6 +74,8 @@ export async function look() {
     take(await (await request("/kvflash/pool")).json());
   } catch (err) {
     at("status").textContent = err instanceof NoKey ? "no API key" : err instanceof TypeError ? "no connection" : err.message;
+    seen = null; // what comes next may be another server's
+    texts.clear();
     pause = 3 * EVERY;
   }
   looking = false;
@@ -83,6 +87,10 @@ function take(found) {
   document.title = `${found.model} – kvflash`;
   if (found.status !== "ok") at("status").textContent = found.status === "loading" ? "the model is loading" : found.status;
   if (!found.sequences) return;
+  if (seen && seen.run !== found.run) { // it was started again
+    seen = null;
+    texts.clear();
+  }
   const before = seen?.sequences[shown];
   seen = found;
   choose();
@@ -102,7 +110,7 @@ function choose() {
   if (byHand) return;
   const found = mine
     ? all.findIndex((s) => Math.abs(s.n_tokens - mine) <= 1)
-    : all.findIndex((s) => s.busy);
+    : all.findIndex((s, i) => s.busy && (i === shown || !all[shown].busy)); // rather the one it was than another's
   const was = shown;
   if (found >= 0) shown = found;
   else if (!all[shown].n_tokens) shown = Math.max(0, all.findIndex((s) => s.n_tokens));
@@ -278,10 +286,11 @@ function ranks(scores) {
   return scores.map((x) => (x === null ? null : sorted.length > 1 ? first.get(x) / (sorted.length - 1) : 1));
 }
 
+const placed = (s, chunk) => [PLACES[s.state[chunk]], KINDS[s.kind[chunk]]].filter(Boolean).join(", ");
+
 function described(s, chunk) {
-  const kind = KINDS[s.kind[chunk]];
   const score = s.score[chunk];
-  return [PLACES[s.state[chunk]], kind, score === null ? "no score" : `score ${score}`].filter(Boolean).join(", ");
+  return `${placed(s, chunk)}, ${score === null ? "no score" : `score ${score}`}`;
 }
 
 function detail() {
@@ -289,13 +298,14 @@ function detail() {
   const n = s.state.length;
   const chunk = current();
   pin.disabled = !n;
+  at("before").disabled = !(n && focus > 0);
+  at("after").disabled = !(n && focus < n - 1);
   grid.setAttribute("aria-valuemax", String(Math.max(0, n - 1)));
   grid.setAttribute("aria-valuenow", String(focus));
-  grid.setAttribute("aria-valuetext", n ? `Chunk ${focus}, ${described(s, focus)}` : "no chunks");
+  grid.setAttribute("aria-valuetext", n ? `Chunk ${focus}, ${placed(s, focus)}` : "no chunks");
   at("detail-title").textContent = n ? title(s, chunk) : "No chunks yet";
   at("detail-state").textContent = n ? described(s, chunk) : "They come with the first message.";
   const pinned = s.kind[focus] === "p";
-  pin.setAttribute("aria-pressed", String(pinned));
   pin.setAttribute("aria-label", `${pinned ? "Unpin" : "Pin"} chunk ${focus}`);
   pin.textContent = pinned ? "Unpin" : "Pin";
   if (n) showText(s, chunk);
@@ -312,16 +322,27 @@ function title(s, chunk) {
 //
 
 async function showText(s, chunk) {
+  const name = named(s, chunk);
+  if (!texts.has(name)) at("detail-text").textContent = "…"; // not another chunk's
+  await (texts.has(name) ? null : rest());
+  if (s.id !== shown || chunk !== current()) return; // the pointer has gone on
   const text = await textOf(s, chunk);
-  if (s.id === shown && chunk === current() && text !== null && at("detail-text").textContent !== text) {
-    at("detail-text").textContent = text;
-  }
+  if (s.id !== shown || chunk !== current()) return;
+  const shows = text ?? "It cannot be read now.";
+  if (at("detail-text").textContent !== shows) at("detail-text").textContent = shows;
 }
 
+// Only where the pointer stays for a moment is the text asked for.
+const rest = () => new Promise((resolve) => setTimeout(resolve, 80));
+
 // Asked for once, as long as it is the same text; only a chunk that is not full changes.
-function textOf(s, chunk) {
+function named(s, chunk) {
   const full = (chunk + 1) * seen.chunk <= s.n_tokens;
-  const name = `${s.id}/${s.text_id}/${chunk}/${full ? "" : s.n_tokens}`;
+  return `${s.id}/${s.text_id}/${chunk}/${full ? "" : s.n_tokens}`;
+}
+
+function textOf(s, chunk) {
+  const name = named(s, chunk);
   if (!texts.has(name)) {
     if (texts.size > 500) texts.clear();
     texts.set(name, request(`/kvflash/chunk?sequence=${s.id}&chunk=${chunk}`)
@@ -365,7 +386,7 @@ function key(event) {
     ArrowLeft: focus - 1, ArrowRight: focus + 1, ArrowUp: focus - columns, ArrowDown: focus + columns,
     PageUp: focus - 4 * columns, PageDown: focus + 4 * columns, Home: 0, End: n - 1,
   }[event.key];
-  if (event.key === "Enter" || event.key === " ") toggle(focus);
+  if (event.key === "Enter" || event.key === " ") event.repeat || toggle(focus);
   else if (to === undefined) return;
   else move(Math.max(0, Math.min(to, n - 1)));
   event.preventDefault();
