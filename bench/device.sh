@@ -5,7 +5,8 @@
 #                             an hour on 2 cores, and none of the other machine's time
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
-#   bench/device.sh wheel [S] there: `make wheel-cuda` for all architectures, for S seconds; again: it goes on
+#   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: it goes on. All architectures take over 16 minutes on 16
+#                             cores; CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90a-real over 6
 #   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
 #   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh families  there: families and cache types, sampled

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NATIVE = "pyllama_kvflash/native/"
 
 # a later option of the same name wins: CMAKE_ARGS of the caller come after these
-PORTABLE = "-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON"
+# no RDMA, or libibverbs and libnl, where they are installed, come into the wheel
+PORTABLE = "-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DGGML_RPC_RDMA=OFF"
 # ggml's own list, and machine code for what was measured, so that its first run compiles nothing
 # no NCCL, which is found where it is installed and then needed: only llama.cpp's tensor split takes it, and we have none
 CUDA = (
@@ -26,6 +27,8 @@ CUDA = (
 )
 CUDA_VERSION = "cu13"
 CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
+
+_SHIPPED = {".py", ".gguf", ".typed", ".html", ".css", ".js", ".txt"}  # of the package's own files
 
 OLDEST = {"x86_64": "x64", "aarch64": "armv8.0_1"}  # the variant for any processor, by the machine's name
 
@@ -79,7 +82,7 @@ def needed(name: str) -> set[str]:
     """What a wheel of this name must have."""
     backends = ["base", "rpc", f"cpu-{OLDEST[platform.machine()]}", *(["cuda"] if f"+{CUDA_VERSION}-" in name else [])]
     native = [*(f"libggml-{backend}.so" for backend in backends), "libggml.so", "libllama.so", "_kvflash.abi3.so"]
-    files = (path for path in (ROOT / "pyllama_kvflash").rglob("*.*") if path.suffix in {".py", ".gguf", ".typed"})
+    files = (path for path in (ROOT / "pyllama_kvflash").rglob("*.*") if path.suffix in _SHIPPED)
     return {
         *(f"{NATIVE}{file}" for file in [*native, "licenses/LICENSE-llama.cpp"]),
         *(path.relative_to(ROOT).as_posix() for path in files),

@@ -222,6 +222,20 @@ def test_a_file_is_written_while_the_sequence_goes_on(opened: Open, tmp_path: Pa
     cache.close()
 
 
+def test_what_is_to_be_kept_goes_last(opened: Open, tmp_path: Path) -> None:
+    """Also as the beginning of a longer text, which takes its place."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    for n in (700, 1280):
+        marked = cache.begin(read(kv, TEXT[:n]), 3600.0 if n == 700 else 0.0)
+        assert marked
+        kept = marked.result()
+        later = cache.save(read(kv, np.roll(OTHER, n)[:700]))
+        assert later
+        assert cache.evict(kept.stat().st_size + 100) == [later]
+        assert [entry.path for entry in cache.entries()] == [kept]
+    cache.close()
+
+
 def test_what_was_used_longest_ago_goes_first(opened: Open, tmp_path: Path) -> None:
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
     texts = [np.roll(TEXT, i)[:700] for i in range(4)]

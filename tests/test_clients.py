@@ -223,7 +223,8 @@ def test_openai_logprobs_and_several_answers(client: openai.OpenAI) -> None:
         told = choice.logprobs.content
         assert 1 <= len(told) <= 4
         assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in told)
-        assert b"".join(bytes(token.bytes) for token in told).decode().startswith(choice.message.content)
+        said = b"".join(bytes(token.bytes) for token in told).decode("utf-8", "replace")
+        assert said.startswith(choice.message.content.rstrip("\ufffd"))
     check_usage(res.usage, 8)
     chunks = list(client.chat.completions.create(**ask, stream=True))
     assert {c.choices[0].index for c in chunks} == {0, 1}
@@ -367,8 +368,8 @@ def test_llm_prompts(local: Any, stream: bool) -> None:
     assert not stream or len(parts) > 1
     assert 0 < res.usage().output <= 8
     talk = local.conversation()
-    assert talk.prompt(ASKED, stream=stream, max_tokens=4).text()
-    assert talk.prompt("And then?", system="Be brief.", stream=stream, max_tokens=4).text()
+    assert talk.prompt(ASKED, stream=stream, max_tokens=4, temperature=0).text()
+    assert talk.prompt("And then?", system="Be brief.", stream=stream, max_tokens=4, temperature=0).text()
 
 
 def test_llm_has_an_answer_in_the_form_of_a_class(local: Any) -> None:

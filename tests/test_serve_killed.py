@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support import tiny
+from support import serving, tiny
 from support.processes import server_process
 from support.serving import begun, parse_metrics, tokens_of, until
 
@@ -17,6 +17,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
+environment = serving.environment
 N_PROMPT, N_TURN = 1500, 500
 CHUNK = 64
 FAMILIES = {"dense": "qwen3", "hybrid": "qwen35", "sliding window": "gemma4"}

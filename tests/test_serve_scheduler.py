@@ -25,6 +25,7 @@ from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.serve import prefixes
 from pyllama_kvflash.serve.job import Failed, Finished, Reading, Text
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull
 
@@ -280,6 +281,17 @@ def test_prefixes_on_disk(chosen: Chosen) -> None:
         assert found['prefix_cache_tokens_total{source="disk"}'] == 400
         assert found['prefix_cache_hits_total{source="memory"}'] == 2
         assert found["prefix_cache_misses_total"] == 3
+
+
+def test_a_long_prompt_is_on_disk_in_parts_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that little is lost if the process is killed before its end."""
+    monkeypatch.setattr(prefixes, "_READ_MUCH", 512)
+    cache = FakeCache()
+    with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
+        assert Asked(scheduler, tokens_of(1500, 1)).done
+    assert [len(known) >= 512 * n for n, known in enumerate(cache.known[:2], 1)] == [True, True]
+    assert len(cache.known[1]) < 1500
+    assert len(cache.known) == 3
 
 
 @pytest.mark.parametrize("error", [SnapshotError("it is damaged"), OSError(28, "no space"), PoolError("no room")])

@@ -39,6 +39,7 @@ def test_a_wheel_is_complete_and_holds_nothing_twice(make_wheel: ModuleType, tmp
     model = "pyllama_kvflash/needle/needle-7m-q8_0.gguf"
     for lost in (
         "pyllama_kvflash/py.typed",
+        "pyllama_kvflash/serve/static/index.html",
         f"pyllama_kvflash/native/libggml-cpu-{make_wheel.OLDEST[MACHINE]}.so",
         model,
     ):

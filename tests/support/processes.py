@@ -9,6 +9,8 @@ from pathlib import Path
 
 from support.commands import SCRIPT
 
+_READY_SECONDS = 300  # within which a server must be ready
+
 
 class ServerProcess:
     """A server that is ready. url: without /v1. said: the lines of its log since; all of them once ended() has returned."""
@@ -37,6 +39,9 @@ def server_process(
     """
     command = [*before, str(SCRIPT), "serve", *map(str, args), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        server: ServerProcess | None = None
+        late = threading.Timer(_READY_SECONDS, process.kill)  # ends the reading of its lines
+        late.start()
         try:
             lines = []
             for line in process.stderr or ():
@@ -46,11 +51,17 @@ def server_process(
             found = re.search(r"listening on (http://\S+)/v1", "".join(lines))
             if found is None:
                 raise RuntimeError("".join(lines))
-            yield ServerProcess(process, found[1])
+            late.cancel()
+            server = ServerProcess(process, found[1])
+            yield server
         finally:
+            late.cancel()
             process.terminate()
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+            finally:
+                if server is not None:
+                    server.ended()  # before its pipe is closed
