@@ -79,7 +79,8 @@ def turn(http: httpx.Client, messages: list[dict[str, Any]]) -> Turn:
     begin, seconds = time.perf_counter(), 0.0
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     with http.stream("POST", "/v1/chat/completions", json=body) as res:
-        res.raise_for_status()
+        if res.is_error:
+            sys.exit(f"the server answers {res.status_code}: {res.read().decode()}")
         for line in res.iter_lines():
             if found := re.fullmatch(r": prefill (\d+)/(\d+)", line):
                 seconds = time.perf_counter() - begin if found[1] == found[2] else seconds

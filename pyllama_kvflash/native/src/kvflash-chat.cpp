@@ -92,7 +92,7 @@ static common_chat_templates_inputs inputs_of(const json & request) {
     res.add_generation_prompt = request.value("add_generation_prompt", true);
     res.enable_thinking       = request.value("enable_thinking", true);
     if (request.value("continue_final_message", false)) { res.continue_final_message = COMMON_CHAT_CONTINUATION_AUTO; }
-    res.reasoning_format      = COMMON_REASONING_FORMAT_AUTO;
+    res.reasoning_format = COMMON_REASONING_FORMAT_AUTO;
     if (request.contains("json_schema")) { res.json_schema = request.at("json_schema").dump(); }
     const json kwargs = request.value("chat_template_kwargs", json::object()); // items() only refers to it
     for (const auto & [key, val] : kwargs.items()) {

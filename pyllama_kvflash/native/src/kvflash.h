@@ -377,8 +377,9 @@ void kvf_chat_free(struct kvf_chat * chat);
 // what the template can do: {name: bool}
 int kvf_chat_caps(const struct kvf_chat * chat, char ** result);
 // request: JSON with messages, tools, tool_choice, parallel_tool_calls, json_schema, enable_thinking, chat_template_kwargs,
-// add_generation_prompt and continue_final_message (true or false), as llama-server has them. result: JSON with the prompt, what its answer keeps to (grammar,
-// lazy, triggers, stop), tokens of it that are text (preserved), and how it is parsed (format, parser, generation_prompt)
+// add_generation_prompt and continue_final_message (true or false), as llama-server has them. result: JSON with the prompt,
+// what its answer keeps to (grammar, lazy, triggers, stop), tokens of it that are text (preserved), and how it is parsed
+// (format, parser, generation_prompt)
 int kvf_chat_apply(const struct kvf_chat * chat, const char * request, double seconds, char ** result);
 
 // an answer to be parsed as it grows
