@@ -21,7 +21,7 @@ from support.rounding import Chosen, held
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Context, Sampler, check_grammar, either, json_grammar
+from pyllama_kvflash.native import Context, Grammar, Sampler, check_grammar, either, json_grammar
 from pyllama_kvflash.native.lib import ffi, lib
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import LOOKAHEAD, Spec
@@ -255,21 +255,32 @@ def test_bad_grammars(kv: KVFlash, grammar: str, words: str | None) -> None:
     "how", [{"exact": True}, {"spec": Spec(kind="ngram", n_max=4, gate=0)}, {"opening": 20}], ids=str
 )
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seed 7"])
-def test_drafts_keep_to_it_too(how: dict[str, Any], sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "after a token"])
+def test_drafts_keep_to_it_too(kv: KVFlash, how: dict[str, Any], sampling: dict[str, Any], lazy: bool) -> None:
     """Losslessly drafted through the pool, and by n-grams: the text of plain decoding, but for what the width of a batch
-    does to logits.
+    does to logits. Also where the grammar begins only after some tokens, as that of a tool's call does.
     """
     small: dict[str, Any] = {"n_ctx": 2048, "n_threads": 1, "flash_attn": "off", "chunk": 16, "tail": 2}
     full = {**small, "pool": "off"}
     pooled = {**small, "pool": 256, "n_ubatch": 64} if "spec" not in how else full
     chosen = Chosen(width_noise(BUNDLED_MODEL, LOOKAHEAD + 1, full))
     prompt = list(range(10, 110)) * 6
+    grammar: str | Grammar = LETTERS
+    if lazy:
+        with KVFlash.from_file(BUNDLED_MODEL, **full) as one:
+            events = list(one.generate(prompt, max_tokens=20, sampling=Sampling(**sampling)))
+        plain = [e.id for e in events if isinstance(e, Token)]
+        at = next(i for i, t in enumerate(plain) if i > 2 and t not in plain[:i] and kv.model.piece(t).isascii())
+        trigger = kv.model.piece(plain[at]).decode()
+        grammar = Grammar(f"root ::= {json.dumps(trigger)} [abc]+", lazy=True, tokens=(plain[at],))
     said = []
     for options in (full, {**pooled, **how}):
         with KVFlash.from_file(BUNDLED_MODEL, **options) as one, held(chosen):
-            said.append(text_of(one, prompt, 20, Sampling(**sampling, grammar=LETTERS)))
+            said.append(text_of(one, prompt, 20, Sampling(**sampling, grammar=grammar)))
     assert said[0] == said[1]
-    assert set(said[0]) <= set("abc.")
+    kept = said[0].partition(trigger)[2] if lazy else said[0]
+    assert kept
+    assert set(kept) <= set("abc" if lazy else "abc.")
     assert chosen.n_held >= 5
 
 
