@@ -96,11 +96,8 @@ class ChatTemplate:
 
         Raises UsageError if the template does not take these messages or these tools, or fails.
         """
-        goes_on = (
-            answer and bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        )
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
-        request["continue_final_message"] = goes_on
+        request["continue_final_message"] = answer and _goes_on(messages)
         if self._engine is None:
             return self._plainly(messages, answer, asked, None)
         try:
@@ -128,7 +125,7 @@ class ChatTemplate:
         return self.rendered(messages, answer=answer).prompt
 
     def _sandboxed(self, messages: Sequence[Message], answer: bool, given: Mapping[str, Any]) -> str:  # noqa: FBT001
-        if answer and messages and messages[-1]["role"] == "assistant":
+        if answer and _goes_on(messages):
             return self._sandboxed(messages[:-1], answer, given) + str(messages[-1]["content"])
         parts, size = [], 0
         clock = Clock(self._seconds)
@@ -152,6 +149,11 @@ class ChatTemplate:
         Raises UsageError as rendered() does, and if a message is no UTF-8 text.
         """
         return tokenize_chat(model, self.render(messages, answer=answer))
+
+
+def _goes_on(messages: Sequence[Message]) -> bool:
+    """Return whether the answer goes on with the last message."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def _applied(engine: ChatEngine, request: dict[str, Any]) -> Rendered:

@@ -144,9 +144,10 @@ def test_what_templates_do_not_see(source: str) -> None:
 def test_a_model_without_one(model: Model) -> None:
     template = ChatTemplate.of(model)
     assert "no chat template" in template.warning
-    assert (
-        template.render([*HELLO, {"role": "assistant", "content": " hi\n"}]) == "user: hello\nassistant: hi\nassistant:"
-    )
+    said = [*HELLO, {"role": "assistant", "content": " hi\n"}]
+    assert template.render([*said, *HELLO]) == "user: hello\nassistant: hi\nuser: hello\nassistant:"
+    assert template.render(said) == "user: hello\nassistant: hi\n", "it is gone on with"
+    assert template.render(said, answer=False) == "user: hello\nassistant: hi\n"
     assert "\nuser:" in template.stop
     assert ChatTemplate(CHATML).stop == ()
     assert ChatTemplate(CHATML).warning == ""
