@@ -159,9 +159,9 @@ def _goes_on(messages: Sequence[Message]) -> bool:
 def _applied(engine: ChatEngine, request: dict[str, Any]) -> Rendered:
     """Return what llama.cpp makes of a request. Of several tools, one alone may be called. Raises UsageError."""
     choice = request.get("tool_choice")
-    schema = request.pop("json_schema", None)
     if not request.get("tools") or choice == "none":
-        return engine.apply(request if schema is None else {**request, "json_schema": schema})
+        return engine.apply(request)
+    schema = request.pop("json_schema", None)
     if choice == "auto" and schema is not None:
         return _called_or_told(engine, request, schema)
     if not isinstance(choice, dict):  # what must be called is the answer

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.serve.fault import Fault, invalid
-from pyllama_kvflash.serve.fields import array, as_object, decoded, get, kind, obj, one_of, text
+from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, obj, one_of, text
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -85,17 +85,9 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 def _arguments(given: str) -> str:
     """Return the arguments of a call as a JSON object, which templates ask for: those of a call that was cut off, say, in one."""
-    try:
-        if isinstance(decoded(given or "{}", parse_constant=_no_number), dict):
-            return given or "{}"
-    except (ValueError, RecursionError):
-        pass
+    if is_object(given or "{}"):
+        return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
-
-
-def _no_number(name: str) -> None:
-    """Refuse NaN and the like, which Python takes for JSON."""
-    raise ValueError(name)
 
 
 def content(value: Any, at: str) -> str:

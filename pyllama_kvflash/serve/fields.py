@@ -23,7 +23,7 @@ _KINDS: dict[type, str] = {
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a body. Raises Fault."""
     try:
-        value = decoded(body)
+        value = _decoded(body)
     except RecursionError:
         raise invalid(f"the body is nested too deeply: objects and arrays may be {MAX_DEPTH} deep") from None
     except ValueError as err:  # no JSON, no UTF-8, or a number of thousands of digits
@@ -33,7 +33,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def decoded(text: bytes | str, **how: Any) -> Any:
+def _decoded(text: bytes | str, **how: Any) -> Any:
     """Return the value of JSON. Raises ValueError, and RecursionError if it is too deep for the library, which calls itself
     for each level. how: of json.loads().
     """
@@ -45,6 +45,19 @@ def decoded(text: bytes | str, **how: Any) -> Any:
             return value
         level = [v for part in parts for v in part if isinstance(v, dict | list)]
     raise RecursionError
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is a JSON object that the library can take."""
+    try:
+        return isinstance(_decoded(text, parse_constant=_no_number), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _no_number(name: str) -> None:
+    """Refuse NaN and the like, which Python takes for JSON."""
+    raise ValueError(name)
 
 
 def kind(value: Any) -> str:

@@ -1,11 +1,11 @@
 """What an answer says, piece by piece: its content, its reasoning, and the tools that it calls."""
 
-import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Delta, Rendered, Reply
+from pyllama_kvflash.serve.fields import is_object
 from pyllama_kvflash.serve.job import Finished
 
 COMPLETE = {"eos", "stop"}
@@ -52,7 +52,7 @@ class Said:
         cut_off = not self._complete(done) and (bool(self.calls) or done.reason not in COMPLETE)
         res = self._kept(self._parsed("", partial=cut_off))
         if not cut_off and self._reply:  # the parser may take half of a call for one, or for nothing
-            self.calls = [call for call in self.calls if _is_object(call["arguments"])]
+            self.calls = [call for call in self.calls if is_object(call["arguments"])]
             if not self.calls and not self.reasoning and (rest := self._dropped()):
                 res += self._kept([Delta(rest)])
         return res
@@ -64,7 +64,7 @@ class Said:
                 return self._reply.push(text, partial=partial)
             except UsageError:  # not what the template asks for: all that was not told yet is content
                 self._reply, text = None, self._untold()
-                self.calls = [call for call in self.calls if _is_object(call["arguments"])]
+                self.calls = [call for call in self.calls if is_object(call["arguments"])]
         return [Delta(text)] if text else []
 
     def _dropped(self) -> str:
@@ -92,13 +92,6 @@ class Said:
                 found.update({"id": call.id or found["id"], "name": call.name or found["name"]})
                 found["arguments"] += call.arguments
         return res
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def call_objects(calls: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -74,8 +74,6 @@ export async function look() {
     take(await (await request("/kvflash/pool")).json());
   } catch (err) {
     at("status").textContent = err instanceof NoKey ? "no API key" : err instanceof TypeError ? "no connection" : err.message;
-    seen = null; // what comes next may be another server's
-    texts.clear();
     pause = 3 * EVERY;
   }
   looking = false;
