@@ -225,15 +225,20 @@ int  kvf_add_rpc(const char * endpoint);
 struct kvf_spec;
 struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
 int  kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
+struct kvf_tokens;
+int  kvf_tokens_new(const struct llama_vocab * vocab, struct kvf_tokens ** tokens);
+void kvf_tokens_free(struct kvf_tokens * tokens);
 struct kvf_grammar;
 struct kvf_grammar_params {
     const char * text; const char * after; bool lazy;
     const char * const * patterns; size_t n_patterns; const llama_token * tokens; size_t n_tokens;
     const char * thinking; const char * const * thought; size_t n_thought;
 };
-int  kvf_grammar_new(const struct llama_vocab * vocab, const struct kvf_grammar_params * params,
-                     struct kvf_grammar ** grammar);
-int  kvf_grammar_copy(const struct kvf_grammar * grammar, struct kvf_grammar ** copy);
+int  kvf_grammar_new(struct kvf_tokens * tokens, const struct llama_vocab * vocab,
+                     const struct kvf_grammar_params * params, struct kvf_grammar ** grammar);
+int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
+int  kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
+int  kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
 void kvf_grammar_free(struct kvf_grammar * grammar);
 int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
                 llama_token * token);

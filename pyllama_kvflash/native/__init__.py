@@ -15,10 +15,11 @@ from pyllama_kvflash.native.context import (
 from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
+from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either, json_grammar
+from pyllama_kvflash.native.sampler import Sampler, Sampling, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -34,6 +35,7 @@ __all__ = [
     "Delta",
     "Device",
     "ExactContext",
+    "Follower",
     "Grammar",
     "KVBytes",
     "Keys",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.grammar import Grammar
 from pyllama_kvflash.native.lib import check, ffi, lib
 from pyllama_kvflash.native.model import Model
-from pyllama_kvflash.native.sampler import Grammar
 
 TEMPLATE_SECONDS = 10.0  # that a template may take: it comes with a model file, and is not trusted
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,25 +10,9 @@ import numpy as np
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
+from pyllama_kvflash.native.grammar import Follower, Grammar
 from pyllama_kvflash.native.lib import check, ffi, last_error, lib
 from pyllama_kvflash.native.model import Model
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """GBNF that an answer keeps to, from its rule `root` on.
-
-    after: what comes before the answer, and the grammar knows. lazy: it holds from where one of the patterns (regular
-    expressions, from the answer's start) or tokens is found, but not between `thinking` and one of `thought`.
-    """
-
-    text: str
-    after: str = ""
-    lazy: bool = False
-    patterns: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
-    thinking: str = ""
-    thought: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +81,8 @@ class Sampler:
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
         self._token: Any = ffi.new("llama_token *")
         self._n_probs = sampling.n_probs
-        self._grammar: Any = _grammar(sampling.grammar, model) if sampling.grammar else None
-        self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias or sampling.grammar)
+        self._grammar = Follower(sampling.grammar, model) if sampling.grammar else None
+        self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias)
         if sampling.logit_bias:
             self._add(lib.llama_sampler_init_logit_bias(*_biases(sampling.logit_bias, model)))
         if sampling.penalises:
@@ -122,9 +105,7 @@ class Sampler:
         res = copy(self)
         res._handle = _clone(self._handle)  # noqa: SLF001
         if self._grammar:
-            copied = ffi.new("struct kvf_grammar **")
-            check(lib.kvf_grammar_copy(self._grammar, copied))
-            res._grammar = ffi.gc(copied[0], lib.kvf_grammar_free)  # noqa: SLF001
+            res._grammar = self._grammar.fork()  # noqa: SLF001
         res._token = ffi.new("llama_token *")  # noqa: SLF001
         return res
 
@@ -134,13 +115,14 @@ class Sampler:
         """
         native, at, _ = ctx.output
         i = at if i == -1 else i
-        if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
-            check(lib.kvf_argmax(native, i, self._token))
-            return int(self._token[0])
         if self._grammar:
-            if (status := lib.kvf_sample(native, i, self._handle, self._grammar, self._token)) == lib.KVF_E_STATE:
+            chain = ffi.NULL if self._plain else self._handle
+            if (status := lib.kvf_sample(native, i, chain, self._grammar.handle, self._token)) == lib.KVF_E_STATE:
                 raise errors.UsageError(last_error())
             check(status)
+            return int(self._token[0])
+        if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
+            check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
@@ -198,82 +180,6 @@ def _patterns(schema: str) -> set[str]:
             if isinstance(pattern := node.get("pattern"), str):
                 found.add(pattern)
     return found
-
-
-_QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
-_PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
-"""What a grammar quotes, how often something may come, where a rule begins, and groups."""
-_MAX_GROUPS, _MAX_RULES = 200, 20_000
-
-
-def _check_size(text: str) -> None:
-    """Raise UsageError for a grammar of which llama.cpp would make rules until no memory is left, or call itself until no
-    stack is: it does not look at these.
-    """
-    depth = n_rules = 0
-    for found in _PARTS.finditer(text):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        n_rules += found[0] == "::="
-        if depth > _MAX_GROUPS or n_rules > _MAX_RULES:
-            what = (
-                f"its groups are more than {_MAX_GROUPS} deep"
-                if depth > _MAX_GROUPS
-                else f"it has more than {_MAX_RULES:,} rules"
-            )
-            msg = f"the grammar cannot be used: {what}"
-            raise errors.UsageError(msg)
-        low, high = found[1] or "0", found[2] or ""
-        if max(len(low), len(high)) > 9 or (high and int(high) < int(low)):  # noqa: PLR2004 (digits)
-            msg = f"the grammar cannot be used: nothing can come {''.join(found[0].split())[:50]} times"
-            raise errors.UsageError(msg)
-
-
-_NAMES = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
-
-
-def either(one: str, other: str) -> str:
-    """Return the grammar of the texts of two grammars (GBNF)."""
-
-    def renamed(text: str, prefix: str) -> str:
-        return _NAMES.sub(lambda found: f"{prefix}-{found[1]}" if found[1] else found[0], text)
-
-    return f"root ::= a-root | b-root\n{renamed(one, 'a')}\n{renamed(other, 'b')}"
-
-
-def _grammar(grammar: str | Grammar, model: Model) -> Any:
-    given = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
-    _check_size(given.text)
-    found, params = ffi.new("struct kvf_grammar **"), ffi.new("struct kvf_grammar_params *")
-    keep = params.text, params.after, params.thinking = [_text(t) for t in (given.text, given.after, given.thinking)]
-    patterns, thought = ([_text(t) for t in texts] for texts in (given.patterns, given.thought))
-    lists = ffi.new("char *[]", patterns), ffi.new("char *[]", thought), ffi.new("llama_token[]", list(given.tokens))
-    params.lazy = given.lazy
-    params.patterns, params.thought, params.tokens = lists
-    params.n_patterns, params.n_thought, params.n_tokens = len(patterns), len(thought), len(given.tokens)
-    try:
-        check(lib.kvf_grammar_new(model.vocab, params, found))
-    except errors.UsageError as err:
-        msg = f"the grammar cannot be used: {err}"
-        raise errors.UsageError(msg) from None
-    del keep  # the library has copied all of it
-    return ffi.gc(found[0], lib.kvf_grammar_free)
-
-
-def check_grammar(grammar: str, model: Model) -> None:
-    """Raise UsageError unless a grammar (GBNF) can be used with a model."""
-    _grammar(grammar, model)
-
-
-def _text(text: str) -> Any:
-    """Return a text for C, which takes its first zero byte for its end."""
-    if "\0" in text:
-        msg = "the grammar cannot be used: it has a zero byte"
-        raise errors.UsageError(msg)
-    try:
-        return ffi.new("char[]", text.encode())
-    except UnicodeEncodeError:
-        msg = "the grammar cannot be used: it is not Unicode text"
-        raise errors.UsageError(msg) from None
 
 
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:

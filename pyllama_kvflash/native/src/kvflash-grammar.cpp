@@ -1,8 +1,9 @@
-// sampling under a grammar, by llama.cpp's own: see kvflash.h
+// sampling under a grammar: see kvflash.h
 
 #include "kvflash-guard.h"
+#include "kvflash-rules.h"
 
-#include "../src/llama-grammar.h" // the parser, for what is wrong with a grammar
+#include "../src/llama-grammar.h" // what begins a lazy one
 #include "common.h"
 #include "json-schema-to-grammar.h"
 #include "llama-cpp.h"
@@ -13,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 // an error of the library as one line
@@ -20,27 +22,6 @@ static kvf_failure in_words(const std::exception & err) {
     std::string what = err.what();
     std::replace(what.begin(), what.end(), '\n', ' ');
     return kvf_failure(KVF_E_ARGUMENT, what);
-}
-
-// throws what is wrong: llama_sampler_init_grammar() prints it
-static void check_grammar(const llama_vocab * vocab, const char * text) {
-    llama_grammar_parser parser(vocab);
-
-    const char * pos = text;
-    while (true) {
-        while (*pos && (isspace((unsigned char) *pos) || *pos == '#')) {
-            const bool comment = *pos == '#';
-            pos += comment ? strcspn(pos, "\r\n") : 1;
-        }
-        if (!*pos) { break; }
-        pos = parser.parse_rule(pos);
-    }
-    for (const auto & [name, id] : parser.symbol_ids) {
-        if (id >= parser.rules.size() || parser.rules[id].empty()) {
-            throw kvf_failure(KVF_E_ARGUMENT, "rule '" + name + "' is not defined");
-        }
-    }
-    kvf_check(parser.symbol_ids.count("root"), "there is no rule 'root'");
 }
 
 int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n) {
@@ -56,28 +37,117 @@ int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n) {
     });
 }
 
-struct kvf_grammar {
-    llama_sampler_ptr rules;
-    llama_sampler_ptr thinking; // where the answer is in its reasoning; none: that does not matter
+struct kvf_tokens {
+    std::shared_ptr<const kvf_token_tree> tree;
+};
 
-    // whether the rules hold where the answer is
-    bool holds() const {
-        if (!thinking) { return true; }
-        const auto state = common_reasoning_budget_get_state(thinking.get());
-        return state == REASONING_BUDGET_IDLE || state == REASONING_BUDGET_DONE;
+int kvf_tokens_new(const llama_vocab * vocab, kvf_tokens ** tokens) {
+    return kvf_guard([&] {
+        kvf_check(vocab && tokens, "a vocabulary and a place for its tokens are needed");
+        *tokens = new kvf_tokens{std::make_shared<kvf_token_tree>(vocab)};
+    });
+}
+
+void kvf_tokens_free(kvf_tokens * tokens) { delete tokens; }
+
+// what begins a lazy grammar: a word, or a regular expression, which is looked for in the last MAX_SEEN bytes alone. it is
+// slow, and looks anew after each token
+class kvf_trigger {
+public:
+    static constexpr size_t MAX_SEEN = 512;
+
+    explicit kvf_trigger(const std::string & pattern) : word(word_of(pattern)), pattern{pattern, {}} {
+        if (!word) { this->pattern.regex = std::regex(pattern); }
     }
 
-    void accept(llama_token token) const {
-        const bool held = holds();
+    // from where on to look in a text whose last n bytes are new
+    size_t first(const std::string & text, size_t n) const {
+        return text.size() - std::min(text.size(), word ? n + word->size() : MAX_SEEN);
+    }
+
+    // where the grammar may begin, at `from` or later; npos: nowhere yet
+    size_t find(const std::string & text, size_t from) const {
+        if (word) { return text.find(*word, from); }
+        if (from > 0 && pattern.pattern.rfind('^', 0) == 0) { return std::string::npos; }
+        const size_t found = pattern.find(text.substr(from));
+        return found == std::string::npos ? found : from + found;
+    }
+
+private:
+    // the word that an expression stands for; none: it is more than a word
+    static std::optional<std::string> word_of(const std::string & pattern) {
+        std::string res;
+        for (size_t i = 0; i < pattern.size(); ++i) {
+            const bool escaped = pattern[i] == '\\' && i + 1 < pattern.size() && ispunct((unsigned char) pattern[i + 1]);
+            if (!escaped && strchr("\\^$.|?*+()[]{}", pattern[i])) { return {}; }
+            res += pattern[i += escaped];
+        }
+        return res;
+    }
+
+    std::optional<std::string>    word;
+    llama_grammar_trigger_pattern pattern;
+};
+
+struct kvf_grammar {
+    kvf_machine::place place;    // what may follow
+    llama_sampler_ptr  thinking; // where the answer is in its reasoning; none: that does not matter
+
+    // of a lazy grammar: what begins it, and the answer's text until then
+    std::vector<kvf_trigger> triggers;
+    std::vector<llama_token> trigger_tokens;
+    bool                     waits = false;
+    std::string              text;
+
+    std::vector<llama_token_data> candidates; // kept, as it is large
+
+    // whether the rules hold where the answer is
+    bool holds() const { return !waits && !reasons(); }
+
+    bool reasons() const {
+        if (!thinking) { return false; }
+        const auto state = common_reasoning_budget_get_state(thinking.get());
+        return state != REASONING_BUDGET_IDLE && state != REASONING_BUDGET_DONE;
+    }
+
+    void accept(llama_token token) {
+        const bool reasoned = reasons();
         if (thinking) {
             llama_sampler_accept(thinking.get(), token);
             // what ends the reasoning may also begin the grammar
-            const auto * end = held || !holds() ? nullptr : common_reasoning_budget_get_end_match(thinking.get());
+            const auto * end = !reasoned || reasons() ? nullptr : common_reasoning_budget_get_end_match(thinking.get());
             for (const llama_token last : end ? *end : llama_tokens()) {
-                llama_sampler_accept(rules.get(), last);
+                follow(last);
             }
         }
-        if (held) { llama_sampler_accept(rules.get(), token); }
+        if (!reasoned) { follow(token); }
+    }
+
+private:
+    void follow(llama_token token) {
+        if (!waits) {
+            place.take(token); // false: the end of the text, after which nothing is asked
+        } else if (std::find(trigger_tokens.begin(), trigger_tokens.end(), token) != trigger_tokens.end()) {
+            waits = !place.take(token);
+        } else {
+            look_for_beginning(place.machine->vocabulary().pieces[token]);
+        }
+    }
+
+    void look_for_beginning(const std::string & piece) {
+        if (text.size() > 64 * kvf_trigger::MAX_SEEN) { text.erase(0, text.size() - 32 * kvf_trigger::MAX_SEEN); }
+        text += piece;
+        for (const auto & trigger : triggers) {
+            size_t start = trigger.find(text, trigger.first(text, piece.size()));
+            while (start != std::string::npos) {
+                if (place.take(text.substr(start))) {
+                    waits = false;
+                    text.clear();
+                    return;
+                }
+                start = trigger.find(text, start + 1); // that only looked like the beginning
+            }
+        }
     }
 };
 
@@ -100,37 +170,42 @@ static llama_sampler * thinking_of(const llama_vocab * vocab, const kvf_grammar_
     return common_reasoning_budget_init(vocab, {common_tokenize(vocab, params.thinking, false, true)}, ends, {}, INT_MAX);
 }
 
-int kvf_grammar_new(const llama_vocab * vocab, const kvf_grammar_params * params, kvf_grammar ** grammar) {
+int kvf_grammar_new(
+        kvf_tokens * tokens, const llama_vocab * vocab, const kvf_grammar_params * params, kvf_grammar ** grammar) {
     return kvf_guard([&] {
-        kvf_check(vocab && params && grammar, "a vocabulary, a grammar and a place for it are needed");
+        kvf_check(tokens && vocab && params && grammar, "a vocabulary, a grammar and a place for it are needed");
+        auto & p   = *params;
+        auto   res = std::make_unique<kvf_grammar>();
         try {
-            check_grammar(vocab, params->text);
-
-            auto   res  = std::make_unique<kvf_grammar>();
-            auto & p    = *params;
-            auto * lazy = p.lazy ? llama_sampler_init_grammar_lazy_patterns(vocab, p.text, "root",
-                                           const_cast<const char **>(p.patterns), p.n_patterns, p.tokens, p.n_tokens)
-                                 : nullptr;
-            res->rules.reset(p.lazy ? lazy : llama_sampler_init_grammar(vocab, p.text, "root"));
-            kvf_check((bool) res->rules, "its rules refer to themselves from the left");
-
+            auto rules = std::make_shared<kvf_rules>(vocab, p.text);
+            res->place = kvf_machine::place::begin(std::make_shared<kvf_machine>(tokens->tree, std::move(rules)));
+            res->waits = p.lazy;
+            res->trigger_tokens.assign(p.tokens, p.tokens + p.n_tokens);
+            for (size_t i = 0; p.lazy && i < p.n_patterns; ++i) {
+                res->triggers.emplace_back(p.patterns[i]);
+            }
             res->thinking.reset(thinking_of(vocab, p));
             for (const llama_token token : tokens_before(vocab, p.after)) {
                 if (res->thinking) { llama_sampler_accept(res->thinking.get(), token); }
-                if (!p.lazy) { llama_sampler_accept(res->rules.get(), token); }
+                kvf_check(p.lazy || res->place.take(token), "what comes before the answer is not of it");
             }
-            *grammar = res.release();
         } catch (const kvf_failure &) { throw; } catch (const std::exception & err) {
             throw in_words(err);
         }
+        *grammar = res.release();
     });
 }
 
-int kvf_grammar_copy(const kvf_grammar * grammar, kvf_grammar ** copy) {
+int kvf_grammar_copy(kvf_grammar * grammar, kvf_grammar ** copy) {
     return kvf_guard([&] {
         kvf_check(grammar && copy, "a grammar and a place for its copy are needed");
-        auto res = std::make_unique<kvf_grammar>();
-        res->rules.reset(llama_sampler_clone(grammar->rules.get()));
+        grammar->place.move_on(); // or else every copy would have to, for itself
+        auto res            = std::make_unique<kvf_grammar>();
+        res->place          = grammar->place;
+        res->triggers       = grammar->triggers;
+        res->trigger_tokens = grammar->trigger_tokens;
+        res->waits          = grammar->waits;
+        res->text           = grammar->text;
         if (grammar->thinking) { res->thinking.reset(llama_sampler_clone(grammar->thinking.get())); }
         *copy = res.release();
     });
@@ -138,36 +213,70 @@ int kvf_grammar_copy(const kvf_grammar * grammar, kvf_grammar ** copy) {
 
 void kvf_grammar_free(kvf_grammar * grammar) { delete grammar; }
 
+int kvf_grammar_mask(const kvf_grammar * grammar, uint64_t * mask, size_t n) {
+    return kvf_guard([&] {
+        kvf_check(grammar && mask, "a grammar and a place for the mask are needed");
+        const auto found = grammar->place.mask();
+        kvf_check(n == found.size(), "the mask has a bit for each token of the vocabulary");
+        std::copy(found.begin(), found.end(), mask);
+    });
+}
+
+int kvf_grammar_accept(kvf_grammar * grammar, llama_token token) {
+    return kvf_guard([&] {
+        kvf_check(grammar && token >= 0 && token < (llama_token) grammar->place.machine->vocabulary().pieces.size(),
+                "a grammar and a token of its vocabulary are needed");
+        grammar->accept(token);
+    });
+}
+
+// the likeliest of the tokens whose bits are set; -1: none is
+static llama_token likeliest(const float * logits, const kvf_machine::bits & mask) {
+    llama_token res = -1;
+    for (size_t word = 0; word < mask.size(); ++word) {
+        for (uint64_t left = mask[word]; left; left &= left - 1) {
+            const llama_token t = 64 * word + __builtin_ctzll(left);
+            if (res < 0 || logits[t] > logits[res]) { res = t; }
+        }
+    }
+    return res;
+}
+
+// what a chain chooses, of the tokens whose bits are set (null: of all); -1: nothing
+static llama_token chosen(llama_sampler * chain, const float * logits, size_t n, const kvf_machine::bits * mask,
+        std::vector<llama_token_data> & candidates) {
+    candidates.clear();
+    for (size_t t = 0; t < n; ++t) {
+        if (!mask || ((*mask)[t / 64] >> t % 64 & 1)) { candidates.push_back({(llama_token) t, logits[t], 0.0f}); }
+    }
+    if (candidates.empty()) { return -1; }
+    llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
+    llama_sampler_apply(chain, &all);
+    if (all.selected < 0 || std::isinf(all.data[all.selected].logit)) { return -1; }
+    return all.data[all.selected].id;
+}
+
 int kvf_sample(llama_context * ctx, int32_t i, llama_sampler * chain, kvf_grammar * grammar, llama_token * token) {
     return kvf_guard([&] {
-        kvf_check(ctx && chain && grammar && token, "a context, samplers and a place for the token are needed");
+        kvf_check(ctx && grammar && token, "a context, a grammar and a place for the token are needed");
         const float * logits = llama_get_logits_ith(ctx, i);
         kvf_check(logits, "the last batch has no such output");
 
-        std::vector<llama_token_data> all(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
-        const auto                    choose = [&](llama_sampler * first) {
-            for (size_t t = 0; t < all.size(); ++t) {
-                all[t] = {(llama_token) t, logits[t], 0.0f};
-            }
-            llama_token_data_array candidates = {all.data(), all.size(), -1, false};
-            if (first) { llama_sampler_apply(first, &candidates); }
-            llama_sampler_apply(chain, &candidates);
-            kvf_check(candidates.selected >= 0, "the chain chooses nothing");
-            return candidates.data[candidates.selected];
-        };
-
-        // mostly the grammar lets through what is chosen without it; to ask it about every token takes far longer
-        llama_token_data       found = choose(nullptr);
-        llama_token_data       one   = {found.id, 1.0f, 0.0f};
-        llama_token_data_array alone = {&one, 1, -1, false};
-        llama_sampler *        rules = grammar->holds() ? grammar->rules.get() : nullptr;
-        if (rules) { llama_sampler_apply(rules, &alone); }
-        if (std::isinf(one.logit)) { found = choose(rules); }
-        if (std::isinf(found.logit)) {
-            throw kvf_failure(KVF_E_STATE, "the model has no token that the grammar lets through here");
+        // mostly the grammar allows what is chosen without it
+        const size_t n     = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+        llama_token  found = -1;
+        if (chain) {
+            found = chosen(chain, logits, n, nullptr, grammar->candidates);
+        } else if (const int status = kvf_argmax(ctx, i, &found); status != KVF_OK) {
+            throw kvf_failure(status, kvf_error());
         }
-        grammar->accept(found.id);
-        llama_sampler_accept(chain, found.id);
-        *token = found.id;
+        if (grammar->holds() && (found < 0 || !grammar->place.allows(found))) {
+            const auto mask = grammar->place.mask();
+            found           = chain ? chosen(chain, logits, n, &mask, grammar->candidates) : likeliest(logits, mask);
+        }
+        if (found < 0) { throw kvf_failure(KVF_E_STATE, "the model has no token that the grammar lets through here"); }
+        grammar->accept(found);
+        if (chain) { llama_sampler_accept(chain, found); }
+        *token = found;
     });
 }

@@ -333,10 +333,15 @@ int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * t
 // so many of the last draft's tokens were right
 int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
-// sampling under a grammar, by llama.cpp's own
+// sampling under a grammar
 
 // the grammar (GBNF) of the texts that a JSON schema allows, as much as there is room for. n: its bytes with the zero
 int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
+
+// the tokens of a vocabulary by their bytes: made once for all of a model's grammars, some 0.1 s
+struct kvf_tokens;
+int  kvf_tokens_new(const struct llama_vocab * vocab, struct kvf_tokens ** tokens);
+void kvf_tokens_free(struct kvf_tokens * tokens);
 
 struct kvf_grammar;
 
@@ -354,12 +359,16 @@ struct kvf_grammar_params {
 };
 
 // what may follow, from rule `root` on
-int kvf_grammar_new(
-        const struct llama_vocab * vocab, const struct kvf_grammar_params * params, struct kvf_grammar ** grammar);
-// one that is where this one is
-int  kvf_grammar_copy(const struct kvf_grammar * grammar, struct kvf_grammar ** copy);
+int kvf_grammar_new(struct kvf_tokens * tokens, const struct llama_vocab * vocab, const struct kvf_grammar_params * params,
+        struct kvf_grammar ** grammar);
+// one that is where this one is. it shares what is found out about the grammar, from which other threads may read
+int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
 void kvf_grammar_free(struct kvf_grammar * grammar);
-// choose from the logits of token i of the last batch what the grammar lets through, and record it in both
+// which tokens may follow, as n words of 64 bits; and go on after a token
+int  kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
+int  kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
+// choose from the logits of token i of the last batch what the grammar lets through, and record it in both. chain: null for
+// the likeliest token
 int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
         llama_token * token);
 

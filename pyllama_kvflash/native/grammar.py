@@ -1,0 +1,177 @@
+"""Grammars (GBNF) that an answer keeps to: checked, and compiled once for a model."""
+
+import re
+import threading
+from collections import OrderedDict
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash import errors
+from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """GBNF that an answer keeps to, from its rule `root` on.
+
+    after: what comes before the answer, and the grammar knows. lazy: it holds from where one of the patterns (regular
+    expressions, from the answer's start) or tokens is found, but not between `thinking` and one of `thought`.
+    """
+
+    text: str
+    after: str = ""
+    lazy: bool = False
+    patterns: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    thinking: str = ""
+    thought: tuple[str, ...] = ()
+
+
+_QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
+_PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
+"""What a grammar quotes, how often something may come, where a rule begins, and groups."""
+_MAX_GROUPS, _MAX_RULES, _MAX_REPEATED = 200, 20_000, 1_000_000
+
+
+def _check_size(text: str) -> None:
+    """Raise UsageError for a grammar of which llama.cpp would make rules until no memory is left, or call itself until no
+    stack is: it does not look at these.
+    """
+    depth = n_rules = n_repeated = 0
+    before = ""  # the last literal, class or group
+    for found in _PARTS.finditer(text):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        n_rules += found[0] == "::="
+        if found[1] is None:
+            before = found[0]
+            if depth > _MAX_GROUPS:
+                raise _unusable(f"its groups are more than {_MAX_GROUPS} deep")
+            if n_rules > _MAX_RULES:
+                raise _unusable(f"it has more than {_MAX_RULES:,} rules")
+            continue
+        low, high = found[1], found[2] or ""
+        if max(len(low), len(high)) > 9 or (high and int(high) < int(low)):  # noqa: PLR2004 (digits)
+            raise _unusable(f"nothing can come {''.join(found[0].split())[:50]} times")
+        n_repeated += max(int(low), int(high or 0)) * len(before)
+        if n_repeated > _MAX_REPEATED:
+            raise _unusable(f"what it repeats comes to more than {_MAX_REPEATED:,} characters")
+
+
+def _unusable(why: str) -> errors.UsageError:
+    return errors.UsageError(f"the grammar cannot be used: {why}")
+
+
+_NAMES = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
+
+
+def either(one: str, other: str) -> str:
+    """Return the grammar of the texts of two grammars (GBNF)."""
+
+    def renamed(text: str, prefix: str) -> str:
+        return _NAMES.sub(lambda found: f"{prefix}-{found[1]}" if found[1] else found[0], text)
+
+    return f"root ::= a-root | b-root\n{renamed(one, 'a')}\n{renamed(other, 'b')}"
+
+
+class _Compiled:
+    """The grammars of one model that were compiled last, and its tokens by their bytes."""
+
+    def __init__(self, model: Model) -> None:
+        out = ffi.new("struct kvf_tokens **")
+        check(lib.kvf_tokens_new(model.vocab, out))
+        self.tokens = ffi.gc(out[0], lib.kvf_tokens_free)
+        self._grammars: OrderedDict[Grammar, Any] = OrderedDict()
+        self._mutex = threading.Lock()
+
+    def get(self, grammar: Grammar, model: Model) -> Any:
+        """Return a compiled grammar, at its beginning. Raises UsageError."""
+        with self._mutex:
+            if grammar in self._grammars:
+                self._grammars.move_to_end(grammar)
+                return self._grammars[grammar]
+        found = _new(grammar, model, self.tokens)  # several threads may do so at once
+        with self._mutex:
+            self._grammars[grammar] = found
+            while len(self._grammars) > _N_KEPT:
+                self._grammars.popitem(last=False)
+        return found
+
+
+_N_KEPT = 32  # compiled grammars of a model: those of agents' tools and of the requests that wait
+_COMPILED: WeakKeyDictionary[Model, _Compiled] = WeakKeyDictionary()
+_MUTEX = threading.Lock()
+
+
+def _compiled(grammar: str | Grammar, model: Model) -> Any:
+    with _MUTEX:
+        of_model = _COMPILED.get(model) or _COMPILED.setdefault(model, _Compiled(model))
+    return of_model.get(grammar if isinstance(grammar, Grammar) else Grammar(grammar), model)
+
+
+def _new(given: Grammar, model: Model, tokens: Any) -> Any:
+    _check_size(given.text)
+    found, params = ffi.new("struct kvf_grammar **"), ffi.new("struct kvf_grammar_params *")
+    keep = params.text, params.after, params.thinking = [_text(t) for t in (given.text, given.after, given.thinking)]
+    patterns, thought = ([_text(t) for t in texts] for texts in (given.patterns, given.thought))
+    lists = ffi.new("char *[]", patterns), ffi.new("char *[]", thought), ffi.new("llama_token[]", list(given.tokens))
+    params.lazy = given.lazy
+    params.patterns, params.thought, params.tokens = lists
+    params.n_patterns, params.n_thought, params.n_tokens = len(patterns), len(thought), len(given.tokens)
+    try:
+        check(lib.kvf_grammar_new(tokens, model.vocab, params, found))
+    except errors.UsageError as err:
+        raise _unusable(str(err)) from None
+    del keep  # the library has copied all of it
+    return ffi.gc(found[0], lib.kvf_grammar_free)
+
+
+class Follower:
+    """Where a text is in a grammar. Several threads may follow texts of the same grammar."""
+
+    def __init__(self, grammar: str | Grammar, model: Model) -> None:
+        """Begin a text. Raises UsageError if the grammar cannot be used with the model."""
+        self._n_vocab = model.n_vocab
+        self.handle = _copy(_compiled(grammar, model))
+
+    def fork(self) -> Self:
+        """Return one that is where this one is."""
+        res = copy(self)
+        res.handle = _copy(self.handle)
+        return res
+
+    def accept(self, token: int) -> None:
+        """Go on after a token; one that is not allowed ends the text."""
+        check(lib.kvf_grammar_accept(self.handle, token))
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens may follow, (n_vocab,), if the grammar has begun."""
+        words = np.zeros(-(-self._n_vocab // 64), "<u8")
+        check(lib.kvf_grammar_mask(self.handle, ffi.from_buffer("uint64_t[]", words), len(words)))
+        return np.unpackbits(words.view(np.uint8), bitorder="little")[: self._n_vocab].astype(bool)
+
+
+def _copy(handle: Any) -> Any:
+    out = ffi.new("struct kvf_grammar **")
+    check(lib.kvf_grammar_copy(handle, out))
+    return ffi.gc(out[0], lib.kvf_grammar_free)
+
+
+def check_grammar(grammar: str | Grammar, model: Model) -> None:
+    """Raise UsageError unless a grammar (GBNF) can be used with a model. It is then compiled, and begins at once."""
+    _compiled(grammar, model)
+
+
+def _text(text: str) -> Any:
+    """Return a text for C, which takes its first zero byte for its end."""
+    if "\0" in text:
+        raise _unusable("it has a zero byte")
+    try:
+        return ffi.new("char[]", text.encode())
+    except UnicodeEncodeError:
+        raise _unusable("it is not Unicode text") from None

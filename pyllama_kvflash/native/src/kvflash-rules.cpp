@@ -1,0 +1,579 @@
+// states of a grammar: see kvflash-rules.h
+
+#include "kvflash-rules.h"
+
+#include "kvflash-guard.h"
+
+#include "../src/llama-grammar.h" // the parser
+#include "common.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <numeric>
+
+static constexpr uint32_t LAST_CHAR    = 0x10FFFF;
+static constexpr size_t   MAX_ELEMENTS = 4 << 20; // of a grammar: 32 MiB as llama.cpp has them
+
+//
+// tokens
+//
+
+kvf_token_tree::kvf_token_tree(const llama_vocab * vocab) : pieces(llama_vocab_n_tokens(vocab)) {
+    for (llama_token t = 0; t < (llama_token) pieces.size(); ++t) {
+        if (llama_vocab_is_eog(vocab, t)) {
+            ends.push_back(t);
+            continue;
+        }
+        pieces[t] = common_token_to_piece(vocab, t, true);
+        if (pieces[t].find('\0') != std::string::npos) { pieces[t].clear(); } // llama.cpp takes none of these
+        if (!pieces[t].empty()) { tokens.push_back(t); }
+        max_depth = std::max(max_depth, pieces[t].size());
+    }
+    std::sort(tokens.begin(), tokens.end(), [&](llama_token a, llama_token b) { return pieces[a] < pieces[b]; });
+
+    std::vector<uint32_t> path; // nodes from the root to the last token
+    const std::string     none, *last = &none;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const std::string & piece = pieces[tokens[i]];
+        size_t              n     = 0;
+        while (n < std::min(last->size(), piece.size()) && (*last)[n] == piece[n]) {
+            ++n;
+        }
+        for (; path.size() > n; path.pop_back()) {
+            nodes[path.back()].end = nodes.size();
+        }
+        for (; path.size() < piece.size(); path.push_back(nodes.size() - 1)) {
+            nodes.push_back({0, (uint32_t) i, 0, (uint16_t) path.size(), (uint8_t) piece[path.size()]});
+        }
+        nodes[path.back()].n_tokens++;
+        last = &piece;
+    }
+    for (const uint32_t node : path) {
+        nodes[node].end = nodes.size();
+    }
+}
+
+//
+// rules
+//
+
+using range = kvf_rules::range;
+
+static llama_grammar_rules parsed(const llama_vocab * vocab, const char * text, uint32_t & root) {
+    llama_grammar_parser parser(vocab);
+
+    size_t       n   = 0;
+    const char * pos = text;
+    while (true) {
+        while (*pos && (isspace((unsigned char) *pos) || *pos == '#')) {
+            const bool comment = *pos == '#';
+            pos += comment ? strcspn(pos, "\r\n") : 1;
+        }
+        if (!*pos) { break; }
+        const size_t n_known = parser.rules.size();
+        pos                  = parser.parse_rule(pos);
+        for (size_t i = n_known; i < parser.rules.size(); ++i) {
+            n += parser.rules[i].size();
+        }
+        kvf_check(n <= MAX_ELEMENTS, "it is too large");
+    }
+    for (const auto & [name, id] : parser.symbol_ids) {
+        if (id >= parser.rules.size() || parser.rules[id].empty()) {
+            throw kvf_failure(KVF_E_ARGUMENT, "rule '" + name + "' is not defined");
+        }
+    }
+    const auto found = parser.symbol_ids.find("root");
+    kvf_check(found != parser.symbol_ids.end(), "there is no rule 'root'");
+    root = found->second;
+    return parser.rules;
+}
+
+static std::vector<range> merged(std::vector<range> ranges) {
+    std::sort(ranges.begin(), ranges.end());
+    std::vector<range> res;
+    for (const auto & r : ranges) {
+        if (!res.empty() && r.first <= res.back().second + 1) {
+            res.back().second = std::max(res.back().second, r.second);
+        } else if (r.first <= r.second) {
+            res.push_back(r);
+        }
+    }
+    return res;
+}
+
+static std::vector<range> complement(const std::vector<range> & ranges) {
+    std::vector<range> res;
+    uint32_t           from = 0;
+    for (const auto & [first, last] : ranges) {
+        if (first > from) { res.emplace_back(from, first - 1); }
+        from = last + 1;
+    }
+    if (from <= LAST_CHAR) { res.emplace_back(from, LAST_CHAR); }
+    return res;
+}
+
+// the characters of a class that begins at an element; goes to the first element after it
+static std::vector<range> class_at(const llama_grammar_element *& e) {
+    const auto         type = e->type;
+    std::vector<range> res;
+    do {
+        const bool     any   = e->type == LLAMA_GRETYPE_CHAR_ANY;
+        const uint32_t first = any ? 0 : std::min(e->value, LAST_CHAR);
+        uint32_t       last  = any ? LAST_CHAR : first;
+        if (e[1].type == LLAMA_GRETYPE_CHAR_RNG_UPPER) { last = std::min((++e)->value, LAST_CHAR); }
+        res.emplace_back(first, last);
+        ++e;
+    } while (e->type == LLAMA_GRETYPE_CHAR_ALT);
+    res = merged(res);
+    return type == LLAMA_GRETYPE_CHAR_NOT ? complement(res) : res;
+}
+
+kvf_rules::kvf_rules(const llama_vocab * vocab, const char * text) {
+    const auto elements = parsed(vocab, text, root);
+    alternatives.resize(elements.size());
+
+    std::map<std::vector<range>, uint32_t> known;
+    for (size_t r = 0; r < elements.size(); ++r) {
+        std::vector<std::vector<item>> sequences(1);
+        for (const llama_grammar_element * e = elements[r].data(); e->type != LLAMA_GRETYPE_END;) {
+            auto & items = sequences.back();
+            switch (e->type) {
+                case LLAMA_GRETYPE_ALT: sequences.emplace_back(); break;
+                case LLAMA_GRETYPE_RULE_REF: items.push_back({rule, e->value}); break;
+                case LLAMA_GRETYPE_TOKEN: items.push_back({token, e->value}); break;
+                case LLAMA_GRETYPE_TOKEN_NOT: items.push_back({other_token, e->value}); break;
+                default: {
+                    const auto [at, is_new] = known.emplace(class_at(e), classes.size());
+                    if (is_new) { classes.push_back(at->first); }
+                    items.push_back({chars, at->second});
+                    continue; // it has gone to the next
+                }
+            }
+            ++e;
+        }
+        add(r, std::move(sequences));
+    }
+    check_left_recursion();
+}
+
+// add the alternatives of a rule, as a tree: those that begin alike share their beginning, so that few stacks are looked at
+// however many there are
+void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
+    std::sort(sequences.begin(), sequences.end());
+
+    struct part {
+        uint32_t rule;
+        size_t   first, last; // sequences
+        size_t   from;        // items that they share, and that are left out
+    };
+    std::vector<part> todo{{r, 0, sequences.size(), 0}};
+    while (!todo.empty()) {
+        const part p = todo.back();
+        todo.pop_back();
+        for (size_t i = p.first, j; i < p.last; i = j) {
+            const auto & one = sequences[i];
+            for (j = i + 1; j < p.last && one.size() > p.from && sequences[j][p.from] == one[p.from];) {
+                ++j;
+            }
+            const auto & last = sequences[j - 1];
+            size_t       n    = p.from; // sorted: what the first and the last share is shared by all
+            while (n < std::min(one.size(), last.size()) && one[n] == last[n]) {
+                ++n;
+            }
+            alternatives[p.rule].push_back(items.size());
+            items.insert(items.end(), one.begin() + p.from, one.begin() + n);
+            if (one != last) {
+                items.push_back({rule, (uint32_t) alternatives.size()});
+                todo.push_back({(uint32_t) alternatives.size(), i, j, n});
+                alternatives.emplace_back();
+            }
+            items.push_back({end, 0});
+        }
+    }
+}
+
+// throw for a rule that begins with itself, perhaps after what may be empty: its stacks would never end
+void kvf_rules::check_left_recursion() const {
+    const size_t          n = alternatives.size();
+    std::vector<bool>     empty(n);
+    std::vector<uint32_t> owner, at;
+    for (size_t r = 0; r < n; ++r) {
+        for (const uint32_t first : alternatives[r]) {
+            owner.push_back(r);
+            at.push_back(first);
+        }
+    }
+    // an alternative waits at its first rule that is not known to may be empty
+    std::vector<std::vector<uint32_t>> waiting(n);
+    std::vector<uint32_t>              todo(at.size());
+    std::iota(todo.begin(), todo.end(), 0);
+    while (!todo.empty()) {
+        const uint32_t a = todo.back();
+        todo.pop_back();
+        while (items[at[a]].what == rule && empty[items[at[a]].value]) {
+            ++at[a];
+        }
+        if (items[at[a]].what == rule) { waiting[items[at[a]].value].push_back(a); }
+        if (items[at[a]].what == end && !empty[owner[a]]) {
+            empty[owner[a]] = true;
+            todo.insert(todo.end(), waiting[owner[a]].begin(), waiting[owner[a]].end());
+        }
+    }
+    // what each rule may begin with, without one that comes around to itself
+    std::vector<std::vector<uint32_t>> begins(n);
+    for (size_t r = 0; r < n; ++r) {
+        for (uint32_t i : alternatives[r]) {
+            for (; items[i].what == rule; ++i) {
+                begins[r].push_back(items[i].value);
+                if (!empty[items[i].value]) { break; }
+            }
+        }
+    }
+    std::vector<uint32_t> n_before(n);
+    for (const auto & rules : begins) {
+        for (const uint32_t r : rules) {
+            n_before[r]++;
+        }
+    }
+    for (size_t r = 0; r < n; ++r) {
+        if (n_before[r] == 0) { todo.push_back(r); }
+    }
+    size_t n_sorted = 0;
+    for (; !todo.empty(); ++n_sorted) {
+        const uint32_t r = todo.back();
+        todo.pop_back();
+        for (const uint32_t next : begins[r]) {
+            if (--n_before[next] == 0) { todo.push_back(next); }
+        }
+    }
+    kvf_check(n_sorted == n, "its rules refer to themselves from the left");
+}
+
+//
+// states
+//
+
+kvf_machine::kvf_machine(std::shared_ptr<const kvf_token_tree> tree, std::shared_ptr<const kvf_rules> rules) :
+    tree(std::move(tree)), rules(std::move(rules)), stacks{{0, 0}}, seen{0} {}
+
+void kvf_machine::spend() {
+    ++work;
+    if (work > MAX_WORK || n_bytes > 4 * MAX_BYTES) {
+        throw kvf_failure(KVF_E_ARGUMENT, "it is too ambiguous: a token can be of too many of its rules at once");
+    }
+}
+
+uint32_t kvf_machine::stack_of(uint32_t item, uint32_t below) {
+    const auto [at, is_new] = stack_ids.emplace((uint64_t) item << 32 | below, stacks.size());
+    if (is_new) {
+        stacks.push_back({item, below});
+        seen.push_back(0);
+        n_bytes += 64;
+    }
+    return at->second;
+}
+
+// the stack that is left when its top was matched
+uint32_t kvf_machine::after(uint32_t top) {
+    const auto [item, below] = stacks[top];
+    return rules->items[item + 1].what == kvf_rules::end ? below : stack_of(item + 1, below);
+}
+
+// the state of stacks, with rules on their tops replaced by what they begin with
+int32_t kvf_machine::state_of(std::vector<uint32_t> tops) {
+    std::vector<uint32_t> found;
+    ++search;
+    while (!tops.empty()) {
+        const uint32_t top = tops.back();
+        tops.pop_back();
+        if (seen[top] == search) { continue; }
+        seen[top] = search;
+        spend();
+        const auto item = rules->items[stacks[top].item];
+        if (top == 0 || item.what != kvf_rules::rule) {
+            found.push_back(top);
+            continue;
+        }
+        const uint32_t below = after(top);
+        for (const uint32_t first : rules->alternatives[item.value]) {
+            tops.push_back(rules->items[first].what == kvf_rules::end ? below : stack_of(first, below));
+        }
+    }
+    std::sort(found.begin(), found.end());
+    return known(std::move(found));
+}
+
+int32_t kvf_machine::known(std::vector<uint32_t> found) {
+    if (found.empty()) { return dead; }
+    size_t hash = found.size();
+    for (const uint32_t s : found) {
+        hash = hash * 0x9E3779B97F4A7C15 + s;
+    }
+    const auto [first, last] = state_ids.equal_range(hash);
+    for (auto it = first; it != last; ++it) {
+        if (states[it->second].stacks == found) { return it->second; }
+    }
+    state res;
+    res.stacks = std::move(found);
+    divide(res);
+    n_bytes += sizeof(state) + 64 + 4 * (res.stacks.size() + res.bounds.size() + res.next.size());
+    state_ids.emplace(hash, states.size());
+    states.push_back(std::move(res));
+    return states.size() - 1;
+}
+
+// find the intervals of code points within which all lead to the same state
+void kvf_machine::divide(state & s) const {
+    std::vector<range> all;
+    for (const uint32_t top : s.stacks) {
+        const auto item = rules->items[stacks[top].item];
+        if (top == 0) { continue; }
+        s.has_tokens = s.has_tokens || item.what != kvf_rules::chars;
+        if (item.what != kvf_rules::chars) { continue; }
+        const auto & ranges = rules->classes[item.value];
+        all.insert(all.end(), ranges.begin(), ranges.end());
+    }
+    for (const auto & [first, last] : all) {
+        s.bounds.push_back(first);
+        s.bounds.push_back(last + 1);
+    }
+    std::sort(s.bounds.begin(), s.bounds.end());
+    s.bounds.erase(std::unique(s.bounds.begin(), s.bounds.end()), s.bounds.end());
+
+    std::vector<int32_t> depth(s.bounds.size() + 1);
+    const auto index = [&](uint32_t c) { return std::lower_bound(s.bounds.begin(), s.bounds.end(), c) - s.bounds.begin(); };
+    for (const auto & [first, last] : all) {
+        depth[index(first)]++;
+        depth[index(last + 1)]--;
+    }
+    for (size_t i = 0, n = 0; i < s.bounds.size(); ++i) {
+        n += depth[i];
+        s.next.push_back(n > 0 ? unknown : dead);
+    }
+    s.ascii.fill(unknown);
+}
+
+int32_t kvf_machine::on_char(int32_t s, uint32_t c) {
+    if (c < 128 && states[s].ascii[c] != unknown) { return states[s].ascii[c]; }
+    const auto & bounds = states[s].bounds;
+    const size_t i      = std::upper_bound(bounds.begin(), bounds.end(), c) - bounds.begin();
+
+    int32_t res = i == 0 ? dead : states[s].next[i - 1];
+    if (res == unknown) {
+        std::vector<uint32_t> tops;
+        for (size_t k = 0; k < states[s].stacks.size(); ++k) {
+            const uint32_t top  = states[s].stacks[k];
+            const auto     item = rules->items[stacks[top].item];
+            spend();
+            if (top == 0 || item.what != kvf_rules::chars) { continue; }
+            const auto & ranges = rules->classes[item.value];
+            const auto   it     = std::upper_bound(ranges.begin(), ranges.end(), range{c, UINT32_MAX});
+            if (it != ranges.begin() && c <= std::prev(it)->second) { tops.push_back(after(top)); }
+        }
+        res                   = state_of(std::move(tops));
+        states[s].next[i - 1] = res;
+    }
+    if (c < 128) { states[s].ascii[c] = res; }
+    return res;
+}
+
+// whether some characters that begin as this one does may go on
+bool kvf_machine::may_go_on(const step & at) const {
+    if (at.n_left == 1 && at.value < 2) { return false; } // ASCII in two bytes
+    const int      n_bits = 6 * at.n_left;
+    const uint32_t low    = at.value ? at.value << n_bits : at.n_left == 2 ? 0x800 : 0x10000;
+    const uint32_t high   = (at.value << n_bits) | ((1u << n_bits) - 1);
+    const auto &   s      = states[at.state];
+    size_t         i      = std::upper_bound(s.bounds.begin(), s.bounds.end(), low) - s.bounds.begin();
+    if (i > 0 && s.next[i - 1] != dead) { return true; }
+    for (; i < s.bounds.size() && s.bounds[i] <= high; ++i) {
+        if (s.next[i] != dead) { return true; }
+    }
+    return false;
+}
+
+kvf_machine::step kvf_machine::on_byte(const step & at, uint8_t byte) {
+    const step none = {dead, 0, 0};
+    if (at.n_left == 0 && byte < 0x80) { return {on_char(at.state, byte), 0, 0}; }
+    step res = at;
+    if (at.n_left == 0) {
+        if (byte < 0xC0 || byte >= 0xF8) { return none; }
+        res.n_left = byte < 0xE0 ? 1 : byte < 0xF0 ? 2 : 3;
+        res.value  = byte & (0x3F >> res.n_left);
+    } else {
+        if ((byte & 0xC0) != 0x80) { return none; }
+        res.n_left--;
+        res.value = at.value << 6 | (byte & 0x3F);
+        if (res.n_left == 0) { return {on_char(at.state, res.value), 0, 0}; }
+    }
+    return may_go_on(res) ? res : none;
+}
+
+kvf_machine::step kvf_machine::on_text(step at, const std::string & text) {
+    for (size_t i = 0; i < text.size() && at.state != dead; ++i) {
+        at = on_byte(at, text[i]);
+    }
+    return at;
+}
+
+static bool matches(const kvf_rules::item & item, llama_token token) {
+    return item.what == kvf_rules::token ? item.value == (uint32_t) token
+                                         : item.what == kvf_rules::other_token && item.value != (uint32_t) token;
+}
+
+bool kvf_machine::has_token(int32_t s, llama_token token) const {
+    const auto & tops = states[s].stacks;
+    return states[s].has_tokens && !tree->pieces[token].empty() && std::any_of(tops.begin(), tops.end(), [&](uint32_t top) {
+        return top != 0 && matches(rules->items[stacks[top].item], token);
+    });
+}
+
+// the state after a token that the grammar names, if it also may be of characters: after any of these
+int32_t kvf_machine::on_token(int32_t s, llama_token token) {
+    std::vector<uint32_t> tops;
+    for (size_t k = 0; k < states[s].stacks.size(); ++k) {
+        const uint32_t top = states[s].stacks[k];
+        if (top != 0 && matches(rules->items[stacks[top].item], token)) { tops.push_back(after(top)); }
+    }
+    const step text = on_text({s, 0, 0}, tree->pieces[token]);
+    if (text.state != dead && text.n_left == 0) {
+        const auto & more = states[text.state].stacks;
+        tops.insert(tops.end(), more.begin(), more.end());
+    }
+    return state_of(std::move(tops));
+}
+
+void kvf_machine::fill(const step & at, bits & found) {
+    const auto        set = [&](llama_token t) { found[t / 64] |= 1ull << t % 64; };
+    std::vector<step> path(tree->max_depth + 1);
+    path[0] = at;
+    for (size_t i = 0; i < tree->nodes.size();) {
+        const auto & node = tree->nodes[i];
+        const step   next = on_byte(path[node.depth], node.byte);
+        if (next.state == dead) {
+            i = node.end;
+            continue;
+        }
+        path[node.depth + 1] = next;
+        for (size_t t = 0; t < node.n_tokens; ++t) {
+            set(tree->tokens[node.first + t]);
+        }
+        ++i;
+    }
+    if (at.n_left > 0) { return; }
+    if (is_complete(at.state)) {
+        for (const llama_token t : tree->ends) {
+            set(t);
+        }
+    }
+    if (!states[at.state].has_tokens) { return; }
+    for (size_t t = 0; t < tree->pieces.size(); ++t) {
+        if (has_token(at.state, t)) { set(t); }
+    }
+}
+
+//
+// places
+//
+
+kvf_machine::place kvf_machine::place::begin(std::shared_ptr<kvf_machine> machine) {
+    place                             res;
+    const std::lock_guard<std::mutex> lock(machine->mutex);
+    auto &                            m = *machine;
+    m.work                              = 0;
+    std::vector<uint32_t> tops;
+    for (const uint32_t first : m.rules->alternatives[m.rules->root]) {
+        tops.push_back(m.rules->items[first].what == kvf_rules::end ? 0 : m.stack_of(first, 0));
+    }
+    res.state   = m.state_of(std::move(tops));
+    res.machine = std::move(machine);
+    return res;
+}
+
+bool kvf_machine::place::allows(llama_token token) const {
+    auto &                            m = *machine;
+    const std::lock_guard<std::mutex> lock(m.mutex);
+    m.work              = 0;
+    const auto & pieces = m.tree->pieces;
+    if (m.states[state].mask && n_left == 0) { return (*m.states[state].mask)[token / 64] >> token % 64 & 1; }
+    if (n_left == 0 && m.has_token(state, token)) { return true; }
+    if (pieces[token].empty()) {
+        const auto & ends = m.tree->ends;
+        return n_left == 0 && m.is_complete(state) && std::find(ends.begin(), ends.end(), token) != ends.end();
+    }
+    return m.on_text({state, value, n_left}, pieces[token]).state != dead;
+}
+
+kvf_machine::bits kvf_machine::place::mask() const {
+    auto &                            m = *machine;
+    const std::lock_guard<std::mutex> lock(m.mutex);
+    m.work = 0;
+    if (n_left == 0 && m.states[state].mask) { return *m.states[state].mask; }
+    bits found((m.tree->pieces.size() + 63) / 64);
+    m.fill({state, value, n_left}, found);
+    if (n_left == 0) {
+        m.states[state].mask = std::make_unique<bits>(found);
+        m.n_bytes += 8 * found.size();
+    }
+    return found;
+}
+
+bool kvf_machine::place::take(llama_token token) {
+    move_on();
+    auto &                            m = *machine;
+    const std::lock_guard<std::mutex> lock(m.mutex);
+    m.work    = 0;
+    step next = {dead, 0, 0};
+    if (n_left == 0 && m.has_token(state, token)) {
+        next.state = m.on_token(state, token);
+    } else if (!m.tree->pieces[token].empty()) {
+        next = m.on_text({state, value, n_left}, m.tree->pieces[token]);
+    }
+    if (next.state == dead) { return false; }
+    state = next.state, value = next.value, n_left = next.n_left;
+    return true;
+}
+
+bool kvf_machine::place::take(const std::string & text) {
+    auto &                            m = *machine;
+    const std::lock_guard<std::mutex> lock(m.mutex);
+    m.work          = 0;
+    const step next = m.on_text({state, value, n_left}, text);
+    if (next.state == dead) { return false; }
+    state = next.state, value = next.value, n_left = next.n_left;
+    return true;
+}
+
+// leave a machine that has become large for one that has this place's stacks alone
+void kvf_machine::place::move_on() {
+    const auto                        old = machine; // until the lock is gone
+    const std::lock_guard<std::mutex> lock(old->mutex);
+    if (!old->is_full()) { return; }
+
+    std::vector<uint32_t> mine, todo = old->states[state].stacks;
+    ++old->search;
+    while (!todo.empty()) {
+        const uint32_t top = todo.back();
+        todo.pop_back();
+        if (top == 0 || old->seen[top] == old->search) { continue; }
+        old->seen[top] = old->search;
+        mine.push_back(top);
+        todo.push_back(old->stacks[top].below);
+    }
+    std::sort(mine.begin(), mine.end()); // what is below a stack was made before it
+
+    auto                                   other = std::make_shared<kvf_machine>(old->tree, old->rules);
+    std::unordered_map<uint32_t, uint32_t> there{{0, 0}};
+    for (const uint32_t top : mine) {
+        there[top] = other->stack_of(old->stacks[top].item, there.at(old->stacks[top].below));
+    }
+    std::vector<uint32_t> tops;
+    for (const uint32_t top : old->states[state].stacks) {
+        tops.push_back(there.at(top));
+    }
+    std::sort(tops.begin(), tops.end());
+    state = other->known(std::move(tops));
+    kvf_check(!other->is_full(), "it is too ambiguous, or too deep");
+    machine = std::move(other);
+}
