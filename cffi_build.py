@@ -240,8 +240,8 @@ int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
 int  kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
 int  kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
 void kvf_grammar_free(struct kvf_grammar * grammar);
-int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
-                llama_token * token);
+int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, int32_t top_k,
+                struct kvf_grammar * grammar, llama_token * token);
 
 struct kvf_chat;
 struct kvf_reply;

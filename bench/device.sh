@@ -25,6 +25,7 @@
 #   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
 #   bench/device.sh meter F   there: the meter beside the truth
 #   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
+#   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -243,6 +244,16 @@ meter)
     mkdir -p $at
     timeout "${3:-300}" python3 bench/meter.py "$2" pyllama_kvflash/bench/data/moby-dick.txt --context 16384 --pool 1024 \
         --prompts 4 | tee $at/meter.md
+    results
+    ;;
+grammar)
+    mkdir -p $at
+    {
+        for temp in 0 0.8; do
+            python3 bench/grammar.py "$2" --temp $temp
+            python3 bench/grammar.py --shape 8b --shape-dir /dev/shm "$3" --temp $temp
+        done
+    } | tee $at/grammar.md
     results
     ;;
 recall)

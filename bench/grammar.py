@@ -1,8 +1,10 @@
 """What a grammar costs: tokens a second of JSON by a schema, beside an answer without one, by turns in one process.
 
 python bench/grammar.py model.gguf --rounds 5 -- pool=1024 n_threads=2
+python bench/grammar.py --shape 8b model.gguf    random weights, with the tokens of the model
 
-Both answers are greedy, and none ends before its tokens are there.
+Answers are greedy, or drawn with --temp, and none ends before its tokens are there. Without --temp there is no chain of samplers
+either: what is compared with is llama.cpp's fastest way to choose a token.
 """
 
 import argparse
@@ -10,10 +12,16 @@ import json
 import shlex
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pyllama_kvflash import KVFlash
+from pyllama_kvflash.bench.shapes import write_shape
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Sampling, json_grammar
@@ -35,14 +43,27 @@ SCHEMA = {
 PROMPT = "All who are in Moby-Dick, as JSON:\n"
 
 
-def timed(kv: KVFlash, sampling: Sampling, n: int) -> tuple[float, list[int]]:
-    """Seconds from the first token to the last, and the tokens."""
-    times, ids = [], []
-    for event in kv.generate(PROMPT, max_tokens=n, sampling=sampling):
-        if isinstance(event, Token):
-            times.append(time.perf_counter())
-            ids.append(event.id)
-    return times[-1] - times[0], ids
+def rate(kv: KVFlash, sampling: Sampling, n: int) -> float:
+    """Tokens a second, from the first token of each answer to its last."""
+    seconds, n_timed = 0.0, 0
+    while n_timed < n:  # an answer that ends is followed by another one
+        times = [
+            time.perf_counter() for e in kv.generate(PROMPT, max_tokens=n, sampling=sampling) if isinstance(e, Token)
+        ]
+        seconds, n_timed = seconds + times[-1] - times[0], n_timed + len(times) - 1
+    return n_timed / seconds
+
+
+@contextmanager
+def model_of(args: argparse.Namespace) -> Iterator[Path]:
+    """The model to measure."""
+    if args.shape is None:
+        yield Path(args.model)
+        return
+    with tempfile.TemporaryDirectory(dir=args.shape_dir) as folder:
+        path = Path(folder) / f"{args.shape}.gguf"
+        write_shape(args.shape, path, Path(args.model))
+        yield path
 
 
 def main() -> None:
@@ -51,23 +72,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--shape")
+    parser.add_argument("--shape-dir", type=Path)
     own, _, more = " ".join(sys.argv[1:]).partition(" -- ")
     args = parser.parse_args(shlex.split(own))
     options: dict[str, Any] = {key: json.loads(value) for key, value in (word.split("=") for word in more.split())}
-    print(hardware(), f"{args.model}, {args.tokens} tokens, {more}\n", sep="\n")
+    print(hardware(), "python bench/grammar.py " + " ".join(sys.argv[1:]) + "\n", sep="\n")
     ratios = []
-    with KVFlash.from_file(args.model, **{"n_ctx": 4096, "pool": 1024, **options}) as kv:
-        ends = tuple((t, -1e9) for t in range(kv.model.n_vocab) if kv.model.is_eog(t))
-        plain = Sampling(temperature=0, logit_bias=ends)
-        ruled = Sampling(temperature=0, logit_bias=ends, grammar=json_grammar(json.dumps(SCHEMA)))
+    with model_of(args) as path, KVFlash.from_file(path, **{"n_ctx": 4096, "pool": 1024, **options}) as kv:
+        plain = Sampling(temperature=args.temp, seed=1)
+        ruled = replace(plain, grammar=json_grammar(json.dumps(SCHEMA)))
         for i in range(args.rounds + 1):
-            (with_rules, said), (without, other) = timed(kv, ruled, args.tokens), timed(kv, plain, args.tokens)
-            rate = (len(said) - 1) / with_rules, (len(other) - 1) / without
+            with_it, without = rate(kv, ruled, args.tokens), rate(kv, plain, args.tokens)
             print(
-                f"{rate[0]:.1f} tokens/s with the grammar, {rate[1]:.1f} without: {rate[0] / rate[1]:.3f}",
+                f"{with_it:.1f} tokens/s with the grammar, {without:.1f} without: {with_it / without:.3f}",
                 "" if i else "(not counted)",
             )
-            ratios += [rate[0] / rate[1]] if i else []
+            ratios += [with_it / without] if i else []
     print(f"\nmedian {statistics.median(ratios):.3f} of the speed without")
 
 

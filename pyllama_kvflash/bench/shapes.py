@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,14 +212,17 @@ def shape_file(name: str, folder: Path | None) -> Iterator[Path]:
         yield path
 
 
-def write_shape(name: str, path: Path) -> None:
-    """Write the model of a shape to a file, whole or not at all. Raises as shape_file does."""
+def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
+    """Write the model of a shape to a file, whole or not at all. Raises as shape_file does.
+
+    vocabulary: a model file whose tokens it gets; None: token ids alone.
+    """
     shape = shape_named(name)
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_room(name, shape, path.parent)
-        _write(name, shape, part)
+        _write(name, shape, part, vocabulary)
         part.replace(path)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror}"
@@ -247,7 +250,7 @@ def _check_room(name: str, shape: Shape, folder: Path) -> None:
         raise UsageError(msg)
 
 
-def _write(name: str, shape: Shape, path: Path) -> None:
+def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None) -> None:
     try:
         import gguf  # noqa: PLC0415 (an optional extra)
     except ImportError:
@@ -256,7 +259,14 @@ def _write(name: str, shape: Shape, path: Path) -> None:
     file = gguf.GGUFWriter(path, shape.arch)
     file.add_string("general.name", f"random weights, shape {name}")
     file.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_0))
-    file.add_string("tokenizer.ggml.model", "none")
+    if vocabulary is None:
+        file.add_string("tokenizer.ggml.model", "none")
+    else:
+        fields = gguf.GGUFReader(vocabulary).fields
+        shape = replace(shape, n_vocab=len(fields["tokenizer.ggml.tokens"].data))
+        for key, field in fields.items():
+            if key.startswith("tokenizer.ggml"):
+                file.add_key_value(key, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
     add: dict[type, Any] = {int: file.add_uint32, float: file.add_float32, list: file.add_array}
     for key, value in _keys(shape).items():
         add[type(value)](f"{shape.arch}.{key}", value)

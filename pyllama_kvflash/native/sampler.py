@@ -83,6 +83,7 @@ class Sampler:
         self._n_probs = sampling.n_probs
         self._grammar = Follower(sampling.grammar, model) if sampling.grammar else None
         self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias)
+        self._top_k = 0 if sampling.penalises or sampling.logit_bias else sampling.top_k
         if sampling.logit_bias:
             self._add(lib.llama_sampler_init_logit_bias(*_biases(sampling.logit_bias, model)))
         if sampling.penalises:
@@ -116,8 +117,8 @@ class Sampler:
         native, at, _ = ctx.output
         i = at if i == -1 else i
         if self._grammar:
-            chain = ffi.NULL if self._plain else self._handle
-            if (status := lib.kvf_sample(native, i, chain, self._grammar.handle, self._token)) == lib.KVF_E_STATE:
+            chain, handle = ffi.NULL if self._plain else self._handle, self._grammar.handle
+            if (status := lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)) == lib.KVF_E_STATE:
                 raise errors.UsageError(last_error())
             check(status)
             return int(self._token[0])

@@ -99,8 +99,6 @@ struct kvf_grammar {
     bool                     waits = false;
     std::string              text;
 
-    std::vector<llama_token_data> candidates; // kept, as it is large
-
     // whether the rules hold where the answer is
     bool holds() const { return !waits && !reasons(); }
 
@@ -230,49 +228,85 @@ int kvf_grammar_accept(kvf_grammar * grammar, llama_token token) {
     });
 }
 
-// the likeliest of the tokens whose bits are set; -1: none is
-static llama_token likeliest(const float * logits, const kvf_machine::bits & mask) {
-    llama_token res = -1;
+using candidates = std::vector<llama_token_data>;
+
+// the n likeliest tokens, or more of them
+static candidates likeliest(const float * logits, size_t n_vocab, size_t n) {
+    const auto likelier = [](const llama_token_data & a, const llama_token_data & b) { return a.logit > b.logit; };
+    candidates res;
+    res.reserve(std::min(2 * n, n_vocab));
+    float least = -INFINITY;
+    for (size_t t = 0; t < n_vocab; ++t) {
+        if (logits[t] <= least && res.size() >= n) { continue; }
+        res.push_back({(llama_token) t, logits[t], 0.0f});
+        if (res.size() == 2 * n) {
+            std::nth_element(res.begin(), res.begin() + n - 1, res.end(), likelier);
+            res.resize(n);
+            least = res.back().logit;
+        }
+    }
+    std::sort(res.begin(), res.end(), likelier);
+    return res;
+}
+
+static candidates everything(const float * logits, size_t n_vocab) {
+    candidates res(n_vocab);
+    for (size_t t = 0; t < n_vocab; ++t) {
+        res[t] = {(llama_token) t, logits[t], 0.0f};
+    }
+    return res;
+}
+
+// those whose bits are set
+static candidates allowed(const float * logits, const kvf_machine::bits & mask) {
+    candidates res;
     for (size_t word = 0; word < mask.size(); ++word) {
         for (uint64_t left = mask[word]; left; left &= left - 1) {
             const llama_token t = 64 * word + __builtin_ctzll(left);
-            if (res < 0 || logits[t] > logits[res]) { res = t; }
+            res.push_back({t, logits[t], 0.0f});
         }
     }
     return res;
 }
 
-// what a chain chooses, of the tokens whose bits are set (null: of all); -1: nothing
-static llama_token chosen(llama_sampler * chain, const float * logits, size_t n, const kvf_machine::bits * mask,
-        std::vector<llama_token_data> & candidates) {
-    candidates.clear();
-    for (size_t t = 0; t < n; ++t) {
-        if (!mask || ((*mask)[t / 64] >> t % 64 & 1)) { candidates.push_back({(llama_token) t, logits[t], 0.0f}); }
+// what a chain chooses (null: the likeliest); -1: nothing
+static llama_token chosen(llama_sampler * chain, candidates from) {
+    if (from.empty()) { return -1; }
+    llama_token_data_array all = {from.data(), from.size(), -1, false};
+    if (chain) {
+        llama_sampler_apply(chain, &all);
+    } else {
+        const auto less = [](const llama_token_data & a, const llama_token_data & b) { return a.logit < b.logit; };
+        all.selected    = std::max_element(from.begin(), from.end(), less) - from.begin();
     }
-    if (candidates.empty()) { return -1; }
-    llama_token_data_array all = {candidates.data(), candidates.size(), -1, false};
-    llama_sampler_apply(chain, &all);
-    if (all.selected < 0 || std::isinf(all.data[all.selected].logit)) { return -1; }
-    return all.data[all.selected].id;
+    return all.selected < 0 || std::isinf(all.data[all.selected].logit) ? -1 : all.data[all.selected].id;
 }
 
-int kvf_sample(llama_context * ctx, int32_t i, llama_sampler * chain, kvf_grammar * grammar, llama_token * token) {
+int kvf_sample(
+        llama_context * ctx, int32_t i, llama_sampler * chain, int32_t top_k, kvf_grammar * grammar, llama_token * token) {
     return kvf_guard([&] {
-        kvf_check(ctx && grammar && token, "a context, a grammar and a place for the token are needed");
+        kvf_check(ctx && grammar && token && top_k >= 0, "a context, a grammar and a place for the token are needed");
         const float * logits = llama_get_logits_ith(ctx, i);
         kvf_check(logits, "the last batch has no such output");
 
         // mostly the grammar allows what is chosen without it
-        const size_t n     = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
-        llama_token  found = -1;
-        if (chain) {
-            found = chosen(chain, logits, n, nullptr, grammar->candidates);
-        } else if (const int status = kvf_argmax(ctx, i, &found); status != KVF_OK) {
-            throw kvf_failure(status, kvf_error());
+        const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+        llama_token  found   = -1;
+        candidates   best; // some more than the chain takes, so that mostly enough of them are allowed
+        if (!chain) {
+            const int status = kvf_argmax(ctx, i, &found);
+            if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
+        } else if (top_k > 0) {
+            best  = likeliest(logits, n_vocab, std::max<size_t>(128, 4 * (size_t) top_k));
+            found = chosen(chain, best);
+        } else {
+            found = chosen(chain, everything(logits, n_vocab));
         }
         if (grammar->holds() && (found < 0 || !grammar->place.allows(found))) {
-            const auto mask = grammar->place.mask();
-            found           = chain ? chosen(chain, logits, n, &mask, grammar->candidates) : likeliest(logits, mask);
+            const auto refused = [&](const llama_token_data & one) { return !grammar->place.allows(one.id); };
+            best.erase(std::remove_if(best.begin(), best.end(), refused), best.end());
+            const bool enough = top_k > 0 && best.size() >= (size_t) top_k;
+            found             = chosen(chain, enough ? best : allowed(logits, grammar->place.mask()));
         }
         if (found < 0) { throw kvf_failure(KVF_E_STATE, "the model has no token that the grammar lets through here"); }
         grammar->accept(found);

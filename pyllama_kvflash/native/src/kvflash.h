@@ -365,12 +365,12 @@ int kvf_grammar_new(struct kvf_tokens * tokens, const struct llama_vocab * vocab
 int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
 void kvf_grammar_free(struct kvf_grammar * grammar);
 // which tokens may follow, as n words of 64 bits; and go on after a token
-int  kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
-int  kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
+int kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
+int kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
 // choose from the logits of token i of the last batch what the grammar lets through, and record it in both. chain: null for
-// the likeliest token
-int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, struct kvf_grammar * grammar,
-        llama_token * token);
+// the likeliest token. top_k: tokens that the chain takes first, which are the likeliest; 0: it may take any
+int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, int32_t top_k,
+        struct kvf_grammar * grammar, llama_token * token);
 
 // conversations, by llama.cpp's own templates and parsers. texts that are given out are freed with kvf_text_free()
 
