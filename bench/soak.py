@@ -1,9 +1,11 @@
 """Clients that come and go: `kvflash serve` as a process of its own, its memory and open files watched from outside.
 
 python bench/soak.py --clients 200 --seconds 300
+python bench/soak.py --worst    and one more client that sends the worst grammars, one after the other
 
 Each client asks at random for whole answers and streams, has tools called over both protocols, leaves in the middle, sends nonsense, or stops half way through a
-request. Every answer has to be whole, or an error of the protocol; codes found are counted, as are those missed.
+request. Every answer has to be whole, or an error of the protocol; codes found are counted, as are those missed. Printed is also
+how long the others' answers took.
 """
 
 import argparse
@@ -34,6 +36,8 @@ _JSON = {"Content-Type": "application/json"}
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"const": 3}}, "required": ["a", "b"]}
 _ASKED = {"messages": [{"role": "user", "content": "What is 1 + 3?"}], "max_tokens": 200}
 
+ANSWERED = {"found", "missed", "calls", "calls cut off"}
+
 Document = tuple[str, str]
 """A prompt that ends with a question, and the code that answers it."""
 
@@ -57,14 +61,18 @@ class Client:
         self._http, self._known, self._rng = http, known, random.Random(seed)
         self._outcomes = outcomes
         self.errors: list[str] = []
+        self.waits: list[float] = []  # seconds of each answer
+        self._kinds = [self._whole, self._stream, self._call, self._message, self._leave, self._nonsense, self._half]
 
     async def run(self, end: float) -> None:
         """Until then."""
-        kinds = [self._whole, self._stream, self._call, self._message, self._leave, self._nonsense, self._half]
         while time.monotonic() < end:
-            what = self._rng.choice(kinds)
+            what, begin = self._rng.choice(self._kinds), time.monotonic()
             try:
-                self._outcomes[await what()] += 1
+                outcome = await what()
+                self._outcomes[outcome] += 1
+                if outcome in ANSWERED:
+                    self.waits.append(time.monotonic() - begin)
             except Exception as err:  # noqa: BLE001 (told at the end)
                 self.errors.append(f"{what.__name__}: {err!r}")
 
@@ -177,6 +185,54 @@ class Client:
         return "broken off"
 
 
+class Worst(Client):
+    """One that asks for nothing but grammars that take long."""
+
+    def __init__(self, http: httpx.AsyncClient, known: list[Document], seed: int, outcomes: Counter[str]) -> None:
+        super().__init__(http, known, seed, outcomes)
+        self._kinds = [self._grammar]
+        self._n = 0
+
+    async def _grammar(self) -> str:
+        """The next of them."""
+        name, asked = WORST[self._n % len(WORST)]
+        self._n += 1
+        body = {**_ASKED, "messages": [{"role": "user", "content": f"Pick {self._n}."}], "temperature": 1.5, **asked}
+        res = await self._http.post("/v1/chat/completions", json=body)
+        if res.status_code == 429:
+            return await self._refused(res)
+        if res.status_code not in {200, 400}:
+            msg = f"{name} got {res.status_code}: {res.text[:200]}"
+            raise ValueError(msg)
+        return f"worst: {name}: {res.status_code}"
+
+
+def _formatted(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}}
+
+
+def _object(names: int, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"name {i}": schema for i in range(names)}, **more}
+
+
+_TEXT = {"type": "string"}
+WORST: list[tuple[str, dict[str, Any]]] = [
+    ("4,000 values", _formatted({"enum": [f"value number {i}" for i in range(4000)]})),
+    ("2,000 values of many letters", _formatted({"enum": [chr(0x4E00 + i) + str(i) for i in range(2000)]})),
+    ("a string of 1,500", _formatted({"type": "string", "maxLength": 1500})),
+    ("300 optional properties", _formatted(_object(300, _TEXT))),
+    ("an anyOf of 500", _formatted({"anyOf": [_object(2, {"const": i}) for i in range(500)]})),
+    ("repetitions in repetitions", _formatted({"type": "array", "items": {"type": "array", "items": {**_TEXT, "maxLength": 200}, "maxItems": 200}, "maxItems": 200})),
+    ("a pattern", _formatted({**_TEXT, "pattern": "^((a|ab|abc|b|bc|c){1,40}){1,40}$"})),
+    ("ambiguous rules", {"grammar": "\n".join(["root ::= r0", *(f'r{i} ::= r{i + 1} r{i + 1} | ""' for i in range(16)), "r16 ::= [^x]?"])}),
+    ("20,000 rules", {"grammar": "\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1} | [^b] r{i + 1}' for i in range(19_000)), 'r19000 ::= "a"'])}),
+    ("letters of letters", {"grammar": "root ::= (a | b | c)*\na ::= [^\\n]* b\nb ::= [^\\n]* c | [a-z]+\nc ::= [^\\n]+"}),
+    ("200 tools", {"tools": [{"type": "function", "function": {"name": f"tool_{i}", "parameters": _object(20, _TEXT)}} for i in range(200)], "tool_choice": "required"}),
+    ("20 logprobs", {"logprobs": True, "top_logprobs": 20}),
+    ("300 biases", {"logit_bias": {str(i): 1 for i in range(300)}}),
+]  # fmt: skip
+
+
 def memory(pid: int) -> dict[str, int]:
     """Bytes: resident, and how much of that is of no file."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -207,7 +263,7 @@ async def watch(http: httpx.AsyncClient, pid: int, seen: list[Sample], files: se
         await asyncio.sleep(_WATCH_SECONDS)
 
 
-async def soak(url: str, pid: int, n_clients: int, seconds: float) -> None:
+async def soak(url: str, pid: int, n_clients: int, seconds: float, *, worst: bool) -> None:
     """Print what became of it."""
     known, outcomes = documents(), Counter[str]()
     seen: list[Sample] = []
@@ -215,16 +271,21 @@ async def soak(url: str, pid: int, n_clients: int, seconds: float) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=n_clients)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
         clients = [Client(http, known, i, outcomes) for i in range(n_clients)]
+        others = [Worst(http, known, n_clients, outcomes)] if worst else []
         watching = asyncio.create_task(watch(http, pid, seen, files))
         end = time.monotonic() + seconds
-        await asyncio.gather(*(client.run(end) for client in clients))
+        await asyncio.gather(*(client.run(end) for client in [*clients, *others]))
         for _ in range(200):
             health = (await http.get("/health")).json()
             if health["busy"] == health["queue"] == 0:
                 break
             await asyncio.sleep(0.1)
         watching.cancel()
-    errors = [error for client in clients for error in client.errors]
+    errors = [error for client in [*clients, *others] for error in client.errors]
+    waits = sorted(wait for client in clients for wait in client.waits)
+    shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+    said = ", ".join(f"{name} {waits[min(int(x * len(waits)), len(waits) - 1)]:.1f}" for name, x in shares.items())
+    print(f"{len(waits)} answers, seconds: {said}")
     print(", ".join(f"{n} {what}" for what, n in sorted(outcomes.items())))
     print(f"{len(errors)} errors", *errors[:10], sep="\n  ")
     print(f"at the end: {json.dumps(health)}")
@@ -243,6 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--worst", action="store_true")
     args, extra = parser.parse_known_args()
     with TemporaryDirectory() as folder:
         options = ["-np", "4", "-c", "8192", "--kvflash", "8192", "--queue", "120", "--prefix-cache", f"{folder}/prefix",
@@ -250,7 +312,7 @@ def main() -> None:
         print(hardware())
         print("kvflash serve", *options)
         with server_process(*options) as server:
-            asyncio.run(soak(server.url, server.process.pid, args.clients, args.seconds))
+            asyncio.run(soak(server.url, server.process.pid, args.clients, args.seconds, worst=args.worst))
             server.process.terminate()
             print("exit code", server.ended(60))
         odd = Counter(line.strip() for line in server.said if line.strip() and "tokens of prompt" not in line)
