@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from pyllama_kvflash import __version__, files
+from pyllama_kvflash import __version__
 from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
@@ -142,7 +143,8 @@ class Results:
         """Write one of FILES into the folder, whole or not at all. Raises OutputError."""
         path = self.folder / name
         try:
-            files.write(path, data.encode() if isinstance(data, str) else data)
+            with Replacement(path) as new:
+                new.path.write_bytes(data.encode() if isinstance(data, str) else data)
         except OSError as err:
             msg = f"{path} cannot be written: {err.strerror}"
             raise OutputError(msg) from None
