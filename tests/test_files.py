@@ -25,10 +25,12 @@ from pyllama_kvflash import KVFlash, files
 from pyllama_kvflash.bench import shapes
 from pyllama_kvflash.bench.grid import FILES, Results
 from pyllama_kvflash.cli.output import Output
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.convert import resolve
 from pyllama_kvflash.convert import write as write_drafter
 from pyllama_kvflash.errors import KVFlashError, OutputError, UsageError
+from pyllama_kvflash.events import Done
 from pyllama_kvflash.files import Replacement, Uses
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Spec
@@ -179,7 +181,8 @@ def test_a_folder_of_others(writers: dict[str, Write], each: str, folder: Path) 
     writers[each](path)  # and loads what it imports
     path.write_bytes(OLD)
     path.chmod(0o666)
-    for folder_mode, mode in ((0o555, 0o666), (0o777, 0o444)):
+    protected = 0o644 if os.geteuid() == 0 else 0o444  # from others, or from oneself
+    for folder_mode, mode in ((0o555, 0o666), (0o777, protected)):
         path.chmod(mode)
         folder.chmod(folder_mode)
         error = OSError if each == "picture" else KVFlashError
@@ -314,6 +317,16 @@ def test_an_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None
     assert names(tmp_path) == ["answer"]
 
 
+def test_an_answer_that_was_stopped_before_it_began_replaces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "answer"
+    path.write_bytes(OLD)
+    write_events = sys.modules[commands.main.commands["run"].callback.__module__]._write
+    for reason, want in (("interrupted", OLD), ("stop", b"\n")):
+        with Output(str(path)) as out:
+            write_events(iter([Done(reason, "", None)]), out, Reporter(quiet=True), as_json=False, as_jsonl=False)
+        assert path.read_bytes() == want
+
+
 def test_the_file_that_stdout_goes_to_is_stdout(tmp_path: Path) -> None:
     """It is not replaced below what others write there."""
     log = tmp_path / "log"
@@ -347,10 +360,10 @@ def test_what_killed_processes_left_is_swept(tmp_path: Path) -> None:
     """Of the same name alone, and of no process that lives."""
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     pid = int(gone.stdout)
-    for name in (f".a[b.{pid}.0123abcd.part", f".other.{pid}.0123abcd.part", f".a[b.{os.getpid()}.0123abcd.part"):
+    for name in (f".a[b].{pid}.0123abcd.part", f".other.{pid}.0123abcd.part", f".a[b].{os.getpid()}.0123abcd.part"):
         (tmp_path / name).touch()
-    files.write(tmp_path / "a[b", b"new")
-    assert names(tmp_path) == sorted([f".a[b.{os.getpid()}.0123abcd.part", f".other.{pid}.0123abcd.part", "a[b"])
+    files.write(tmp_path / "a[b]", b"new")
+    assert names(tmp_path) == sorted([f".a[b].{os.getpid()}.0123abcd.part", f".other.{pid}.0123abcd.part", "a[b]"])
 
 
 def test_a_rename_that_fails_keeps_the_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

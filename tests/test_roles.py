@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import RUNTIME, USAGE, check_error, good, invoke
+from support.commands import RUNTIME, USAGE, check_error, good, invoke, process
 from support.formats import in_parts
 
 from pyllama_kvflash import KVFlash
@@ -288,6 +288,15 @@ def test_stdout_has_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for args in (("--trace", "-"), ("--trace", "-", "-o", "-")):
         check_error(invoke("run", "-p", "a", *args), USAGE, "both go to stdout")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_that_stdin_comes_from_is_an_input(tmp_path: Path) -> None:
+    (prompt := tmp_path / "prompt").write_text("mine")
+    for args in (("-f", "-"), ("-p", "a", "--grammar-file", "-")):
+        with prompt.open() as stdin:
+            res = process("run", *args, "-o", prompt, stdin=stdin)
+        check_error(res, USAGE, "-o/--output", "would overwrite the file of stdin")
+    assert prompt.read_text() == "mine"
 
 
 RUN = ("run", "-p", "The secret code", "-c", "1K", "-n", "4", "--temp", "0", "-q")

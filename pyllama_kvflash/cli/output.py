@@ -79,7 +79,7 @@ class Output:
             sys.stdout.flush()
             return
         try:
-            self._begun = True
+            self._begun = self._begun or text != ""
             self._file.write(text)
             self._file.flush()
         except OSError as err:
