@@ -436,10 +436,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, save: Callable[[Lin
 @pytest.fixture
 def invoke() -> Callable[..., Result]:
     pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-    from pyllama_kvflash.cli import Group  # noqa: PLC0415 (needs the compiled part)
-    from pyllama_kvflash.cli.plot import plot  # noqa: PLC0415
-
-    main = Group("kvflash", commands={"plot": plot})
+    from pyllama_kvflash.cli import main  # noqa: PLC0415 (needs the compiled part)
 
     def call(*args: str | Path) -> Result:
         res = CliRunner().invoke(main, ["plot", *map(str, args)])

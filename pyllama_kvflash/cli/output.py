@@ -89,13 +89,16 @@ class Output:
         """Finish the file, and put it in the place of an old one. Harmless when called again. Raises OutputError."""
         if self._file is None or self._file.closed:
             return
+        new = self._replacement if self._begun else None
         try:
             self._file.close()
-            if self._replacement is not None and self._begun:
-                self._replacement.commit()
+            if new is not None:
+                self._replacement = None  # what commit() leaves, it leaves on purpose
+                new.commit()
         except OSError as err:
             raise self._error(err) from None
-        self._discard()
+        finally:
+            self._discard()
 
     def _discard(self) -> None:
         """Leave nothing of a file that was not finished, unless it is new and has text."""
