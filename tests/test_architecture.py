@@ -100,6 +100,7 @@ ORDER = [
     "policy",
     "native",
     "hub",
+    "files",
     "template",
     "chat",
     "options",

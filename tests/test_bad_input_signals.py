@@ -134,17 +134,22 @@ def test_interrupt_during_decode() -> None:
     assert res.out.endswith("\n")
 
 
-def test_interrupt_keeps_the_text_in_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_interrupt_keeps_the_text_in_a_file(tmp_path: Path, exists: bool) -> None:
+    """In the place of an old one, too."""
     path = tmp_path / "answer.txt"
+    if exists:
+        path.write_text("old")
     with started(*ENDLESS, "-o", path) as process:
         end = time.monotonic() + TIMEOUT
-        while not (path.exists() and path.stat().st_size > 20):
+        while not any(file.stat().st_size > 20 for file in tmp_path.glob(".answer.txt.*" if exists else "*")):
             assert time.monotonic() < end
             time.sleep(0.01)
         res = interrupt(process)
     check_plain(res)
     assert (res.code, res.out) == (INTERRUPTED, "")
     assert len(path.read_text(encoding="utf-8")) > 20
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_interrupt_during_decode_json() -> None:

@@ -168,12 +168,17 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path)
     results.write("results.md", "old")
-    (tmp_path / ".results.md.part").symlink_to("/dev/full")  # writing there fails as on a full disk
-    with pytest.raises(OutputError, match=r"results\.md cannot be written: No space left") as error:
-        results.write("results.md", "new")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OutputError, match=r"results\.md cannot be written: No space left") as error:
+            results.write("results.md", "new")
     assert error.value.exit_code == 1
     assert (tmp_path / "results.md").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["results.md"]

@@ -64,8 +64,10 @@ def test_the_pool_s_answers_stay_after_an_interrupt(
     args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
     announce(monkeypatch, cut)
+    Path(args[-1]).write_text("an old one")
     res = invoke(*args)
     assert res.exit_code == INTERRUPTED
+    assert len(Path(args[-1]).read_text()) > 1000, "the text that was read stays, too"
     assert "found" in res.stdout
     assert len(re.findall(r"\d{7} ✓", res.stdout)) == 3
     assert "Ctrl-C" in res.stderr

@@ -378,7 +378,7 @@ def test_lru_goes_on_by_recency(opened: Open) -> None:
 def test_a_trace_has_what_the_pool_held(opened: Open, tmp_path: Path) -> None:
     """Of chunks that went by it, too; at the end of the prompt, and after tokens that were decoded."""
     kv, path = opened(pool=256, n_batch=CHUNK), tmp_path / "t.jsonl"
-    with TraceWriter(str(path), []) as writer:
+    with TraceWriter(str(path)) as writer:
         o = kv.options
         writer.start(model="m", policy="qk", n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=CHUNK, tau=o.interval)
         for event in kv.prefill(TOKENS[:1000]):

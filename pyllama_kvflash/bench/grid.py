@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
@@ -22,6 +23,9 @@ from pyllama_kvflash.registry import policy_names
 
 Key = dict[str, Any]
 Result = dict[str, Any]
+
+FILES = ("results.jsonl", "results.md", "results.csv", "results.json", "results.png")
+"""The files that a bench writes into its folder."""
 
 _SETTABLE = {f.name: f.type for f in fields(Options)} | {"policy": "str"}
 _FIXED = {"n_ctx", "pool", "pins", "policy", "n_threads"}
@@ -136,13 +140,12 @@ class Results:
         self.write("results.jsonl", "".join(lines))
 
     def write(self, name: str, data: str | bytes) -> Path:
-        """Write a file into the folder, whole or not at all. Raises OutputError."""
-        path, part = self.folder / name, self.folder / f".{name}.part"
+        """Write one of FILES into the folder, whole or not at all. Raises OutputError."""
+        path = self.folder / name
         try:
-            part.write_bytes(data.encode() if isinstance(data, str) else data)
-            part.replace(path)
+            with Replacement(path) as new:
+                new.path.write_bytes(data.encode() if isinstance(data, str) else data)
         except OSError as err:
-            part.unlink(missing_ok=True)
             msg = f"{path} cannot be written: {err.strerror}"
             raise OutputError(msg) from None
         return path

@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.files import Replacement
 
 VERSION = 1  # of the written files: a kept file is used again only if it has this version
 N_CTX = 1 << 21  # positions that the models claim to be trained for
@@ -201,7 +202,7 @@ def shape_file(name: str, folder: Path | None) -> Iterator[Path]:
     Raises UsageError (no such shape, no room, no gguf) and OutputError.
     """
     if folder is not None:
-        path = folder / f"kvflash-{name}-v{VERSION}.gguf"
+        path = kept_file(name, folder)
         if not path.exists():
             write_shape(name, path)
         yield path
@@ -212,24 +213,25 @@ def shape_file(name: str, folder: Path | None) -> Iterator[Path]:
         yield path
 
 
+def kept_file(name: str, folder: Path) -> Path:
+    """Return the file of a shape in a folder that keeps it."""
+    return folder / f"kvflash-{name}-v{VERSION}.gguf"
+
+
 def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
     """Write the model of a shape to a file, whole or not at all. Raises as shape_file does.
 
     vocabulary: a model file whose tokens it gets; None: token ids alone.
     """
     shape = shape_named(name)
-    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_room(name, shape, path.parent)
-        _write(name, shape, part, vocabulary)
-        part.replace(path)
+        with Replacement(path) as new:
+            _write(name, shape, new.path, vocabulary)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror}"
         raise OutputError(msg) from None
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 def shape_named(name: str) -> Shape:

@@ -43,6 +43,9 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash inspect model.gguf                          what can be pooled, and what it costs
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
 
+No output goes over a file that the command reads: that is refused before anything is loaded. A file that exists is
+replaced only once the new one is whole; it keeps its mode and owner, and a link to it stays a link.
+
 \b
 Exit codes: 0 done; 1 it failed while running; 2 an option, a file or the prompt is at fault; 130 stopped by Ctrl-C.
 """

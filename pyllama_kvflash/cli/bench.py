@@ -1,6 +1,6 @@
 """`kvflash bench`: does a pool give the full cache's answers?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from pyllama_kvflash.bench import ruler as ruler_bench
 from pyllama_kvflash.bench import ruler_tables
 from pyllama_kvflash.bench import sweep as recall_bench
 from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
-from pyllama_kvflash.bench.grid import Results, Variant, refuse_controls
+from pyllama_kvflash.bench.grid import FILES, Results, Variant, refuse_controls
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import check_extra
 from pyllama_kvflash.engine.loading import check_file
@@ -130,7 +131,7 @@ def _variants(text: str) -> tuple[Variant, ...]:
 
 COMMON = params.options(
     params.MODEL,
-    click.option("-o", "--output", metavar="FOLDER", default=None,
+    click.option("-o", "--output", metavar="FOLDER", type=Declared(), default=None,
                  help="Folder for the results.  [default: kvflash-NAME]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
                  show_default=True, help="KV cache data type for K, for variants that set none."),
@@ -138,7 +139,7 @@ COMMON = params.options(
                  show_default=True, help="KV cache data type for V, for variants that set none."),
     click.option("-b", "--batch-size", "n_batch", type=params.TokenCount(), default=0, show_default=True,
                  help="Logical batch size: prompt tokens per decode call, 0: as many as the pool can hold."),
-    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None,
+    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  help="Scorer model for variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
@@ -163,7 +164,7 @@ def bench() -> None:
     """`kvflash bench`."""
 
 
-@bench.command(help=NIAH_HELP, short_help="Codes at even depths of long texts.")
+@bench.command(cls=Command, help=NIAH_HELP, short_help="Codes at even depths of long texts.")
 @COMMON
 @RECALL
 @click.option("--needles", type=click.IntRange(1, 1000), default=16, show_default=True, help="Codes per text.")
@@ -173,14 +174,14 @@ def bench() -> None:
     show_default=True,
     help="Rows of the table, see above.",
 )
-@click.option("-f", "--file", "text_file", metavar="FILE", help="Text to hide the codes in.")
+@click.option("-f", "--file", "text_file", metavar="FILE", type=Reads(), help="Text to hide the codes in.")
 def niah(needles: int, text_file: str | None, **options: Any) -> None:
     """Run the niah bench."""
     haystack = _text(text_file)
     _recall("niah", options, n_needles=needles, haystack=haystack)
 
 
-@bench.command(help=FACTS_HELP, short_help="Facts among decoys that share their words.")
+@bench.command(cls=Command, help=FACTS_HELP, short_help="Facts among decoys that share their words.")
 @COMMON
 @RECALL
 @click.option("--facts", "n_facts", type=click.IntRange(1, 64), default=8, show_default=True, help="Facts per text.")
@@ -192,9 +193,9 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
     _recall("facts", options, n_needles=n_facts, n_decoys=decoys, session=session)
 
 
-@bench.command(help=KLD_HELP, short_help="Distance from the full cache's distributions.")
+@bench.command(cls=Command, help=KLD_HELP, short_help="Distance from the full cache's distributions.")
 @COMMON
-@click.option("-f", "--file", "text_file", metavar="FILE", help="The text to read.")
+@click.option("-f", "--file", "text_file", metavar="FILE", type=Reads(), help="The text to read.")
 @click.option(
     "--contexts", type=Numbers(), default="16K", show_default=True, help="Context sizes: tokens of the text to use."
 )
@@ -244,9 +245,11 @@ def _untyped(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) == ParameterSource.DEFAULT
 
 
-@bench.command(help=RULER_HELP, short_help="RULER's tasks: codes, variables and words in long texts.")
+@bench.command(cls=Command, help=RULER_HELP, short_help="RULER's tasks: codes, variables and words in long texts.")
 @COMMON
-@click.option("-f", "--file", "text_file", metavar="FILE", help="Prose to hide things in.  [default: Moby-Dick]")
+@click.option(
+    "-f", "--file", "text_file", metavar="FILE", type=Reads(), help="Prose to hide things in.  [default: Moby-Dick]"
+)
 @click.option(
     "--contexts", type=Numbers(), default="8K,16K", show_default=True, help="Text lengths in tokens, answers included."
 )
@@ -267,6 +270,8 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     model, folder, common, variants, reporter = _common("ruler", options)
     seeds = tuple(range(options["seed"], options["seed"] + options["docs"]))
     tasks = ruler_bench.parse_tasks(options["tasks"])
+    if text_file is None:
+        reads("the bundled text", SAMPLE)
     haystack = _text(text_file) or SAMPLE.read_text("utf-8")
     plan = ruler_bench.Ruler(model, options["contexts"], options["pools"], variants, tasks, seeds, haystack, common)
     results = Results(folder)
@@ -334,9 +339,27 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
     reporter = Reporter()
     model = model_path(options["model_arg"], options["model"], reporter)
     check_file(model)
-    folder = Path(options["output"] or f"kvflash-{kind}")
+    folder = results_folder(kind, options["output"])
+    variants = _variants(options["variants"])
+    reads_scorer_models(variants, options["scorer_model"], model)
     names = ("type_k", "type_v", "n_batch", "scorer_model", "n_threads", "n_gpu_layers", "n_cpu_moe")
-    return model, folder, {n: options[n] for n in names}, _variants(options["variants"]), reporter
+    return model, folder, {n: options[n] for n in names}, variants, reporter
+
+
+def results_folder(kind: str, given: str | None) -> Path:
+    """Return the folder for the results of a bench, whose files are declared to be written. Raises UsageError."""
+    folder = Path(given or f"kvflash-{kind}")
+    writes("-o/--output", *(folder / name for name in FILES))
+    return folder
+
+
+def reads_scorer_models(variants: Iterable[Variant], given: str | None, model: Path) -> None:
+    """Declare the scorer models that variants read, named or found. Raises UsageError."""
+    for variant in variants:
+        named = variant.options.get("scorer_model")
+        if named:
+            reads(f"variant {variant.label}", named)
+        reads_scorer_model(variant.policy, named or given, model)
 
 
 def picture(results: Results, reporter: Reporter, draw: Callable[[], bytes]) -> None:

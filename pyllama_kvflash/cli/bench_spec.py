@@ -1,6 +1,5 @@
 """`kvflash bench spec`: does speculative decoding pay, and does it change the answers?"""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,8 +9,9 @@ from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.bench import Numbers, picture
+from pyllama_kvflash.cli.bench import Numbers, picture, results_folder
 from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
@@ -47,7 +47,8 @@ class Words(click.ParamType[tuple[str, ...]]):
 
 OPTIONS = params.options(
     params.MODEL,
-    click.option("-md", "--model-draft", "drafter", metavar="FILE", default=None, envvar=params.env("MODEL_DRAFT"),
+    click.option("-md", "--model-draft", "drafter", metavar="FILE", type=Reads(), default=None,
+                 envvar=params.env("MODEL_DRAFT"),
                  help="Draft model, a .gguf file.  [default: for needle-7m, its own]"),
     click.option("--kinds", type=Words(), default="draft,ngram", show_default=True,
                  help="Ways to draft, as in --spec of kvflash run."),
@@ -62,7 +63,7 @@ OPTIONS = params.options(
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32",
                  show_default=True, help="Tokens that are paged together; with 64, the smallest pool is 768."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, whose median counts."),
-    click.option("-o", "--output", metavar="FOLDER", default=None,
+    click.option("-o", "--output", metavar="FOLDER", type=Declared(), default=None,
                  help="Folder for the results.  [default: kvflash-spec]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
                  show_default=True, help="KV cache data type for K."),
@@ -80,7 +81,7 @@ _ENGINE = (
 )
 
 
-@click.command(help=SPEC_HELP, short_help="Speculative decoding beside plain decoding.")
+@click.command(cls=Command, help=SPEC_HELP, short_help="Speculative decoding beside plain decoding.")
 @OPTIONS
 def spec(
     model_arg: str | None, model: str | None, drafter: str | None, output: str | None, chunk: str, **options: Any
@@ -89,13 +90,15 @@ def spec(
     reporter = Reporter()
     path = model_path(model_arg, model, reporter)
     check_file(path)
+    folder = results_folder("spec", output)
     if drafter is None and path == BUNDLED_MODEL:
         drafter = str(BUNDLED_DRAFTER)
+        reads("the bundled drafter", drafter)
     common = {name: options[name] for name in _ENGINE}
     bench = spec_bench.SpecBench(
         path, drafter, **{name: options[name] for name in _OWN}, chunk=int(chunk), common=common
     )
-    results = Results(Path(output or "kvflash-spec"))
+    results = Results(folder)
     cells = list(bench.cells())
     missing = [cell for cell in cells if results.get(bench.key(cell)) is None]
     with native.interruptible(), reporter.counting("spec", len(cells)) as bar:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import Command, Manages
 from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
@@ -29,6 +30,7 @@ FOLDER = click.option(
     "--prefix-cache",
     "folder",
     metavar="DIR",
+    type=Manages(),
     default=None,
     envvar="KVFLASH_PREFIX_CACHE",
     help="Folder of the cache.  [default: ~/.cache/kvflash/prefix]",
@@ -48,7 +50,7 @@ def _cache(folder: str | None) -> PrefixCache:
     return PrefixCache(path, _ALL)
 
 
-@cache.command("ls", short_help="List the snapshots, the last used first.")
+@cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> None:
     """List the snapshots in the cache, the last used first. The size leaves out records that other files have."""
@@ -72,7 +74,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return entry.path.stem[:16], f"{len(file.tokens):,}", mib(entry.size), used, mark
 
 
-@cache.command("verify", short_help="Read every byte, and report what is damaged.")
+@cache.command("verify", cls=Command, short_help="Read every byte, and report what is damaged.")
 @FOLDER
 @click.option("--remove", is_flag=True, help="Remove damaged snapshots.")
 def verify(folder: str | None, *, remove: bool) -> int:
@@ -96,7 +98,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     return 1 if damaged else 0
 
 
-@cache.command("rm", short_help="Remove snapshots.")
+@cache.command("rm", cls=Command, short_help="Remove snapshots.")
 @FOLDER
 @click.argument("names", nargs=-1)
 @click.option(

@@ -11,6 +11,7 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
+from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
 from pyllama_kvflash.engine.engine import KVFlash
@@ -46,7 +47,7 @@ _PASTE_SECONDS = 0.03  # within this time the next line of a paste is there
 _COMMANDS = ("/clear", "/stats", "/exit")
 
 
-@click.command(help=HELP, short_help="Talk with a model.")
+@click.command(cls=Command, help=HELP, short_help="Talk with a model.")
 @params.MODEL
 @click.option(
     "-sys", "--system-prompt", "system", metavar="TEXT", default=None, help="System prompt to use with the model."

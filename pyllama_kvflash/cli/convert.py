@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import Command, Declared, Reads, Replaces, reads
 from pyllama_kvflash.convert import OUTTYPES, Plan, find_source, resolve, write
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
@@ -22,14 +23,16 @@ the shapes of the weights and with the target. The tokenizer is the target's. do
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
   kvflash convert-draft hf:owner/repo --target model.gguf -o draft.gguf --outtype q8_0
 
-Needs `pip install 'pyllama-kvflash[convert]'`. The file is written as .NAME.part, and renamed at the end.
+Needs `pip install 'pyllama-kvflash[convert]'`. The file is written under another name, and renamed at the end.
 """
 
 
-@click.command("convert-draft", help=HELP, short_help="Convert a DFlash drafter to GGUF.")
-@click.argument("source", metavar="SRC")
-@click.option("-o", "--output", metavar="FILE", default=None, help="GGUF file to write.")
-@click.option("--target", metavar="FILE", default=None, help="GGUF of the model that the drafter was made for.")
+@click.command("convert-draft", cls=Command, help=HELP, short_help="Convert a DFlash drafter to GGUF.")
+@click.argument("source", metavar="SRC", type=Declared())
+@click.option("-o", "--output", metavar="FILE", type=Replaces(), default=None, help="GGUF file to write.")
+@click.option(
+    "--target", metavar="FILE", type=Reads(), default=None, help="GGUF of the model that the drafter was made for."
+)
 @click.option(
     "--outtype",
     type=click.Choice(OUTTYPES, case_sensitive=False),
@@ -54,7 +57,9 @@ def convert_draft(
     if path and not path.is_dir():
         check_file(path)
     reporter = Reporter(quiet=quiet)
-    plan = resolve(find_source(source), path)
+    found = find_source(source)
+    reads("SRC", *found.files)
+    plan = resolve(found, path)
     if dry_run or not output:
         Console(highlight=False).print(_table(plan))
         return

@@ -12,6 +12,7 @@ from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, position
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
+from pyllama_kvflash.cli.roles import Command, Prints, reads
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
@@ -33,7 +34,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
 """
 
 
-@click.command(help=HELP, short_help="A long prompt, full cache against pool.")
+@click.command(cls=Command, help=HELP, short_help="A long prompt, full cache against pool.")
 @click.option("--tokens", type=params.TokenCount(), default=16384, show_default=True, help="Length of the text.")
 @click.option("--kvflash", "pool", type=params.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
 @click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
@@ -43,6 +44,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
     "-o",
     "--output",
     metavar="FILE",
+    type=Prints(),
     default="needle-prompt.txt",
     show_default=True,
     help="Where to write the text, with the first question at its end.",
@@ -53,10 +55,12 @@ def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None,
     reporter = Reporter()
     # a code would be found in the opening, whatever the pool holds
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
+    reads("the bundled model", BUNDLED_MODEL)
     with Output(output) as out, native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
             prompt = _make(kv, tokens, needles, seed)
             out.write(prompt.text + prompt.needles[0].question + "\n")
+            out.close()
             reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
             at = [start for start, _ in positions(kv, prompt)]
             recalled = _run(kv, prompt, reporter)

@@ -15,7 +15,9 @@ from rich.progress import (
 )
 
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.hub import Wanted, fetch
 
 
@@ -44,9 +46,16 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:
-    """Return the file of what named_model found, downloaded if it is on the Hub. Raises UsageError and ModelError."""
-    if isinstance(model, str):
-        return Path(model)
+    """Return the file of what named_model found, downloaded if it is on the Hub, and declare that it is read.
+
+    Raises UsageError and ModelError.
+    """
+    path = Path(model) if isinstance(model, str) else _fetched(model, reporter)
+    reads("the model", *model_parts(path))
+    return path
+
+
+def _fetched(model: Wanted, reporter: Reporter) -> Path:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=reporter.console, transient=True, disable=not reporter.bars

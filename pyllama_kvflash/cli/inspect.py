@@ -11,6 +11,7 @@ from rich.table import Table
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe
@@ -51,7 +52,7 @@ class Findings:
     n_pool: int | None  # what the options come to; None: the full cache
 
 
-@click.command(help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
+@click.command(cls=Command, help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
 @params.MODEL
 @params.POOL
 @params.SCORERS

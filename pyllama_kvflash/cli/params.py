@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.roles import Declared, Harmless, Reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
@@ -226,14 +227,16 @@ def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 
 MODEL = options(
-    click.argument("model_arg", metavar="[MODEL.gguf]", required=False, default=None),
-    click.option("-m", "--model", metavar="FILE", envvar=env("MODEL"), help="Model path; the same as MODEL.gguf."),
+    click.argument("model_arg", metavar="[MODEL.gguf]", type=Declared(), required=False, default=None),
+    click.option("-m", "--model", metavar="FILE", type=Declared(), envvar=env("MODEL"),
+                 help="Model path; the same as MODEL.gguf."),
     click.option("-hf", "-hfr", "--hf-repo", "hf_repo", metavar="USER/MODEL[:QUANT]", envvar=env("HF_REPO"),
                  expose_value=False, callback=_keep,
                  help="Hugging Face model repository, downloaded into the Hub's cache: user/model:Q8_0, or"
                  " user/model@revision:Q8_0. Without QUANT: Q4_K_M, else Q8_0, else the repository's first GGUF."),
-    click.option("-hff", "--hf-file", "hf_file", metavar="FILE", envvar=env("HF_FILE"),
-                 expose_value=False, callback=_keep, help="File of that repository, instead of QUANT."),
+    click.option("-hff", "--hf-file", "hf_file", metavar="FILE", type=Harmless("it is in the repository"),
+                 envvar=env("HF_FILE"), expose_value=False, callback=_keep,
+                 help="File of that repository, instead of QUANT."),
     click.option("--offline", is_flag=True, envvar=env("OFFLINE"),
                  expose_value=False, callback=_keep, help="With -hf: use only what was downloaded before."),
 )  # fmt: skip
@@ -314,7 +317,8 @@ POOL = options(
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
                  " refused before it runs.  [default: what there is]"),
-    click.option("--kvflash-disk", "disk", metavar="DIR", default=None, envvar="KVFLASH_DISK",
+    click.option("--kvflash-disk", "disk", metavar="DIR", type=Harmless("files without a name"), default=None,
+                 envvar="KVFLASH_DISK",
                  help="Folder on a fast disk for the records beyond --kvflash-host. They are in unnamed files, which"
                  " vanish with the process."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
@@ -354,7 +358,7 @@ SCORERS = options(
                  help="Tokens whose queries score: last, last:N or question (all that are run again)."),
     click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",
                  help="At the end of the prompt, rerank this many times the pool's chunks by all their keys, 0: none."),
-    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", default=None,
+    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
                  help="Small model that reads along, for policy drafter, which it makes the default.  [default:"
                  " MODEL-draft.gguf or draft-scorer.gguf next to the model, in $KVFLASH_DRAFT_DIR, or in"
@@ -371,8 +375,8 @@ SPEC = options(
                  " the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
                  " the model's own heads; ngram: by what followed the last tokens earlier in the text. Of a tree of"
                  " drafts, only the best chain runs."),
-    click.option("-md", "--model-draft", "spec_model", metavar="FILE", default=None, envvar=env("MODEL_DRAFT"),
-                 help="Draft model, a .gguf file."),
+    click.option("-md", "--model-draft", "spec_model", metavar="FILE", type=Reads(), default=None,
+                 envvar=env("MODEL_DRAFT"), help="Draft model, a .gguf file."),
     click.option("--draft-max", "spec_n_max", type=int, default=0, envvar=env("DRAFT_MAX"),
                  help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
                  " spec --draft-max 3,6,8` compares."),
@@ -402,9 +406,10 @@ SAMPLING = options(
     click.option("-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", type=LogitBias(), multiple=True,
                  help="Make a token likelier or less likely: 15043+1, 15043-inf. It can be given several times."),
     click.option("--grammar", metavar="GRAMMAR", default="", help="BNF-like grammar (GBNF) that the answer keeps to."),
-    click.option("--grammar-file", metavar="FILE", default=None, help="File with such a grammar."),
+    click.option("--grammar-file", metavar="FILE", type=Reads(), default=None, help="File with such a grammar."),
     click.option("-j", "--json-schema", metavar="SCHEMA", default=None,
                  help="JSON schema (https://json-schema.org) that the answer keeps to: {} for any JSON."),
-    click.option("-jf", "--json-schema-file", metavar="FILE", default=None, help="File with such a schema."),
+    click.option("-jf", "--json-schema-file", metavar="FILE", type=Reads(), default=None,
+                 help="File with such a schema."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
 )  # fmt: skip

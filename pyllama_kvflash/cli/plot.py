@@ -7,7 +7,9 @@ import click
 from pyllama_kvflash.bench.plot import FORMATS, render
 from pyllama_kvflash.bench.trace import read_trace
 from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.roles import Command, Declared, Reads, writes
 from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.files import is_stream, write
 
 HELP = """Draw a run: which chunks were in the pool at every position, and what they were worth.
 
@@ -24,12 +26,13 @@ It needs matplotlib: pip install 'pyllama-kvflash[plot]'.
 """
 
 
-@click.command(help=HELP, short_help="Draw what was resident during a run.")
-@click.argument("trace", metavar="TRACE.jsonl")
+@click.command(cls=Command, help=HELP, short_help="Draw what was resident during a run.")
+@click.argument("trace", metavar="TRACE.jsonl", type=Reads())
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
+    type=Declared(),
     help="Write to this file, a .png, .svg or .pdf.  [default: TRACE.png]",
 )
 def plot(trace: str, output: str | None) -> None:
@@ -44,12 +47,11 @@ def plot(trace: str, output: str | None) -> None:
         allowed = ", ".join(f".{name}" for name in FORMATS)
         msg = f"{target} is no picture that can be written: give a name that ends in one of {allowed}"
         raise UsageError(msg)
-    if target == source or (target.exists() and source.exists() and target.samefile(source)):
-        msg = f"{target} is the trace itself: give another file with -o/--output"
-        raise UsageError(msg)
+    if not is_stream(target):
+        writes("-o/--output", target)
     data = render(read_trace(source), kind)
     try:
-        target.write_bytes(data)
+        write(target, data)
     except OSError as err:
         msg = f"{target} cannot be written: {err.strerror}"
         raise OutputError(msg) from None

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 
 
@@ -29,4 +30,5 @@ def _stdin() -> bytes:
     if sys.stdin is None:
         msg = 'stdin is closed: give a prompt with -p "text" or -f file.txt'
         raise UsageError(msg)
+    reads("stdin", "/dev/stdin")
     return sys.stdin.buffer.read()

@@ -3,8 +3,8 @@
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
+from pyllama_kvflash.cli.roles import Command, Prints, Reads, reads, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.engine import KVFlash
@@ -43,7 +44,7 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
 """
 
 
-@click.command(help=HELP, short_help="Complete a prompt.")
+@click.command(cls=Command, help=HELP, short_help="Complete a prompt.")
 @params.MODEL
 @click.option("-p", "--prompt", help="Prompt to complete.")
 @click.option(
@@ -52,6 +53,7 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
     "--prompt-file",
     "prompt_file",
     metavar="FILE",
+    type=Reads(),
     help="UTF-8 file with the prompt, - for stdin; one newline at its end is removed.",
 )
 @click.option(
@@ -80,8 +82,20 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
 @params.COMPUTE
 @params.SAMPLING
 @SNAPSHOT
-@click.option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
-@click.option("--trace", metavar="FILE", help="Record what is resident, scored and moved, for `kvflash plot FILE`.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=Prints(),
+    help="Write to this file instead of stdout (-). A file that is there is replaced at the end of the answer; if the run"
+    " fails, it stays.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=Prints(),
+    help="Record what is resident, scored and moved, for `kvflash plot FILE`. With -o, it may be stdout (-).",
+)
 @click.option("--stats", is_flag=True, help="Show all figures on stderr at the end.")
 @click.option(
     "--json", "as_json", is_flag=True, help="At the end, write one JSON object with text, reason and figures."
@@ -122,7 +136,8 @@ def run(
     path = model_path(model_arg, model, reporter)
     if verbose:
         native.show_log()
-    with Output(output, inputs=[path, Path(prompt_file or "-")]) as out, native.interruptible():
+    reads_scorer_model(options["policy"], options["scorer_model"], path)
+    with Output(output) as out, _trace(trace, output) as writer, native.interruptible():
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
         with kv:
@@ -132,10 +147,14 @@ def run(
                 reporter.note(line)
             tokens, append = warm.begin(kv, text)
             events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stop, append=append)
-            with _traced(trace, kv, events, [path, Path(prompt_file or "-"), Path(output or "-")]) as seen:
-                answer, done = _write(seen, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
+            if writer:
+                events = _traced(writer, kv, events)
+            answer, done = _write(events, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
+            out.close()  # a snapshot that cannot be saved costs neither the answer nor the trace
+            if writer:
+                writer.close()
             warm.end(kv)
     reporter.note(closing_line(done.stats, done.reason))
     if stats:
@@ -152,6 +171,7 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
         f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts;"
         " give a file, or -hf user/model"
     )
+    reads("the bundled model", BUNDLED_MODEL)
     return BUNDLED_MODEL
 
 
@@ -193,33 +213,32 @@ def _write(
                     out.write(event.text)
             line(event)
             if isinstance(event, Done):
-                if plain and not text.endswith("\n"):
+                if plain and not text.endswith("\n") and (text or event.reason != "interrupted"):
                     out.write("\n")
                 return text, event
     msg = "the engine stopped without a last event"
     raise AssertionError(msg)
 
 
-@contextmanager
-def _traced(name: str | None, kv: KVFlash, events: Iterator[Event], inputs: list[Path]) -> Iterator[Iterator[Event]]:
-    """Yield the events; if a trace is asked for, each is also written to it."""
+def _trace(name: str | None, output: str | None) -> AbstractContextManager[TraceWriter | None]:
+    """Open the trace that is asked for, if any. Raises UsageError and OutputError."""
     if name is None:
-        yield events
-        return
-    with TraceWriter(name, inputs) as writer:
-        o = kv.options
-        writer.start(
-            model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
-        )
-        yield map(_noted(writer), events)
+        return nullcontext()
+    if name == "-" and output in {None, "-"}:
+        msg = "--trace - and the answer both go to stdout: give a file for one of them"
+        raise UsageError(msg)
+    return TraceWriter(name)
 
 
-def _noted(writer: TraceWriter) -> Callable[[Event], Event]:
-    def note(event: Event) -> Event:
+def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterator[Event]:
+    """Yield the events; each is also written to the trace."""
+    o = kv.options
+    writer.start(
+        model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
+    )
+    for event in events:
         writer.event(as_dict(event))
-        return event
-
-    return note
+        yield event
 
 
 def _json_line(out: Output, value: dict[str, Any]) -> None:

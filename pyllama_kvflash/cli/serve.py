@@ -11,6 +11,7 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner
+from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
 from pyllama_kvflash.engine.engine import KVFlash
@@ -48,6 +49,7 @@ TEMPLATE = click.option(
     "--chat-template-file",
     "template_file",
     metavar="FILE",
+    type=Reads(),
     default=None,
     envvar=params.env("CHAT_TEMPLATE_FILE"),
     help="Jinja chat template file, instead of the model's own template.",
@@ -78,7 +80,8 @@ SERVER = params.options(
     TEMPLATE,
     click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("WEBUI"),
                  help="Serve a page at / to chat on and to watch the pool."),
-    click.option("--prefix-cache", metavar="FOLDER|off", default=None, envvar="KVFLASH_PREFIX_CACHE",
+    click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
+                 envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
@@ -87,7 +90,7 @@ SERVER = params.options(
 )  # fmt: skip
 
 
-@click.command(help=HELP, short_help="Serve a model to clients of the OpenAI protocol.")
+@click.command(cls=Command, help=HELP, short_help="Serve a model to clients of the OpenAI protocol.")
 @params.MODEL
 @SERVER
 @params.POOL
@@ -199,4 +202,8 @@ def read_template(name: str | None) -> str | None:
 
 
 def _prefix_cache(folder: str | None, limit: int) -> PrefixCache | None:
-    return None if folder == "off" else PrefixCache(folder or default_folder(), limit)
+    if folder == "off":
+        return None
+    if not folder:
+        manages("--prefix-cache", default_folder())
+    return PrefixCache(folder or default_folder(), limit)

@@ -15,9 +15,10 @@ from pyllama_kvflash.bench import speed as speed_bench
 from pyllama_kvflash.bench.curves import paging_figure, speed_figure
 from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.bench import Numbers, picture
+from pyllama_kvflash.cli.bench import Numbers, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, writes
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError
 from pyllama_kvflash.options import FLASH_ATTN
@@ -59,9 +60,9 @@ COMMON = params.options(
     params.MODEL,
     click.option("--shape", type=click.Choice(list(shapes.SHAPES)), default=None,
                  help="Use a model of this geometry with random weights, instead of MODEL.gguf."),
-    click.option("--shape-dir", metavar="FOLDER", default=None,
+    click.option("--shape-dir", metavar="FOLDER", type=Declared(), default=None,
                  help="Folder that keeps the shape's model for the next run.  [default: it is removed at the end]"),
-    click.option("-o", "--output", metavar="FOLDER", default=None,
+    click.option("-o", "--output", metavar="FOLDER", type=Declared(), default=None,
                  help="Folder for the results.  [default: kvflash-NAME]"),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
                  show_default=True, help="KV cache data type for K."),
@@ -110,7 +111,7 @@ class Source:
             yield path
 
 
-@click.command(help=SPEED_HELP, short_help="Decode and prefill speed against the context.")
+@click.command(cls=Command, help=SPEED_HELP, short_help="Decode and prefill speed against the context.")
 @COMMON
 @click.option(
     "--contexts", type=Numbers(), default="8K,64K,128K,256K", show_default=True, help="Contexts at which to decode."
@@ -125,6 +126,7 @@ class Source:
     "--draft-scorer",
     "scorer_model",
     metavar="FILE",
+    type=Reads(),
     default=None,
     help="Scorer model for variants of policy drafter.",
 )
@@ -133,9 +135,12 @@ def speed(**options: Any) -> None:
     reporter, source = Reporter(), _source(options)
     common = {name: options[name] for name in (*_ENGINE, "scorer_model")}
     variants = tuple({part: speed_bench.speed_variant(part) for part in options["variants"].split(",")}.values())
+    folder = results_folder("speed", options["output"])
+    if source.path:
+        reads_scorer_models(variants, options["scorer_model"], source.path)
     contexts = tuple(sorted(options["contexts"]))
     plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common)
-    results = Results(Path(options["output"] or "kvflash-speed"))
+    results = Results(folder)
     missing, n = plan.missing(results), len(plan.caches())
     if missing:
         with source.file(reporter) as path, native.interruptible(), reporter.counting("speed", n) as bar:
@@ -155,7 +160,9 @@ def speed(**options: Any) -> None:
     picture(results, reporter, lambda: speed_figure(rows, title))
 
 
-@click.command(help=PAGING_HELP, short_help="Bandwidth of paging, and what swapping does to the token stream.")
+@click.command(
+    cls=Command, help=PAGING_HELP, short_help="Bandwidth of paging, and what swapping does to the token stream."
+)
 @COMMON
 @click.option("--pool", type=params.TokenCount(), default="4K", show_default=True, help="Pool size in tokens.")
 @click.option("--repeat", type=click.IntRange(1), default=20, show_default=True, help="Rounds, whose median counts.")
@@ -165,8 +172,9 @@ def speed(**options: Any) -> None:
 def paging(pool: int, repeat: int, n_swap: int, tau: int, steps: int, **options: Any) -> None:
     """Run the paging bench."""
     reporter, source = Reporter(), _source(options)
+    folder = results_folder("paging", options["output"])
     plan = paging_bench.Paging(pool, repeat, n_swap, tau, steps, {name: options[name] for name in _ENGINE})
-    results = Results(Path(options["output"] or "kvflash-paging"))
+    results = Results(folder)
     with source.file(reporter) as path, native.interruptible(), reporter.counting("paging", repeat + 2) as bar:
         found = paging_bench.measure(plan, path, bar.prefill, bar.done)
     for warning in dict.fromkeys(found.warnings):
@@ -192,4 +200,7 @@ def _source(options: dict[str, Any]) -> Source:
         path = located(given, Reporter())
         check_file(path)
         return Source(path, "", None)
+    if folder:
+        kept = shapes.kept_file(shape, Path(folder))
+        (reads if kept.exists() else writes)("--shape-dir", kept)
     return Source(None, shape, Path(folder) if folder else None)

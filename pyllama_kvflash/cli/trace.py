@@ -2,30 +2,22 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from pyllama_kvflash.cli.output import Output
-from pyllama_kvflash.errors import UsageError
 
 _DIGITS = 6  # digits of a score: a picture needs no more, and a long context has thousands of scores
 
 
 class TraceWriter:
-    """A file of one JSON object a line. Each line is visible at once, so that a run that is cut off leaves what it has
-    done.
-
-    As with Output, the file is opened at once and emptied with the first line. Raises UsageError and OutputError.
+    """A file of one JSON object a line, written as Output writes it: in a new file each line is visible at once, so
+    that a run that is cut off leaves what it has done. Raises OutputError.
     """
 
-    def __init__(self, name: str, inputs: Sequence[Path] = ()) -> None:
-        """Open the file. inputs: files that must not be overwritten."""
-        path = Path(name)
-        if path.exists() and any(other.exists() and other.samefile(path) for other in inputs):
-            msg = f"{name} is in use by this run: give another file with --trace"
-            raise UsageError(msg)
+    def __init__(self, name: str) -> None:
+        """Open the file. name: "-": stdout."""
         self._out = Output(name)
 
     def __enter__(self) -> Self:
@@ -36,6 +28,10 @@ class TraceWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._out.__exit__(kind, value, trace)
+
+    def close(self) -> None:
+        """Finish the file. Harmless when called again."""
+        self._out.close()
 
     def start(self, **meta: Any) -> None:
         """Write the first line: model, policy, n_ctx, n_pool, chunk, tau."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
@@ -26,7 +27,8 @@ def default_folder() -> Path:
 
 
 CACHE = params.options(
-    click.option("--prefix-cache", "prefix_cache", metavar="DIR", default=None, envvar="KVFLASH_PREFIX_CACHE",
+    click.option("--prefix-cache", "prefix_cache", metavar="DIR", type=Manages(), default=None,
+                 envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps what was read; a run begins with the longest prefix of its prompt that is"
                  " there."),
     click.option("--prefix-cache-size", "prefix_cache_size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE,
@@ -35,9 +37,9 @@ CACHE = params.options(
 )  # fmt: skip
 
 SNAPSHOT = params.options(
-    click.option("--save-snapshot", metavar="FILE", default=None,
-                 help="At the end, save the whole context to this file."),
-    click.option("--restore", metavar="FILE", default=None,
+    click.option("--save-snapshot", metavar="FILE", type=Replaces(updates="--restore"), default=None,
+                 help="At the end, save the whole context to this file, which may be that of --restore."),
+    click.option("--restore", metavar="FILE", type=ReadsSnapshot(), default=None,
                  help="Begin with this snapshot, and do not read its part of the prompt again. If it is damaged, or of"
                  " another model, cache or text, the reason is given and the whole prompt is read."),
     click.option("--append", is_flag=True,

@@ -14,14 +14,15 @@ from typing import Any
 
 from pyllama_kvflash.convert.config import Config
 from pyllama_kvflash.convert.general import general_keys
-from pyllama_kvflash.convert.gguf_file import TYPES, Contents, Progress, part_of, write_file
+from pyllama_kvflash.convert.gguf_file import TYPES, Contents, Progress, write_file
 from pyllama_kvflash.convert.gguf_py import load_gguf
 from pyllama_kvflash.convert.hparams import Drafter, Value, read_drafter
 from pyllama_kvflash.convert.layout import Tensor, plan_tensors
 from pyllama_kvflash.convert.source import Source, find_source
 from pyllama_kvflash.convert.target import MASK, Target
 from pyllama_kvflash.convert.weights import Weights
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.files import Replacement, check_outputs
 
 __all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "resolve", "write"]
 
@@ -82,24 +83,38 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
     if plan.target is None:
         msg = "a drafter needs its target's tokenizer: give the target's GGUF with --target"
         raise UsageError(msg)
-    inputs = {plan.target.path, plan.config.path, *(t.stored.path for t in plan.tensors if t.stored)}
-    if output.exists() and any(output.samefile(path) for path in inputs):
-        msg = f"{output} is what the run reads: give another file with -o/--output"
-        raise UsageError(msg)
+    weights = {t.stored.path for t in plan.tensors if t.stored}
+    check_outputs(
+        [("the drafter", output)],
+        [
+            ("the target", plan.target.path),
+            ("the config", plan.config.path),
+            *(("the weights", path) for path in weights),
+        ],
+    )
     if outtype == "auto":
         outtype = "f16" if plan.stored == "f32" else plan.stored
-    with part_of(output) as part:
-        if outtype not in _LLAMA_TYPES:
-            write_file(part, _contents(plan, outtype), outtype, progress)
-            return
-        from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
+    try:
+        with Replacement(output) as new:
+            if outtype in _LLAMA_TYPES:
+                _quantized(plan, new, outtype, progress)
+            else:
+                write_file(new.path, _contents(plan, outtype), outtype, progress)
+    except OSError as err:
+        msg = f"{output} cannot be written: {err.strerror}"
+        raise OutputError(msg) from None
 
-        whole = part.with_suffix(".whole")
-        try:
-            write_file(whole, _contents(plan, plan.stored), plan.stored, progress)
-            quantize(whole, part, outtype, os.cpu_count() or 1)
-        finally:
-            whole.unlink(missing_ok=True)
+
+def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -> None:
+    """Write a file of a type that llama.cpp makes from another file."""
+    from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
+
+    stored = Replacement(new.target)  # never put in its place
+    try:
+        write_file(stored.path, _contents(plan, plan.stored), plan.stored, progress)
+        quantize(stored.path, new.path, outtype, os.cpu_count() or 1)
+    finally:
+        stored.discard()
 
 
 def _stored_type(weights: Weights) -> str:

@@ -1,10 +1,9 @@
 """Write a drafter to a GGUF file: whole or not at all, a few rows at a time, checking every weight."""
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +12,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.convert.gguf_py import load_gguf
 from pyllama_kvflash.convert.layout import Tensor
-from pyllama_kvflash.errors import ModelError, OutputError, UsageError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from pyllama_kvflash.errors import ModelError, OutputError
 
 Progress = Callable[[float], None]
 
@@ -46,43 +40,6 @@ class Contents(NamedTuple):
 
     keys: dict[str, tuple[Any, Any, Any]]
     tensors: list[Tensor]
-
-
-@contextmanager
-def part_of(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside path, which replaces path at the end, or is removed if the block raises.
-
-    It is called .NAME.part; the next run overwrites what a killed run left. Raises UsageError if another process is
-    writing it, and OutputError.
-    """
-    part = path.with_name(f".{path.name}.part")
-    if path.is_dir() or (path.exists() and not path.is_file()):
-        msg = f"{path} is no file: give the name of the GGUF to write with -o/--output"
-        raise UsageError(msg)
-    try:
-        with part.open("ab") as lock:
-            _lock(lock, path)
-            try:
-                yield part
-                with part.open("rb") as file:
-                    os.fsync(file.fileno())
-                part.replace(path)
-            finally:
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
-    except OSError as err:
-        msg = f"{path} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
-
-
-def _lock(file: Any, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        msg = f"{path} is being written by another run: wait for it, or give another name with -o/--output"
-        raise UsageError(msg) from None
 
 
 def write_file(part: Path, contents: Contents, outtype: str, progress: Progress) -> None:

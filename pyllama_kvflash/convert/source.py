@@ -16,6 +16,11 @@ class Source(NamedTuple):
     folder: Path
     name: str
 
+    @property
+    def files(self) -> list[Path]:
+        """The files of the folder that may be read."""
+        return sorted(path for pattern in _FILES for path in self.folder.glob(pattern))
+
 
 def find_source(text: str) -> Source:
     """Return the source of a folder, or of hf:owner/repo[@revision], which is downloaded into the Hub's cache.

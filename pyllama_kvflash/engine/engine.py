@@ -393,7 +393,8 @@ class KVFlash:
         The file is written under another name and renamed once it is whole. n_tokens: a multiple of the chunk; with a
         recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records done, of how many).
 
-        Raises UsageError (nothing to save, no pool, a wrong n_tokens) and SnapshotError (the file cannot be written).
+        Raises UsageError (nothing to save, no pool, a wrong n_tokens, a file of a model in use) and SnapshotError (the
+        file cannot be written).
         """
         return self.capture(n_tokens).write(checked_path(path), on_record)
 

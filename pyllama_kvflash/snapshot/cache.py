@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Protocol
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.files import sweep
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.pager import Pager
@@ -30,7 +31,6 @@ except ImportError:  # Windows: two processes may then both count a file that on
     fcntl = None  # type: ignore[assignment]
 
 _NAME = 32  # hex digits of a digest in a name
-_ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, whatever its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +185,8 @@ class PrefixCache:
     def _write(self, capture: Capture, path: Path, keep_s: float) -> Path:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            if path.is_symlink():  # writing would follow it, out of the folder
+                path.unlink()
         except OSError as err:
             capture.release()
             msg = f"{path.parent} cannot be made: {err.strerror or err}"
@@ -303,7 +305,7 @@ class PrefixCache:
         removed: list[Path] = []
         with self._lock():
             for home in _folders(self.folder):
-                _sweep(home)
+                sweep(home, f".*{SUFFIX}.*.part")
             total = 0
             for entry, file in self._by_use():
                 if entry.path in removed:
@@ -375,23 +377,4 @@ def _unlinked(path: Path) -> bool:
         path.unlink()
     except OSError:
         return False
-    return True
-
-
-def _sweep(home: Path) -> None:
-    """Remove unfinished files whose process is gone."""
-    for path in home.glob(f".*{SUFFIX}.*.part"):
-        with suppress(OSError):
-            pid = path.name.split(".")[-3]
-            if time.time() - path.lstat().st_mtime > _ABANDONED or (pid.isdecimal() and not _alive(int(pid))):
-                path.unlink()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
     return True

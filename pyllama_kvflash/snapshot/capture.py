@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.files import check_outputs
 from pyllama_kvflash.native import Context, Record, Tokens
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.host_store import HostStore
@@ -64,6 +65,7 @@ class Capture:
     checks: tuple[Callable[[], None], ...]  # one for each full record, called before its use
     store: HostStore
     holder: object  # given by store.hold()
+    inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
 
     def release(self) -> None:
         """Let go of the records. Harmless when called again."""
@@ -74,7 +76,7 @@ class Capture:
         self.release()
 
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
-        """Write the file. Returns its size in bytes. Raises SnapshotError.
+        """Write the file. Returns its size in bytes. Raises SnapshotError, and UsageError for a file of `inputs`.
 
         choose: names files in the same folder that have some of the records; these are not written again.
         on_record: called with (records done, of how many).
@@ -82,6 +84,7 @@ class Capture:
         n = len(self.records)
         n_full = len(self.contents.tokens) // int(self.contents.identity.fields["chunk"])
         try:
+            check_outputs([("the snapshot", path)], self.inputs)
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
                 for i, found in enumerate(workers.map(self._digest, range(n), repeat(n_full))):
                     self.contents.chunks["digest"][i] = np.void(found)
@@ -125,10 +128,11 @@ def capture(
     pending: int | None,
     opens_until: int,
     scoring: Scoring,
+    inputs: tuple[tuple[str, Path], ...],
 ) -> Capture:
     """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
 
-    states: those at some of these positions. pending: a token that comes after them. opens_until: see PooledSequence. scoring: the one under way.
+    states: those at some of these positions. pending: a token that comes after them. opens_until: see PooledSequence. scoring: the one under way. inputs: see Capture.
 
     Raises UsageError.
     """
@@ -154,7 +158,9 @@ def capture(
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
     contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
-    return Capture(contents, tuple(records), tuple(check for _, check in full), pager.records, pager.records.hold())
+    return Capture(
+        contents, tuple(records), tuple(check for _, check in full), pager.records, pager.records.hold(), inputs
+    )
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:

@@ -3,16 +3,15 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.native import Record, Tokens
 from pyllama_kvflash.policy import Scoring
 
@@ -21,6 +20,8 @@ MAGIC = b"\x93KVSNAP\n"
 VERSION = 2
 DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
+
+_PRIVATE = 0o600  # mode: only its owner may read it, since it holds a text
 
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
 
@@ -228,21 +229,12 @@ def write(
 
     Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}.part")
     try:
-        with open(part, "xb", opener=_private) as file:
-            size = _write(file, contents, records, on_record)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        _sync_folder(path.parent)
+        with Replacement(path, _PRIVATE) as new, new.path.open("wb") as file:
+            return _write(file, contents, records, on_record)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror or err}"
         raise SnapshotError(msg) from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-    return size
 
 
 def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: Callable[[int], None] | None) -> int:
@@ -308,17 +300,3 @@ def unpacked(raw: bytes) -> Scoring:
         cost_s=float(head["cost_s"]),
         step_s=float(head["step_s"]),
     )
-
-
-def _private(name: str, flags: int) -> int:
-    """Open a file that only its owner can read, since it holds a text."""
-    return os.open(name, flags, 0o600)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every system can sync a folder
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

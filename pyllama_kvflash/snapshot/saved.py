@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pyllama_kvflash.errors import KVFlashError, PoolError, RecordError, SnapshotError, UsageError
+from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Scoring
@@ -101,7 +102,19 @@ class SavedSequence:
             pending=sequence.pending if whole else None,
             opens_until=sequence.opens_until if whole else 0,
             scoring=selector.saved() if whole and selector else Scoring(),
+            inputs=self._inputs,
         )
+
+    @property
+    def _inputs(self) -> tuple[tuple[str, Path], ...]:
+        """The files that the sequence reads, each with its purpose."""
+        options, selector = self.sequence.options, self.sequence.selector
+        files = {
+            "the model": self.sequence.ctx.model.path,
+            "the draft model": options.spec.model if options.spec else None,
+            "the scorer model": getattr(selector.scorer, "path", None) if selector else None,
+        }
+        return tuple((name, part) for name, path in files.items() if path for part in model_parts(path))
 
     #
     # restore

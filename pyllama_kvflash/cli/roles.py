@@ -1,0 +1,153 @@
+"""The part that a file plays in a command: option types that declare it, and the check before the command runs."""
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyllama_kvflash.errors import OutputError, SnapshotError, UsageError
+from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
+from pyllama_kvflash.scorers.reader import find_scorer_model
+from pyllama_kvflash.snapshot.file import Outline
+
+_KEY = "kvflash.uses"
+_BY_MODEL = ("drafter", "crosstok")  # policies that read a scorer model
+
+
+class Role(click.ParamType[str]):
+    """The type of every option that names a file or a folder. It declares what the command does with it."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """Take the name as it is."""
+        return str(value)
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add the file to those of the command. Raises UsageError and OutputError."""
+
+
+class Reads(Role):
+    """A file that is read."""
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add it, with the other parts of a split GGUF."""
+        uses.read(option, *model_parts(value))
+
+
+class ReadsSnapshot(Reads):
+    """A snapshot that is read, and the files that have records of it."""
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add them."""
+        super().declare(uses, option, value)
+        with suppress(SnapshotError):  # reading it reports that
+            uses.read(f"records of {option} {value}", *sorted(Outline.of(Path(value)).needs))
+
+
+class Prints(Role):
+    """A text that is written to a file, a pipe, a device, or stdout for "-"."""
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add it, unless nothing can be lost there."""
+        if value != "-" and not is_stream(Path(value)) and standard_stream(Path(value)) is None:
+            uses.write(option, value)
+
+
+class Replaces(Role):
+    """A file that is written whole, in place of what is there. updates: an option whose file this may be."""
+
+    def __init__(self, updates: str = "") -> None:
+        self._updates = updates
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add it, once it is clear that a file can be there."""
+        _check_replaceable(option, value)
+        uses.write(option, value, updates=self._updates)
+
+
+class Manages(Role):
+    """A folder whose files come and go; "off" is none."""
+
+    name = "folder"
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add it."""
+        if value != "off":
+            uses.manage(option, Path(value).expanduser())
+
+
+class Declared(Role):
+    """A file that the command declares itself, by reads(), writes() or manages(), since it must find it first."""
+
+
+class Harmless(Role):
+    """A name that needs no check. why: the reason."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class Command(click.Command):
+    """A command that does not run if it would write over a file that it needs."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Compare all files that the options name, then run."""
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if isinstance(param.type, Role) and value is not None:
+                name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
+                param.type.declare(_uses(ctx), name, value)
+        return super().invoke(ctx)
+
+
+def reads(name: str, *paths: str | Path) -> None:
+    """Declare files that the command in progress reads, though no option names them. Raises UsageError."""
+    _uses(click.get_current_context()).read(name, *paths)
+
+
+def writes(name: str, *paths: str | Path) -> None:
+    """Declare files that the command in progress writes, whole or not at all. Raises UsageError."""
+    _uses(click.get_current_context()).write(name, *paths)
+
+
+def manages(name: str, folder: Path) -> None:
+    """Declare a folder that the command in progress adds files to and removes some of. Raises UsageError."""
+    _uses(click.get_current_context()).manage(name, folder)
+
+
+def reads_scorer_model(policy: str, given: str | None, model: Path) -> None:
+    """Declare the scorer model that a policy finds by itself. given: one that an option names. Raises UsageError."""
+    if policy not in _BY_MODEL or given is not None:
+        return
+    try:
+        found = find_scorer_model(None, model)
+    except UsageError:  # opening the model reports it
+        return
+    reads("the scorer model", *model_parts(found))
+
+
+def _uses(ctx: click.Context) -> Uses:
+    uses: Uses = ctx.meta.setdefault(_KEY, Uses())
+    return uses
+
+
+def _check_replaceable(option: str, value: str) -> None:
+    path = Path(value)
+    if value == "-":
+        msg = f"{option} is -, and only a text can go to stdout: give the name of a file"
+        raise UsageError(msg)
+    if (fd := standard_stream(path)) is not None:
+        msg = f"{option} {value} is where {'stdout' if fd == 1 else 'stderr'} goes: give another file"
+        raise UsageError(msg)
+    with suppress(OSError, ValueError):  # writing reports that
+        if path.exists() and not path.is_file():
+            msg = f"{option} {value} is {kind_of(path.stat().st_mode)}: give the name of a file"
+            raise UsageError(msg)
+        folder = Path(os.path.realpath(path)).parent
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            msg = f"{option} {value} cannot be written: {os.strerror(errno.EACCES)} in {folder}"
+            raise OutputError(msg)
