@@ -15,7 +15,7 @@ from pyllama_kvflash.native.context import (
 from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
-from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
+from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either, json_grammar
@@ -56,6 +56,7 @@ __all__ = [
     "devices",
     "either",
     "init",
+    "interrupt",
     "interruptible",
     "json_grammar",
     "quantize",

@@ -5,7 +5,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -72,6 +73,24 @@ def last_error() -> str:
     return next((line for line in lines if line), "unknown error")
 
 
+def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
+    """Return a native object that is freed when nothing holds it any more: no variable, and no call under way in any thread.
+
+    So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then.
+    """
+    return ffi.gc(pointer, partial(_free, free, os.getpid(), made_of))
+
+
+def _free(free: Callable[[Any], None], pid: int, _made_of: Any, pointer: Any) -> None:
+    if os.getpid() == pid:  # a forked process has neither the threads nor the device
+        free(pointer)
+
+
+def interrupt(stop: bool) -> None:  # noqa: FBT001 (a switch)
+    """Have every computation and load of the process end with Interrupted, of all models and threads, until switched off."""
+    lib.kvf_interrupt(stop)
+
+
 def row_bytes(cache_type: int, n: int) -> int:
     """Return the bytes of a row of n elements of a `ggml_type`."""
     return int(lib.ggml_row_size(cache_type, n))
@@ -80,7 +99,7 @@ def row_bytes(cache_type: int, n: int) -> int:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise Interrupted in a load or the next decode (on a CPU: the running one), and KeyboardInterrupt if
-    pressed twice.
+    pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can go on.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
     waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once.
@@ -95,14 +114,14 @@ def interruptible() -> Iterator[None]:
     def watch() -> None:
         while signals := os.read(reader, 16):
             if signal.SIGINT in signals:
-                lib.kvf_interrupt(True)
+                interrupt(True)
 
     count = 0
 
     def on_sigint(_signum: int, _frame: FrameType | None) -> None:
         nonlocal count
         count += 1
-        lib.kvf_interrupt(True)
+        interrupt(True)
         if count > 1:
             raise KeyboardInterrupt
 
@@ -120,4 +139,4 @@ def interruptible() -> Iterator[None]:
         if watcher.ident is not None:
             watcher.join()
         os.close(reader)
-        lib.kvf_interrupt(False)
+        interrupt(False)
