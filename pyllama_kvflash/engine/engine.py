@@ -218,7 +218,7 @@ class KVFlash:
         return self.ctx.logits(i)
 
     @guarded
-    def stats(self, **counts: Any) -> Stats:
+    def stats(self, /, **counts: Any) -> Stats:
         """Return memory and page traffic now. counts: other fields of Stats, such as n_prompt; they are 0 if not given."""
         return stats_of(self._loaded, self.sequence, **counts)
 
