@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -97,7 +96,7 @@ class Guard:
         """Note that this thread runs a method, unless another note of it counts. Returns whether it was noted."""
         mine = [get_ident()]
         while (other := self._notes.setdefault(method, mine)) is not mine:  # setdefault() is atomic
-            if self._n_running(method, other[0]) > (other == mine):  # more than the one that asks
+            if native.n_running(method, other[0], self) > (other == mine):  # more than the one that asks
                 return False
             if self._notes.get(method) is other:  # it was cut off before it could take its note away
                 self._notes.pop(method, None)
@@ -106,15 +105,7 @@ class Guard:
     def _at_work(self, method: CodeType) -> int | None:
         """Return the thread that runs a method; None: none does."""
         note = self._notes.get(method)
-        return note[0] if note and self._n_running(method, note[0]) else None
-
-    def _n_running(self, method: CodeType, thread: int) -> int:
-        """Return how often a method of this guard is on the stack of a thread."""
-        frame, n = sys._current_frames().get(thread), 0  # noqa: SLF001 (there is no other way to look at a thread)
-        while frame is not None:
-            n += frame.f_code is method and frame.f_locals.get("self") is self
-            frame = frame.f_back
-        return n
+        return note[0] if note and native.n_running(method, note[0], self) else None
 
 
 _USE, _FREE = Guard.run.__code__, Guard._finish.__code__  # noqa: SLF001 (of this module)
@@ -185,9 +176,8 @@ _live: WeakValueDictionary[int, Guard] = WeakValueDictionary()
 @atexit.register
 def _close_all() -> None:
     """Close all engines when Python ends: threads that compute then would do so with what is being taken apart."""
-    guards = [guard for ref in _live.valuerefs() if (guard := ref()) is not None and not guard.closed]
-    if guards:
-        native.interrupt(True)
-    for guard in guards:
-        with suppress(Exception):  # the next one, all the same
-            guard.close(_EXIT_SECONDS)
+    native.interrupt(True)
+    for guard in [ref() for ref in _live.valuerefs()]:
+        if guard is not None:
+            with suppress(Exception):  # the next one, all the same
+                guard.close(_EXIT_SECONDS)

@@ -20,6 +20,7 @@ from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
+from pyllama_kvflash.native.stacks import n_running
 from pyllama_kvflash.native.summary import Keys, Summaries
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "interrupt",
     "interruptible",
     "json_grammar",
+    "n_running",
     "quantize",
     "row_bytes",
     "show_log",

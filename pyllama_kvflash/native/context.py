@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.handle import Handle, Output
-from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib, owned
+from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned
 from pyllama_kvflash.native.model import Model, Tokens
 
 Record = npt.NDArray[np.uint8]
@@ -87,7 +87,8 @@ class Context:
         if pool is not None:
             p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
         out = ffi.new("struct llama_context **")
-        check(lib.kvf_context_new(made_of[0], ffi.new("struct llama_context_params *", params), p_pool, p_panes, out))
+        p_params = ffi.new("struct llama_context_params *", params)
+        compute(lib.kvf_context_new, made_of[0], p_params, p_pool, p_panes, out)
         self._shared = Handle(owned(out[0], lib.llama_free, *made_of))
         self.seq = 0
         self._batch = 0, 0  # first position and number of tokens of the last one
@@ -147,7 +148,7 @@ class Context:
         remove it with seq_rm) and NativeError.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
-        check(lib.kvf_decode(self.handle, self.seq, pos, buf, len(tokens), outputs))
+        compute(lib.kvf_decode, self.handle, self.seq, pos, buf, len(tokens), outputs)
         self.computed(self.handle, len(tokens))
         self._batch = pos, len(tokens)
 
@@ -172,7 +173,7 @@ class Context:
         Raises as decode() does.
         """
         n = len(seqs)
-        check(lib.kvf_decode_each(self.handle, list(seqs), list(pos), list(tokens), n))
+        compute(lib.kvf_decode_each, self.handle, list(seqs), list(pos), list(tokens), n)
         self._shared.computed(self.handle, {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)})
 
     @property
@@ -397,7 +398,7 @@ class Context:
         do.
         """
         seconds = ffi.new("double *")
-        check(lib.kvf_time_copies(self.handle, size, n, to_device, seconds))
+        compute(lib.kvf_time_copies, self.handle, size, n, to_device, seconds)
         return size * n / float(seconds[0])
 
     def scribble(self, byte: int) -> None:

@@ -1,10 +1,12 @@
 """The compiled library, and the one place that turns a status into an exception."""
 
+import atexit
 import contextlib
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -12,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.stacks import anywhere
 
 try:
     _kvflash: Any = import_module("pyllama_kvflash.native._kvflash")
@@ -62,6 +65,33 @@ def check(status: int) -> None:
     """Raise the exception of a status that is not KVF_OK, with the library's own message."""
     if status != lib.KVF_OK:
         raise _ERRORS[status](last_error())
+
+
+_EXIT_SECONDS = 30.0  # for which the end of Python waits for calls
+_LOOK_SECONDS = 0.002  # between two looks at them
+_ending = False
+
+
+def compute(function: Callable[..., int], *args: Any) -> None:
+    """Make a native call that may take long, or that calls Python, and check() its status.
+
+    Python waits for it before it ends: the library would be taken apart meanwhile. From then on this raises Interrupted.
+    """
+    if _ending:
+        msg = "interrupted: Python is about to end"
+        raise errors.Interrupted(msg)
+    check(function(*args))
+
+
+@atexit.register
+def _end() -> None:
+    """Interrupt what other threads compute, and wait for it."""
+    global _ending  # noqa: PLW0603
+    _ending = True
+    interrupt(True)
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while anywhere(compute.__code__) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def last_error() -> str:

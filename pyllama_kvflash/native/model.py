@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.lib import check, ffi, init, lib, owned
+from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
 Tokens = npt.NDArray[np.int32]
 
@@ -123,7 +123,7 @@ class Model:
         p_params = ffi.new("struct llama_model_params *", params)
         patterns = [ffi.new("char[]", pattern.encode()) for pattern in on_host]
         try:
-            check(lib.kvf_model_load(os.fsencode(path), p_params, patterns, len(patterns), out))
+            compute(lib.kvf_model_load, os.fsencode(path), p_params, patterns, len(patterns), out)
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None

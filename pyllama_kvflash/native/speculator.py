@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash.native.context import Context
-from pyllama_kvflash.native.lib import check, ffi, lib, owned
+from pyllama_kvflash.native.lib import check, compute, ffi, lib, owned
 from pyllama_kvflash.native.model import Tokens
 
 
@@ -55,7 +55,7 @@ class Speculator:
 
         What the drafter had from pos on is discarded.
         """
-        check(lib.kvf_spec_process(self._handle, target.handle, pos, _pointer(tokens), len(tokens)))
+        compute(lib.kvf_spec_process, self._handle, target.handle, pos, _pointer(tokens), len(tokens))
 
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
         """Return at most n_max tokens, (m,) int32, that may come next.
@@ -63,7 +63,7 @@ class Speculator:
         They follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32,
         the last of which is not decoded yet.
         """
-        check(lib.kvf_spec_draft(self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n))
+        compute(lib.kvf_spec_draft, self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n)
         return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()
 
     def accept(self, n: int) -> None:
