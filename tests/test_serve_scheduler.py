@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 from support import serving
 from support.rounding import Chosen
-from support.serving import N_CODE, Asked, alone, parse_metrics, scheduling, tokens_of, until
+from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, scheduling, tokens_of, until
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import decoder
@@ -166,8 +166,7 @@ def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pyte
             assert [asked[0].text, asked[2].text] == [want[0], want[2]]
         assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
         until(lambda: scheduler.n_busy == 0)
-        for s in kv.sequences:
-            s.check_integrity()
+        check_all(scheduler)
 
 
 def test_a_bug_ends_one_and_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -365,3 +364,24 @@ def test_admission() -> None:
         scheduler.leave()
         scheduler.leave()
         assert scheduler.n_admitted == 0
+
+
+def test_a_request_whose_sequence_is_taken() -> None:
+    """As by a question that does more than look. Its client hears of it; another answer goes on in the same batches."""
+    with scheduling() as scheduler:
+        taken: list[Future[None]] = []
+
+        def take(slots: Any) -> None:
+            next(s for s in slots if s.job is first.job).seq.clear()
+
+        def on(update: Any) -> None:
+            if isinstance(update, Text) and not taken:
+                taken.append(scheduler.ask(take))
+
+        first = Asked(scheduler, tokens_of(40), 3000, on)
+        second = Asked(scheduler, tokens_of(50, 1), 40)
+        assert first.failed.status == 500
+        assert first.failed.message.startswith("another call has begun or changed this sequence")
+        assert second.text == alone([tokens_of(50, 1)], 40)[0]
+        assert Asked(scheduler, tokens_of(50, 1), 40).text == second.text
+    assert taken[0].exception() is None

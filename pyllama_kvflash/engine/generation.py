@@ -208,7 +208,7 @@ class Generation:
 
     def take(self) -> None:
         """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
-        self._claim.check()
+        self.check()
         sequence = self.decoder.sequence
         if self.decoder.meter:
             self.decoder.meter.saw(sequence.n_tokens - 1, -1)
@@ -254,7 +254,7 @@ class Generation:
 
     def go_back(self) -> None:
         """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
-        self._claim.check()
+        self.check()
         if self.decoder.sequence.n_tokens > self._at:
             self.decoder.rollback(self._at)
             self.decoder.sequence.pending = self.answer.token
@@ -340,6 +340,7 @@ class Generation:
 
     def begin_check(self) -> None:
         """Before a token is decoded, begin to compare with the full cache if that is due."""
+        self.check()
         if meter := self.decoder.metered:
             self.go_back()
             meter.begin()
@@ -348,6 +349,7 @@ class Generation:
         """After a token was chosen, compare the last ones with the full cache if there are enough. Goes over to lossless
         decoding if they agree too seldom. Returns what happened.
         """
+        self.check()
         meter, options = self.decoder.metered, self.decoder.sequence.options
         found = meter.check() if meter else None
         if meter is None or found is None:
