@@ -1,6 +1,7 @@
 """The scheduler: several answers at once, each as if it were the only one."""
 
 import itertools
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,7 +23,7 @@ from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, sche
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import decoder
-from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError
+from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
@@ -385,3 +386,21 @@ def test_a_request_whose_sequence_is_taken() -> None:
         assert second.text == alone([tokens_of(50, 1)], 40)[0]
         assert Asked(scheduler, tokens_of(50, 1), 40).text == second.text
     assert taken[0].exception() is None
+
+
+def test_an_engine_that_is_closed_under_the_scheduler() -> None:
+    """By whoever else has it: all requests fail, and nothing crashes."""
+    with scheduling() as scheduler:
+        said = threading.Event()
+        first = Asked(scheduler, tokens_of(40), 3000, lambda update: said.set() if isinstance(update, Text) else None)
+        reading = Asked(scheduler, tokens_of(2000, 1), 10)
+        waiting = Asked(scheduler, tokens_of(50, 2), 10)
+        assert said.wait(60)
+        assert scheduler.kv
+        scheduler.kv.close()
+        assert [asked.failed.status for asked in (first, reading, waiting)] == [500, 500, 500]
+        assert scheduler.join(30)
+        assert scheduler.phase == Phase.FAILED
+        assert isinstance(scheduler.error, UsageError)
+        with pytest.raises(NotReady):
+            scheduler.admit()

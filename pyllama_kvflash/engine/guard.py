@@ -19,9 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LOOK_SECONDS = 0.002  # between two looks at a call that is to end
-_EXIT_SECONDS = (
-    30.0  # for which the end of the process waits for a call: it may itself wait for something that never comes
-)
+_EXIT_SECONDS = 30.0  # for which the end of Python waits for a call, which may wait for something that never comes
 
 
 class Guard:
@@ -32,7 +30,7 @@ class Guard:
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine; called once. name: of the engine, for errors."""
+        """free: frees the engine, and goes on where Ctrl-C has cut it off if called again. name: of the engine, for errors."""
         self.closed = False
         self._closing = False
         self._free = free
@@ -89,8 +87,10 @@ class Guard:
         if not self.closed and self._note(_FREE):
             try:
                 self._free()
-            finally:
+            except Exception:
                 self.closed = True
+                raise
+            self.closed = True  # not after Ctrl-C: then close() frees the rest
 
     def _note(self, method: CodeType) -> bool:
         """Note that this thread runs a method, unless another note of it counts. Returns whether it was noted."""
