@@ -24,8 +24,8 @@ from support.runs import GREEDY, SCORED, TOKENS, Open, feed, spell, turn
 
 from pyllama_kvflash import KVFlash, Token
 from pyllama_kvflash.engine.generation import step_together
-from pyllama_kvflash.errors import InUseError, UsageError
-from pyllama_kvflash.native import Context, Model, Sampler, Sampling
+from pyllama_kvflash.errors import Interrupted, InUseError, UsageError
+from pyllama_kvflash.native import Context, Model, Sampler, Sampling, interrupt
 from pyllama_kvflash.native.lib import ffi, lib, owned
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.policy import QkCos
@@ -328,6 +328,25 @@ def test_closing_one_engine_leaves_another_alone(opened: Open) -> None:
         first.go.set()
         first.result.result(SECONDS)
     control.decode(TOKENS[:8])
+    assert np.array_equal(kv.logits(), control.logits())
+
+
+def test_ctrl_c_is_for_every_engine_and_each_can_go_on(opened: Open) -> None:
+    """As interruptible() has it: the process is told to stop, whichever thread computes. No token is lost or half decoded."""
+    kv, control = opened(), opened()
+    for engine in (kv, control):
+        feed(engine, 128, 64)
+    with held(kv.ctx, "decode", lambda: kv.decode(TOKENS[128:192])) as other:
+        interrupt(True)
+        try:
+            other.go.set()
+            with pytest.raises(Interrupted):
+                other.result.result(SECONDS)
+        finally:
+            interrupt(False)
+    assert kv.n_tokens == 128
+    for engine in (kv, control):
+        feed(engine, 192, 64)
     assert np.array_equal(kv.logits(), control.logits())
 
 
