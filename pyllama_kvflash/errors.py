@@ -1,7 +1,8 @@
 """Every error this package raises on purpose, with the exit code `kvflash` gives it.
 
     KVFlashError                1
-    ├── UsageError              2   an option, an argument or the prompt is at fault
+    ├── UsageError              2   an option, an argument or the prompt is at fault; the engine or model is closed
+    │   └── InUseError          2   another thread uses the engine, or another call has taken over the sequence
     ├── ModelError              1   the file is no model, is damaged, or cannot be loaded
     │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
     ├── PoolError               1   the pool has no room for a batch, a pin or a page-in
@@ -29,6 +30,10 @@ class UsageError(KVFlashError):
     """An option, an argument or the prompt is at fault."""
 
     exit_code = 2
+
+
+class InUseError(UsageError):
+    """Another thread uses the engine, or another call has taken over the sequence. Nothing was changed."""
 
 
 class ModelError(KVFlashError):

@@ -16,8 +16,20 @@ pytest.importorskip("jinja2")
 pytest.importorskip("uvicorn")
 
 from support import serving
-from support.serving import NAME, SMALL, Asked, Running, long_text, scheduling, tokens_of, until
+from support.serving import (
+    NAME,
+    SMALL,
+    Asked,
+    Running,
+    between_turns,
+    check_all,
+    long_text,
+    scheduling,
+    tokens_of,
+    until,
+)
 
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import webui
@@ -135,7 +147,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     found = pool(read)
     kv = read.scheduler.kv
     assert kv
-    ledger, stats, seen = kv.pager.ledger, kv.stats(), kv.residency()
+    ledger, stats, seen = kv.pager.ledger, between_turns(read.scheduler, KVFlash.stats)[0], residency(read)
     assert found["status"] == "ok"
     assert (found["model"], found["policy"]) == (NAME, "qk")
     assert (found["pool_cells"], found["chunk"], found["n_ctx"]) == (SMALL["pool"], N_CHUNK, SMALL["n_ctx"])
@@ -246,8 +258,7 @@ def pin(running: Running, chunk: Any, pinned: Any = True, sequence: Any = 0, **m
 
 
 def residency(running: Running) -> Residency:
-    assert running.scheduler.kv
-    return running.scheduler.kv.residency()
+    return between_turns(running.scheduler, KVFlash.residency)[0]
 
 
 def test_a_pin_brings_a_chunk_back_and_keeps_it(read: Running) -> None:
@@ -261,8 +272,7 @@ def test_a_pin_brings_a_chunk_back_and_keeps_it(read: Running) -> None:
         assert pin(read, out, False).json()["pinned"] is False
     assert pool(read)["sequences"][0]["kind"][out] == "-"
     assert not residency(read).protected[out]
-    assert read.scheduler.kv
-    read.scheduler.kv.check_integrity()
+    check_all(read.scheduler)
 
 
 def test_a_pin_stays_with_the_conversation_and_goes_with_it() -> None:

@@ -20,7 +20,7 @@ import httpx
 import openai
 from support import needles, serving
 from support.rounding import Chosen
-from support.serving import N_CODE, NAME, SMALL, Running, alone, long_text, sse, until
+from support.serving import N_CODE, NAME, SMALL, Running, alone, check_all, long_text, sse, until
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import Model
@@ -64,9 +64,8 @@ def test_two_clients_whose_prompts_are_longer_than_the_pool() -> None:
             assert panes.n_bytes > n_streamed
             n_streamed = panes.n_bytes
             until(running.idle)
-            for kv in running.scheduler.kv.sequences:
-                assert kv.n_tokens > SMALL["pool"]
-                kv.check_integrity()
+            assert all(kv.n_tokens > SMALL["pool"] for kv in running.scheduler.kv.sequences)
+            check_all(running.scheduler)
         found = running.metrics()
     assert found['prefix_cache_tokens_total{source="memory"}'] > 2400 + 2900 - 100, "only what is new is read"
 

@@ -30,7 +30,7 @@ from click.testing import CliRunner
 from support import serving
 from support.commands import SCRIPT
 from support.processes import server_process
-from support.serving import Asked, Running, begun, long_text, open_needle, sse, stream, tokens_of, until
+from support.serving import Asked, Running, begun, check_all, long_text, open_needle, sse, stream, tokens_of, until
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
@@ -390,6 +390,5 @@ def test_soak(document: NeedlePrompt) -> None:
             assert outcomes["right"] >= 9 * outcomes["wrong"]
         until(lambda: running.health() == {"status": "ok", "sequences": 3, "busy": 0, "idle": 3, "queue": 0})
         assert running.scheduler.n_admitted == 0
-        for s in running.scheduler.kv.sequences:
-            s.check_integrity()
+        check_all(running.scheduler)
         assert levels[-1] <= levels[1] + (16 << 20)

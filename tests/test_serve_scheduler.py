@@ -1,6 +1,7 @@
 """The scheduler: several answers at once, each as if it were the only one."""
 
 import itertools
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,11 +19,11 @@ pytest.importorskip("uvicorn")
 
 from support import serving
 from support.rounding import Chosen
-from support.serving import N_CODE, Asked, alone, parse_metrics, scheduling, tokens_of, until
+from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, scheduling, tokens_of, until
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import decoder
-from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError
+from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
@@ -166,8 +167,7 @@ def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pyte
             assert [asked[0].text, asked[2].text] == [want[0], want[2]]
         assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
         until(lambda: scheduler.n_busy == 0)
-        for s in kv.sequences:
-            s.check_integrity()
+        check_all(scheduler)
 
 
 def test_a_bug_ends_one_and_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -365,3 +365,42 @@ def test_admission() -> None:
         scheduler.leave()
         scheduler.leave()
         assert scheduler.n_admitted == 0
+
+
+def test_a_request_whose_sequence_is_taken() -> None:
+    """As by a question that does more than look. Its client hears of it; another answer goes on in the same batches."""
+    with scheduling() as scheduler:
+        taken: list[Future[None]] = []
+
+        def take(slots: Any) -> None:
+            next(s for s in slots if s.job is first.job).seq.clear()
+
+        def on(update: Any) -> None:
+            if isinstance(update, Text) and not taken:
+                taken.append(scheduler.ask(take))
+
+        first = Asked(scheduler, tokens_of(40), 3000, on)
+        second = Asked(scheduler, tokens_of(50, 1), 40)
+        assert first.failed.status == 500
+        assert first.failed.message.startswith("another call has begun or changed this sequence")
+        assert second.text == alone([tokens_of(50, 1)], 40)[0]
+        assert Asked(scheduler, tokens_of(50, 1), 40).text == second.text
+    assert taken[0].exception() is None
+
+
+def test_an_engine_that_is_closed_under_the_scheduler() -> None:
+    """By whoever else has it: all requests fail, and nothing crashes."""
+    with scheduling() as scheduler:
+        said = threading.Event()
+        first = Asked(scheduler, tokens_of(40), 3000, lambda update: said.set() if isinstance(update, Text) else None)
+        reading = Asked(scheduler, tokens_of(2000, 1), 10)
+        waiting = Asked(scheduler, tokens_of(50, 2), 10)
+        assert said.wait(60)
+        assert scheduler.kv
+        scheduler.kv.close()
+        assert [asked.failed.status for asked in (first, reading, waiting)] == [500, 500, 500]
+        assert scheduler.join(30)
+        assert scheduler.phase == Phase.FAILED
+        assert isinstance(scheduler.error, UsageError)
+        with pytest.raises(NotReady):
+            scheduler.admit()

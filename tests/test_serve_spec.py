@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 from support import serving
-from support.serving import Asked, alone, parse_metrics, scheduling
+from support.serving import Asked, alone, check_all, parse_metrics, scheduling
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import Model
@@ -61,8 +61,7 @@ def test_many_at_once_say_what_each_says_alone(copied: list[Any], kind: str) -> 
         again = Asked(scheduler, copied[0], N)  # its prompt is there already
         assert again.text == want[0]
         assert again.done.n_cached > 0
-        for sequence in scheduler.kv.sequences:
-            sequence.check_integrity()
+        check_all(scheduler)
 
 
 def test_a_drafter_that_fails_ends_one_request(copied: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +116,7 @@ def test_clients_of_a_lossless_server_get_the_full_caches_text(questions: list[A
         assert [a.text for a in asked] == want
         drafted, accepted = counted(scheduler)
         assert drafted >= accepted > 0
-        for sequence in scheduler.kv.sequences:
-            sequence.check_integrity()
+        check_all(scheduler)
 
 
 def test_a_server_counts_what_agrees(questions: list[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyllama_kvflash import native
+from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
@@ -24,8 +25,13 @@ _OPENING_DRAFT = 8  # tokens that are drafted at a time at the beginning of an a
 class Decoder:
     """Decodes the tokens of one sequence: prompts in batches, answers token by token or with guesses."""
 
-    def __init__(self, sequence: PooledSequence, saved: SavedSequence, drafts: Drafts | None, n_batch: int) -> None:
-        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: the most tokens of a batch."""
+    def __init__(
+        self, sequence: PooledSequence, saved: SavedSequence, drafts: Drafts | None, n_batch: int, guard: Guard
+    ) -> None:
+        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: of
+        the engine, for callers: this class does not look at it.
+        """
+        self.guard = guard
         self.sequence = sequence
         self.drafts = drafts
         self._saved = saved
@@ -45,6 +51,10 @@ class Decoder:
         if sequence.pager:
             n = min(n, sequence.pager.n_batch)
         return min(n, sequence.reads_exactly.n_batch) if self.lossless else n
+
+    def claim(self) -> Claim:
+        """Take the sequence from whoever went on with it."""
+        return Claim(self.guard, self.sequence)
 
     @property
     def opens_losslessly(self) -> bool:

@@ -1,7 +1,6 @@
 """The engine: a prompt in, typed events out."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,9 +10,11 @@ import numpy.typing as npt
 from pyllama_kvflash import native
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.generation import Generation
+from pyllama_kvflash.engine.guard import Claim, Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded, load
-from pyllama_kvflash.errors import Interrupted, SnapshotError, UsageError
-from pyllama_kvflash.events import Done, DraftStats, Event, MeterStats, Reselect, Stats, Warn
+from pyllama_kvflash.engine.stats import stats_of
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.events import Done, Event, Reselect, Stats
 from pyllama_kvflash.native import Sampling, Summaries, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, Scorer
@@ -24,12 +25,19 @@ from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import Identity
 from pyllama_kvflash.snapshot.saved import SavedSequence, checked_path
 
+Prompt = str | bytes | Sequence[int] | Tokens
+"""A text, or token ids (n,)."""
+
 
 class KVFlash:
     """A model with a sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
 
-    Load one with from_file(). It is a context manager; do not use it in two threads at once. Without a pool
-    (`pool="off"`, or one that covers the context) it is llama.cpp's full cache: the control.
+    Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it is
+    llama.cpp's full cache: the control.
+
+    Several threads may use it, one after the other: a call while another thread's is under way raises InUseError.
+    close() may come from any thread and at any time; later calls raise UsageError. A generate() or prefill() that goes on
+    after something else has begun or changed its sequence raises InUseError, and changes nothing.
 
     With n_parallel > 1 it is the first of `sequences`, which share the pool. Use each as if it were alone, one call
     after the other; decode_each() decodes a token of several at once.
@@ -61,16 +69,19 @@ class KVFlash:
         self.notes = loaded.notes
         self.warnings = loaded.warnings + self.sequence.warnings
         self._loaded = loaded
+        self.guard: Guard = beside.guard if beside else Guard(loaded.close, str(self.model.path))
         self._saved = SavedSequence(self.sequence)
         drafts = loaded.drafts[self.seq] if loaded.drafts else None
-        self.decoder = Decoder(self.sequence, self._saved, drafts, loaded.n_batch)
+        self.decoder = Decoder(self.sequence, self._saved, drafts, loaded.n_batch, self.guard)
         if beside is None:
             for _ in loaded.sequences[1:]:
                 type(self)(loaded, self)
 
     def close(self) -> None:
-        """Free the context and the model, for all sequences. Harmless when called again."""
-        self._loaded.close()
+        """Free the context and the model, for all sequences, after a call that another thread has under way: a batch, or a
+        token. Within a call of this thread, as in a signal handler, it returns, and the engine is closed when that call ends.
+        """
+        self.guard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +95,7 @@ class KVFlash:
 
     def generate(
         self,
-        prompt: str | bytes | Sequence[int] | Tokens,
+        prompt: Prompt,
         *,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
@@ -95,40 +106,30 @@ class KVFlash:
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
         context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
-        goes on as if it had not been broken off. stop: strings that end the text and are not shown.
+        goes on as if it had not been broken off. stop: strings that end the text and are not shown. It begins, and takes
+        the sequence, when its first event is asked for.
 
-        Raises UsageError (the prompt is empty or too long), PoolError, HostMemoryError and NativeError.
+        Raises UsageError (the prompt is empty or too long), InUseError, PoolError, HostMemoryError and NativeError.
         """
+        sampling = sampling or Sampling()
+        run = self.guard.run(self._begin, prompt, append=append, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        yield from run.rest()
+        answer = run.answer
+        yield from answer.shown()
+        stats = self.stats(seed=None if sampling.greedy else sampling.seed, **run.counts)
+        yield Done(answer.reason or "interrupted", answer.flush(), stats)
+
+    def _begin(self, prompt: Prompt, *, append: bool, **options: Any) -> Generation:
         self.sequence.recover()  # makes a token pending that was being decoded again
         tokens = self._prompt_tokens(prompt, append=append)
         if not append:
-            self.clear()
+            self.decoder.claim()
+            self.decoder.clear()
         elif len(prompt) == 0:
             tokens = tokens[:0]  # the pending token begins the answer
-        sampling = sampling or Sampling()
-        run = self.generation(tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
-        try:
-            while not run.ended:
-                try:
-                    yield from run.read() if run.reading else run.step()
-                except SnapshotError as err:
-                    yield Warn(f"{err}; what was restored is read again")
-                    run.recover()
-        except Interrupted:
-            run.answer.reason = "interrupted"
-        answer = run.answer
-        yield from answer.shown()
-        stats = self.stats(
-            n_prompt=run.n_prompt,
-            n_generated=answer.n_tokens,
-            prefill_s=run.prefill_s,
-            decode_s=run.decode_s,
-            seed=None if sampling.greedy else sampling.seed,
-            drafts=run.draft_stats,
-            meter=self.decoder.meter.stats if self.decoder.meter else None,
-        )
-        yield Done(answer.reason or "interrupted", answer.flush(), stats)
+        return Generation(self.decoder, tokens, **options)
 
+    @guarded
     def generation(
         self,
         tokens: Tokens,
@@ -149,21 +150,29 @@ class KVFlash:
         """Decode tokens (n,) in batches after what is in the context; the last one gets logits.
 
         Chooses the pool anew between batches, and for the last tokens, which then run again (tail replay). Yields
-        Paged, Reselect, Warn and Prefill.
+        Paged, Reselect, Warn and Prefill. Raises as generate().
         """
-        return self.decoder.prefill(np.ascontiguousarray(tokens, np.int32))
+        ids = np.ascontiguousarray(tokens, np.int32)
+        yield from self.guard.run(self._claimed, len(ids)).each(self.decoder.prefill(ids))
 
+    def _claimed(self, n: int) -> Claim:
+        """Take the sequence, to decode n tokens. Raises UsageError if they do not fit."""
+        self.decoder.check_fits(n, self.n_tokens)
+        return self.decoder.claim()
+
+    @guarded
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
         """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage as scheduled.
 
         outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
-        UsageError (the context is full), PoolError, HostMemoryError, Interrupted and NativeError, and leaves the
-        sequence as it was before.
+        UsageError (the context is full), InUseError, PoolError, HostMemoryError, Interrupted and NativeError, and leaves
+        the sequence as it was before.
         """
         ids = np.ascontiguousarray(tokens, np.int32)
-        self.decoder.check_fits(len(ids), self.n_tokens)
+        self._claimed(len(ids))
         return self.decoder.decode(ids, outputs)
 
+    @guarded
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
         """Decode one token of each of several sequences in one batch: {number in `sequences`: token}.
 
@@ -173,21 +182,29 @@ class KVFlash:
             if not 0 <= i < len(self.sequences):
                 msg = f"there is no sequence {i}: n_parallel is {len(self.sequences)}"
                 raise UsageError(msg)
+        for i in tokens:
+            self.sequences[i].decoder.claim()
         happened = decode_each([(self.sequences[i].decoder, token) for i, token in tokens.items()])
         return dict(zip(tokens, happened, strict=True))
 
+    @guarded
     def clear(self) -> None:
         """Forget the sequence and its records; pins stay."""
+        self.decoder.claim()
         self.decoder.clear()
 
+    @guarded
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions, and bring back the last chunks of these if they are out.
 
         logits() is out of date until the next decode. Raises UnsupportedError if a recurrent state, or a sliding window
         that was overwritten, cannot go back.
         """
+        self.sequence.check_kept(n_tokens)
+        self.decoder.claim()
         self.decoder.rollback(n_tokens)
 
+    @guarded
     def expect(self, n_tokens: int) -> None:
         """Announce n_tokens more tokens, so that host memory for their chunks is taken meanwhile and no decode waits
         for it. Optional. Raises HostMemoryError if `host_limit` does not allow so many.
@@ -195,54 +212,20 @@ class KVFlash:
         if self.sequence.pager:
             self.sequence.pager.expect(n_tokens)
 
+    @guarded
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token."""
         return self.ctx.logits(i)
 
-    def stats(
-        self,
-        *,
-        n_prompt: int = 0,
-        n_generated: int = 0,
-        prefill_s: float = 0,
-        decode_s: float = 0,
-        seed: int | None = None,
-        drafts: DraftStats | None = None,
-        meter: MeterStats | None = None,
-    ) -> Stats:
-        """Return memory and page traffic now, with the counts and times (seconds) given."""
-        kv = self.ctx.kv_bytes()
-        pager, selector = self.sequence.pager, self.sequence.selector
-        return Stats(
-            n_prompt=n_prompt,
-            n_generated=n_generated,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            n_ctx=self.options.n_ctx,
-            n_pool=self.n_pool,
-            kv_device_bytes=kv.attn,
-            kv_full_bytes=self._loaded.full_bytes,
-            pane_bytes=self._loaded.pane_bytes,
-            compute_bytes=self._loaded.compute_bytes,
-            other_device_bytes=kv.swa + kv.recurrent,
-            host_bytes=self.host_bytes,
-            disk_bytes=self._loaded.shared.memory.spilled_bytes if self._loaded.shared else 0,
-            chunks=pager.ledger.n_chunks if pager else 0,
-            resident=pager.ledger.n_resident if pager else 0,
-            stored=pager.n_stored if pager else 0,
-            pages_out=pager.flights.n_out if pager else 0,
-            pages_in=pager.flights.n_in if pager else 0,
-            reselects=selector.n_done if selector else 0,
-            reselect_s=selector.seconds if selector else 0.0,
-            summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
-            seed=seed,
-            **(asdict(drafts) if drafts else {}),
-            **(asdict(meter) if meter else {}),
-        )
+    @guarded
+    def stats(self, /, **counts: Any) -> Stats:
+        """Return memory and page traffic now. counts: other fields of Stats, such as n_prompt; they are 0 if not given."""
+        return stats_of(self._loaded, self.sequence, **counts)
 
     @property
     def summaries(self) -> Summaries | None:
         """Summaries of the keys of sealed chunks; None without a pool, or if the scorer wants none."""
+        self.guard.check_open()
         return self.sequence.pager.summaries if self.sequence.pager else None
 
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
@@ -253,7 +236,7 @@ class KVFlash:
         """Return the text of tokens, without special ones. Broken UTF-8 becomes U+FFFD."""
         return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
 
-    def _prompt_tokens(self, prompt: str | bytes | Sequence[int] | Tokens, *, append: bool) -> Tokens:
+    def _prompt_tokens(self, prompt: Prompt, *, append: bool) -> Tokens:
         if len(prompt) == 0 and not (append and self.sequence.pending is not None):
             msg = "the prompt is empty: give at least one character, or one token"
             raise UsageError(msg)
@@ -263,7 +246,7 @@ class KVFlash:
             tokens = np.ascontiguousarray(prompt, np.int32)
         if append and self.sequence.pending is not None:
             tokens = np.concatenate([[self.sequence.pending], tokens]).astype(np.int32)
-        self.decoder.check_fits(len(tokens), 0 if not append else self.n_tokens)
+        self.decoder.check_fits(len(tokens), self.sequence.n_tokens if append else 0)
         return tokens
 
     #
@@ -273,11 +256,13 @@ class KVFlash:
     @property
     def n_tokens(self) -> int:
         """Positions written so far."""
+        self.guard.check_open()
         return self.sequence.n_tokens
 
     @property
     def tokens(self) -> Tokens:
         """The tokens written so far, (n_tokens,) int32, a copy."""
+        self.guard.check_open()
         return self.sequence.tokens
 
     @property
@@ -298,6 +283,7 @@ class KVFlash:
     @property
     def host_bytes(self) -> int:
         """Host bytes taken for records, over all sequences."""
+        self.guard.check_open()
         return self.sequence.host_bytes
 
     #
@@ -316,6 +302,7 @@ class KVFlash:
         """The scorer at work; None with lru or the full cache."""
         return self.sequence.selector.scorer if self.sequence.selector else None
 
+    @guarded
     def use(self, scorer: Scorer) -> None:
         """Let another scorer choose from now on, on the same layers. Its summaries are made from the stored records.
 
@@ -326,15 +313,17 @@ class KVFlash:
             raise UsageError(msg)
         self.sequence.selector.use(scorer)
 
+    @guarded
     def queries(self) -> Queries:
         """Return the last token's queries, (n_head, n_embd_head_k) for each pooled layer; empty without a scorer."""
         return self.sequence.queries()
 
+    @guarded
     def reselect(self) -> Reselect | None:
         """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or lru."""
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
-        events = list(self.sequence.reselect_now("decode", [self.queries()], 1))
+        events = list(self.sequence.reselect_now("decode", [self.sequence.queries()], 1))
         return next((e for e in events if isinstance(e, Reselect)), None)
 
     #
@@ -344,12 +333,15 @@ class KVFlash:
     @property
     def pager(self) -> Pager:
         """The pager (ledger, host store and moves), for code that extends this class."""
+        self.guard.check_open()
         return self.sequence.paged
 
+    @guarded
     def residency(self) -> Residency:
         """Return where every chunk is now, as arrays."""
         return self.sequence.residency()
 
+    @guarded
     def pin(self, start: int, end: int) -> None:
         """Keep positions [start, end) on the device from now on, and bring back their chunks that are out.
 
@@ -357,18 +349,22 @@ class KVFlash:
         """
         self.sequence.pin(start, end)
 
+    @guarded
     def unpin(self, start: int, end: int) -> None:
         """Let the chunks of positions [start, end) be evicted again."""
         self.pager.unpin(start, end)
 
+    @guarded
     def page_in(self, chunk: int) -> None:
         """Bring a chunk back, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
         self.sequence.page_in(chunk)
 
+    @guarded
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
         self.sequence.page_out(chunk)
 
+    @guarded
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree. Meant for tests and idle moments."""
         self.sequence.check_integrity()
@@ -378,11 +374,13 @@ class KVFlash:
     #
 
     @property
+    @guarded
     def identity(self) -> Identity:
         """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
         return self._saved.identity
 
     @property
+    @guarded
     def checkpoints(self) -> list[int]:
         """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
         return self._saved.checkpoints
@@ -398,10 +396,15 @@ class KVFlash:
         """
         return self.capture(n_tokens).write(checked_path(path), on_record)
 
+    @guarded
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Return what save() would write now, to write later or in a thread while this goes on. Raises UsageError."""
+        """Return what save() would write now, to write later or in a thread while this goes on. Raises UsageError.
+
+        It keeps the records, and can be written after close(), too.
+        """
         return self._saved.capture(n_tokens)
 
+    @guarded
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
         """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
 
@@ -414,6 +417,7 @@ class KVFlash:
         and other calls raise SnapshotError.
         """
         file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
-        _ = self.identity  # raises UsageError before anything is forgotten
-        self.clear()
+        _ = self._saved.identity  # raises UsageError before anything is forgotten
+        self.decoder.claim()
+        self.decoder.clear()
         return self._saved.restore(file, prompt)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +12,8 @@ from pyllama_kvflash import native
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.lossless import Lossless
-from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.events import DraftStats, Event, Prefill, Probs, Warn, sum_stats
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError
+from pyllama_kvflash.events import DraftStats, Event, Prefill, Probs, Token, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.pool.step import Accept
 
@@ -19,10 +21,11 @@ _AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 
 
 class Generation:
-    """Reads a prompt batch by batch, then answers step by step. Several can take turns.
+    """Reads a prompt batch by batch, then answers step by step. Several can take turns, each on its own sequence.
 
-    An error leaves it as it was before the call, which can be repeated. n_prompt: tokens of the prompt that were read.
-    prefill_s: seconds that took.
+    An error leaves it as it was before the call, which can be repeated. It has the sequence until something else begins or
+    changes that: from then on each call raises InUseError, and changes nothing. n_prompt: tokens of the prompt that were
+    read. prefill_s: seconds that took.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Generation:
         self.n_prompt, self.prefill_s = 0, 0.0
         self._began: float | None = None  # when the answer began
         self._sampler = Sampler(sampling or Sampling(), model)
+        self._claim = decoder.claim()
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet
@@ -79,12 +83,16 @@ class Generation:
         """Whether nothing is left to do."""
         return self._reader is None and self.answer.reason is not None
 
+    def check(self) -> None:
+        """Raise InUseError if something else has taken the sequence."""
+        self._claim.check()
+
     @property
     def token(self) -> int:
-        """The last token of the answer, to be decoded next."""
+        """The last token of the answer, to be decoded next. Raises UsageError if there is none."""
         if self.answer.token is None:
-            msg = "the answer has ended"
-            raise AssertionError(msg)
+            msg = "the answer has ended, or not begun: there is no token to go on from"
+            raise UsageError(msg)
         return self.answer.token
 
     @property
@@ -98,23 +106,63 @@ class Generation:
         parts = [part.stats for part in (self.decoder.drafts, self.decoder.lossless) if part]
         return sum_stats(parts) if parts and self._began is not None else None
 
+    def rest(self) -> Iterator[Event]:
+        """Read and answer to the end. What is damaged is read anew, and Ctrl-C ends the answer as it is."""
+        try:
+            while not self.ended:
+                try:
+                    yield from self.read() if self.reading else self.step()
+                except SnapshotError as err:
+                    yield Warn(f"{err}; what was restored is read again")
+                    self.recover()
+        except Interrupted:
+            self.answer.reason = "interrupted"
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counts and times of the prompt and the answer until now: fields of Stats."""
+        drafts, meter = self.draft_stats, self.decoder.meter
+        return {
+            "n_prompt": self.n_prompt,
+            "n_generated": self.answer.n_tokens,
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            **(asdict(drafts) if drafts else {}),
+            **(asdict(meter.stats) if meter else {}),
+        }
+
     #
     # the prompt
     #
 
     def read(self) -> Iterator[Event]:
-        """Read one batch; after the last one, take the answer's first token. Raises as Decoder.prefill()."""
-        reader, sequence = self._reader, self.decoder.sequence
-        for event in reader or ():
-            yield event
-            if isinstance(event, Prefill):
-                if self._began is None:
-                    self.n_prompt, self.prefill_s = event.done, event.seconds
+        """Read one batch; after the last one, take the answer's first token. Raises as Decoder.prefill(), and InUseError."""
+        event: Event | None = None
+        while self.reading and not isinstance(event, Prefill):
+            event = self._claim.run(self._next)
+            if event is None:
                 break
-        if sequence.n_tokens >= len(self._text):
-            self._reader = None
-            self._begin_answer()
-            yield from self.answer.shown()
+            yield event
+        if self.reading:
+            yield from self._claim.run(self._read_all)
+
+    def _next(self) -> Event | None:
+        """Return the next event of reading; None at the end of the text."""
+        event = next(self._reader or iter(()), None)
+        if event is None and self.decoder.sequence.n_tokens < len(self._text):  # an error has ended the reader
+            self.read_on()
+            event = next(self._reader or iter(()), None)
+        if isinstance(event, Prefill) and self._began is None:
+            self.n_prompt, self.prefill_s = event.done, event.seconds
+        return event
+
+    def _read_all(self) -> list[Token]:
+        """Begin the answer if the whole text has been read. Returns its tokens."""
+        if self.decoder.sequence.n_tokens < len(self._text):
+            return []
+        self._reader = None
+        self._begin_answer()
+        return self.answer.shown()
 
     def read_on(self) -> None:
         """Set up reading of the rest of the text, from wherever the sequence is."""
@@ -122,8 +170,11 @@ class Generation:
 
     def recover(self, n_kept: int = 0) -> None:
         """Forget all but the first n_kept positions of a sequence that cannot be used, and have its text read anew. The answer
-        then goes on where it was.
+        then goes on where it was. Raises InUseError.
         """
+        self._claim.run(self._recover, n_kept)
+
+    def _recover(self, n_kept: int) -> None:
         sequence, self._guesses = self.decoder.sequence, None
         if not self.reading:
             self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
@@ -157,6 +208,7 @@ class Generation:
 
     def take(self) -> None:
         """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
+        self.check()
         sequence = self.decoder.sequence
         if self.decoder.meter:
             self.decoder.meter.saw(sequence.n_tokens - 1, -1)
@@ -172,7 +224,10 @@ class Generation:
         return None if found is None else Probs(*found)
 
     def step(self) -> list[Event]:
-        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode()."""
+        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError."""
+        return self._claim.run(self._step)
+
+    def _step(self) -> list[Event]:
         drafts = self.decoder.drafts
         if lossless := self.decoder.lossless_now:
             return [*self._step_exactly(lossless), *self.answer.shown()]
@@ -192,13 +247,14 @@ class Generation:
 
     def _guessed(self) -> tuple[Tokens | None, int]:
         """Return the guesses that the next step checks, and the width of its batch."""
-        self.draft()
+        self._draft()
         width, n_most = self._limits()
         guesses, self._guesses = self._guesses, None
         return None if guesses is None else guesses[: n_most - 1], width
 
     def go_back(self) -> None:
         """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
+        self.check()
         if self.decoder.sequence.n_tokens > self._at:
             self.decoder.rollback(self._at)
             self.decoder.sequence.pending = self.answer.token
@@ -209,6 +265,9 @@ class Generation:
 
     def draft(self) -> bool:
         """Guess what follows the last token, unless that is done. Returns whether the step needs its own batch."""
+        return self._claim.run(self._draft)
+
+    def _draft(self) -> bool:
         drafts, sequence = self.decoder.drafts, self.decoder.sequence
         if self.decoder.lossless_now:
             return True
@@ -281,6 +340,7 @@ class Generation:
 
     def begin_check(self) -> None:
         """Before a token is decoded, begin to compare with the full cache if that is due."""
+        self.check()
         if meter := self.decoder.metered:
             self.go_back()
             meter.begin()
@@ -289,6 +349,7 @@ class Generation:
         """After a token was chosen, compare the last ones with the full cache if there are enough. Goes over to lossless
         decoding if they agree too seldom. Returns what happened.
         """
+        self.check()
         meter, options = self.decoder.metered, self.decoder.sequence.options
         found = meter.check() if meter else None
         if meter is None or found is None:
@@ -296,7 +357,7 @@ class Generation:
         agreement = meter.checks.agreement
         if self.ended or agreement is None or agreement >= options.min_agreement:
             return [found]
-        self.recover(self.decoder.n_exact)
+        self._recover(self.decoder.n_exact)
         self.decoder.be_lossless()
         return [
             found,
@@ -312,9 +373,18 @@ def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     """Decode the last token of each of several answers in one batch, and let each take its next one. Returns what happened to
     each, without text.
 
-    Raises as decode_each(). An answer that took no token then does so in a step of its own.
+    Raises as decode_each(), and InUseError, before anything is decoded, if one of them has lost its sequence. An answer that
+    took no token then does so in a step of its own.
     """
+    if not generations:
+        return []
+    return generations[0].decoder.guard.run(_step_together, generations)
+
+
+def _step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     begin = time.perf_counter()
+    for generation in generations:
+        generation.check()
     for generation in generations:
         generation.go_back()
         generation.begin_check()

@@ -159,6 +159,7 @@ class DraftModel:
 
     def close(self) -> None:
         """Free the model. Harmless when called again."""
+        self.listening.clear()  # it would keep the contexts
         self._stack.close()
 
 

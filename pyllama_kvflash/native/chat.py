@@ -8,7 +8,7 @@ from typing import Any
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.grammar import Grammar
-from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.lib import check, ffi, lib, owned
 from pyllama_kvflash.native.model import Model
 
 TEMPLATE_SECONDS = 10.0  # that a template may take: it comes with a model file, and is not trusted
@@ -60,8 +60,9 @@ class ChatEngine:
         """
         self._seconds = seconds
         out = ffi.new("struct kvf_chat **")
-        check(lib.kvf_chat_new(model.handle, _bytes(source or "", "the template"), seconds, out))
-        self._handle = ffi.gc(out[0], lib.kvf_chat_free)
+        handle = model.handle
+        check(lib.kvf_chat_new(handle, _bytes(source or "", "the template"), seconds, out))
+        self._handle = owned(out[0], lib.kvf_chat_free, handle)
 
     @property
     def caps(self) -> dict[str, bool]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.handle import Handle, Output
-from pyllama_kvflash.native.lib import CACHE_TYPES, check, ffi, lib
+from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned
 from pyllama_kvflash.native.model import Model, Tokens
 
 Record = npt.NDArray[np.uint8]
@@ -29,7 +29,7 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
 class Context:
     """A llama.cpp context as one of its sequences sees it: the first one. sequence() gives the others.
 
-    Do not use it in two threads at once. Close it before its model. It is a context manager.
+    Do not use it in two threads at once; any thread may close it. It is a context manager.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Context:
         params.n_rs_seq = n_rollback
         params.n_outputs_max = params.n_outputs_max_per_seq = n_outputs
         params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP if mtp else lib.LLAMA_CONTEXT_TYPE_DEFAULT
-        params.ctx_other = other.handle if other else ffi.NULL
+        made_of = model.handle, other.handle if other else ffi.NULL
+        params.ctx_other = made_of[1]
         params.kv_unified = n_seq > 1
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = CACHE_TYPES[type_k]
@@ -86,8 +87,9 @@ class Context:
         if pool is not None:
             p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
         out = ffi.new("struct llama_context **")
-        check(lib.kvf_context_new(model.handle, ffi.new("struct llama_context_params *", params), p_pool, p_panes, out))
-        self._shared = Handle(out[0])
+        p_params = ffi.new("struct llama_context_params *", params)
+        compute(lib.kvf_context_new, made_of[0], p_params, p_pool, p_panes, out)
+        self._shared = Handle(owned(out[0], lib.llama_free, *made_of))
         self.seq = 0
         self._batch = 0, 0  # first position and number of tokens of the last one
         self.n_seq = n_seq
@@ -117,16 +119,15 @@ class Context:
     @property
     def handle(self) -> Any:
         """The native context. Raises UsageError once it is closed."""
-        if self._shared.native is None:
-            msg = f"the context of {self.model.path} is closed"
+        native = self._shared.native
+        if native is None:
+            msg = f"the context of {self.model.path} is closed: open it again"
             raise errors.UsageError(msg)
-        return self._shared.native
+        return native
 
     def close(self) -> None:
-        """Free the context and all its sequences. Harmless when called again."""
-        if self._shared.native is not None:
-            lib.llama_free(self._shared.native)
-            self._shared.native = None
+        """Free the context and all its sequences, after a call that another thread has under way. Harmless when called again."""
+        self._shared.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +148,7 @@ class Context:
         remove it with seq_rm) and NativeError.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
-        check(lib.kvf_decode(self.handle, self.seq, pos, buf, len(tokens), outputs))
+        compute(lib.kvf_decode, self.handle, self.seq, pos, buf, len(tokens), outputs)
         self.computed(self.handle, len(tokens))
         self._batch = pos, len(tokens)
 
@@ -172,7 +173,7 @@ class Context:
         Raises as decode() does.
         """
         n = len(seqs)
-        check(lib.kvf_decode_each(self.handle, list(seqs), list(pos), list(tokens), n))
+        compute(lib.kvf_decode_each, self.handle, list(seqs), list(pos), list(tokens), n)
         self._shared.computed(self.handle, {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)})
 
     @property
@@ -397,7 +398,7 @@ class Context:
         do.
         """
         seconds = ffi.new("double *")
-        check(lib.kvf_time_copies(self.handle, size, n, to_device, seconds))
+        compute(lib.kvf_time_copies, self.handle, size, n, to_device, seconds)
         return size * n / float(seconds[0])
 
     def scribble(self, byte: int) -> None:

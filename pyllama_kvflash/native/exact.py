@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.native.context import LAST, Context, Record
 from pyllama_kvflash.native.geometry import PaneInfo, PaneParams
-from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.lib import check, compute, ffi, lib
 from pyllama_kvflash.native.model import Model, Tokens
 
 
@@ -38,7 +38,7 @@ class ExactContext(Context):
         held = [ffi.from_buffer(record) for record in records]
         place = pool.handle, pool.seq, pos, buf, len(tokens), outputs
         size = min((len(record) for record in records), default=0)
-        check(lib.kvf_decode_exact(self.handle, *place, ffi.new("void *[]", held), len(held), size))
+        compute(lib.kvf_decode_exact, self.handle, *place, ffi.new("void *[]", held), len(held), size)
         pool.computed(self.handle, len(tokens))
 
     def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:

@@ -16,11 +16,21 @@ class Output(NamedTuple):
 
 
 class Handle:
-    """State that the views of a context share: the native context, and the last token of each sequence."""
+    """State that the views of a context share: the native context, and the last token of each sequence.
+
+    native: None once it was let go of. It is freed when no call uses it, and no other context has its outputs.
+    """
 
     def __init__(self, handle: Any) -> None:
         self.native = handle
         self.outputs: dict[int, Output] = {}  # by sequence
+
+    def close(self) -> None:
+        """Let go of the native context. Harmless when called again."""
+        self.native = None
+        self.outputs = {}
+
+    __del__ = close  # as part of a circle: before Python takes apart what the context is made of
 
     def computed(self, native: Any, outputs: dict[int, tuple[int, int]]) -> None:
         """Record a batch of a native context: {sequence: index from the first token, and from the last}.

@@ -1,16 +1,20 @@
 """The compiled library, and the one place that turns a status into an exception."""
 
+import atexit
 import contextlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.stacks import anywhere
 
 try:
     _kvflash: Any = import_module("pyllama_kvflash.native._kvflash")
@@ -63,6 +67,33 @@ def check(status: int) -> None:
         raise _ERRORS[status](last_error())
 
 
+_EXIT_SECONDS = 30.0  # for which the end of Python waits for calls
+_LOOK_SECONDS = 0.002  # between two looks at them
+_ending = False
+
+
+def compute(function: Callable[..., int], *args: Any) -> None:
+    """Make a native call that may take long, or that calls Python, and check() its status.
+
+    Python waits for it before it ends: the library would be taken apart meanwhile. From then on this raises Interrupted.
+    """
+    if _ending:
+        msg = "interrupted: Python is about to end"
+        raise errors.Interrupted(msg)
+    check(function(*args))
+
+
+@atexit.register
+def _end() -> None:
+    """Interrupt what other threads compute, and wait for it."""
+    global _ending  # noqa: PLW0603
+    _ending = True
+    interrupt(True)
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while anywhere(compute.__code__) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+
+
 def last_error() -> str:
     """Return the message of this thread's last native error. llama.cpp logs several lines; the first names the
     cause.
@@ -70,6 +101,24 @@ def last_error() -> str:
     text = ffi.string(lib.kvf_error()).decode("utf-8", "replace")
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
     return next((line for line in lines if line), "unknown error")
+
+
+def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
+    """Return a native object that is freed when nothing holds it any more: no variable, and no call under way in any thread.
+
+    So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then.
+    """
+    return ffi.gc(pointer, partial(_free, free, os.getpid(), made_of))
+
+
+def _free(free: Callable[[Any], None], pid: int, _made_of: Any, pointer: Any) -> None:
+    if os.getpid() == pid:  # a forked process has neither the threads nor the device
+        free(pointer)
+
+
+def interrupt(stop: bool) -> None:  # noqa: FBT001 (a switch)
+    """Have every computation and load of the process end with Interrupted, of all models and threads, until switched off."""
+    lib.kvf_interrupt(stop)
 
 
 def row_bytes(cache_type: int, n: int) -> int:
@@ -80,7 +129,7 @@ def row_bytes(cache_type: int, n: int) -> int:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise Interrupted in a load or the next decode (on a CPU: the running one), and KeyboardInterrupt if
-    pressed twice.
+    pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can go on.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
     waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once.
@@ -95,14 +144,14 @@ def interruptible() -> Iterator[None]:
     def watch() -> None:
         while signals := os.read(reader, 16):
             if signal.SIGINT in signals:
-                lib.kvf_interrupt(True)
+                interrupt(True)
 
     count = 0
 
     def on_sigint(_signum: int, _frame: FrameType | None) -> None:
         nonlocal count
         count += 1
-        lib.kvf_interrupt(True)
+        interrupt(True)
         if count > 1:
             raise KeyboardInterrupt
 
@@ -120,4 +169,4 @@ def interruptible() -> Iterator[None]:
         if watcher.ident is not None:
             watcher.join()
         os.close(reader)
-        lib.kvf_interrupt(False)
+        interrupt(False)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.lib import check, ffi, init, lib
+from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
 Tokens = npt.NDArray[np.int32]
 
@@ -45,10 +45,14 @@ def _on_progress(progress: float, user_data: Any) -> bool:
 
 
 class Model:
-    """A GGUF model in memory. Close it after its contexts. It is a context manager."""
+    """A GGUF model in memory. It is a context manager.
+
+    Several threads may use its tokenizer, and any may close it. It is freed after its contexts and the calls under way.
+    """
 
     def __init__(self, handle: Any, path: Path) -> None:
-        self._handle = handle
+        self._handle: Any = owned(handle, lib.llama_model_free)
+        self._vocab: Any = owned(lib.llama_model_get_vocab(handle), lambda _: None, self._handle)
         self.path = path
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
         self.has_tokenizer = bool(lib.llama_vocab_type(self.vocab) != lib.LLAMA_VOCAB_TYPE_NONE)
@@ -62,15 +66,18 @@ class Model:
     @property
     def handle(self) -> Any:
         """The native model. Raises UsageError once it is closed."""
-        if self._handle is None:
-            msg = f"the model {self.path} is closed"
-            raise errors.UsageError(msg)
-        return self._handle
+        return self._opened(self._handle)
 
     @property
     def vocab(self) -> Any:
-        """The native vocabulary."""
-        return lib.llama_model_get_vocab(self.handle)
+        """The native vocabulary, which keeps the model. Raises UsageError once it is closed."""
+        return self._opened(self._vocab)
+
+    def _opened(self, native: Any) -> Any:
+        if native is None:
+            msg = f"the model {self.path} is closed: open it again"
+            raise errors.UsageError(msg)
+        return native
 
     @classmethod
     def load(
@@ -116,7 +123,7 @@ class Model:
         p_params = ffi.new("struct llama_model_params *", params)
         patterns = [ffi.new("char[]", pattern.encode()) for pattern in on_host]
         try:
-            check(lib.kvf_model_load(os.fsencode(path), p_params, patterns, len(patterns), out))
+            compute(lib.kvf_model_load, os.fsencode(path), p_params, patterns, len(patterns), out)
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None
@@ -125,10 +132,10 @@ class Model:
         return cls(out[0], path)
 
     def close(self) -> None:
-        """Free the model. Harmless when called again."""
-        if self._handle is not None:
-            lib.llama_model_free(self._handle)
-            self._handle = None
+        """Let go of the model, which is freed once nothing uses it. Harmless when called again."""
+        self._handle = self._vocab = None
+
+    __del__ = close  # as part of a circle: before Python takes apart what its contexts are made of
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pyllama_kvflash.native.lib import check, ffi, init, lib
+from pyllama_kvflash.native.lib import compute, ffi, init, lib
 
 
 def quantize(src: Path, dst: Path, ftype: str, n_threads: int) -> None:
@@ -14,4 +14,4 @@ def quantize(src: Path, dst: Path, ftype: str, n_threads: int) -> None:
     init()
     params = ffi.new("llama_model_quantize_params *", lib.llama_model_quantize_default_params())
     params.nthread, params.ftype = n_threads, getattr(lib, f"LLAMA_FTYPE_MOSTLY_{ftype.upper()}")
-    check(lib.kvf_quantize(os.fsencode(src), os.fsencode(dst), params))
+    compute(lib.kvf_quantize, os.fsencode(src), os.fsencode(dst), params)

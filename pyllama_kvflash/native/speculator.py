@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash.native.context import Context
-from pyllama_kvflash.native.lib import check, ffi, lib
+from pyllama_kvflash.native.lib import check, compute, ffi, lib, owned
 from pyllama_kvflash.native.model import Tokens
 
 
 class Speculator:
-    """Drafts the next tokens of a sequence. Close it before its contexts."""
+    """Drafts the next tokens of a sequence. It is freed before its contexts."""
 
     def __init__(
         self, kind: str, target: Context, drafter: Context | None, *, n_max: int, n_gram: int, window: int, p_min: float
@@ -28,15 +28,15 @@ class Speculator:
         name = ffi.new("char[]", kind.encode())
         params = ffi.new("struct kvf_spec_params *", [name, n_max, n_gram, window, p_min])
         out = ffi.new("struct kvf_spec **")
-        check(lib.kvf_spec_new(target.handle, drafter.handle if drafter else ffi.NULL, params, out))
-        self._handle: Any = out[0]
+        made_of = target.handle, drafter.handle if drafter else ffi.NULL
+        check(lib.kvf_spec_new(*made_of, params, out))
+        self._handle: Any = owned(out[0], lib.kvf_spec_free, *made_of)
         self.n_max = int(lib.kvf_spec_n_max(self._handle))
         self._draft = ffi.new("llama_token[]", self.n_max)
         self._n = ffi.new("int32_t *")
 
     def close(self) -> None:
-        """Free the native drafter. Harmless when called again."""
-        lib.kvf_spec_free(self._handle)
+        """Let go of the native drafter. Harmless when called again."""
         self._handle = ffi.NULL
 
     def listen(self, target: Context, on: bool) -> None:  # noqa: FBT001 (a switch)
@@ -55,7 +55,7 @@ class Speculator:
 
         What the drafter had from pos on is discarded.
         """
-        check(lib.kvf_spec_process(self._handle, target.handle, pos, _pointer(tokens), len(tokens)))
+        compute(lib.kvf_spec_process, self._handle, target.handle, pos, _pointer(tokens), len(tokens))
 
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
         """Return at most n_max tokens, (m,) int32, that may come next.
@@ -63,7 +63,7 @@ class Speculator:
         They follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32,
         the last of which is not decoded yet.
         """
-        check(lib.kvf_spec_draft(self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n))
+        compute(lib.kvf_spec_draft, self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n)
         return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()
 
     def accept(self, n: int) -> None:

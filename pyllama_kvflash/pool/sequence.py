@@ -33,6 +33,7 @@ class PooledSequence:
     opens_until: positions, from the first, after which an answer that opens losslessly goes on fast.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
+    holder: whoever goes on with the sequence; it changes when something else begins or changes it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PooledSequence:
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
+        self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
@@ -286,9 +288,7 @@ class PooledSequence:
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions; see KVFlash.rollback. Raises UsageError and UnsupportedError."""
-        if not 0 <= n_tokens <= self.n_tokens:
-            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
-            raise UsageError(msg)
+        self.check_kept(n_tokens)
         self.cancel_scoring()
         with self.step():
             if self.pager:
@@ -304,6 +304,12 @@ class PooledSequence:
             self.pending = None
             if self.pager:
                 self.pager.rolled_back(n_tokens)
+
+    def check_kept(self, n_tokens: int) -> None:
+        """Raise UsageError unless the sequence has n_tokens positions."""
+        if not 0 <= n_tokens <= self.n_tokens:
+            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
+            raise UsageError(msg)
 
     def take_back(self) -> tuple[int, Paged | None]:
         """Take the last token out, to be decoded again. Returns it, and what moved.

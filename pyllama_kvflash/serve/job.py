@@ -1,5 +1,6 @@
 """Messages between an HTTP handler and the scheduler."""
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -7,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
+
+log = logging.getLogger("kvflash.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,18 @@ class Failed:
 
 
 Update = Reading | Text | Finished | Failed
+
+
+def failure(err: Exception) -> Failed:
+    """Return what a client is told of an error that ended its request."""
+    if isinstance(err, UsageError) and not isinstance(err, InUseError):
+        return Failed(400, str(err))
+    if isinstance(err, HostMemoryError | PoolError):
+        return Failed(503, f"{err}; other requests take room, too: try again, or a shorter prompt")
+    if isinstance(err, KVFlashError):
+        return Failed(500, str(err))
+    log.error("a request failed", exc_info=err)
+    return Failed(500, "an error in the server ended this request: its log has the details")
 
 
 @dataclass(eq=False, slots=True)

@@ -14,9 +14,14 @@ from enum import Enum
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import step_together
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, PoolError, SnapshotError, UsageError
+from pyllama_kvflash.errors import (
+    HostMemoryError,
+    Interrupted,
+    PoolError,
+    SnapshotError,
+)
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.serve.job import Cache, Failed, Job
+from pyllama_kvflash.serve.job import Cache, Failed, Job, failure
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.prefixes import Prefixes
 from pyllama_kvflash.serve.questions import Question, Questions, T
@@ -380,7 +385,7 @@ class Scheduler:
         self._prefixes.clear(slot)
         slot.leave()
         self._left("error")
-        job.notify(_failure(err))
+        job.notify(failure(err))
 
     def _free_idle(self) -> bool:
         """Free the memory of idle sequences and of writes under way. Returns whether there was any."""
@@ -435,14 +440,3 @@ class Scheduler:
 
 _STOPPING = Failed(503, "the server is stopping: try again when it is back")
 _BROKEN = Failed(500, "the server cannot go on after an error: its log says why")
-
-
-def _failure(err: Exception) -> Failed:
-    if isinstance(err, UsageError):
-        return Failed(400, str(err))
-    if isinstance(err, HostMemoryError | PoolError):
-        return Failed(503, f"{err}; other requests take room, too: try again, or a shorter prompt")
-    if isinstance(err, KVFlashError):
-        return Failed(500, str(err))
-    log.error("a request failed", exc_info=err)
-    return Failed(500, "an error in the server ended this request: its log has the details")

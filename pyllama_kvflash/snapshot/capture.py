@@ -1,10 +1,9 @@
 """Captures of a sequence for a snapshot: taken while it goes on, put back where it was or elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +24,7 @@ from pyllama_kvflash.text import n_common
 States = Sequence[tuple[int, bytes]]
 """State that no chunk holds (recurrent, sliding window): (position, bytes), in ascending order."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _HASHERS = 8  # threads; each hashes 1 GB/s
@@ -86,11 +86,11 @@ class Capture:
         try:
             check_outputs([("the snapshot", path)], self.inputs)
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
-                for i, found in enumerate(workers.map(self._digest, range(n), repeat(n_full))):
+                for i, found in enumerate(_each(workers, partial(self._digest, n_full=n_full), range(n))):
                     self.contents.chunks["digest"][i] = np.void(found)
                 sources = choose(self.contents.chunks) if choose else ()
                 contents = replace(self.contents, sources=tuple(sources))
-                for _ in workers.map(lambda check: check(), self.checks[contents.n_lent :]):
+                for _ in _each(workers, lambda check: check(), self.checks[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]
             return layout.write(path, contents, own, (lambda i: on_record(i, len(own))) if on_record else None)
@@ -116,6 +116,14 @@ class Capture:
             self.release()
             msg = f"{path} cannot be written: {err}"
             raise SnapshotError(msg) from None
+
+
+def _each(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """Call a function with each item, in threads, or in this one if Python starts no more of them, as when it is about to end."""
+    try:
+        return workers.map(f, items)
+    except RuntimeError:
+        return map(f, items)
 
 
 def capture(

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import numpy as np
@@ -26,6 +26,8 @@ from support import needles
 from support.commands import forget_settings
 from support.rounding import Chosen, relative_rms
 from support.runs import GREEDY
+
+T = TypeVar("T")
 
 NAME = BUNDLED_MODEL.stem
 SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 2048, "n_batch": 128, "n_threads": 1, "n_parallel": 2}
@@ -253,6 +255,16 @@ def scheduling(**options: Any) -> Iterator[Scheduler]:
     finally:
         scheduler.end()
         assert scheduler.join(30)
+
+
+def between_turns(scheduler: Scheduler, call: Callable[[KVFlash], T]) -> list[T]:
+    """What a call gives for each sequence, made in the thread that has the engine."""
+    return scheduler.ask(lambda slots: [call(slot.seq) for slot in slots]).result(60)
+
+
+def check_all(scheduler: Scheduler) -> None:
+    """Ledger, store and pool of each sequence agree."""
+    between_turns(scheduler, lambda seq: seq.check_integrity())
 
 
 def tokens_of(n: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,183 @@
+"""Who may use an engine now: one thread at a time, for one call. And who goes on with a sequence: whoever changed it last."""
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from threading import get_ident
+from types import CodeType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from pyllama_kvflash import native
+from pyllama_kvflash.errors import InUseError, UsageError
+from pyllama_kvflash.pool.sequence import PooledSequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LOOK_SECONDS = 0.002  # between two looks at a call that is to end
+_EXIT_SECONDS = 30.0  # for which the end of Python waits for a call, which may wait for something that never comes
+
+
+class Guard:
+    """Lets one call at a time use an engine, and closes the engine between two calls.
+
+    There is no lock: Ctrl-C may come between any two lines, and a lock left held would block everything after it. A note says
+    which thread is in a call, and counts only while that call is on the thread's stack.
+    """
+
+    def __init__(self, free: Callable[[], None], name: str) -> None:
+        """free: frees the engine, and goes on where Ctrl-C has cut it off if called again. name: of the engine, for errors."""
+        self.closed = False
+        self._closing = False
+        self._free = free
+        self._name = name
+        self._pid = os.getpid()
+        self._notes: dict[CodeType, list[int]] = {}  # by method, _USE or _FREE: the thread that it runs in
+        _live[id(self)] = self
+
+    def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Make a call that uses the engine. Raises InUseError if another one is under way, and UsageError if it is closed."""
+        self.check_open()
+        if not self._note(_USE):
+            raise InUseError(_BY_ITSELF if self._notes.get(_USE) == [get_ident()] else _BY_ANOTHER)
+        try:
+            self.check_open()  # once more: from here on nobody else can close it
+            return call(*args, **kwargs)
+        finally:
+            self._notes.pop(_USE, None)
+            if self._closing:
+                self._finish()
+
+    def check_open(self) -> None:
+        """Raise UsageError if the engine is closed, or is about to be."""
+        if self._closing:
+            msg = f"the engine of {self._name} is closed: open it again"
+            raise UsageError(msg)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Free the engine, after a call that another thread has under way. Harmless when called again.
+
+        Within a call of this thread, as in a signal handler, it returns at once, and the engine is freed when that call ends.
+        seconds: to wait at most; None: until the call ends.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked process: the engine is its parent's
+        self._closing = True
+        begin = time.monotonic()
+        while not self.closed:
+            at_work = self._at_work(_USE) or self._at_work(_FREE)
+            if at_work is None:
+                self._finish()
+            elif at_work == get_ident() or (seconds is not None and time.monotonic() - begin > seconds):
+                return
+            else:
+                time.sleep(_LOOK_SECONDS)
+
+    def __del__(self) -> None:
+        """Close an engine that nobody can use any more."""
+        if not self.closed:
+            self.close()
+
+    def _finish(self) -> None:
+        """Free the engine, unless that is done or under way."""
+        if not self.closed and self._note(_FREE):
+            try:
+                self._free()
+            except Exception:
+                self.closed = True
+                raise
+            self.closed = True  # not after Ctrl-C: then close() frees the rest
+
+    def _note(self, method: CodeType) -> bool:
+        """Note that this thread runs a method, unless another note of it counts. Returns whether it was noted."""
+        mine = [get_ident()]
+        while (other := self._notes.setdefault(method, mine)) is not mine:  # setdefault() is atomic
+            if native.n_running(method, other[0], self) > (other == mine):  # more than the one that asks
+                return False
+            if self._notes.get(method) is other:  # it was cut off before it could take its note away
+                self._notes.pop(method, None)
+        return True
+
+    def _at_work(self, method: CodeType) -> int | None:
+        """Return the thread that runs a method; None: none does."""
+        note = self._notes.get(method)
+        return note[0] if note and native.n_running(method, note[0], self) else None
+
+
+_USE, _FREE = Guard.run.__code__, Guard._finish.__code__  # noqa: SLF001 (of this module)
+
+
+class Claim:
+    """A hold on a sequence, for calls that go on from each other. It lasts until something else begins or changes the sequence."""
+
+    def __init__(self, guard: Guard, sequence: PooledSequence) -> None:
+        """Take the sequence from its holder."""
+        self._guard = guard
+        self._sequence = sequence
+        sequence.holder = self
+
+    def check(self) -> None:
+        """Raise InUseError if something else has taken the sequence."""
+        if self._sequence.holder is not self:
+            raise InUseError(_OVERTAKEN)
+
+    def run(self, call: Callable[..., R], *args: Any) -> R:
+        """Make a call that goes on with the sequence. Raises as check() and Guard.run()."""
+        return self._guard.run(self._checked, call, args)
+
+    def each(self, events: Iterator[R]) -> Iterator[R]:
+        """Iterate, and let others use the engine in between. Raises as run()."""
+        while (event := self.run(next, events, None)) is not None:
+            yield event
+
+    def _checked(self, call: Callable[..., R], args: tuple[Any, ...]) -> R:
+        self.check()
+        return call(*args)
+
+
+class Guarded(Protocol):
+    """An object with an engine's guard."""
+
+    @property
+    def guard(self) -> Guard:
+        """Guard of the engine."""
+
+
+S = TypeVar("S", bound=Guarded)
+
+
+def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Have a method use the engine as one call. Raises InUseError, and UsageError if it is closed."""
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.guard.run(method, self, *args, **kwargs)
+
+    return call
+
+
+_BY_ANOTHER = "the engine is in use by another thread: wait until that call has returned"
+_BY_ITSELF = (
+    "the engine is in use by a call of this thread, from within which another was made: make it after that one, not in a"
+    " callback or a signal handler"
+)
+_OVERTAKEN = (
+    "another call has begun or changed this sequence in the meantime, so this one cannot go on: finish one before the next, or"
+    " use a sequence for each (n_parallel)"
+)
+
+_live: WeakValueDictionary[int, Guard] = WeakValueDictionary()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all engines when Python ends: threads that compute then would do so with what is being taken apart."""
+    native.interrupt(True)
+    for guard in [ref() for ref in _live.valuerefs()]:
+        if guard is not None:
+            with suppress(Exception):  # the next one, all the same
+                guard.close(_EXIT_SECONDS)

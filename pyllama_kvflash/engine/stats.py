@@ -1,0 +1,32 @@
+"""The figures of a sequence: its memory, and the traffic of its pages."""
+
+from typing import Any
+
+from pyllama_kvflash.engine.loading import Loaded
+from pyllama_kvflash.events import Stats
+from pyllama_kvflash.pool.sequence import PooledSequence
+
+
+def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
+    """Return the figures of a sequence now. counts: the other fields of Stats."""
+    kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
+    return Stats(
+        n_ctx=loaded.options.n_ctx,
+        n_pool=loaded.n_pool,
+        kv_device_bytes=kv.attn,
+        kv_full_bytes=loaded.full_bytes,
+        pane_bytes=loaded.pane_bytes,
+        compute_bytes=loaded.compute_bytes,
+        other_device_bytes=kv.swa + kv.recurrent,
+        host_bytes=sequence.host_bytes,
+        disk_bytes=loaded.shared.memory.spilled_bytes if loaded.shared else 0,
+        chunks=pager.ledger.n_chunks if pager else 0,
+        resident=pager.ledger.n_resident if pager else 0,
+        stored=pager.n_stored if pager else 0,
+        pages_out=pager.flights.n_out if pager else 0,
+        pages_in=pager.flights.n_in if pager else 0,
+        reselects=selector.n_done if selector else 0,
+        reselect_s=selector.seconds if selector else 0.0,
+        summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
+        **{"n_prompt": 0, "n_generated": 0, "prefill_s": 0.0, "decode_s": 0.0, "seed": None, **counts},
+    )
