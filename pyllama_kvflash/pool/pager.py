@@ -357,7 +357,7 @@ class Pager:
     def loaded(self) -> None:
         """Begin to summarise the chunks of a sequence that was put back."""
         if self.summaries is not None:
-            self.records.check_ahead()
+            self.records.read_ahead()
             self._summariser.reserve(self.ledger.n_sealed)
             self._summariser.begin(self.ledger.n_sealed)
 

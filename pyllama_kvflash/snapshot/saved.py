@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyllama_kvflash.errors import KVFlashError, PoolError, RecordError, SnapshotError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Scoring
@@ -32,7 +32,10 @@ class SavedSequence:
 
     @cached_property
     def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
+        """Identity that a snapshot must have to be restored here.
+
+        Raises UsageError without a pool, and SnapshotError if the model's file cannot be read any more.
+        """
         ctx = self.sequence.ctx
         if self.sequence.pager is None:
             msg = (
@@ -40,7 +43,12 @@ class SavedSequence:
                 " (snapshots=True), which keeps a pool even where it covers the context"
             )
             raise UsageError(msg)
-        return identity_of(ctx, fingerprint(ctx.model.path), exact=self.sequence.exact is not None)
+        try:
+            mark = fingerprint(ctx.model.path)
+        except OSError as err:
+            msg = f"the model's file {ctx.model.path} cannot be read for a snapshot: {err.strerror}"
+            raise SnapshotError(msg) from None
+        return identity_of(ctx, mark, exact=self.sequence.exact is not None)
 
     #
     # checkpoints
@@ -120,7 +128,7 @@ class SavedSequence:
                 if state:
                     sequence.ctx.restore_partial(state, n)
                 sequence.history.frombytes(file.contents.tokens[:n].tobytes())
-        except (PoolError, RecordError) as err:
+        except (PoolError, RecordError, HostMemoryError) as err:
             sequence.clear()
             msg = f"{file.path} cannot be used: {err}"
             raise SnapshotError(msg) from None
