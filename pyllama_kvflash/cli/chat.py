@@ -13,6 +13,7 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
+from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
@@ -86,9 +87,7 @@ def chat(
     check_extra("kvflash chat", ("jinja2",))
     from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
 
-    if n_predict == 0 or n_predict < -1:
-        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
-        raise UsageError(msg)
+    check_max_tokens(n_predict, least=1)
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)

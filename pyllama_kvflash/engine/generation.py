@@ -58,8 +58,8 @@ class Generation:
         if len(prompt):
             self.read_on()
             return
-        if not self._due:
-            self.answer.token = sequence.pending
+        if sequence.pending is not None and not self._due:
+            self.answer.go_on(sequence.tokens, sequence.pending)
             if sequence.selector is not None:
                 sequence.selector.rest()  # the pause before it is no decode time
         self._begin_answer()

@@ -18,7 +18,7 @@ from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either, json_grammar
+from pyllama_kvflash.native.sampler import MAX_BIASES, Grammar, Sampler, Sampling, check_grammar, either, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -26,6 +26,7 @@ __all__ = [
     "ALL",
     "CACHE_TYPES",
     "LAST",
+    "MAX_BIASES",
     "NONE",
     "TEMPLATE_SECONDS",
     "CallDelta",

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Collection
 
@@ -90,7 +91,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
         self._app, self._free = app, free
-        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+        self._digest = hashlib.sha256(os.fsencode(key)).digest() if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
