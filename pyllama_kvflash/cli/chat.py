@@ -1,5 +1,6 @@
 """`kvflash chat`: a conversation in a terminal."""
 
+import io
 import select
 import sys
 from collections.abc import Iterator
@@ -204,6 +205,8 @@ class Talk:
 
 def messages(reporter: Reporter) -> Iterator[str]:
     """Yield what a person types, or the lines of a file: messages and commands, without empty ones."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # whatever the locale: what is not text fails as a message
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with suppress(ImportError):
