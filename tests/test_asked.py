@@ -165,6 +165,33 @@ def test_bytes_that_begin_none(data: bytes) -> None:
     assert unfinished(data) == b""
 
 
+def test_a_chat_that_goes_on_after_half_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sends back what it got, and joins it to what comes; streamed or not. Each token is told with its bytes."""
+    pytest.importorskip("starlette")
+    from support.serving import Running, sse  # noqa: PLC0415 (an extra)
+
+    with Running(n_parallel=1, opening=0) as server:
+        assert server.scheduler.kv
+        user = {"role": "user", "content": "x"}
+        for stream in (False, True):
+            spelt(monkeypatch, server.scheduler.kv, "a€")
+            body = {"messages": [user], "max_tokens": 3, "stream": stream, "logprobs": True}
+            res = server.http.post("/v1/chat/completions", json=body)
+            if stream:
+                choices = [c for event in sse(res.text)[0] for c in event["choices"]]
+                first = "".join(c["delta"].get("content") or "" for c in choices)
+                told = [t for c in choices for t in (c.get("logprobs") or {}).get("content", ())]
+            else:
+                (choice,) = res.json()["choices"]
+                first, told = choice["message"]["content"], choice["logprobs"]["content"]
+            assert first == "a"
+            assert [t["bytes"] for t in told] == [[97], [0xE2], [0x82]]
+            spelt(monkeypatch, server.scheduler.kv, "€!")
+            asked = [user, {"role": "assistant", "content": first}]
+            res = server.http.post("/v1/chat/completions", json={"messages": asked, "max_tokens": 4})
+            assert first + res.json()["choices"][0]["message"]["content"] == "a€!"
+
+
 #
 # how likely
 #
@@ -188,6 +215,15 @@ def test_likely_tokens_are_as_with_exact_arithmetic(kv: KVFlash) -> None:
 def test_the_most() -> None:
     values = np.float32([3, 1, 4, 1, 5, 9, 2, 6, 5])
     assert [most(values, n).tolist() for n in (0, 1, 4, 50)] == [[], [5], [5, 7, 4, 8], [5, 7, 4, 8, 2, 0, 6, 1, 3]]
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize("n_values", [2, 50, 1 << 30])
+def test_the_most_of_many(m: int, n_values: int) -> None:
+    """Many of them the same: the first ones first."""
+    values = np.random.default_rng(m).integers(0, n_values, m).astype(np.float32)
+    for n in (0, 1, 3, 20, 1024):
+        np.testing.assert_array_equal(most(values, n), np.argsort(-values, kind="stable")[:n])
 
 
 def test_limits_of_what_each_token_costs() -> None:

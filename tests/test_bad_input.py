@@ -161,10 +161,10 @@ def test_pool_smaller_than_the_floor_is_raised() -> None:
     for args, n_pool in (((), 768), (("-b", "512"), 1024), (("--pin-prefix", "512"), 1024)):
         res = kvflash("run", "-p", "Hello", "-c", "8K", "--kvflash", "100", "-n", "4", "--temp", "0", "--json", *args)
         check_good(res)
-        assert f"kvflash: warning: a pool of 100 tokens is too small: raised to {n_pool}" in res.err
+        assert f"kvflash: warning: a pool of 100 tokens is too small: raised to {n_pool:,}" in res.err
         found = json.loads(res.out)
         assert found["stats"]["n_pool"] == n_pool
-        assert any(f"raised to {n_pool}" in text for text in found["warnings"])
+        assert any(f"raised to {n_pool:,}" in text for text in found["warnings"])
         assert found["text"]
 
 
@@ -172,7 +172,7 @@ def test_pool_larger_than_the_context_is_not_needed() -> None:
     res = kvflash("run", "-p", "Hello", "-c", "2K", "--kvflash", "8K", "-n", "4", "--temp", "0", "--json")
     check_good(res)
     assert "no pool is needed" in res.err
-    assert "8192" in res.err
+    assert "8,192" in res.err
     assert "2048" in res.err
     assert json.loads(res.out)["stats"]["n_pool"] is None
 
@@ -188,7 +188,7 @@ def test_a_huge_context_costs_nothing_on_a_pool() -> None:
 def test_a_huge_context_with_the_full_cache() -> None:
     # the limit, so that this one is not tried on a machine that has the memory
     args = ("run", "-p", "Hello", "-c", "1000000000", "--kvflash", "off", "-n", "2")
-    check_error(shell('ulimit -v 4000000; exec "$K" "$@"', *args), RUNTIME, "1000000000", "full cache")
+    check_error(shell('ulimit -v 4000000; exec "$K" "$@"', *args), RUNTIME, "1,000,000,000", "full cache")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_huge_context_with_the_full_cache() -> None:
         (("--needles", "0"), ("needles", "0")),
         (("--seed", "-1"), ("seed", "-1")),
         (("--tokens", "1K", "--kvflash", "0"), ("--kvflash", "0")),
-        (("--tokens", "1K", "--kvflash", "4K"), ("4096", "--kvflash")),
+        (("--tokens", "1K", "--kvflash", "4K"), ("4,096", "--kvflash")),
         (("--tokens", "1K", "-t", "0"), ("--threads", "0")),
     ],
 )

@@ -249,7 +249,7 @@ def test_commands(document: Any, template: str) -> None:
 def test_what_does_not_fit_was_not_said() -> None:
     res = talk("word " * 3000 + "\nhello\n", "-q")
     assert res.exit_code == 0
-    assert "do not fit the context of 2048" in res.stderr
+    assert "do not fit the context of 2,048" in res.stderr
     assert "/clear begins a new conversation" in res.stderr
     assert res.stdout == talk("hello\n", "-q").stdout
 

@@ -133,7 +133,7 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
     with pytest.raises(UsageError) as err:
         options(**{name: value})
     message = str(err.value)
-    if named == str(value):  # a number
+    if type(value) in {int, float}:
         named = number(value)
     assert re.search(rf"(?<![\w-]){re.escape(named)}(?!\w)", message), message
     assert name.removesuffix("s") in message or name in message

@@ -402,7 +402,7 @@ def test_tokens_there_and_back(server: Running) -> None:
         ("/tokenize", {"content": "a", "add_special": 1}, "add_special must be true or false"),
         ("/detokenize", {}, "tokens must be an array"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens must be an array"),
-        ("/detokenize", {"tokens": [4096]}, "0 to 4095"),
+        ("/detokenize", {"tokens": [4096]}, "0 to 4,095"),
         ("/detokenize", {"tokens": [True]}, "tokens must be an array"),
     ],
 )

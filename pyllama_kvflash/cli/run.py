@@ -64,7 +64,7 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
     default=256,
     show_default=True,
     envvar=params.env("N_PREDICT"),
-    help="Most tokens to predict, -1: until the context is full.",
+    help="Most tokens to predict, -1: until the context is full, 0: only read the prompt.",
 )
 @click.option(
     "-r",

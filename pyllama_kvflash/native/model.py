@@ -227,5 +227,5 @@ class Model:
     def _check_token(self, token: int) -> None:
         self._check_tokenizer()
         if not 0 <= token < self.n_vocab:
-            msg = f"token {token} is not in the vocabulary: ids are 0 to {self.n_vocab - 1}"
+            msg = f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}"
             raise errors.UsageError(msg)

@@ -174,12 +174,21 @@ class Sampler:
         return float(logits[token]) - total, tuple((int(t), float(logits[t]) - total) for t in best)
 
 
+_BLOCK = 64
+
+
 def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
-    """Return where the n largest of values (m,) are, the largest first; all of them if they are fewer."""
-    n = min(n, len(values))
-    found = np.argpartition(values, len(values) - n)[len(values) - n :] if n else np.empty(0, np.intp)
-    found.sort()  # of two that are the same, the first one first
-    res: npt.NDArray[np.intp] = found[np.argsort(-values[found], kind="stable")]
+    """Return where the n largest of values (m,) are, the largest first; all of them if they are fewer.
+
+    Sorts little: the n-th largest of the maxima of blocks leaves a few candidates.
+    """
+    n, n_blocks = min(n, len(values)), len(values) // _BLOCK
+    if n == 0:
+        return np.empty(0, np.intp)
+    among = values if n > n_blocks else values[: n_blocks * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
+    least = np.partition(among, len(among) - n)[len(among) - n]
+    found = np.flatnonzero(values >= least)
+    res: npt.NDArray[np.intp] = found[np.argsort(-values[found], kind="stable")[:n]]
     return res
 
 
@@ -302,7 +311,7 @@ def _text(text: str) -> Any:
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:
     for token, _ in biases:
         if not 0 <= token < model.n_vocab:
-            msg = f"logit_bias is for token {token}: ids are 0 to {model.n_vocab - 1}"
+            msg = f"logit_bias is for token {token:,}: ids are 0 to {model.n_vocab - 1:,}"
             raise errors.UsageError(msg)
     return model.n_vocab, len(biases), ffi.new("struct llama_logit_bias[]", list(biases))
 

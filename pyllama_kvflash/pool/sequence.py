@@ -287,7 +287,7 @@ class PooledSequence:
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions; see KVFlash.rollback. Raises UsageError and UnsupportedError."""
         if not 0 <= n_tokens <= self.n_tokens:
-            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
+            msg = f"cannot roll back to {n_tokens:,} positions: there are {self.n_tokens:,}"
             raise UsageError(msg)
         self.cancel_scoring()
         with self.step():

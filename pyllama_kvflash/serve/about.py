@@ -35,7 +35,7 @@ def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     """Answer POST /detokenize: the text of tokens, with special ones. Raises Fault."""
     tokens, n = body.get("tokens"), kv.model.n_vocab
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
-        msg = f"tokens must be an array of token ids, 0 to {n - 1}"
+        msg = f"tokens must be an array of token ids, 0 to {n - 1:,}"
         raise invalid(msg, "tokens", "invalid_type")
     data = b"".join(kv.model.piece(t, special=True) for t in tokens)
     return {"content": data.decode("utf-8", "replace")}

@@ -47,7 +47,9 @@ async def body_of(request: Request, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> Fault:
-    return Fault(413, f"the body is larger than {limit} bytes: shorten it, or raise --max-body", code="body_too_large")
+    return Fault(
+        413, f"the body is larger than {limit:,} bytes: shorten it, or raise --max-body", code="body_too_large"
+    )
 
 
 #

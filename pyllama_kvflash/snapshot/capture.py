@@ -171,7 +171,7 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     n_same = n_common(prompt, snapshot.tokens)
     fit = [n for n in snapshot.stops if n <= n_same and n < len(prompt)]
     if not fit:
-        msg = f"{snapshot.path} cannot be used: of its {n_all} tokens the first {n_same} are those of this text"
+        msg = f"{snapshot.path} cannot be used: of its {n_all:,} tokens the first {n_same:,} are those of this text"
         raise SnapshotError(msg)
     return fit[-1]
 

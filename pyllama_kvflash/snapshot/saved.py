@@ -93,8 +93,8 @@ class SavedSequence:
         sequence.recover()
         identity = self.identity
         if not 0 <= n <= sequence.n_tokens or (n < sequence.n_tokens and n not in self.checkpoints):
-            at = ", ".join(map(str, [*self.checkpoints[-8:], sequence.n_tokens]))
-            msg = f"{n} positions cannot be saved of {sequence.n_tokens}: give one of {at}, or leave it out for all"
+            at = ", ".join(f"{pos:,}" for pos in (*self.checkpoints[-8:], sequence.n_tokens))
+            msg = f"{n:,} positions cannot be saved of {sequence.n_tokens:,}: give one of {at}, or leave it out for all"
             raise UsageError(msg)
         states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
         if self.sequence.stateful and n not in self._checkpoints:
@@ -120,7 +120,7 @@ class SavedSequence:
         sequence = self.sequence
         n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
         if n > sequence.options.n_ctx:
-            msg = f"{file.path} cannot be used: it has {n} positions, and the context {sequence.options.n_ctx}: use a larger -c"
+            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger -c"
             raise SnapshotError(msg)
         try:
             with sequence.step():
