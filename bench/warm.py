@@ -1,6 +1,7 @@
 """A warm turn against a cold one: time to the first token, and what a restore takes beside a plain read of the file, one run.
 
 python bench/warm.py --context 65536 --pool 1024                                        the bundled needle-7m
+python bench/warm.py --model SmolLM2-135M-Instruct.Q4_1.gguf --context 8000 --pool 1024
 python bench/warm.py --shape 8b --context 131072 --pool 4096 -ub 2048 -ct q8_0          random weights: about time
 """
 
@@ -52,10 +53,17 @@ def read(path: Path) -> float:
     return time.perf_counter() - begin
 
 
+def held() -> dict[str, float]:
+    """MiB of this process that no file has, and those that are pages of files."""
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {row[0]: int(row[1]) / 1024 for row in rows if row[0] in {"RssAnon:", "RssFile:"}}
+
+
 def main() -> None:
-    """A row."""
+    """A row for a file on disk and one for a file in memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape")
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--shape-dir", type=Path, default=None)
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--pool", type=int, default=1024)
@@ -68,7 +76,7 @@ def main() -> None:
     options: dict[str, Any] = {"n_ctx": args.context + 512, "pool": args.pool, "n_ubatch": args.ub, "snapshots": True}
     options |= {"type_k": args.ct, "type_v": args.ct, "policy": args.policy, "share": 0}
     with ExitStack() as stack:
-        path = stack.enter_context(shape_file(args.shape, args.shape_dir)) if args.shape else BUNDLED_MODEL
+        path = stack.enter_context(shape_file(args.shape, args.shape_dir)) if args.shape else args.model
         file = Path(stack.enter_context(TemporaryDirectory(dir=args.folder))) / "turn.kvsnap"
         with KVFlash.from_file(path, **options) as kv:
             prompt = rng.integers(0, kv.model.n_vocab - 8, args.context, dtype=np.int32)
@@ -88,17 +96,20 @@ def main() -> None:
             if where == "disk":
                 uncached(file)
             with KVFlash.from_file(path, **options) as kv:
-                begin = time.perf_counter()
+                before, begin = held(), time.perf_counter()
                 kv.restore(file)
                 restored = time.perf_counter() - begin
                 took, ids = first_token(kv, more, append=True)
-                rows.append((where, restored, restored + took, ids == want))
+                mib = [after - had for after, had in zip(held().values(), before.values(), strict=True)]
+                rows.append((where, restored, restored + took, mib, ids == want))
     print(f"{args.context:,} tokens, pool {args.pool:,}, {args.ct}, {args.policy}; {hardware()}")
     print(f"file {size / 2**20:,.0f} MiB, saved in {saved:.2f} s; a plain read of it takes {plain:.2f} s")
-    print("\n| file in | restore | first token | cold | times as fast | same text |\n|---|---:|---:|---:|---:|---|")
-    for where, restored, took, same in rows:
+    print("\n| file in | restore | first token | cold | times as fast | MiB taken | of files | same text |")
+    print("|---|---:|---:|---:|---:|---:|---:|---|")
+    for where, restored, took, (own, files), same in rows:
         print(
-            f"| {where} | {restored:.3f} s | {took:.3f} s | {cold:.2f} s | {cold / took:.1f} | {'yes' if same else 'no'} |"
+            f"| {where} | {restored:.3f} s | {took:.3f} s | {cold:.2f} s | {cold / took:.1f} | {own:,.0f} | {files:,.0f} |"
+            f" {'yes' if same else 'no'} |"
         )
 
 

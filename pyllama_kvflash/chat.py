@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pyllama_kvflash.errors import UnsupportedError, UsageError
+from pyllama_kvflash.errors import UnsupportedError, UsageError, encoded
 from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, either, json_grammar
 from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
 
@@ -186,7 +186,7 @@ def _called_or_told(engine: ChatEngine, request: dict[str, Any], schema: Any) ->
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
     """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is no UTF-8 text."""
-    check_text(text, "the conversation")
+    encoded(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # none, if the model's prompts do not begin with it
     if len(bos) and str(bos[0]) == model.meta("tokenizer.ggml.eos_token_id") != _id(model, "bos"):
@@ -194,15 +194,6 @@ def tokenize_chat(model: Model, text: str) -> Tokens:
     if len(bos) == 0 or (len(ids) and ids[0] == bos[0]):
         return ids
     return np.concatenate([bos, ids]).astype(np.int32)
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise UsageError for a text without a UTF-8 form: JSON allows half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as err:
-        msg = f"{what} is not Unicode text: half of a surrogate pair at character {err.start}"
-        raise UsageError(msg) from None
 
 
 def _id(model: Model, name: str) -> str | None:

@@ -17,6 +17,8 @@
 Messages are one sentence or two: what is wrong, the value, the fix.
 """
 
+import math
+import re
 from typing import ClassVar
 
 
@@ -78,11 +80,31 @@ class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
     exit_code = 130
 
 
+_LARGE = 10**15  # a float beyond it has no digits to tell
+_LONG = 10**30  # an integer beyond it is not read digit by digit
+
+
+def number(value: float) -> str:
+    """Return a number as people write it: 4,294,967,295, 0.3, 1e-40."""
+    if isinstance(value, float):
+        if not value.is_integer() or abs(value) >= _LARGE:
+            return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:,.12g}")
+        value = int(value)
+    if abs(value) < _LONG:
+        return f"{value:,}"
+    return f"{'-' if value < 0 else ''}10^{math.floor(math.log10(abs(value)))}"
+
+
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
     """Raise UsageError unless low <= value <= high; NaN fails. name: as users spell it. hint: a usual value."""
     if not low <= value <= high:
-        msg = f"{name} is {value}, and must be from {low} to {high}" + (f": {hint}" if hint else "")
-        raise UsageError(msg)
+        raise UsageError(out_of_range(value, low, high, name) + (f": {hint}" if hint else ""))
+
+
+def out_of_range(value: float, low: float, high: float, name: str) -> str:
+    """Return the sentence for a number that is not from low to high."""
+    bound = f"{number(high)} or less" if low == -math.inf else f"from {number(low)} to {number(high)}"
+    return f"{name} is {number(value)}, and must be {bound}"
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
@@ -90,3 +112,15 @@ def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
     if value not in allowed:
         msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)
+
+
+def encoded(text: str, what: str) -> bytes:
+    """Return a text in UTF-8. Raises UsageError if it has none: Python, and JSON, allow half of a surrogate pair.
+
+    what: the text, for the message.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as err:
+        msg = f"{what} is not Unicode text: half of a surrogate pair at character {err.start:,}"
+        raise UsageError(msg) from None

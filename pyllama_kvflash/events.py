@@ -197,7 +197,7 @@ class Done:
     """The end of a run.
 
     reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted".
-    text: text held back until now, to be shown.
+    text: text held back until now, to be shown. Half a character at the end of an answer that can go on is not in it.
     """
 
     reason: str

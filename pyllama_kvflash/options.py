@@ -68,7 +68,7 @@ class Spec:
             raise UsageError(msg)
         check_range(self.n_max, 0, MAX_DRAFT, "n_max (--draft-max)", "0 takes as many as pay, up to 8")
         check_range(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
-        check_range(self.window, 256, 1 << 20, "window (--draft-window)", "2048 is usual")
+        check_range(self.window, 256, 1 << 20, "window (--draft-window)", "2,048 is usual")
         check_range(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
         check_range(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
 
@@ -186,7 +186,7 @@ class Options:
             check_range(
                 self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit"
             )
-        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP} is usual")
+        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP:,} is usual")
 
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
@@ -213,7 +213,7 @@ class Options:
             msg = f"qk_query (--qk-query): {err}"
             raise UsageError(msg) from None
         check_range(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
-        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2048 is usual")
+        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2,048 is usual")
 
     def _check_summary(self) -> None:
         if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):

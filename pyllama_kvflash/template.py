@@ -16,6 +16,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from pyllama_kvflash.errors import number
+
 MAX_TEXT = 64 << 20  # characters of a rendered conversation, and of any text that a template makes on its way
 _MAX_POWER = 4096  # bits of a power that a template computes
 _MAX_WIDTH = 100_000  # any number that a filter or a method is called with: a width, say
@@ -35,7 +37,7 @@ class Clock:
     def step(self) -> None:
         """Go on, if there is time. Raises TimeoutError."""
         if time.monotonic() > self._end:
-            msg = f"it takes more than {self._seconds:g} s"
+            msg = f"it takes more than {number(self._seconds)} s"
             raise TimeoutError(msg)
 
 

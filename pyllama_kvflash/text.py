@@ -7,12 +7,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyllama_kvflash.errors import encoded
+
 
 def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """Return how many leading elements two arrays (n,) and (m,) share: tokens of texts, digests of records."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
+
+
+_MOST_BYTES = 4  # of a character in UTF-8
+
+
+def unfinished(data: bytes) -> bytes:
+    """Return the bytes at the end of a text that begin a character and do not complete it; b"" if there are none."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-_MOST_BYTES:])
+    return decoder.getstate()[0]
 
 
 class TextStream:
@@ -22,6 +34,9 @@ class TextStream:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
+        """Raises UsageError for a stop string that is not Unicode text."""
+        for text in stop:
+            encoded(text, "a stop string")
         self.stop: str | None = None
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stop = [s for s in stop if s]
@@ -45,9 +60,16 @@ class TextStream:
         """Whether a stop string was found."""
         return self.stop is not None
 
-    def flush(self) -> str:
-        """Return the text held back, at the end of the generation. An incomplete UTF-8 sequence becomes U+FFFD."""
-        rest = self._held + self._decode(b"", final=True)
+    def go_on(self, data: bytes) -> None:
+        """Go on after the bytes of a text whose whole characters were shown before this began."""
+        self._decode(unfinished(data))
+
+    def flush(self, *, goes_on: bool = False) -> str:
+        """Return the text held back, at the end of the generation.
+
+        An incomplete UTF-8 sequence becomes U+FFFD. goes_on: leave it out, since the text may go on with the rest of it.
+        """
+        rest = self._held + ("" if goes_on else self._decode(b"", final=True))
         self._held = ""
         return "" if self.stopped else rest
 

@@ -50,15 +50,15 @@ environment = commands.environment
         (("--kvflash", "4G"), ("--kvflash", "'4G'")),
         (("--kvflash", "99999999999999999999"), ("--kvflash",)),
         (("-c", "-1"), ("-c/--ctx-size", "-1")),
-        (("-c", "99999999999999999999"), ("-c/--ctx-size", "99999999999999999999")),
-        (("-c", "5000000000"), ("-c/--ctx-size", "5000000000")),
+        (("-c", "99999999999999999999"), ("-c/--ctx-size", "99,999,999,999,999,999,999")),
+        (("-c", "5000000000"), ("-c/--ctx-size", "5,000,000,000")),
         (("-c", "big"), ("--ctx-size", "'big'")),
         (("-b", "-1"), ("-b/--batch-size", "-1")),
-        (("-b", "99999999999"), ("-b/--batch-size", "99999999999")),
+        (("-b", "99999999999"), ("-b/--batch-size", "99,999,999,999")),
         (("-ub", "0"), ("-ub/--ubatch-size", "0")),
         (("-t", "0"), ("-t/--threads", "0")),
         (("-t", "-3"), ("-t/--threads", "-3")),
-        (("-t", "1000000"), ("-t/--threads", "1000000")),
+        (("-t", "1000000"), ("-t/--threads", "1,000,000")),
         (("-t", "two"), ("--threads", "'two'")),
         (("-n", "-5"), ("-n/--predict", "-5")),
         (("-n", "x"), ("--predict", "'x'")),
@@ -82,8 +82,8 @@ environment = commands.environment
         (("--rpc", "a:1;b:2"), ("--rpc", "'a:1;b:2'", "host:port")),
         (("--rpc", "a:port"), ("--rpc", "'a:port'", "host:port")),
         (("--kvflash-host", "0"), ("--kvflash-host", "is 0")),
-        (("--kvflash-host", "-4G"), ("--kvflash-host", "-4294967296")),
-        (("--kvflash-host", "99999999T"), ("--kvflash-host", "109951161678088372224")),
+        (("--kvflash-host", "-4G"), ("--kvflash-host", "-4,294,967,296")),
+        (("--kvflash-host", "99999999T"), ("--kvflash-host", "109,951,161,678,088,372,224")),
         (("--kvflash-host", "some"), ("--kvflash-host", "'some'", "64GiB", "512M")),
         (("--kvflash-host", ""), ("--kvflash-host", "''", "64GiB")),
         (("--kvflash-host", "64GB"), ("--kvflash-host", "'64GB'", "1,024")),
@@ -92,19 +92,19 @@ environment = commands.environment
         (("--kvflash-auto-cap", "0"), ("--kvflash-auto-cap", "is 0")),
         (("--kvflash-auto-cap", "-1"), ("--kvflash-auto-cap", "-1")),
         (("--kvflash-auto-cap", "auto"), ("--kvflash-auto-cap", "'auto'")),
-        (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2147483648")),
+        (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2,147,483,648")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
         (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, qk-zmax, qk-cos, lru, drafter, crosstok")),
         (("--kvflash-swaps", "0"), ("--kvflash-swaps", "is 0")),
         (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
         (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
-        (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99999999999")),
+        (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99,999,999,999")),
         (("--kvflash-share", "-0.1"), ("--kvflash-share", "-0.1")),
-        (("--kvflash-share", "5"), ("--kvflash-share", "is 5.0")),
+        (("--kvflash-share", "5"), ("--kvflash-share", "is 5, ")),
         (("--kvflash-share", "nan"), ("--kvflash-share", "nan")),
         (("--kvflash-share", "half"), ("--kvflash-share", "'half'")),
         (("--kvflash-again", "-0.1"), ("--kvflash-again", "-0.1")),
-        (("--kvflash-again", "5"), ("--kvflash-again", "is 5.0")),
+        (("--kvflash-again", "5"), ("--kvflash-again", "is 5, ")),
         (("--kvflash-again", "nan"), ("--kvflash-again", "nan")),
         (("--kvflash-again", "once"), ("--kvflash-again", "'once'")),
         (("--kvflash-replay", "-1"), ("--kvflash-replay", "-1")),
@@ -131,10 +131,10 @@ environment = commands.environment
         (("--top-p", "nan"), ("--top-p", "nan")),
         (("--top-p", "2"), ("--top-p", "2")),
         (("--min-p", "-1"), ("--min-p", "-1")),
-        (("--top-k", "99999999999"), ("--top-k", "99999999999")),
+        (("--top-k", "99999999999"), ("--top-k", "99,999,999,999")),
         (("--repeat-penalty", "0"), ("--repeat-penalty", "0")),
-        (("--repeat-last-n", "99999999999"), ("--repeat-last-n", "99999999999")),
-        (("-s", "99999999999"), ("--seed", "99999999999")),
+        (("--repeat-last-n", "99999999999"), ("--repeat-last-n", "99,999,999,999")),
+        (("-s", "99999999999"), ("--seed", "99,999,999,999")),
         (("--json", "--jsonl"), ("--json", "--jsonl")),
         (("--frobnicate",), ("--frobnicate",)),
         (("-m", "another.gguf", "one.gguf"), ("another.gguf", "one.gguf")),
@@ -161,10 +161,10 @@ def test_pool_smaller_than_the_floor_is_raised() -> None:
     for args, n_pool in (((), 768), (("-b", "512"), 1024), (("--pin-prefix", "512"), 1024)):
         res = kvflash("run", "-p", "Hello", "-c", "8K", "--kvflash", "100", "-n", "4", "--temp", "0", "--json", *args)
         check_good(res)
-        assert f"kvflash: warning: a pool of 100 tokens is too small: raised to {n_pool}" in res.err
+        assert f"kvflash: warning: a pool of 100 tokens is too small: raised to {n_pool:,}" in res.err
         found = json.loads(res.out)
         assert found["stats"]["n_pool"] == n_pool
-        assert any(f"raised to {n_pool}" in text for text in found["warnings"])
+        assert any(f"raised to {n_pool:,}" in text for text in found["warnings"])
         assert found["text"]
 
 
@@ -172,7 +172,7 @@ def test_pool_larger_than_the_context_is_not_needed() -> None:
     res = kvflash("run", "-p", "Hello", "-c", "2K", "--kvflash", "8K", "-n", "4", "--temp", "0", "--json")
     check_good(res)
     assert "no pool is needed" in res.err
-    assert "8192" in res.err
+    assert "8,192" in res.err
     assert "2048" in res.err
     assert json.loads(res.out)["stats"]["n_pool"] is None
 
@@ -188,7 +188,7 @@ def test_a_huge_context_costs_nothing_on_a_pool() -> None:
 def test_a_huge_context_with_the_full_cache() -> None:
     # the limit, so that this one is not tried on a machine that has the memory
     args = ("run", "-p", "Hello", "-c", "1000000000", "--kvflash", "off", "-n", "2")
-    check_error(shell('ulimit -v 4000000; exec "$K" "$@"', *args), RUNTIME, "1000000000", "full cache")
+    check_error(shell('ulimit -v 4000000; exec "$K" "$@"', *args), RUNTIME, "1,000,000,000", "full cache")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_huge_context_with_the_full_cache() -> None:
         (("--needles", "0"), ("needles", "0")),
         (("--seed", "-1"), ("seed", "-1")),
         (("--tokens", "1K", "--kvflash", "0"), ("--kvflash", "0")),
-        (("--tokens", "1K", "--kvflash", "4K"), ("4096", "--kvflash")),
+        (("--tokens", "1K", "--kvflash", "4K"), ("4,096", "--kvflash")),
         (("--tokens", "1K", "-t", "0"), ("--threads", "0")),
     ],
 )

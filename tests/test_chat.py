@@ -249,7 +249,7 @@ def test_commands(document: Any, template: str) -> None:
 def test_what_does_not_fit_was_not_said() -> None:
     res = talk("word " * 3000 + "\nhello\n", "-q")
     assert res.exit_code == 0
-    assert "do not fit the context of 2048" in res.stderr
+    assert "do not fit the context of 2,048" in res.stderr
     assert "/clear begins a new conversation" in res.stderr
     assert res.stdout == talk("hello\n", "-q").stdout
 
@@ -263,7 +263,7 @@ def test_the_context_is_full_at_last() -> None:
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "-n/--predict is 0" in talk("", "-n", "0").stderr
+    assert "(-n/--predict) is 0" in talk("", "-n", "0").stderr
     (tmp_path / "bad.jinja").write_text("{% for %}")
     res = talk("hello\n", "--chat-template-file", str(tmp_path / "bad.jinja"))
     assert res.exit_code == 2

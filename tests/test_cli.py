@@ -391,7 +391,7 @@ def test_cap_of_the_automatic_pool() -> None:
     for cap, n_pool in (("2K", 2048), ("5000", 4864)):
         found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--kvflash-auto-cap", cap)
         assert found["stats"]["n_pool"] == n_pool
-        assert found["notes"][0].endswith(f"(--kvflash-auto-cap) and the context of 32768: {n_pool}")
+        assert found["notes"][0].endswith(f"(--kvflash-auto-cap) and the context of 32,768: {n_pool:,}")
     found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--kvflash-auto-cap", "2K", "--kvflash", "3K")
     assert found["stats"]["n_pool"] == 3072, "a number is taken as it is"
 
@@ -503,9 +503,9 @@ def test_memory_to_read_a_prompt(long_file: Path, args: Sequence[str], n_pane: i
     assert len(said) == (n_pane > 0)
     if n_pane:
         layers = "all layers" if n_pane == 6 else f"{n_pane} layers? at a time"
-        assert re.search(rf": {2 * n_pane} MiB for KV of 4096 tokens, {layers}, and \d+ MiB of buffers", said[0]), said[
-            0
-        ]
+        assert re.search(rf": {2 * n_pane} MiB for KV of 4,096 tokens, {layers}, and \d+ MiB of buffers", said[0]), (
+            said[0]
+        )
     assert found["warnings"] == []
 
 
@@ -523,7 +523,7 @@ def test_figures_and_banner_of_how_prompts_are_read(long_file: Path) -> None:
     table = rows(res.stderr)
     assert table["exact pass"] == f"{2 * LAYER_BYTES:,} bytes (4.0 MiB) of KV"
     assert re.fullmatch(r"[\d,]+ bytes \([\d.]+ MiB\)", table["computation"])
-    assert "kvflash: prompts are read exactly: 4 MiB for KV of 4096 tokens, 2 layers at a time, and " in res.stderr
+    assert "kvflash: prompts are read exactly: 4 MiB for KV of 4,096 tokens, 2 layers at a time, and " in res.stderr
     assert "prompts are read" not in res.stdout
     res = good(*args, "--kvflash-prefill", "pool")
     assert rows(res.stderr)["exact pass"] == "none"
@@ -557,7 +557,7 @@ def test_devices_without_room_to_read_exactly(long_file: Path, monkeypatch: pyte
     found = [replace(d, free=3 << 20) for d in devices()]
     monkeypatch.setattr(memory, "devices", lambda: found)
     args = ("run", "-f", str(long_file), *POOLED, "-n", "4", "--temp", "0")
-    error = check_error(invoke(*args), 1, "an exact pass with 2 panes of 4096 tokens takes")
+    error = check_error(invoke(*args), 1, "an exact pass with 2 panes of 4,096 tokens takes")
     assert error.endswith("use a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool")
     pool, auto, one = (
         good(*args, *more)

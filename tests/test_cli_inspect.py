@@ -146,7 +146,7 @@ def test_devices_for_panes() -> None:
     memory.check_memory(found, 2 << 20, "a pane", "something else")  # all that is free on CUDA2
     with pytest.raises(
         NativeError,
-        match=r"^three panes of 2097153 tokens takes 1\.0 GiB on CUDA2, and 1\.0 GiB are free: use a smaller -c$",
+        match=r"^three panes of 2,097,153 tokens takes 1\.0 GiB on CUDA2, and 1\.0 GiB are free: use a smaller -c$",
     ):
         memory.check_memory(found, (2 << 20) + 1, "three panes", "a smaller -c")
     memory.check_memory((), 1 << 30, "nothing", "nothing")
@@ -160,7 +160,7 @@ def test_run_on_several_devices_says_which_is_the_tightest() -> None:
     res = invoke("run", "-p", "Hello", "-n", "1", "-c", "1M", "--kvflash", "off")
     assert res.exit_code == 1
     assert (
-        "the full cache of 1048576 tokens takes 1.5 GiB on CUDA2, and 1.0 GiB are free: use a pool (--kvflash) or a"
+        "the full cache of 1,048,576 tokens takes 1.5 GiB on CUDA2, and 1.0 GiB are free: use a pool (--kvflash) or a"
         " smaller -c" in res.stderr
     )
 

@@ -94,7 +94,7 @@ def test_chunks_that_do_not_exist(opened: Open, chunk: int) -> None:
     kv = opened()
     feed(kv, 2000, 64)
     for call in (kv.page_in, kv.page_out):
-        with pytest.raises(UsageError, match=rf"there is no chunk {chunk}: the sequence has 32 of 64 tokens"):
+        with pytest.raises(UsageError, match=rf"there is no chunk {chunk:,}: the sequence has 32 of 64 tokens"):
             call(chunk)
     check_residency(kv)
 
@@ -144,7 +144,7 @@ def test_too_many_pins_pin_nothing(opened: Open) -> None:
     feed(kv, 3000, 64)
     kv.pin(640, 641)
     before = (kv.pager.ledger.pins.copy(), out(kv))
-    with pytest.raises(PoolError, match=r"pinning 0:2048 .*a pool of \d+ tokens is needed.*1024"):
+    with pytest.raises(PoolError, match=r"pinning 0:2048 .*a pool of [\d,]+ tokens is needed.*1,024"):
         kv.pin(0, 2048)
     assert (kv.pager.ledger.pins, out(kv)) == before
     with pytest.raises(PoolError):

@@ -221,13 +221,13 @@ def test_sliding_window_cannot_go_back_beyond_what_it_holds(opened: Open) -> Non
 def test_context_is_full(opened: Open) -> None:
     kv = opened(n_ctx=1024)
     feed(kv, 1000, 64)
-    with pytest.raises(UsageError, match="25 tokens after the 1000 in the context do not fit the context of 1024"):
+    with pytest.raises(UsageError, match="25 tokens after the 1,000 in the context do not fit the context of 1,024"):
         kv.decode(TOKENS[:25])
     with pytest.raises(UsageError, match="do not fit the context"):
         next(kv.prefill(TOKENS[:100]))
     assert kv.n_tokens == 1000
     kv.decode(TOKENS[:24])
-    with pytest.raises(UsageError, match="after the 1024 in the context do not fit"):
+    with pytest.raises(UsageError, match="after the 1,024 in the context do not fit"):
         kv.decode(TOKENS[:1])
     kv.check_integrity()
 
@@ -269,6 +269,6 @@ def test_prompt_too_long_leaves_the_sequence(opened: Open) -> None:
     list(kv.generate("a b c", max_tokens=1))
     n = kv.n_tokens
     for append in (True, False):
-        with pytest.raises(UsageError, match="do not fit the context of 1024"):
+        with pytest.raises(UsageError, match="do not fit the context of 1,024"):
             list(kv.generate("word " * 1024, append=append))
         assert kv.n_tokens == n

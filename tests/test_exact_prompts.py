@@ -397,7 +397,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WORDS = (
-    r"an exact pass with 1 panes of 4096 tokens takes [\d.]+ GiB on \S+, and [\d.]+ GiB are free: use a smaller -c, a"
+    r"an exact pass with 1 panes of 4,096 tokens takes [\d.]+ GiB on \S+, and [\d.]+ GiB are free: use a smaller -c, a"
     r" smaller cache type \(-ctk, -ctv\), or --kvflash-prefill pool"
 )
 
@@ -433,7 +433,7 @@ def test_context_that_cannot_be_made(opened: Open, monkeypatch: pytest.MonkeyPat
         raise UnsupportedError("this cannot be streamed")
 
     monkeypatch.setattr("pyllama_kvflash.engine.exactly.ExactContext", refused)
-    words = r"no exact pass over 4096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller -c"
+    words = r"no exact pass over 4,096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller -c"
     with pytest.raises(UnsupportedError, match=words):
         opened()
     kv = opened(prefill="auto")

@@ -103,7 +103,7 @@ def test_a_pool_is_redundant_if_the_full_cache_fits_beside_all_experts() -> None
     (note,) = found.notes
     assert note == (
         "experts: all stay on the GPU, and the full cache beside them: 100 MiB other weights and states + 1200 MiB experts"
-        " + 512 MiB KV of 32768 tokens + 512 MiB reserve = 2324 MiB, of 2324 MiB free on CUDA0, so the pool is redundant,"
+        " + 512 MiB KV of 32,768 tokens + 512 MiB reserve = 2324 MiB, of 2324 MiB free on CUDA0, so the pool is redundant,"
         " and turned off (--kvflash N keeps one of N tokens)"
     )
 
@@ -111,7 +111,7 @@ def test_a_pool_is_redundant_if_the_full_cache_fits_beside_all_experts() -> None
 def test_a_pool_that_was_asked_for_by_its_size_stays() -> None:
     found = on(BESIDE_ALL, pool=2048)
     assert (found.n_cpu_moe, found.pool, found.redundant, found.warnings) == (0, 2048, True, ())
-    assert found.notes[0].endswith("so the pool of 2048 tokens is not needed (--kvflash off)")
+    assert found.notes[0].endswith("so the pool of 2,048 tokens is not needed (--kvflash off)")
 
 
 def test_a_pool_that_keeps_experts_on_the_gpu_is_never_turned_off() -> None:
@@ -121,7 +121,7 @@ def test_a_pool_that_keeps_experts_on_the_gpu_is_never_turned_off() -> None:
     arithmetic, kept = found.notes
     assert arithmetic.startswith("experts: all stay on the GPU: ")
     assert kept == (
-        "the pool keeps experts on the GPU: beside the full cache of 32768 tokens those of 1 layer would have to stay on"
+        "the pool keeps experts on the GPU: beside the full cache of 32,768 tokens those of 1 layer would have to stay on"
         " the host instead of none"
     )
     assert on(BESIDE_ALL - 1, pool=2048).pool == 2048
@@ -142,7 +142,7 @@ def test_a_full_cache_that_would_not_fit_at_all() -> None:
     found = on(RESERVE + (100 + 64) * MIB)
     assert found.n_cpu_moe == 4
     assert found.notes[1] == (
-        "the pool keeps experts on the GPU: beside the full cache of 32768 tokens there would be no room even with all of"
+        "the pool keeps experts on the GPU: beside the full cache of 32,768 tokens there would be no room even with all of"
         " them on the host"
     )
 
@@ -296,10 +296,10 @@ def test_auto_says_how_it_came_to_its_number() -> None:
     arithmetic, kept = on(NEED[1]).notes
     assert arithmetic == (
         "experts: those of the first of 4 layers stay on the host (300 MiB): 100 MiB other weights and states + 900 MiB"
-        " experts + 64 MiB KV of 4096 tokens + 512 MiB reserve = 1576 MiB, of 1576 MiB free on CUDA0"
+        " experts + 64 MiB KV of 4,096 tokens + 512 MiB reserve = 1576 MiB, of 1576 MiB free on CUDA0"
     )
     assert kept == (
-        "the pool keeps experts on the GPU: beside the full cache of 32768 tokens those of 3 layers would have to stay on"
+        "the pool keeps experts on the GPU: beside the full cache of 32,768 tokens those of 3 layers would have to stay on"
         " the host instead of 1"
     )
 

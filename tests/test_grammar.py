@@ -300,7 +300,7 @@ def test_a_bias_makes_a_token_certain_or_impossible(kv: KVFlash) -> None:
     assert forced == [77] * 5
     banned = Sampling(**greedy, logit_bias=((int(other), -float("inf")),))
     assert other not in [e.id for e in kv.generate("Once ", max_tokens=20, sampling=banned) if isinstance(e, Token)]
-    with pytest.raises(UsageError, match="logit_bias is for token 4096: ids are 0 to 4095"):
+    with pytest.raises(UsageError, match="logit_bias is for token 4,096: ids are 0 to 4,095"):
         kv.generation([1], sampling=Sampling(logit_bias=((4096, 1.0),)))
 
 
@@ -358,7 +358,7 @@ def test_the_command_takes_a_schema(tmp_path: Path) -> None:
         (("-jf", "/nonexistent"), "the JSON schema file /nonexistent cannot be read"),
         (("-l", "x"), "is no bias"),
         (("-l", "5+inf"), "is no bias"),
-        (("-l", "99999999+1"), "ids are 0 to 4095"),
+        (("-l", "99999999+1"), "ids are 0 to 4,095"),
         (("--presence-penalty", "3"), "presence_penalty (--presence-penalty) is 3"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pyllama_kvflash import errors, events
-from pyllama_kvflash.errors import KVFlashError, UsageError
+from pyllama_kvflash.errors import KVFlashError, UsageError, number
 from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.policy import AGGREGATES, Lru
@@ -113,7 +113,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("flash_attn", "yes", "'yes'"),
     ("flash_attn", True, "True"),
     ("pool", 0, "0"),
-    ("pool", -2048, "-2048"),
+    ("pool", -2048, "-2,048"),
     ("pool", BIG, str(BIG)),
     ("pool", "Auto", "'Auto'"),
     ("pool", "2048", "'2048'"),
@@ -133,6 +133,8 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
     with pytest.raises(UsageError) as err:
         options(**{name: value})
     message = str(err.value)
+    if type(value) in {int, float}:
+        named = number(value)
     assert re.search(rf"(?<![\w-]){re.escape(named)}(?!\w)", message), message
     assert name.removesuffix("s") in message or name in message
     assert "must be" in message or "give" in message

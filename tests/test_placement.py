@@ -206,7 +206,7 @@ def test_auto_turns_off_a_redundant_pool_unless_it_is_a_number(
     assert "the pool is redundant, and turned off" in kv.notes[0]
     forced = opened(MOE, n_cpu_moe="auto", pool=1024)
     assert (forced.n_pool, forced.options.n_cpu_moe) == (1024, 0)
-    assert "the pool of 1024 tokens is not needed" in forced.notes[0]
+    assert "the pool of 1,024 tokens is not needed" in forced.notes[0]
     gpu(size.need(0, 4096) - 1)
     kept = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
     assert (kept.n_pool, kept.options.n_cpu_moe, loads[-1]["on_host"]) == (1024, 0, [])

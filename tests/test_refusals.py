@@ -304,7 +304,7 @@ def test_context_is_not_shifted(opened: Callable[..., KVFlash]) -> None:
     for _ in kv.prefill(TOKENS[:1000]):
         pass
     text = sentence(lambda: list(kv.prefill(TOKENS[:100])), UsageError)
-    assert "do not fit the context of 1024: use a larger n_ctx" in text
+    assert "do not fit the context of 1,024: use a larger n_ctx" in text
     assert kv.n_tokens == 1000
 
 

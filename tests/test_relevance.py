@@ -214,7 +214,7 @@ def test_pins_hold_with_qk(opened: Open) -> None:
 
 def test_too_many_pins_raise_the_pool_or_are_refused(opened: Open) -> None:
     kv = opened(pool=768, n_batch=0, pins=((0, 64 * 12),))
-    assert any("768 tokens is too small: raised to 1280" in text for text in kv.warnings)
+    assert any("768 tokens is too small: raised to 1,280" in text for text in kv.warnings)
     assert kv.n_pool == 1280
     read(kv, 4000)
     feed(kv, 4200)

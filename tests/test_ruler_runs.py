@@ -396,7 +396,7 @@ def test_warnings_are_told_once_for_a_cell(monkeypatch: pytest.MonkeyPatch) -> N
     args = ("--variants", "lru,lru/answer=full", "--tasks", "single_1", "--docs", "2", "--pools", "512")
     stderr = good("ruler", str(BUNDLED_MODEL), *TINY, *args).stderr
     for name in ("lru 1,024/512", "lru/answer=full 1,024/512"):
-        assert stderr.count(f"warning: {name}: a context of 1024 tokens is longer than the 512 the model was") == 1
+        assert stderr.count(f"warning: {name}: a context of 1,024 tokens is longer than the 512 the model was") == 1
         assert stderr.count(f"warning: {name}: a pool of 512 tokens is too small: raised to 768") == 1
 
 

@@ -175,7 +175,7 @@ def test_the_context_ends_an_answer(server: Running) -> None:
     res = server.post({"prompt": [100] * (n + 3), "max_tokens": 50})
     assert res.status_code == 400
     assert res.json()["error"]["code"] == "context_length_exceeded"
-    assert "4097 tokens, and the context 4096" in res.json()["error"]["message"]
+    assert "4,097 tokens, and the context 4,096" in res.json()["error"]["message"]
 
 
 def test_a_model_without_a_template_has_a_plain_one() -> None:
@@ -212,7 +212,21 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "null"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
+        ({"messages": [{"role": "user", "content": "ab\ud800"}]}, "messages",
+         "messages[0].content is not Unicode text: half of a surrogate pair at character 2"),
+        ({**SAYS, "stop": ["a", "\udfff"]}, "stop", "stop[1] is not Unicode text"),
+        ({**SAYS, "grammar": 'root ::= "\ud800"'}, "grammar", "grammar is not Unicode text"),
+        ({**SAYS, "logit_bias": {"\ud83d": 1}}, "logit_bias", "a name in logit_bias is not Unicode text"),
+        ({**SAYS, "tools": [{"type": "function", "function": {"name": "f", "description": "\ud83d!"}}]}, "tools",
+         "tools[0].function.description is not Unicode text: half of a surrogate pair at character 0"),
+        ({**SAYS, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "has 1,025 tokens, and may have 1,024"),
+        ({**SAYS, "seed": 1, "top_k": 2**40}, "top_k", "is 1,099,511,627,776, and must be from -1 to 2,147,483,647"),
+        ({**SAYS, "temperature": 2.0000000000001}, "temperature", "must be from 0 to 2"),
+        ({**SAYS, "max_tokens": 2**31}, "max_tokens", "is 2,147,483,648, and must be 2,147,483,647 or less"),
+        ({**SAYS, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage",
+         "stream_options.include_usage is an integer: give true or false"),
+        ({**SAYS, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "'stream_options.usage'"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": {}}]}, "messages[0].tool_calls", "an object: give an array"),
         ({**SAYS, "temperature": 2.5}, "temperature", "2.5, and must be from 0 to 2"),
         ({**SAYS, "temperature": "1"}, "temperature", "a string: give a number"),
         ({**SAYS, "temperature": True}, "temperature", "true or false: give a number"),
@@ -247,11 +261,11 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({**SAYS, "frequency_penalty": 2.5}, "frequency_penalty", "must be from -2 to 2"),
         ({**SAYS, "presence_penalty": -3}, "presence_penalty", "must be from -2 to 2"),
         ({**SAYS, "logit_bias": []}, "logit_bias", "give an object"),
-        ({**SAYS, "logit_bias": {"a": 1}}, "logit_bias", "'a', which is no token"),
-        ({**SAYS, "logit_bias": {"4096": 1}}, "logit_bias", "ids are 0 to 4095"),
-        ({**SAYS, "logit_bias": {"5": 101}}, "logit_bias", "must be from -100 to 100"),
+        ({**SAYS, "logit_bias": {"a": 1}}, "logit_bias", "'a', which is not a token"),
+        ({**SAYS, "logit_bias": {"4096": 1}}, "logit_bias", "ids are 0 to 4,095"),
+        ({**SAYS, "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 is 101, and must be from -100 to 100"),
         ({**SAYS, "max_token": 5}, "max_token", "there is no field 'max_token'"),
-        ({**SAYS, "\udc80": 5}, "\udc80", "there is no field"),
+        ({**SAYS, "\udc80": 5}, None, "a name in the body is not Unicode text"),
         ({**SAYS, "stream": "yes"}, "stream", "give true or false"),
         ({**SAYS, "stream_options": {}}, "stream_options", "stream: true"),
         ({**SAYS, "stream": True, "stream_options": 1}, "stream_options", "an integer"),
@@ -321,8 +335,8 @@ def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
         ({"prompt": ["a", "b"]}, "one prompt a request"),
         ({"prompt": [1, 2.5]}, "prompt must be"),
         ({"prompt": [True]}, "prompt must be"),
-        ({"prompt": [-1]}, "token -1 is not in the vocabulary"),
-        ({"prompt": [4096000]}, "ids are 0 to 4095"),
+        ({"prompt": [-1]}, "prompt has token -1, which is not in the vocabulary"),
+        ({"prompt": [4096000]}, "prompt has token 4,096,000, which is not in the vocabulary: ids are 0 to 4,095"),
         ({"prompt": "\ud800"}, "surrogate"),
         ({"prompt": "x", "echo": True}, "echo is not supported"),
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
@@ -387,7 +401,7 @@ def test_tokens_there_and_back(server: Running) -> None:
         ("/tokenize", {"content": "a", "add_special": 1}, "add_special must be true or false"),
         ("/detokenize", {}, "tokens must be an array"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens must be an array"),
-        ("/detokenize", {"tokens": [4096]}, "0 to 4095"),
+        ("/detokenize", {"tokens": [4096]}, "0 to 4,095"),
         ("/detokenize", {"tokens": [True]}, "tokens must be an array"),
     ],
 )

@@ -217,8 +217,8 @@ def test_auto_says_how_it_came_to_its_number() -> None:
     tokens, note = auto_pool([DeviceMemory("CPU", RESERVE + (3 << 20), 1536)], 32_768)
     assert tokens == 1024
     assert note == (
-        "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1024 tokens,"
-        " at most 16384 (--kvflash-auto-cap) and the context of 32768: 1024"
+        "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1,024 tokens,"
+        " at most 16,384 (--kvflash-auto-cap) and the context of 32,768: 1,024"
     )
 
 
@@ -278,8 +278,8 @@ def test_the_note_adds_up(memory: list[DeviceMemory], n_ctx: int) -> None:
 
 
 def plain(note: str) -> str:
-    """Without the number of devices."""
-    return re.sub(r", the tightest of \d+ devices", "", note)
+    """Without the number of devices, and what separates thousands."""
+    return re.sub(r", the tightest of \d+ devices", "", note).replace(",", "")
 
 
 def test_a_device_without_kv_does_not_count() -> None:
@@ -313,7 +313,7 @@ def test_below_the_floor_is_raised_with_a_warning(request_: int) -> None:
     assert size.n_pool == FLOOR
     assert size.notes == ()
     (warning,) = size.warnings
-    assert warning.startswith(f"a pool of {request_} tokens is too small: raised to {FLOOR}, ")
+    assert warning.startswith(f"a pool of {request_:,} tokens is too small: raised to {FLOOR:,}, ")
     assert "--batch-size" in warning
 
 
@@ -322,7 +322,7 @@ def test_below_the_floor_is_raised_with_a_warning(request_: int) -> None:
     [(FLOOR - 255, FLOOR), (FLOOR - 1, FLOOR), (FLOOR + 1, FLOOR + 256), (FLOOR + 255, FLOOR + 256)],
 )
 def test_rounded_up_to_256_with_a_note(request_: int, n_pool: int) -> None:
-    note = f"pool rounded up from {request_} to {n_pool} tokens (steps of 256)"
+    note = f"pool rounded up from {request_:,} to {n_pool:,} tokens (steps of 256)"
     assert pool(request_) == PoolSize(n_pool, (note,), ())
 
 
@@ -346,14 +346,14 @@ def test_as_asked_without_a_word(request_: int) -> None:
 def test_pool_that_covers_the_context_is_the_full_cache(request_: int, n_ctx: int, n_pool: int | None) -> None:
     size = pool(request_, n_ctx=n_ctx)
     assert size.n_pool == n_pool
-    covers = [note for note in size.notes if f"covers the context of {n_ctx}: no pool is needed" in note]
+    covers = [note for note in size.notes if f"covers the context of {n_ctx:,}: no pool is needed" in note]
     assert len(covers) == (n_pool is None)
 
 
 def test_floor_that_covers_the_context_is_the_full_cache() -> None:
     size = pool(256, n_ctx=FLOOR)
     assert size.n_pool is None
-    assert f"a pool of {FLOOR} tokens covers the context of {FLOOR}" in size.notes[-1]
+    assert f"a pool of {FLOOR:,} tokens covers the context of {FLOOR:,}" in size.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
     size = pool("auto", free=free)
     assert size.n_pool == FLOOR
     assert len(size.warnings) == 1
-    assert f"raised to {FLOOR}" in size.warnings[0]
+    assert f"raised to {FLOOR:,}" in size.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
 def test_auto_with_another_cap(cap: int, n_pool: int) -> None:
     size = pool("auto", cap=cap)
     assert size.n_pool == n_pool
-    assert f"at most {cap} (--kvflash-auto-cap)" in size.notes[0]
+    assert f"at most {cap:,} (--kvflash-auto-cap)" in size.notes[0]
     assert len(size.notes) == 1
     assert len(size.warnings) == (cap < FLOOR)
 

@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "cache types": ({"type_k": "q8_0", "type_v": "q8_0"}, r"its layers or cache types are others \(-ctk, -ctv\)"),
     "chunk": ({"chunk": 32}, r"its chunks have 64 positions, and 32 here \(--kvflash-chunk\)"),
     "flash attention": ({"flash_attn": "off"}, r"its cache is laid out or rotated otherwise: flags \d, and \d here"),
-    "context": ({"n_ctx": 1536, "pool": 1024}, "it has 2000 positions, and the context 1536: use a larger -c"),
+    "context": ({"n_ctx": 1536, "pool": 1024}, "it has 2,000 positions, and the context 1,536: use a larger -c"),
 }
 
 
@@ -90,7 +90,7 @@ def test_a_snapshot_of_the_same_model_under_another_name(
 
 def test_a_snapshot_of_another_text(opened: Open, saved: Path) -> None:
     kv = opened()
-    with pytest.raises(SnapshotError, match="of its 2000 tokens the first 0 are those of this text"):
+    with pytest.raises(SnapshotError, match="of its 2,000 tokens the first 0 are those of this text"):
         kv.restore(saved, MORE)
     usable_afterwards(kv)
 

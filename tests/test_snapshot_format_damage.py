@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import formats
-from support.formats import assert_holds, in_parts, made, sections, verified
+from support.formats import Record, assert_holds, in_parts, made, sections, verified
 
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.snapshot import file as snapshot_file
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import DIGEST, HEADER, SECTIONS, digest, record_place, write
 
@@ -57,9 +59,8 @@ def test_a_byte_of_a_record(small: Path, chunk: int) -> None:
     for i in range(5):
         if i == chunk:
             with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {i} was changed"):
-                file.check(i, file.record(i))
+                file.record(i)
         else:
-            file.check(i, file.record(i))
             np.testing.assert_array_equal(file.record(i), records[i])
     done = []
     with pytest.raises(SnapshotError):
@@ -93,14 +94,14 @@ def test_cut_off_at_every_border(small: Path) -> None:
     borders = {0, 1, HEADER.itemsize, len(data) - 4096, *(at for pair in sections(small).values() for at in pair)}
     for n in sorted({max(0, at + d) for at in borders for d in (-1, 0, 1)} - {len(data), len(data) + 1}):
         small.write_bytes(data[:n])
-        with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: it has {n} bytes"):
+        with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: it has {n:,} bytes"):
             SnapshotFile(small)
 
 
 def test_more_than_all(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data + b"x")
-    with pytest.raises(SnapshotError, match=f"it has {len(data) + 1} bytes, and had {len(data)}"):
+    with pytest.raises(SnapshotError, match=f"it has {len(data) + 1:,} bytes, and had {len(data):,}"):
         SnapshotFile(small)
 
 
@@ -126,6 +127,86 @@ def test_sections_that_changed_places(small: Path, i: int) -> None:
         SnapshotFile(small)
 
 
+def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int, why: str) -> None:
+    """Of an open file that was changed, the first n_whole records are what they were, and the others are not read."""
+    for i, record in enumerate(records):
+        if i < n_whole:
+            np.testing.assert_array_equal(file.record(i), record)
+        else:
+            place = np.full_like(record, 7)
+            with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {i} was {why}"):
+                file.fill(i, place)
+            assert (place == 7).all(), "nothing of it was given out"
+
+
+@pytest.mark.parametrize("n", range(6))
+def test_an_open_file_that_is_truncated(small: Path, n: int) -> None:
+    """Within the record of chunk n, or of all of it."""
+    _, records = made()
+    start, (pitch, lead) = sections(small)["records"][0], record_place(made()[0].identity)
+    file = SnapshotFile(small)
+    os.truncate(small, start + n * pitch + lead + 100 if n < 5 else 0)
+    assert_read_or_told(file, records, n % 5, "cut off while it was in use")
+
+
+@pytest.mark.parametrize("how", ["zeros", "another snapshot", "grown again"])
+def test_an_open_file_that_is_overwritten_in_place(small: Path, how: str) -> None:
+    _, records = made()
+    file, n = SnapshotFile(small), small.stat().st_size
+    if how == "grown again":
+        os.truncate(small, 0)
+        os.truncate(small, n)
+    else:
+        other = small.with_name("other.kvsnap")
+        write(other, *made(seed=1))
+        with small.open("r+b") as out:
+            out.write(bytes(n) if how == "zeros" else other.read_bytes())
+    assert_read_or_told(file, records, 0, "changed")
+
+
+def test_an_open_source_that_is_truncated(tmp_path: Path) -> None:
+    """Its records are told, those of the other file are read."""
+    last, _, records = in_parts(tmp_path, 3, 5)
+    file, damaged = SnapshotFile(last), list[Path]()
+    file.on_damage = damaged.append
+    (first,) = file.outline.needs
+    os.truncate(first, 1000)
+    for i in (3, 4):
+        np.testing.assert_array_equal(file.record(i), records[i])
+    for i in range(3):
+        with pytest.raises(SnapshotError, match=f"{first} is no whole snapshot: the record of chunk {i} was cut off"):
+            file.record(i)
+    assert set(damaged) == {first}
+    with pytest.raises(SnapshotError, match="some of its records in"):
+        SnapshotFile(last)
+
+
+def test_a_file_that_is_cut_between_its_header_and_its_tables(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is opened."""
+
+    def header(opened: Any) -> Any:
+        res = read_header(opened)
+        os.truncate(small, HEADER.itemsize + 10)
+        return res
+
+    read_header = snapshot_file._Opened._header
+    monkeypatch.setattr(snapshot_file._Opened, "_header", header)
+    with pytest.raises(SnapshotError, match="its section identity was cut off while it was in use"):
+        SnapshotFile(small)
+
+
+def test_a_disk_that_cannot_be_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SnapshotFile(small)
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    for call in (lambda: file.record(0), lambda: SnapshotFile(small)):
+        with pytest.raises(SnapshotError, match=f"{small} cannot be read: Input/output error"):
+            call()
+
+
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/proc/self/status"])
 def test_no_regular_files(path: str) -> None:
     with pytest.raises(SnapshotError, match=path):
@@ -133,7 +214,7 @@ def test_no_regular_files(path: str) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="it is no regular file"):
+    with pytest.raises(SnapshotError, match="it is not a regular file"):
         SnapshotFile(tmp_path)
 
 
@@ -237,7 +318,7 @@ def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]]
         try:
             file = SnapshotFile(last)
             for i in range(len(records)):
-                file.check(i, file.record(i))
+                file.record(i)
         except SnapshotError:
             assert changed != files[path]
             seen += 1

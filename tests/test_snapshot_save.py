@@ -189,7 +189,7 @@ def test_a_capture_is_of_its_moment(opened: Open, snap: Path, change: str, begun
                 held.wait(30)
                 return Capture.write(self, path)
 
-        future = Slow(capture.contents, capture.records, capture.checks, capture.store, capture.holder).begin(snap)
+        future = Slow(capture.contents, capture.full, capture.last, capture.store, capture.holder).begin(snap)
     CHANGES[change](kv)
     kv.check_integrity()
     held.set()

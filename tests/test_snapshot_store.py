@@ -1,16 +1,15 @@
 """The store of records that come from a file."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.formats import Record
 
-from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.errors import HostMemoryError, SnapshotError
 from pyllama_kvflash.pool.host_memory import HostMemory
 from pyllama_kvflash.pool.host_store import HostStore
 
@@ -24,10 +23,15 @@ def put(store: HostStore, *chunks: int) -> None:
         store.put(chunk)[:] = chunk
 
 
-def lent(value: int) -> Record:
-    res = np.full(N, value, np.uint8)
-    res.flags.writeable = False
-    return res
+def lent(value: int, filled: list[int] | None = None) -> Callable[[Record], None]:
+    """Fills a place with a value, and says so in a list."""
+
+    def fill(place: Record) -> None:
+        place[:] = value
+        if filled is not None:
+            filled.append(value)
+
+    return fill
 
 
 @pytest.fixture
@@ -40,25 +44,25 @@ def store() -> Iterator[HostStore]:
     memory.close()
 
 
-def test_a_lent_record_is_checked_once(store: HostStore) -> None:
-    checked: list[Record] = []
-    record = lent(5)
-    store.lend(3, record, b"digest", checked.append)
+def test_a_lent_record_is_read_once(store: HostStore) -> None:
+    """When it is used, into a place that it has from the beginning."""
+    filled: list[int] = []
+    store.lend(3, b"digest", lent(5, filled))
     assert 3 in store
-    assert len(store) == 1
-    assert checked == []
+    assert len(store) == store.memory.n_used == 1
+    assert filled == []
+    first = store.get(3)
     for _ in range(3):
-        assert store.get(3) is record
-    assert len(checked) == 1
-    assert checked[0] is record
-    assert store.memory.n_used == 0
+        assert store.get(3) is first
+    assert (first == 5).all()
+    assert filled == [5]
 
 
 def test_a_lent_record_that_is_wrong_is_never_given(store: HostStore) -> None:
-    def wrong(record: Record) -> None:
+    def wrong(_: Record) -> None:
         raise SnapshotError("it was changed")
 
-    store.lend(0, lent(1), b"digest", wrong)
+    store.lend(0, b"digest", wrong)
     put(store, 1)
     for _ in range(3):
         with pytest.raises(SnapshotError, match="it was changed"):
@@ -71,11 +75,11 @@ def test_a_lent_record_that_is_wrong_is_never_given(store: HostStore) -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> None:
-    """None has it before it is checked; once, if that was begun ahead."""
-    done, n, begun, checking = [], 8, threading.Barrier(8), threading.Event()
+    """None has it before it is there; read once, if that was begun ahead."""
+    done, n, begun, reading = [], 8, threading.Barrier(8), threading.Event()
 
-    def check(record: Record) -> None:
-        checking.set()
+    def fill(_: Record) -> None:
+        reading.set()
         threading.Event().wait(0.05)
         done.append(1)
 
@@ -86,10 +90,10 @@ def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> No
         done_by.append(1)
 
     done_by: list[int] = []
-    store.lend(0, lent(1), b"digest", check)
+    store.lend(0, b"digest", fill)
     if ahead:
-        store.check_ahead()
-        assert checking.wait(30)
+        store.read_ahead()
+        assert reading.wait(30)
     threads = [threading.Thread(target=ask) for _ in range(n)]
     for thread in threads:
         thread.start()
@@ -97,23 +101,53 @@ def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> No
         thread.join()
     assert len(done_by) == n
     assert len(done) == 1 or not ahead
-    n_checked = len(done)
+    n_read = len(done)
     store.get(0)
-    assert len(done) == n_checked
+    assert len(done) == n_read
 
 
-def test_a_lent_place_is_not_used_again(store: HostStore) -> None:
-    record = lent(9)
-    store.lend(0, record, b"digest", lambda _: None)
-    store.lend(1, lent(8), b"digest", lambda _: None)
+def test_the_place_of_a_lent_record_is_its_own(store: HostStore) -> None:
+    store.lend(0, b"digest", lent(9))
+    store.lend(1, b"digest", lent(8))
     store.forget(1)
     assert 1 not in store
-    assert store.get(0) is record
+    assert store.memory.n_used == 1
+    put(store, *range(1, 20))
+    assert (store.get(0) == 9).all()
+    assert store.memory.n_used == 20
     store.forget(0)
     assert store.memory.n_used == 0
-    put(store, *range(20))
-    assert (record == 9).all()
-    assert store.memory.n_used == 20
+
+
+def test_lent_records_count_for_the_limit() -> None:
+    memory = HostMemory(N, limit=3 * N)
+    store = HostStore(memory)
+    for chunk in range(3):
+        store.lend(chunk, b"digest", lent(chunk))
+    with pytest.raises(HostMemoryError, match="4 chunk records take"):
+        store.lend(3, b"digest", lent(3))
+    assert [int(store.get(chunk)[0]) for chunk in range(3)] == [0, 1, 2]
+    store.close()
+    memory.close()
+
+
+def test_a_place_is_not_written_to_once_it_is_another_ones(store: HostStore) -> None:
+    """A thread that reads ahead is waited for before its place is given away."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def fill(place: Record) -> None:
+        reading.set()
+        assert go_on.wait(30)
+        place[:] = 7
+
+    store.lend(0, b"digest", fill)
+    store.read_ahead()
+    assert reading.wait(30)
+    threading.Timer(0.05, go_on.set).start()
+    store.forget(0)
+    put(store, 0)
+    assert go_on.is_set()
+    assert (store.get(0) == 0).all()
 
 
 def test_digests(store: HostStore) -> None:
@@ -125,10 +159,10 @@ def test_digests(store: HostStore) -> None:
         return bytes(record[:1])
 
     def digests() -> list[bytes]:
-        return [store.digest(chunk, store.get(chunk), compute) for chunk in range(3)]
+        return [store.stored(chunk).digested(compute) for chunk in range(3)]
 
     put(store, 0, 1)
-    store.lend(2, lent(7), b"known", lambda _: None)
+    store.lend(2, b"known", lent(7))
     for _ in range(2):
         assert digests() == [b"\0", b"\1", b"known"]
     assert computed == [0, 1]
@@ -143,13 +177,11 @@ def test_the_digest_of_a_record_that_was_forgotten(store: HostStore) -> None:
     """Is that of the record, not of what has its number now."""
     put(store, 3)
     holder = store.hold()
-    old = store.get(3)
+    old = store.stored(3)
     store.forget(0)
     store.put(3)[:] = 99
-    for record, first in ((old, b"\3"), (store.get(3), b"c"), (old, b"\3")):
-        assert store.digest(3, record, lambda r: bytes(r[:1])) == first
-    store.forget(0)
-    assert store.digest(3, old, lambda r: bytes(r[:1])) == b"\3"
+    for stored, first in ((old, b"\3"), (store.stored(3), b"c"), (old, b"\3")):
+        assert stored.digested(lambda r: bytes(r[:1])) == first
     store.release(holder)
 
 
@@ -166,9 +198,9 @@ def test_a_record_that_is_forgotten_while_its_digest_is_computed(store: HostStor
             store.put(3)[:] = 99
         return res
 
-    assert store.digest(3, store.get(3), compute) == b"\3"
+    assert store.stored(3).digested(compute) == b"\3"
     store.put(3)[:] = 99
-    assert store.digest(3, store.get(3), lambda r: bytes(r[:1])) == b"c"
+    assert store.stored(3).digested(lambda r: bytes(r[:1])) == b"c"
     store.release(holder)
 
 
@@ -213,21 +245,24 @@ def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
     assert store.memory.n_used == 0
 
 
-def test_a_lent_record_is_left_where_it_is_when_held(store: HostStore) -> None:
-    record = lent(3)
-    store.lend(0, record, b"digest", lambda _: None)
-    holder = store.hold()
+def test_a_lent_record_stays_while_it_is_held(store: HostStore) -> None:
+    """Also one that is read only then."""
+    store.lend(0, b"digest", lent(3))
+    holder, stored = store.hold(), store.stored(0)
     store.forget(0)
-    store.release(holder)
-    assert store.memory.n_used == 0
     put(store, 0)
-    assert (record == 3).all()
+    stored.see()
+    assert (stored.record == 3).all()
+    assert (store.get(0) == 0).all()
+    store.release(holder)
+    store.memory.reserve(0)
+    assert store.memory.n_used == 1
 
 
 def test_a_store_that_is_closed_lets_go_of_what_was_lent() -> None:
     memory = HostMemory(N)
     store = HostStore(memory)
-    store.lend(0, lent(1), b"digest", lambda _: None)
+    store.lend(0, b"digest", lent(1))
     store.close()
     assert len(store) == 0
     assert 0 not in store

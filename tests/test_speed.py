@@ -404,5 +404,5 @@ def test_memory_that_runs_out_on_the_way_keeps_what_was_measured(
 
 def test_a_pool_that_is_raised_to_the_context_is_refused(shape_path: Callable[[str], Path]) -> None:
     speed = make_speed(contexts=(300, 600), common={**ENGINE, "n_batch": 512})
-    with pytest.raises(UsageError, match="lru 512 is no pool: a pool of 1024 tokens covers the context of 744"):
+    with pytest.raises(UsageError, match="lru 512 is no pool: a pool of 1,024 tokens covers the context of 744"):
         speed_bench.measure(speed, speed.caches()[1], shape_path("tiny"), ignore)

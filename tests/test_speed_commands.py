@@ -273,7 +273,7 @@ def test_what_is_no_model_is_one_sentence(command: str, args: tuple[str, ...], s
 @pytest.mark.parametrize(
     ("command", "args", "says"),
     [
-        ("speed", ("--pools", "1K"), "a pool of 1024 tokens covers the longest context of 1024"),
+        ("speed", ("--pools", "1K"), "a pool of 1,024 tokens covers the longest context of 1,024"),
         ("speed", ("--contexts", "1000,1K"), "contexts 1000 and 1024 are too close: 24 steps (--steps)"),
         ("speed", ("--contexts", "many"), "'many' is no number of tokens"),
         ("speed", ("--pools", "0"), "'0' has a number below 1"),

@@ -393,7 +393,7 @@ def test_a_message_that_is_too_long(server: Running, monkeypatch: pytest.MonkeyP
     res = server.post({**CHAT, "messages": text}, "/v1/chat/completions")
     assert res.status_code == 400
     assert res.json()["error"]["code"] == "context_length_exceeded"
-    assert "more than 4096 tokens" in res.json()["error"]["message"]
+    assert "more than 4,096 tokens" in res.json()["error"]["message"]
     assert 5 < len(tokenized) < 15
     assert max(tokenized) == 2048
     chat(server, messages=[{"role": "user", "content": "word " * (3900 * 6000 // n)}], max_tokens=1)

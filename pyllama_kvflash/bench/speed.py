@@ -105,7 +105,7 @@ class Speed:
         for pool in self.pools:
             if pool >= self.contexts[-1] and not all(v.full for v in self.variants):
                 msg = (
-                    f"a pool of {pool} tokens covers the longest context of {self.contexts[-1]}: give longer --contexts,"
+                    f"a pool of {pool:,} tokens covers the longest context of {self.contexts[-1]:,}: give longer --contexts,"
                     " or smaller --pools"
                 )
                 raise UsageError(msg)

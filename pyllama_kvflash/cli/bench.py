@@ -220,7 +220,7 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
     model, folder, common, variants, reporter = _common("kld", options)
     contexts = options["contexts"]
     if n_score >= min(contexts):
-        msg = f"--score is {n_score}, and must be less than the shortest context of {min(contexts)}"
+        msg = f"--score is {n_score:,}, and must be less than the shortest context of {min(contexts):,}"
         raise UsageError(msg)
     text = _text(text_file)
     sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common)

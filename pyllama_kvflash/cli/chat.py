@@ -1,5 +1,6 @@
 """`kvflash chat`: a conversation in a terminal."""
 
+import io
 import select
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_tab
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
+from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
@@ -87,9 +89,7 @@ def chat(
     check_extra("kvflash chat", ("jinja2",))
     from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
 
-    if n_predict == 0 or n_predict < -1:
-        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
-        raise UsageError(msg)
+    check_max_tokens(n_predict, least=1)
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
@@ -206,6 +206,8 @@ class Talk:
 
 def messages(reporter: Reporter) -> Iterator[str]:
     """Yield what a person types, or the lines of a file: messages and commands, without empty ones."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # whatever the locale: what is not text fails as a message
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         with suppress(ImportError):

@@ -88,7 +88,7 @@ def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
     except ValueError as err:
         raise UsageError(str(err)) from None
     if kv.n_pool is None:
-        msg = f"a pool of {kv.options.pool} tokens covers the text of {tokens}: take a smaller --kvflash, or more --tokens"
+        msg = f"a pool of {kv.options.pool:,} tokens covers the text of {tokens:,}: take a smaller --kvflash, or more --tokens"
         raise UsageError(msg)
     return prompt
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
@@ -193,7 +194,7 @@ def banner(kv: KVFlash) -> list[str]:
     elif kv.decoder.opens_losslessly:
         notes.append(f"the first {o.opening} tokens of an answer are lossless")
     if o.min_agreement and not o.exact:
-        notes.append(f"lossless as soon as fewer than {100 * o.min_agreement:g} % of tokens are the full cache's")
+        notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
         f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"

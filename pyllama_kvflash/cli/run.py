@@ -19,6 +19,7 @@ from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_tab
 from pyllama_kvflash.cli.roles import Command, Prints, Reads, reads, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
+from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
@@ -65,7 +66,7 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
     default=256,
     show_default=True,
     envvar=params.env("N_PREDICT"),
-    help="Most tokens to predict, -1: until the context is full.",
+    help="Most tokens to predict, -1: until the context is full, 0: only read the prompt.",
 )
 @click.option(
     "-r",
@@ -124,9 +125,7 @@ def run(
     if as_json and as_jsonl:
         msg = "--json and --jsonl exclude each other"
         raise UsageError(msg)
-    if n_predict < -1:
-        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
-        raise UsageError(msg)
+    check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
     options = params.resolve(options)

@@ -14,6 +14,7 @@ from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
+from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
@@ -130,9 +131,7 @@ def serve(
 
     logging.basicConfig(format="kvflash: %(levelname)s: %(message)s", level=logging.WARNING)
     sampling = params.sampling(options, None)
-    if n_predict == 0 or n_predict < -1:
-        msg = f"-n/--predict is {n_predict}: give a number of tokens, or -1 for as many as fit"
-        raise UsageError(msg)
+    check_max_tokens(n_predict, least=1)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pyllama_kvflash.convert.config import Config
-from pyllama_kvflash.errors import ModelError, UnsupportedError
+from pyllama_kvflash.errors import ModelError, UnsupportedError, number
 
 _PARAMETERS = ("rope_parameters", "rope_scaling")  # in transformers 5, and before
 _WHERE = (
@@ -50,7 +50,7 @@ def rope_sections(config: Config, head_dim: int, *, mrope: bool) -> Keys:
 def _check_one_rope(config: Config, theta: float) -> None:
     local = config.maybe_number(*(f"{p}.sliding_attention.rope_theta" for p in _PARAMETERS))
     if local is not None and local != theta:
-        msg = f"{config.path}: sliding_attention has rope_theta = {local:g}, full_attention {theta:g}"
+        msg = f"{config.path}: sliding_attention has rope_theta = {number(local)}, full_attention {number(theta)}"
         raise UnsupportedError(f"{msg}, and a DFlash drafter has one for both in llama.cpp")
 
 

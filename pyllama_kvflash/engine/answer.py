@@ -2,9 +2,20 @@
 
 from collections.abc import Collection, Sequence
 
+from pyllama_kvflash.errors import check_range
 from pyllama_kvflash.events import Probs, Token
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.text import TextStream
+
+MAX_ANSWER = 2**31 - 1  # tokens
+_TAIL = 8  # tokens that have a character's bytes: of four, and special ones among them
+
+
+def check_max_tokens(max_tokens: int, least: int = 0) -> None:
+    """Raise UsageError unless max_tokens is a number of tokens from `least` on, or -1."""
+    if max_tokens != -1:
+        name = "max_tokens (-n/--predict)"
+        check_range(max_tokens, least, MAX_ANSWER, name, "-1 goes on until the context is full")
 
 
 class Answer:
@@ -17,9 +28,12 @@ class Answer:
     def __init__(
         self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str], preserved: Collection[int] = ()
     ) -> None:
-        """max_tokens: the most tokens of the answer; -1 for no limit. n_ctx: positions of the context. preserved: special
-        tokens that are text of the answer.
+        """max_tokens: the most tokens of the answer; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
+        preserved: special tokens that are text of the answer.
+
+        Raises UsageError.
         """
+        check_max_tokens(max_tokens)
         self.n_tokens = 0
         self.token: int | None = None
         self.reason: str | None = "length" if max_tokens == 0 else None
@@ -63,6 +77,15 @@ class Answer:
         """The stop string that ended it; None: none did."""
         return self._text.stop
 
+    def go_on(self, tokens: Tokens, token: int) -> None:
+        """Go on with an answer that was broken off after `token`, which comes after `tokens` (n,) int32.
+
+        A character that it ended in the middle of is shown once it is complete.
+        """
+        self.token = token
+        before = [*tokens[-_TAIL:].tolist(), token]
+        self._text.go_on(b"".join(self._model.piece(t, special=t in self._preserved) for t in before))
+
     def flush(self) -> str:
-        """Return the text held back until now."""
-        return self._text.flush()
+        """Return the text held back until now, without half a character if the answer can go on."""
+        return self._text.flush(goes_on=self.reason not in {"eos", "stop"})

@@ -85,9 +85,9 @@ class Decoder:
     def check_fits(self, n: int, at: int) -> None:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
         if at + n > self._options.n_ctx:
-            after = f" after the {at} in the context" if at else ""
+            after = f" after the {at:,} in the context" if at else ""
             msg = (
-                f"{n} tokens{after} do not fit the context of {self._options.n_ctx}: use a larger n_ctx"
+                f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: use a larger n_ctx"
                 " (-c/--ctx-size) or a shorter prompt"
             )
             raise UsageError(msg)

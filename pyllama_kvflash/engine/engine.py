@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import native
+from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.guard import Claim, Guard, guarded
@@ -102,15 +103,18 @@ class KVFlash:
         stop: Sequence[str] = (),
         append: bool = False,
     ) -> Iterator[Event]:
-        """Read a prompt and produce up to max_tokens tokens (-1: until the context is full). Yields typed events.
+        """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
         context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
-        goes on as if it had not been broken off. stop: strings that end the text and are not shown. It begins, and takes
-        the sequence, when its first event is asked for.
+        goes on as if it had not been broken off: a character that it ended in the middle of comes with the text that goes on.
+        stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
+        for.
 
-        Raises UsageError (the prompt is empty or too long), InUseError, PoolError, HostMemoryError and NativeError.
+        Raises UsageError (the prompt is empty, too long or not Unicode text; max_tokens, stop), InUseError, PoolError,
+        HostMemoryError and NativeError.
         """
+        check_max_tokens(max_tokens)
         sampling = sampling or Sampling()
         run = self.guard.run(self._begin, prompt, append=append, max_tokens=max_tokens, sampling=sampling, stop=stop)
         yield from run.rest()

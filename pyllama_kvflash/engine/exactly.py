@@ -39,8 +39,8 @@ def open_exact(
     panes, compute = ctx.kv_bytes().attn / 2**20, ctx.compute_bytes() / 2**20
     streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layer{'s' * (n_pane > 1)} at a time"
     note = (
-        f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx} tokens, {streamed}, and {compute:.0f} MiB of"
-        f" buffers for batches of {ctx.n_ubatch}"
+        f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx:,} tokens, {streamed}, and {compute:.0f} MiB of"
+        f" buffers for batches of {ctx.n_ubatch:,}"
     )
     return ExactReader(ctx), (note,), ()
 
@@ -104,5 +104,5 @@ def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:
     try:
         return ExactContext(model, panes, **shape)
     except (NativeError, UnsupportedError) as err:
-        msg = f"no exact pass over {options.n_ctx} tokens in batches of {shape['n_ubatch']} can be made: {err}; use {_WAY_OUT}"
+        msg = f"no exact pass over {options.n_ctx:,} tokens in batches of {shape['n_ubatch']:,} can be made: {err}; use {_WAY_OUT}"
         raise type(err)(msg) from None

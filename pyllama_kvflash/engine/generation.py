@@ -12,7 +12,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder, decode_each
 from pyllama_kvflash.engine.lossless import Lossless
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError, number
 from pyllama_kvflash.events import DraftStats, Event, Prefill, Probs, Token, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.pool.step import Accept
@@ -62,8 +62,8 @@ class Generation:
         if len(prompt):
             self.read_on()
             return
-        if not self._due:
-            self.answer.token = sequence.pending
+        if sequence.pending is not None and not self._due:
+            self.answer.go_on(sequence.tokens, sequence.pending)
             if sequence.selector is not None:
                 sequence.selector.rest()  # the pause before it is no decode time
         self._begin_answer()
@@ -363,7 +363,7 @@ class Generation:
             found,
             Warn(
                 f"{100 * agreement:.0f} % of the last tokens compared are the full cache's, less than the"
-                f" {100 * options.min_agreement:g} % of min_agreement (--kvflash-min-agreement): the answer is read"
+                f" {number(100 * options.min_agreement)} % of min_agreement (--kvflash-min-agreement): the answer is read"
                 " again, and decoding is lossless from here on"
             ),
         ]

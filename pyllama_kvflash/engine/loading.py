@@ -205,7 +205,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
 def _trained(model: Model, options: Options) -> tuple[str, ...]:
     if options.n_ctx <= model.n_ctx_train:
         return ()
-    trained = f"a context of {options.n_ctx} tokens is longer than the {model.n_ctx_train} the model was trained on"
+    trained = f"a context of {options.n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
     return (f"{trained}: text beyond that may come out wrong",)
 
 
@@ -269,9 +269,9 @@ def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams 
             pool=pool,
         )
     except KVFlashError as err:
-        kind = f"a pool of {pool.n_pool} tokens" if pool else "the full cache"
+        kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
         types = f"cache types {options.type_k}/{options.type_v}"
-        msg = f"no context of {options.n_ctx} tokens with {kind} and {types} can be made: {err}"
+        msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {err}"
         raise type(err)(msg) from None
 
 

@@ -37,5 +37,5 @@ def check_memory(memory: Sequence[DeviceMemory], n_ctx: int, what: str, way_out:
     for device in memory:
         if device.token_bytes * n_ctx > device.free:
             need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
-            msg = f"{what} of {n_ctx} tokens takes {need} on {device.name}, and {have} are free: use {way_out}"
+            msg = f"{what} of {n_ctx:,} tokens takes {need} on {device.name}, and {have} are free: use {way_out}"
             raise NativeError(msg)

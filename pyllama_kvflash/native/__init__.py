@@ -19,7 +19,7 @@ from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, eit
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Sampler, Sampling, json_grammar
+from pyllama_kvflash.native.sampler import MAX_BIASES, Sampler, Sampling, json_grammar
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.stacks import n_running
 from pyllama_kvflash.native.summary import Keys, Summaries
@@ -28,6 +28,7 @@ __all__ = [
     "ALL",
     "CACHE_TYPES",
     "LAST",
+    "MAX_BIASES",
     "NONE",
     "TEMPLATE_SECONDS",
     "CallDelta",

@@ -154,11 +154,7 @@ def _given(call: Callable[[Any], int]) -> Any:
 
 def _bytes(text: str, what: str) -> bytes:
     """Return a text in UTF-8. Raises UsageError if it has none, or a zero byte, which ends it for C."""
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        msg = f"{what} is not Unicode text"
-        raise errors.UsageError(msg) from None
+    data = errors.encoded(text, what)
     if b"\0" in data:
         msg = f"{what} has a zero byte"
         raise errors.UsageError(msg)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.errors import NativeError, encoded
 from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 
@@ -55,7 +55,7 @@ def add_rpc(endpoint: str) -> None:
     if endpoint in _servers:
         return
     try:
-        check(lib.kvf_add_rpc(endpoint.encode()))
+        check(lib.kvf_add_rpc(encoded(endpoint, "rpc (--rpc)")))
     except NativeError:
         msg = f"the RPC server {endpoint} (--rpc) does not answer: start llama.cpp's rpc-server there, or leave it out"
         raise NativeError(msg) from None

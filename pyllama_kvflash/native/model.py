@@ -194,10 +194,10 @@ class Model:
         add_special: add BOS and EOS as the model's metadata asks for.
         parse_special: read special tokens such as `<|im_start|>` in the text. Leave it off for untrusted text.
 
-        Raises UnsupportedError if the model has no tokenizer.
+        Raises UnsupportedError if the model has no tokenizer, and UsageError if the text is not Unicode.
         """
         self._check_tokenizer()
-        data = text.encode() if isinstance(text, str) else text
+        data = errors.encoded(text, "the text") if isinstance(text, str) else text
         ids = np.empty(len(data) + 8, np.int32)  # every token is at least one byte, except special ones
         n = self._tokenize(data, ids, add_special, parse_special)
         if n < 0:
@@ -234,5 +234,5 @@ class Model:
     def _check_token(self, token: int) -> None:
         self._check_tokenizer()
         if not 0 <= token < self.n_vocab:
-            msg = f"token {token} is not in the vocabulary: ids are 0 to {self.n_vocab - 1}"
+            msg = f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}"
             raise errors.UsageError(msg)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
@@ -14,15 +15,23 @@ from pyllama_kvflash.native.grammar import Follower, Grammar
 from pyllama_kvflash.native.lib import check, ffi, last_error, lib
 from pyllama_kvflash.native.model import Model
 
+MAX_BIASES = 1024  # tokens of a logit_bias
+MAX_PROBS = 1024  # likely tokens that are told with each token of an answer
+
+_COLD = 2.0**-30
+"""A temperature below it is greedy. Logits are float32: those of 1 or more that differ do so by 2^-23 or more, and that
+divided by this is 128, where exp(-128) is 0 in float32: a draw takes the most likely token, too. Divided by far less, logits
+are infinite, their differences no numbers, and any token is drawn."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
-    temperature 0 or below: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
+    temperature 0 or below, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
     logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
     (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
-    how likely the n most likely ones; None: do not look.
+    how likely the n most likely ones, 1,024 at most; None: do not look. logit_bias has 1,024 tokens at most.
 
     Raises UsageError for a value out of range.
     """
@@ -50,10 +59,16 @@ class Sampling:
         errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n (--repeat-last-n)")
         errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty (--frequency-penalty)")
         errors.check_range(self.presence_penalty, -2, 2, "presence_penalty (--presence-penalty)")
+        if len(self.logit_bias) > MAX_BIASES:
+            msg = (
+                f"logit_bias (--logit-bias) has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}, since each is"
+                " looked at for every token of the answer: use a grammar for more"
+            )
+            raise errors.UsageError(msg)
         for _, bias in self.logit_bias:
             errors.check_range(bias, -math.inf, 1e3, "logit_bias (--logit-bias)")
         if self.n_probs is not None:
-            errors.check_range(self.n_probs, 0, 2**31 - 1, "n_probs")
+            errors.check_range(self.n_probs, 0, MAX_PROBS, "n_probs", "each token of the answer is told with so many")
         if self.seed is not None:
             errors.check_range(self.seed, 0, 2**32 - 2, "seed (-s/--seed)")
 
@@ -65,7 +80,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature <= 0
+        return self.temperature < _COLD
 
 
 _USUAL_GRAMMAR = 1 << 16  # bytes: a larger one is made twice
@@ -134,13 +149,29 @@ class Sampler:
         """
         if self._n_probs is None:
             return None
-        logits = ctx.logits(i).astype(np.float64)
-        logits -= logits.max()
-        logits -= np.log(np.exp(logits).sum())
-        n = min(self._n_probs, len(logits))
-        best = np.argpartition(-logits, n - 1)[:n] if n else np.array([], int)
-        best = best[np.argsort(-logits[best], kind="stable")]
-        return float(logits[token]), tuple((int(t), float(logits[t])) for t in best)
+        logits = ctx.logits(i)
+        top = logits.max()
+        total = math.log(np.exp(logits - top).sum(dtype=np.float64)) + float(top)
+        best = most(logits, self._n_probs)
+        return float(logits[token]) - total, tuple((int(t), float(logits[t]) - total) for t in best)
+
+
+_BLOCK = 64
+
+
+def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
+    """Return where the n largest of values (m,) are, the largest first; all of them if they are fewer.
+
+    Sorts little: the n-th largest of the maxima of blocks leaves a few candidates.
+    """
+    n, n_blocks = min(n, len(values)), len(values) // _BLOCK
+    if n == 0:
+        return np.empty(0, np.intp)
+    among = values if n > n_blocks else values[: n_blocks * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
+    least = np.partition(among, len(among) - n)[len(among) - n]
+    found = np.flatnonzero(values >= least)
+    res: npt.NDArray[np.intp] = found[np.argsort(-values[found], kind="stable")[:n]]
+    return res
 
 
 def json_grammar(schema: str) -> str:
@@ -186,7 +217,7 @@ def _patterns(schema: str) -> set[str]:
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:
     for token, _ in biases:
         if not 0 <= token < model.n_vocab:
-            msg = f"logit_bias is for token {token}: ids are 0 to {model.n_vocab - 1}"
+            msg = f"logit_bias is for token {token:,}: ids are 0 to {model.n_vocab - 1:,}"
             raise errors.UsageError(msg)
     return model.n_vocab, len(biases), ffi.new("struct llama_logit_bias[]", list(biases))
 

@@ -43,7 +43,7 @@ class Holding:
         res = {
             "other weights and states": self.fixed,
             "experts": sum(self.experts[n_host:]),
-            f"KV of {tokens} tokens": tokens * self.token_bytes,
+            f"KV of {tokens:,} tokens": tokens * self.token_bytes,
             "computation": self.compute + tokens * self.token_compute,
             "drafter": self.drafter,
             "a copy for prompts": self.copy if n_host else 0,
@@ -117,7 +117,7 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
         if pool == "auto":
             text = f"{beside} the pool is redundant, and turned off (--kvflash N keeps one of N tokens)"
             return Placement(0, "off", redundant=True, notes=(text,))
-        text = f"{beside} the pool of {pool} tokens is not needed (--kvflash off)"
+        text = f"{beside} the pool of {pool:,} tokens is not needed (--kvflash off)"
         return Placement(0, pool, redundant=True, notes=(text,))
     tokens, least = (min(full, max(floor, cells)) for cells in _cells(pool, full, cap))
     n = _fewest(gpus, n_layer, tokens)
@@ -173,7 +173,7 @@ def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
 
 
 def _kept(n: int, n_full: int | None, full: int) -> str:
-    beside = f"the pool keeps experts on the GPU: beside the full cache of {full} tokens"
+    beside = f"the pool keeps experts on the GPU: beside the full cache of {full:,} tokens"
     if n_full is None:
         return f"{beside} there would be no room even with all of them on the host"
     layers = f"{n_full} layer{'s' if n_full > 1 else ''}"

@@ -126,8 +126,8 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
     note = (
         f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"
-        f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens} tokens, at most {cap} (--kvflash-auto-cap) and the"
-        f" context of {n_ctx}: {tokens}"
+        f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (--kvflash-auto-cap) and the"
+        f" context of {n_ctx:,}: {tokens:,}"
     )
     return tokens, note
 
@@ -160,17 +160,17 @@ def resolve_pool(
     if n_pool < floor < n_ctx:
         which = "the automatic pool of" if request == "auto" else "a pool of"
         warnings.append(
-            f"{which} {wanted} tokens is too small: raised to {floor}, which holds the sinks, the tail, the pins,"
+            f"{which} {wanted:,} tokens is too small: raised to {floor:,}, which holds the sinks, the tail, the pins,"
             f" one batch and {SPARE_BLOCKS} more chunks (a smaller -b/--batch-size lowers this)"
         )
     elif floor <= n_pool != wanted:
-        notes.append(f"pool rounded up from {wanted} to {n_pool} tokens (steps of {CELLS})")
+        notes.append(f"pool rounded up from {wanted:,} to {n_pool:,} tokens (steps of {CELLS})")
     n_pool = max(n_pool, floor)
     if n_pool >= n_ctx and keep:
         n_pool = min(n_pool, max(_round_up(n_ctx), floor))
     elif n_pool >= n_ctx:
         notes.append(
-            f"a pool of {n_pool} tokens covers the context of {n_ctx}: no pool is needed, using the full cache"
+            f"a pool of {n_pool:,} tokens covers the context of {n_ctx:,}: no pool is needed, using the full cache"
         )
         return PoolSize(None, tuple(notes), tuple(warnings))
     return PoolSize(n_pool, tuple(notes), tuple(warnings))

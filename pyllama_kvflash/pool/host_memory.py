@@ -162,7 +162,7 @@ class HostMemory:
         need = (self.n_used + n) * self.record_bytes
         if self._limit is not None and need > self._limit and not self._spill:
             msg = (
-                f"{self.n_used + n} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
+                f"{self.n_used + n:,} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
                 " allowed: raise host_limit (--kvflash-host), have the rest in a file (--kvflash-disk), use a shorter context"
                 " or a smaller cache type (-ctk, -ctv)"
             )

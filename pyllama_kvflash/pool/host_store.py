@@ -7,30 +7,36 @@ from dataclasses import dataclass
 
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
-Check = Callable[[Record], None]
+Fill = Callable[[Record], None]
+"""Puts a record into its place, whole and checked, or raises and leaves the place as it was. For any thread."""
 
-_CHECKERS = 8  # threads that check lent records; each hashes 1 GB/s
+_READERS = 8  # threads that read records from a file; each hashes 1 GB/s
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A record, with its digest once it is known.
+class Stored:
+    """A record at its place (record_bytes,) uint8, with its digest once it is known.
 
-    check: verifies a lent record that was not checked yet; None: none is needed.
-    ahead: that check, if it was begun in a thread.
-    lent: somebody else owns the record.
+    fill: puts it there, if that was not done yet; None: it is there.
+    ahead: the same, if it was begun in a thread.
     """
 
     record: Record
-    check: Check | None = None
+    fill: Fill | None = None
     digest: bytes | None = None
     ahead: Future[None] | None = None
-    lent: bool = False
 
     def see(self) -> None:
-        if self.check is not None:
-            self.check(self.record)
-            self.check = None
+        """Make sure that the record is at its place. Raises what `fill` raises. For any thread."""
+        if (fill := self.fill) is not None:
+            fill(self.record)
+            self.fill = None
+
+    def digested(self, compute: Callable[[Record], bytes]) -> bytes:
+        """Return the digest of the record, computed once. For any thread."""
+        if self.digest is None:
+            self.digest = compute(self.record)
+        return self.digest
 
 
 class HostStore:
@@ -42,7 +48,7 @@ class HostStore:
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Stored] = {}
         self._ahead: ThreadPoolExecutor | None = None
         self._holders: list[object] = []
 
@@ -50,7 +56,7 @@ class HostStore:
 
     def close(self) -> None:
         """Let go of the records, so that HostMemory.close() frees them."""
-        self._stop_checking()
+        self._stop_reading()
         self._entries.clear()
 
     def __len__(self) -> int:
@@ -72,65 +78,50 @@ class HostStore:
     def put(self, chunk: int) -> Record:
         """Return the place (record_bytes,) uint8 of a chunk's record, new or the one it has, for the caller to fill."""
         if chunk not in self._entries:
-            self._entries[chunk] = _Entry(self.memory.take())
+            self._entries[chunk] = Stored(self.memory.take())
         return self._entries[chunk].record
 
-    def lend(self, chunk: int, record: Record, digest: bytes, check: Check) -> None:
-        """Take a record that somebody else owns, perhaps in a mapped file, and keeps unchanged until forget().
+    def lend(self, chunk: int, digest: bytes, fill: Fill) -> None:
+        """Take a place for a record that is elsewhere, such as in a file. It is filled when the record is first used.
 
-        digest: of the record. check: called with the record before its first use; it raises if the record is damaged.
+        digest: of the record. Raises HostMemoryError as HostMemory.take().
         """
-        self._entries[chunk] = _Entry(record, check, digest, lent=True)
+        self._entries[chunk] = Stored(self.memory.take(), fill, digest)
 
     def get(self, chunk: int) -> Record:
-        """Return the record of a chunk in the store. Raises what the check of a lent one raises. For any thread."""
+        """Return the record of a chunk in the store. Raises what filling a lent one raises. For any thread."""
         entry = self._entries[chunk]
-        if entry.check is not None:
+        if entry.fill is not None:
             if entry.ahead is None or entry.ahead.cancel():
                 entry.see()
             else:
                 entry.ahead.result()
         return entry.record
 
-    def unchecked(self, chunk: int) -> tuple[Record, Callable[[], None]]:
-        """Return the record of a chunk, and a function to call before using it, in any thread.
+    def stored(self, chunk: int) -> Stored:
+        """Return a record with what is known of it. Call see() before using it, in any thread."""
+        return self._entries[chunk]
 
-        The function checks a lent record, and raises what its check raises.
-        """
-        entry = self._entries[chunk]
-        return entry.record, entry.see
-
-    def check_ahead(self) -> None:
-        """Begin to check all lent records in threads, because all will be used. get() raises what was found wrong."""
-        self._stop_checking()
-        self._ahead = ThreadPoolExecutor(_CHECKERS, "kvflash-check")
-        with suppress(RuntimeError):  # no memory for a thread: get() checks
+    def read_ahead(self) -> None:
+        """Begin to fill the places of all lent records in threads, because all will be used. get() raises what went wrong."""
+        self._stop_reading()
+        self._ahead = ThreadPoolExecutor(_READERS, "kvflash-read")
+        with suppress(RuntimeError):  # no memory for a thread: get() reads
             for entry in self._entries.values():
-                if entry.check is not None:
+                if entry.fill is not None:
                     entry.ahead = self._ahead.submit(entry.see)
 
-    def _stop_checking(self) -> None:
+    def _stop_reading(self) -> None:
         if self._ahead:
             self._ahead.shutdown(cancel_futures=True)
             self._ahead = None
 
-    def digest(self, chunk: int, record: Record, compute: Callable[[Record], bytes]) -> bytes:
-        """Return the digest of a whole record, computed once while the record is the chunk's. For any thread."""
-        entry = self._entries.get(chunk)
-        if entry is None or entry.record is not record:  # it was forgotten meanwhile
-            return compute(record)
-        if entry.digest is None:
-            entry.digest = compute(record)
-        return entry.digest
-
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones, and free their places."""
-        if any(c >= first and entry.lent for c, entry in self._entries.items()):
-            self._stop_checking()
+        if any(c >= first and entry.fill for c, entry in self._entries.items()):
+            self._stop_reading()  # no thread may write to a place that is another record's by then
         for chunk in [c for c in self._entries if c >= first]:
-            entry = self._entries.pop(chunk)
-            if not entry.lent:
-                self.memory.give(entry.record, self._holders)
+            self.memory.give(self._entries.pop(chunk).record, self._holders)
 
     def hold(self) -> object:
         """Keep the bytes of records that are forgotten from now on, for a reader. Returns a holder for release()."""

@@ -357,7 +357,7 @@ class Pager:
     def loaded(self) -> None:
         """Begin to summarise the chunks of a sequence that was put back."""
         if self.summaries is not None:
-            self.records.check_ahead()
+            self.records.read_ahead()
             self._summariser.reserve(self.ledger.n_sealed)
             self._summariser.begin(self.ledger.n_sealed)
 
@@ -400,8 +400,8 @@ class Pager:
         floor = shape.floor(self._min_batch)
         if floor > n_pool:
             msg = (
-                f"pinning {start}:{end} makes {shape.pinned} pinned chunks, for which a pool of {floor} tokens is needed;"
-                f" this one has {n_pool}: use a larger pool or pin less"
+                f"pinning {start}:{end} makes {shape.pinned:,} pinned chunks, for which a pool of {floor:,} tokens is needed;"
+                f" this one has {n_pool:,}: use a larger pool or pin less"
             )
             raise PoolError(msg)
         self.settle()
@@ -415,7 +415,7 @@ class Pager:
     def _check(self, chunk: int) -> None:
         ledger = self.ledger
         if not 0 <= chunk < ledger.n_chunks:
-            msg = f"there is no chunk {chunk}: the sequence has {ledger.n_chunks} of {ledger.chunk} tokens"
+            msg = f"there is no chunk {chunk:,}: the sequence has {ledger.n_chunks:,} of {ledger.chunk} tokens"
             raise UsageError(msg)
 
     def residency(self) -> Residency:

@@ -308,7 +308,7 @@ class PooledSequence:
     def check_kept(self, n_tokens: int) -> None:
         """Raise UsageError unless the sequence has n_tokens positions."""
         if not 0 <= n_tokens <= self.n_tokens:
-            msg = f"cannot roll back to {n_tokens} positions: there are {self.n_tokens}"
+            msg = f"cannot roll back to {n_tokens:,} positions: there are {self.n_tokens:,}"
             raise UsageError(msg)
 
     def take_back(self) -> tuple[int, Paged | None]:

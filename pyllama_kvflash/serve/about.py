@@ -3,8 +3,8 @@
 from typing import Any
 
 from pyllama_kvflash import __version__
-from pyllama_kvflash.chat import check_text
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import encoded
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve.fault import invalid
 
@@ -26,7 +26,7 @@ def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     if len(text) > _MOST:
         msg = f"content has {len(text)} characters, and may have {_MOST}: send it in parts"
         raise invalid(msg, "content", "invalid_value")
-    check_text(text, "content")
+    encoded(text, "content")
     found = kv.model.tokenize(text, add_special=add, parse_special=parse).tolist()
     return {"tokens": [{"id": t, "piece": _piece(kv, t)} for t in found] if pieces else found}
 
@@ -35,7 +35,7 @@ def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     """Answer POST /detokenize: the text of tokens, with special ones. Raises Fault."""
     tokens, n = body.get("tokens"), kv.model.n_vocab
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
-        msg = f"tokens must be an array of token ids, 0 to {n - 1}"
+        msg = f"tokens must be an array of token ids, 0 to {n - 1:,}"
         raise invalid(msg, "tokens", "invalid_type")
     data = b"".join(kv.model.piece(t, special=True) for t in tokens)
     return {"content": data.decode("utf-8", "replace")}

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling, json_grammar
 from pyllama_kvflash.serve import conversation
@@ -32,7 +33,7 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
     fields = {k: v for k, v in body.items() if v is not None and (k, v) != ("mcp_servers", [])}
     check_known(fields, _KNOWN, _IGNORED)
     get(fields, "model", str)  # any name: there is one model
-    limit = ranged(fields, "max_tokens", int, 0, 2**31 - 1)  # 0: the prompt is only read, for later
+    limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read, for later
     if limit is None and not counting:
         raise invalid("max_tokens is missing: give the most tokens of the answer", "max_tokens", "missing_field")
     pins = _Pins()

@@ -54,7 +54,9 @@ def _message(value: Any, at: str, called: dict[str, str]) -> Message:
 
 def _said(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
     """Return what the assistant said: a text, calls, or both."""
-    calls = [_call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls") or ())]
+    calls = [
+        _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
+    ]
     called.update({call["id"]: call["function"]["name"] for call in calls})
     there = given.get("content")
     res: dict[str, Any] = {"role": "assistant"}

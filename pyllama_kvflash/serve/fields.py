@@ -1,9 +1,11 @@
 """Fields of JSON objects, checked one by one. Each function raises Fault for a value of the wrong kind."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from pyllama_kvflash.errors import UsageError, encoded, out_of_range
 from pyllama_kvflash.serve.fault import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
@@ -30,7 +32,31 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise invalid(f"the body is no JSON: {str(err)[:200]}") from None
     if not isinstance(value, dict):
         raise invalid(f"the body is {kind(value)}: give a JSON object")
+    if _HALF.search(body):
+        for key, part in value.items():
+            _check_unicode(key, "a name in the body", None)
+            _check_unicode(part, ascii(key)[1:-1][:100], key)
     return value
+
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""What each half of a surrogate pair has, whether or not the other one is there, too."""
+
+
+def _check_unicode(value: Any, at: str, param: str | None) -> None:
+    """Raise Fault for a text in a value that is not Unicode. at: the value's name. param: the field that it is in."""
+    if isinstance(value, str):
+        try:
+            encoded(value, at)
+        except UsageError as err:
+            raise invalid(str(err), param, "invalid_value") from None
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            _check_unicode(part, f"{at}[{i}]", param)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _check_unicode(key, f"a name in {at}", param)
+            _check_unicode(part, f"{at}.{key[:100]}", param)
 
 
 def _decoded(text: bytes | str, **how: Any) -> Any:
@@ -77,11 +103,11 @@ def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T |
     return value
 
 
-def ranged(fields: Mapping[str, Any], key: str, want: type[T], low: float, high: float) -> T | None:
-    """Return a number from low to high; None if it is missing."""
-    value: Any = get(fields, key, want)
+def ranged(fields: Mapping[str, Any], key: str, want: type[T], low: float, high: float, at: str = "") -> T | None:
+    """Return a number from low to high; None if it is missing. at: its name in messages."""
+    value: Any = get(fields, key, want, at)
     if value is not None and not low <= value <= high:  # NaN fails
-        raise invalid(f"{key} is {value}, and must be from {low:g} to {high:g}", key, "invalid_value")
+        raise invalid(out_of_range(value, low, high, at or key), at or key, "invalid_value")
     res: T | None = value
     return res
 

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Collection
 
@@ -46,7 +47,9 @@ async def body_of(request: Request, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> Fault:
-    return Fault(413, f"the body is larger than {limit} bytes: shorten it, or raise --max-body", code="body_too_large")
+    return Fault(
+        413, f"the body is larger than {limit:,} bytes: shorten it, or raise --max-body", code="body_too_large"
+    )
 
 
 #
@@ -90,7 +93,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
         self._app, self._free = app, free
-        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+        self._digest = hashlib.sha256(os.fsencode(key)).digest() if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyllama_kvflash.chat import Message
-from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import Sampling, json_grammar
+from pyllama_kvflash.engine.answer import MAX_ANSWER
+from pyllama_kvflash.errors import KVFlashError, number
+from pyllama_kvflash.native import MAX_BIASES, Sampling, json_grammar
 from pyllama_kvflash.serve import conversation
 from pyllama_kvflash.serve.fault import invalid
 from pyllama_kvflash.serve.fields import get, obj, one_of, ranged
@@ -129,13 +130,14 @@ def _n_probs(fields: Mapping[str, Any], *, chat: bool) -> int | None:
     return n or 0 if asked else None
 
 
-def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = _IGNORED) -> None:
-    """Raise Fault for a field that is not known, or asks for what cannot be done."""
+def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = _IGNORED, at: str = "") -> None:
+    """Raise Fault for a field that is not known, or asks for what cannot be done. at: what comes before a name in messages."""
     for key, value in fields.items():
         if key in known or key in ignored:
             continue
         if key not in _UNSUPPORTED:
-            raise invalid(f"there is no field {key[:100]!r} here: leave it out", key[:100], "unknown_parameter")
+            name = f"{at}{key}"[:100]
+            raise invalid(f"there is no field {name!r} here: leave it out", name, "unknown_parameter")
         # True == 1, but is not a number of answers
         if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in _UNSUPPORTED[key]):
             harmless = "".join(f", or give {json.dumps(v)}" for v in _UNSUPPORTED[key])
@@ -167,12 +169,15 @@ def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> 
 def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, float], ...] | None:
     if value is None:
         return None
+    if len(value) > MAX_BIASES:
+        msg = f"logit_bias has {len(value):,} tokens, and may have {MAX_BIASES:,}"
+        raise invalid(msg, "logit_bias", "invalid_value")
     found = []
     for key in value:
         if not (key.isdecimal() and len(key) < 10 and int(key) < n_vocab):  # noqa: PLR2004 (digits)
-            msg = f"logit_bias is for {key[:20]!r}, which is no token: ids are 0 to {n_vocab - 1}"
+            msg = f"logit_bias is for {key[:20]!r}, which is not a token: ids are 0 to {n_vocab - 1:,}"
             raise invalid(msg, "logit_bias", "invalid_value")
-        bias = ranged({"logit_bias": value[key]}, "logit_bias", float, -100, 100)
+        bias = ranged(value, key, float, -100, 100, f"logit_bias.{key}")
         found.append((int(key), 0.0 if bias is None else bias))
     return tuple(found)
 
@@ -214,8 +219,9 @@ def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:
     value = get(fields, key, int)
     if value == -1:  # as in llama.cpp
         return None
-    if value is not None and not 1 <= value < 1 << 31:
-        raise invalid(f"{key} is {value}, and must be 1 or more", key, "invalid_value")
+    if value is not None and not 1 <= value <= MAX_ANSWER:
+        what = "1 or more" if value < 1 else f"{MAX_ANSWER:,} or less"
+        raise invalid(f"{key} is {number(value)}, and must be {what}, or -1 for as many as fit", key, "invalid_value")
     return LEGACY_MAX_TOKENS if value is None and not chat else value
 
 
@@ -234,8 +240,8 @@ def _include_usage(value: dict[str, Any] | None, *, stream: bool) -> bool:
         return False
     if not stream:
         raise invalid("stream_options is for requests with stream: true", "stream_options", "invalid_value")
-    check_known(value, {"include_usage", "include_obfuscation"})
-    return bool(get(value, "include_usage", bool))
+    check_known(value, {"include_usage", "include_obfuscation"}, at="stream_options.")
+    return bool(get(value, "include_usage", bool, "stream_options.include_usage"))
 
 
 def _prompt(value: Any, n_vocab: int) -> str | list[int]:
@@ -246,5 +252,7 @@ def _prompt(value: Any, n_vocab: int) -> str | list[int]:
     if not isinstance(value, list) or not value or any(type(t) is not int for t in value):
         raise invalid("prompt must be a string or an array of token ids, and not empty; one prompt a request", "prompt")
     if bad := [t for t in value if not 0 <= t < n_vocab]:
-        raise invalid(f"token {str(bad[0])[:20]} is not in the vocabulary: ids are 0 to {n_vocab - 1}", "prompt")
+        raise invalid(
+            f"prompt has token {number(bad[0])}, which is not in the vocabulary: ids are 0 to {n_vocab - 1:,}", "prompt"
+        )
     return value

@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.errors import Interrupted, UsageError, number
 from pyllama_kvflash.serve.scheduler import Phase, Scheduler
 
 _POLL_SECONDS = 0.05
@@ -119,7 +119,7 @@ async def _wind_up(scheduler: Scheduler, grace: float, note: Callable[[str], Non
     was_loading = scheduler.phase == Phase.LOADING
     scheduler.stop()
     if n := scheduler.n_admitted:
-        note(f"stopping: {n} request{'s' if n > 1 else ''} may take {grace:g} s more; once more ends at once")
+        note(f"stopping: {n} request{'s' if n > 1 else ''} may take {number(grace)} s more; once more ends at once")
     deadline = asyncio.get_running_loop().time() + (0 if was_loading else grace)
     while scheduler.n_admitted and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 (of another thread)
         await asyncio.sleep(_POLL_SECONDS)

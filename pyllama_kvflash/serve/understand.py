@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.chat import ChatTemplate, check_text, tokenize_chat
+from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.errors import KVFlashError, encoded
 from pyllama_kvflash.native import Grammar, Rendered, Sampling, Tokens, check_grammar
 from pyllama_kvflash.serve import anthropic, schema
 from pyllama_kvflash.serve.conversation import no_tools
@@ -73,7 +73,7 @@ class Understanding:
         ask = anthropic.parse(parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True)
         try:
             prompt = self._rendered(kv, ask).prompt
-            check_text(prompt, "the conversation")
+            encoded(prompt, "the conversation")
             if len(prompt) <= _PIECE:
                 return len(tokenize_chat(kv.model, prompt))
             return sum(_lengths(kv, prompt))  # a text takes 75 bytes a character if it is tokenized at once
@@ -145,14 +145,14 @@ class TooLong(Exception):  # noqa: N818 (as Fault)
         n = self.n_ctx + 1 if self.n is None else self.n
         if kind == Kind.MESSAGE:
             return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
-        told = f"more than {self.n_ctx}" if self.n is None else str(n)
-        msg = f"the prompt is {told} tokens, and the context {self.n_ctx}: shorten it, or start the server with a larger -c"
+        told = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
+        msg = f"the prompt is {told} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
     """Raise TooLong for a text that is far too long, before all of it is tokenized: that takes 75 bytes a character."""
-    check_text(text, what)
+    encoded(text, what)
     if len(text) <= _PIECE:
         return
     (factor, each), n = _SLACK, 0.0

@@ -13,7 +13,7 @@ from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.files import check_outputs
 from pyllama_kvflash.native import Context, Record, Tokens
 from pyllama_kvflash.policy import Scoring
-from pyllama_kvflash.pool.host_store import HostStore
+from pyllama_kvflash.pool.host_store import HostStore, Stored
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
@@ -61,8 +61,8 @@ class Capture:
     """
 
     contents: Contents
-    records: tuple[Record, ...]
-    checks: tuple[Callable[[], None], ...]  # one for each full record, called before its use
+    full: tuple[Stored, ...]  # the records of all full chunks
+    last: Record | None  # of a chunk that is not full
     store: HostStore
     holder: object  # given by store.hold()
     inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
@@ -81,24 +81,26 @@ class Capture:
         choose: names files in the same folder that have some of the records; these are not written again.
         on_record: called with (records done, of how many).
         """
-        n = len(self.records)
-        n_full = len(self.contents.tokens) // int(self.contents.identity.fields["chunk"])
+        chunks = self.contents.chunks
         try:
             check_outputs([("the snapshot", path)], self.inputs)
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
-                for i, found in enumerate(_each(workers, partial(self._digest, n_full=n_full), range(n))):
-                    self.contents.chunks["digest"][i] = np.void(found)
-                sources = choose(self.contents.chunks) if choose else ()
-                contents = replace(self.contents, sources=tuple(sources))
-                for _ in _each(workers, lambda check: check(), self.checks[contents.n_lent :]):
+                digests = _each(workers, lambda stored: stored.digested(layout.digest), self.full)
+                chunks["digest"][: len(self.full)] = [np.void(found) for found in digests]
+                if self.last is not None:
+                    chunks["digest"][-1] = np.void(layout.digest(self.last))
+                contents = replace(self.contents, sources=tuple(choose(chunks) if choose else ()))
+                for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]
             return layout.write(path, contents, own, (lambda i: on_record(i, len(own))) if on_record else None)
         finally:
             self.release()
 
-    def _digest(self, i: int, n_full: int) -> bytes:
-        return self.store.digest(i, self.records[i], layout.digest) if i < n_full else layout.digest(self.records[i])
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The places of all records."""
+        return (*(stored.record for stored in self.full), *(() if self.last is None else (self.last,)))
 
     def begin(self, path: Path) -> Future[int]:
         """Write the file in a new thread. Raises SnapshotError."""
@@ -150,25 +152,21 @@ def capture(
         raise UsageError(msg)
     pager.wait_stored()
     saved = SavedPool.of(pager).first(n, chunk)
-    full = [pager.records.unchecked(c) for c in range(n // chunk)]
-    records = [record for record, _ in full]
-    if n % chunk:
-        last = np.empty(pager.records.record_bytes, np.uint8)
+    full = tuple(pager.records.stored(c) for c in range(n // chunk))
+    last = np.empty(pager.records.record_bytes, np.uint8) if n % chunk else None
+    if last is not None:
         pager.ctx.read(n // chunk, last)
-        records.append(last)
     sequence = np.zeros((), layout.SEQUENCE)
     sequence["n_tokens"], sequence["n_ctx"], sequence["n_pool"] = n, n_ctx, saved.n_pool
     sequence["n_kv"], sequence["tick"] = saved.n_kv, saved.tick
     sequence["pending"], sequence["opens_until"] = -1 if pending is None else pending, opens_until
-    chunks = np.zeros(len(records), layout.CHUNK)
+    chunks = np.zeros(-(-n // chunk), layout.CHUNK)
     chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
     contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
-    return Capture(
-        contents, tuple(records), tuple(check for _, check in full), pager.records, pager.records.hold(), inputs
-    )
+    return Capture(contents, full, last, pager.records, pager.records.hold(), inputs)
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
@@ -186,7 +184,7 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     n_same = n_common(prompt, snapshot.tokens)
     fit = [n for n in snapshot.stops if n <= n_same and n < len(prompt)]
     if not fit:
-        msg = f"{snapshot.path} cannot be used: of its {n_all} tokens the first {n_same} are those of this text"
+        msg = f"{snapshot.path} cannot be used: of its {n_all:,} tokens the first {n_same:,} are those of this text"
         raise SnapshotError(msg)
     return fit[-1]
 
@@ -194,8 +192,8 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
 def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
     """Put the first n positions into an empty sequence. n: from usable().
 
-    Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError, and
-    SnapshotError if a record that comes back at once is damaged.
+    Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError,
+    HostMemoryError, and SnapshotError if a record that comes back at once is damaged.
     """
     contents = snapshot.contents
     sequence, chunks = contents.sequence, contents.chunks
@@ -215,8 +213,10 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
 
     def lend(chunk: int) -> None:
         digest = chunks["digest"][chunk].tobytes()
-        pager.records.lend(chunk, snapshot.record(chunk), digest, partial(snapshot.check, chunk))
+        pager.records.lend(chunk, digest, partial(snapshot.fill, chunk))
 
-    saved.first(n, pager.ledger.chunk).put_back(pager, lend)
+    saved = saved.first(n, pager.ledger.chunk)
+    pager.records.memory.expect(len(saved.state))  # raises before anything is there
+    saved.put_back(pager, lend)
     pager.loaded()
     return next((blob for pos, blob in contents.states if pos == n), b"")

@@ -1,12 +1,13 @@
-"""A .kvsnap file being read: its tables at once, its records by pages, when they are used."""
+"""A .kvsnap file being read: its tables at once, a record when it is used."""
 
-import mmap
 import os
+import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -21,61 +22,86 @@ class OrphanError(SnapshotError):
     """A file depends on records of another one, which is gone."""
 
 
-class _Mapped:
-    """A mapped file with a valid header."""
+class _Opened:
+    """A file with a valid header, open until nobody holds this.
+
+    Others may change the file meanwhile, so its bytes are copied before they are checked, and never mapped: a map of a file
+    that somebody truncates ends the process. A file that is renamed over or deleted stays readable.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Map a file. Raises SnapshotError, with what is wrong with it."""
+        """Open a file. Raises SnapshotError, with what is wrong with it."""
         self.path = path
         try:
-            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-                raise self.damaged("it is no regular file")
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                self.mark = status.st_ino, status.st_size
-                if status.st_size < HEADER.itemsize:
-                    raise self.damaged(f"it has {status.st_size} bytes, fewer than a header")
-                self.bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte, or a special file
-            msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
-            raise SnapshotError(msg) from None
-        self.header = self._header(len(self.bytes))
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for ever
+        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte
+            raise self._unreadable(err) from None
+        self._fd = fd
+        finalize(self, os.close, fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise self.damaged("it is not a regular file")
+        self.n_bytes = status.st_size
+        self.mark = status.st_ino, status.st_size
+        if self.n_bytes < HEADER.itemsize:
+            raise self.damaged(f"it has {self.n_bytes:,} bytes, fewer than a header")
+        self.header = self._header()
         self.start = int(self.header["sections"][-1]["offset"])
 
     def damaged(self, what: str) -> SnapshotError:
         return SnapshotError(f"{self.path} is no whole snapshot: {what}")
 
-    def _header(self, n: int) -> npt.NDArray[Any]:
-        header = self.bytes[: HEADER.itemsize].view(HEADER)[0]
+    def _unreadable(self, err: OSError | ValueError) -> SnapshotError:
+        return SnapshotError(f"{self.path} cannot be read: {getattr(err, 'strerror', None) or err}")
+
+    def _header(self) -> npt.NDArray[Any]:
+        raw = self.read(0, HEADER.itemsize, "its header")
+        header = raw.view(HEADER)[0]
         if header["magic"].tobytes() != layout.MAGIC:
             raise self.damaged("it does not begin with the magic bytes")
         if header["version"] != layout.VERSION:
             msg = f"{self.path} has format {header['version']}, and this version reads {layout.VERSION}: save it anew"
             raise SnapshotError(msg)
-        if header["digest"].tobytes() != layout.digest(self.bytes[: HEADER.itemsize - DIGEST]):
+        if header["digest"].tobytes() != layout.digest(raw[: HEADER.itemsize - DIGEST]):
             raise self.damaged("its header was changed")
-        if header["file_bytes"] != n or header["header_bytes"] != HEADER.itemsize:
-            raise self.damaged(f"it has {n} bytes, and had {header['file_bytes']}")
+        if header["file_bytes"] != self.n_bytes or header["header_bytes"] != HEADER.itemsize:
+            raise self.damaged(f"it has {self.n_bytes:,} bytes, and had {header['file_bytes']:,}")
         res: npt.NDArray[Any] = header
+        return res
+
+    def read(self, start: int, size: int, what: str) -> Record:
+        """Return a copy (size,) uint8 of bytes, unchecked. what: the part of the file, for a message. For any thread.
+
+        Raises SnapshotError if they are not there.
+        """
+        if start + size > self.n_bytes:
+            raise self.damaged(f"{what} is cut off")
+        res, n = np.empty(size, np.uint8), 0
+        view = res.data
+        while n < size:
+            try:
+                more = os.preadv(self._fd, [view[n:]], start + n)
+            except OSError as err:
+                raise self._unreadable(err) from None
+            if not more:
+                raise self.damaged(f"{what} was cut off while it was in use")
+            n += more
         return res
 
     def section(self, i: int) -> bytes:
         """Return the bytes of section i, checked by its digest. Raises SnapshotError."""
         entry = self.header["sections"][i]
-        start, size = int(entry["offset"]), int(entry["size"])
-        if start + size > len(self.bytes):
-            raise self.damaged(f"its section {SECTIONS[i]} is cut off")
-        raw = self.bytes[start : start + size].tobytes()
+        raw = self.read(int(entry["offset"]), int(entry["size"]), f"its section {SECTIONS[i]}")
         if entry["digest"].tobytes() != layout.digest(raw):
             raise self.damaged(f"its section {SECTIONS[i]} was changed")
-        return raw
+        return raw.tobytes()
 
 
-def _mapped(path: Path, source: Source) -> _Mapped:
-    """Map a source of the file at `path`. Raises OrphanError."""
+def _opened(path: Path, source: Source) -> _Opened:
+    """Open a source of the file at `path`. Raises OrphanError."""
     try:
         its = path.with_name(source.name)
-        if not its.is_symlink() and (found := _Mapped(its)).header["digest"].tobytes() == source.header:
+        if not its.is_symlink() and (found := _Opened(its)).header["digest"].tobytes() == source.header:
             return found
     except (SnapshotError, ValueError):  # ValueError: not a file name
         pass
@@ -106,12 +132,12 @@ class Outline:
     @classmethod
     def of(cls, path: Path) -> Self:
         """Read the outline of a file without keeping it open, since there may be many. Raises SnapshotError."""
-        own = _Mapped(path)
+        own = _Opened(path)
         raw = {name: own.section(i) for i, name in enumerate(SECTIONS[:-1]) if name != "states"}
         return cls._of(own, _contents({**raw, "states": b""}))
 
     @classmethod
-    def _of(cls, own: _Mapped, contents: Contents) -> Self:
+    def _of(cls, own: _Opened, contents: Contents) -> Self:
         return cls(
             path=own.path,
             mark=own.mark,
@@ -144,44 +170,44 @@ class Outline:
         """Whether it depends on records in a file that is gone: it will never be of use."""
         try:
             for source in self.sources:
-                _mapped(self.path, source)
+                _opened(self.path, source)
         except OrphanError:
             return True
         return False
 
 
 class SnapshotFile:
-    """An open snapshot. Everything but the records is checked at once; these are mapped, and checked when used.
+    """An open snapshot. Everything but the records is checked at once; these are read, and checked, when they are used.
 
-    A record is a view into the map, which lives as long as any view, whatever happens to the file's name.
+    It keeps the file open, and those that have records of it, until nobody holds this: names may go or get another file.
     """
 
     def __init__(self, path: Path) -> None:
         """Open a file. Raises SnapshotError, with what is wrong; OrphanError if a file that it depends on is gone."""
         self.path = path
-        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a changed record
-        own = _Mapped(path)
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record
+        own = _Opened(path)
         self.header = own.header
         self.contents = _contents({name: own.section(i) for i, name in enumerate(SECTIONS[:-1])})
         self._check_records(own)
         self._pitch, self._lead = layout.record_place(self.contents.identity)
         self._record_bytes = self.contents.identity.fields["record_bytes"]
         sources = self.contents.sources
-        self._parts = [*(_mapped(path, source) for source in sources), own]
+        self._parts = [*(_opened(path, source) for source in sources), own]
         self._firsts = [*(s.first for s in sources), self.contents.n_lent]  # chunk of the first record in each
         self._ends = [s.end for s in sources]
 
-    def _check_records(self, own: _Mapped) -> None:
+    def _check_records(self, own: _Opened) -> None:
         entry, chunks = self.header["sections"][-1], self.contents.chunks
         if entry["digest"].tobytes() != layout.digest(chunks["digest"].tobytes()):
             raise own.damaged("the digests of its records were changed")
-        if own.start + int(entry["size"]) > len(own.bytes):
+        if own.start + int(entry["size"]) > own.n_bytes:
             raise own.damaged("its records are cut off")
 
     @property
     def n_bytes(self) -> int:
         """Size of the file in bytes."""
-        return len(self._parts[-1].bytes)
+        return self._parts[-1].n_bytes
 
     @property
     def outline(self) -> Outline:
@@ -189,24 +215,31 @@ class SnapshotFile:
         return Outline._of(self._parts[-1], self.contents)  # noqa: SLF001 (of this module)
 
     def record(self, i: int) -> Record:
-        """Return the record of chunk i, (record_bytes,) uint8, read-only and unchecked."""
-        k = bisect_right(self._ends, i)
-        start = self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
-        return self._parts[k].bytes[start : start + self._record_bytes]
+        """Return a copy of the record of chunk i, (record_bytes,) uint8, which is as it was written. For any thread.
 
-    def check(self, i: int, record: Record) -> None:
-        """Raise SnapshotError unless these are the bytes that were written as the record of chunk i."""
-        if layout.digest(record) != self.contents.chunks["digest"][i].tobytes():
-            part = self._parts[bisect_right(self._ends, i)]
+        Raises SnapshotError if it is not in the file any more.
+        """
+        k = bisect_right(self._ends, i)
+        part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
+        try:
+            res = part.read(start, self._record_bytes, f"the record of chunk {i}")
+            if layout.digest(res) != self.contents.chunks["digest"][i].tobytes():
+                raise part.damaged(f"the record of chunk {i} was changed")
+        except SnapshotError:
             if self.on_damage:
                 self.on_damage(part.path)
-            raise part.damaged(f"the record of chunk {i} was changed")
+            raise
+        return res
+
+    def fill(self, i: int, place: Record) -> None:
+        """Put the record of chunk i into a place (record_bytes,) uint8, once it is checked. Raises SnapshotError."""
+        place[:] = self.record(i)
 
     def verify(self) -> Iterator[int]:
         """Check the file's own records one by one. Yields how many are done. Raises SnapshotError."""
         n = self.contents.n_lent
         for i in range(n, len(self.contents.chunks)):
-            self.check(i, self.record(i))
+            self.record(i)
             yield i - n + 1
 
 

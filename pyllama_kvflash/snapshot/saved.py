@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyllama_kvflash.errors import KVFlashError, PoolError, RecordError, SnapshotError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Tokens
@@ -33,7 +33,10 @@ class SavedSequence:
 
     @cached_property
     def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
+        """Identity that a snapshot must have to be restored here.
+
+        Raises UsageError without a pool, and SnapshotError if the model's file cannot be read any more.
+        """
         ctx = self.sequence.ctx
         if self.sequence.pager is None:
             msg = (
@@ -41,7 +44,12 @@ class SavedSequence:
                 " (snapshots=True), which keeps a pool even where it covers the context"
             )
             raise UsageError(msg)
-        return identity_of(ctx, fingerprint(ctx.model.path), exact=self.sequence.exact is not None)
+        try:
+            mark = fingerprint(ctx.model.path)
+        except OSError as err:
+            msg = f"the model's file {ctx.model.path} cannot be read for a snapshot: {err.strerror}"
+            raise SnapshotError(msg) from None
+        return identity_of(ctx, mark, exact=self.sequence.exact is not None)
 
     #
     # checkpoints
@@ -86,8 +94,8 @@ class SavedSequence:
         sequence.recover()
         identity = self.identity
         if not 0 <= n <= sequence.n_tokens or (n < sequence.n_tokens and n not in self.checkpoints):
-            at = ", ".join(map(str, [*self.checkpoints[-8:], sequence.n_tokens]))
-            msg = f"{n} positions cannot be saved of {sequence.n_tokens}: give one of {at}, or leave it out for all"
+            at = ", ".join(f"{pos:,}" for pos in (*self.checkpoints[-8:], sequence.n_tokens))
+            msg = f"{n:,} positions cannot be saved of {sequence.n_tokens:,}: give one of {at}, or leave it out for all"
             raise UsageError(msg)
         states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
         if self.sequence.stateful and n not in self._checkpoints:
@@ -125,7 +133,7 @@ class SavedSequence:
         sequence = self.sequence
         n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
         if n > sequence.options.n_ctx:
-            msg = f"{file.path} cannot be used: it has {n} positions, and the context {sequence.options.n_ctx}: use a larger -c"
+            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger -c"
             raise SnapshotError(msg)
         try:
             with sequence.step():
@@ -133,7 +141,7 @@ class SavedSequence:
                 if state:
                     sequence.ctx.restore_partial(state, n)
                 sequence.history.frombytes(file.contents.tokens[:n].tobytes())
-        except (PoolError, RecordError) as err:
+        except (PoolError, RecordError, HostMemoryError) as err:
             sequence.clear()
             msg = f"{file.path} cannot be used: {err}"
             raise SnapshotError(msg) from None
