@@ -178,7 +178,7 @@ def test_a_chat_that_goes_on_after_half_a_character(monkeypatch: pytest.MonkeyPa
             body = {"messages": [user], "max_tokens": 3, "stream": stream, "logprobs": True}
             res = server.http.post("/v1/chat/completions", json=body)
             if stream:
-                choices = [c for event in sse(res.text)[0] for c in event["choices"]]
+                choices = [c for event in sse(res.text)[0] if isinstance(event, dict) for c in event["choices"]]
                 first = "".join(c["delta"].get("content") or "" for c in choices)
                 told = [t for c in choices for t in (c.get("logprobs") or {}).get("content", ())]
             else:

@@ -302,7 +302,7 @@ def test_sizes(args: Sequence[str], n_ctx: int, n_pool: int | None) -> None:
     cells = n_pool if n_pool is not None else -(-n_ctx // 256) * 256
     assert found["stats"]["kv_device_bytes"] == cells * NEEDLE_TOKEN_BYTES
     if "1030" in args:
-        assert any("1280" in note for note in found["notes"])
+        assert any("1,280" in note for note in found["notes"])
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

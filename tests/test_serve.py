@@ -438,7 +438,7 @@ def test_other_statuses(server: Running) -> None:
     res = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
     assert (res.status_code, res.json()["error"]["type"]) == (415, "invalid_request_error")
     res = http.post("/v1/completions", json={"prompt": "x" * (65 << 10)})
-    assert (res.status_code, "larger than 65536 bytes" in res.text) == (413, True)
+    assert (res.status_code, "larger than 65,536 bytes" in res.text) == (413, True)
 
     def chunks() -> Iterator[bytes]:
         for _ in range(70):
