@@ -82,7 +82,7 @@ def test_policy_decides_and_touches_nothing(path: Path) -> None:
 
 @each("native")
 def test_native_decides_nothing(path: Path) -> None:
-    assert from_package(imports_of(path)) <= {"native", "errors"}
+    assert from_package(imports_of(path)) <= {"native", "errors", "json_schema"}
 
 
 @each("needle")
@@ -98,6 +98,7 @@ ORDER = [
     "needle",
     "registry",
     "policy",
+    "json_schema",
     "native",
     "hub",
     "template",
@@ -187,6 +188,7 @@ def test_a_test_is_read_in_one_sitting(path: Path) -> None:
     "module",
     [
         "policy",
+        "json_schema",
         "needle",
         "text",
         "errors",

@@ -15,10 +15,11 @@ from pyllama_kvflash.native.context import (
 from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
+from pyllama_kvflash.native.json_grammar import json_grammar, pattern_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either, json_grammar
+from pyllama_kvflash.native.sampler import Grammar, Sampler, Sampling, check_grammar, either
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.summary import Keys, Summaries
 
@@ -58,8 +59,10 @@ __all__ = [
     "init",
     "interruptible",
     "json_grammar",
+    "pattern_grammar",
     "quantize",
     "row_bytes",
     "show_log",
     "split_queries",
+    "whole_grammar",
 ]
