@@ -113,11 +113,10 @@ class Branches:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, needs in place.get(keyword, {}).items():
                 without = self._document.made(place, f"without {name}", {"properties": {name: False}})
-                if isinstance(needs, list):
-                    given = self._document.made(place, f"{keyword} {name}", {"required": [name, *needs]})
-                else:
-                    given = self._document.child(place, keyword, name)
-                res.append(_Choice(place, keyword, [[without], [given]]))
+                needed = [name, *needs] if isinstance(needs, list) else [name]
+                given = [self._document.made(place, f"{keyword} {name}", {"required": needed})]
+                given += [] if isinstance(needs, list) else [self._document.child(place, keyword, name)]
+                res.append(_Choice(place, keyword, [[without], given]))
         return res
 
     def _not(self, place: Place) -> tuple[str, list[Option] | None, str]:

@@ -243,7 +243,7 @@ class Writer:
         names = sorted(name for name in shape.excluded if re.fullmatch(r'[^"\\\x7F\x00-\x1F]*', name))
         if shape.names != Text():
             name = self._text(shape.names)
-        elif not names:
+        elif not shape.excluded:
             name = self._fixed("string")
         else:
             name = rf'"\"" {self._not(names)} "\""'
@@ -261,9 +261,9 @@ class Writer:
         for name in names:
             if len(name) > at:
                 firsts.setdefault(name[at], []).append(name)
-        if len(names[0]) > at:
+        if not names or len(names[0]) > at:
             yield '""'
         for char, these in firsts.items():
             yield f"{literal(char)} {self._rule(' | '.join(self._differing(these, at + 1)))}"
         others = "".join(f"\\U{ord(char):08X}" for char in firsts)
-        yield f'[^"\\\\\\x7F\\x00-\\x1F{others}] {plain}*' if firsts else f"{plain}+"
+        yield f'[^"\\\\\\x7F\\x00-\\x1F{others}] {plain}*' if firsts or not names else f"{plain}+"

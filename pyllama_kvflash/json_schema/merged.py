@@ -216,17 +216,22 @@ def _unevaluated(context: Context, branch: Branch, key: Key, after: list[Place])
     """Return what unevaluatedItems says of further items."""
     res = []
     for place, _ in having(branch, "unevaluatedItems"):
-        if not outermost(context, place, key) or any(p.has("contains") for p in branch.places):
+        if not outermost(context, branch, place, key) or any(p.has("contains") for p in branch.places):
             context.note(place, "unevaluatedItems", "what is not evaluated cannot be told here")
         elif not after:
             res.append(context.document.child(place, "unevaluatedItems"))
     return res
 
 
-def outermost(context: Context, place: Place, key: Key) -> bool:
-    """Return whether all that a node says of its values is within one place, or is of their types."""
+def outermost(context: Context, branch: Branch, place: Place, key: Key) -> bool:
+    """Return whether all that a branch says of its values is within one place (or is of their types), and evaluates them."""
     others = [context.document.places[i] for i in key if i != place.index]
-    return place.index in key and all(isinstance(p.schema, dict) and p.schema.keys() <= {"type"} for p in others)
+    evaluates = not any(p.has("not") or p.has("if") for p in branch.places)
+    return (
+        evaluates
+        and place.index in key
+        and all(isinstance(p.schema, dict) and p.schema.keys() <= {"type"} for p in others)
+    )
 
 
 def _note_arrays(context: Context, branch: Branch, high: int | None, *, one: bool) -> None:

@@ -57,7 +57,7 @@ def _unevaluated(context: Context, branch: Branch, key: Key) -> list[Place]:
     """Return what unevaluatedProperties says of properties that nothing else does."""
     res = []
     for place, _ in having(branch, "unevaluatedProperties"):
-        if outermost(context, place, key):
+        if outermost(context, branch, place, key):
             res.append(context.document.child(place, "unevaluatedProperties"))
         else:
             context.note(place, "unevaluatedProperties", "what is not evaluated cannot be told here")
