@@ -102,6 +102,7 @@ ORDER = [
     "native",
     "hub",
     "template",
+    "calls",
     "chat",
     "options",
     "pool",

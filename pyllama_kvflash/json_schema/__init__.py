@@ -15,7 +15,7 @@ from pyllama_kvflash.json_schema.normal import Normal
 from pyllama_kvflash.json_schema.plain import Plain
 from pyllama_kvflash.json_schema.shapes import Key, Shapes
 
-__all__ = ["Checked", "Loosened", "SchemaError", "check", "check_arguments", "loads"]
+__all__ = ["Checked", "Loosened", "SchemaError", "check", "check_arguments", "loads", "refuse_loosened"]
 
 Pattern = Callable[[str], str | None]
 """Gives GBNF of the strings of a regular expression, from its rule `root` on; None: there is none."""
@@ -23,8 +23,9 @@ Pattern = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A schema that can be enforced, but for `loosened`."""
+    """A schema that can be enforced, but for `loosened`. source: the schema as it was given."""
 
+    source: Any
     shapes: Shapes
     key: Key
     loosened: tuple[Loosened, ...]
@@ -48,11 +49,17 @@ def check(schema: Any, pattern: Pattern, *, strict: bool = False) -> Checked:
     document = Document(schema)
     if document.errors:
         raise document.errors[0]
-    res = _checked(document, pattern)
-    hard = [one for one in res.loosened if not one.annotation]
-    if strict and hard:
-        raise SchemaError(hard[0].pointer, hard[0].keyword, f"it cannot be enforced: {hard[0].why}")
+    res = _checked(schema, document, pattern)
+    if strict:
+        refuse_loosened(res)
     return res
+
+
+def refuse_loosened(checked: Checked) -> None:
+    """Raise SchemaError for the first keyword that is not enforced, unless it is an annotation."""
+    for one in checked.loosened:
+        if not one.annotation:
+            raise SchemaError(one.pointer, one.keyword, f"it cannot be enforced: {one.why}")
 
 
 def check_arguments(schema: Any, pattern: Pattern) -> Checked:
@@ -62,18 +69,18 @@ def check_arguments(schema: Any, pattern: Pattern) -> Checked:
     try:
         document = Document(schema)
         of_errors = tuple(Loosened(e.pointer, e.keyword, e.what) for e in document.errors)
-        res = _checked(document, pattern, of_objects=True)
+        res = _checked(schema, document, pattern, of_objects=True)
     except SchemaError as err:
-        res = _checked(Document(True), pattern, of_objects=True)
+        res = _checked(schema, Document(True), pattern, of_objects=True)
         of_errors = (Loosened(err.pointer, err.keyword, err.what),)
-    return Checked(res.shapes, res.key, (*of_errors, *res.loosened), pattern)
+    return Checked(schema, res.shapes, res.key, (*of_errors, *res.loosened), pattern)
 
 
-def _checked(document: Document, pattern: Pattern, *, of_objects: bool = False) -> Checked:
+def _checked(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool = False) -> Checked:
     context = Context(document, lambda text: pattern(text) is not None)
     for place, keyword in document.unknown:
         context.note(place, keyword, "it is not a keyword that is known here")
     places = [document.root, *([document.made(document.root, "object", {"type": "object"})] if of_objects else [])]
     key = context.key(places)
     shapes = Normal(context).of(key)
-    return Checked(shapes, key, tuple(context.loosened), pattern)
+    return Checked(schema, shapes, key, tuple(context.loosened), pattern)

@@ -141,6 +141,8 @@ class Branches:
         if isinstance(place.schema, bool):
             return [made(place, "not", not place.schema)]
         schema = {k: v for k, v in place.schema.items() if not is_annotation(k)}
+        if isinstance(schema.get("required"), bool):
+            return None  # of draft 4
         if schema.keys() == {"not"}:
             return [self._document.child(place, "not")]
         if schema.keys() == {"$ref"}:

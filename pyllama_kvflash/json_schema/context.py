@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pyllama_kvflash.json_schema.document import Document, Place, escaped
+from pyllama_kvflash.json_schema.document import Document, Place, place_of
 from pyllama_kvflash.json_schema.keywords import is_annotation
 from pyllama_kvflash.json_schema.shapes import Key
 from pyllama_kvflash.json_schema.values import Checker, Unsure
@@ -21,8 +21,7 @@ class Loosened:
 
     def __str__(self) -> str:
         """A sentence."""
-        at = f"{self.pointer}/{escaped(self.keyword)}" if self.keyword else self.pointer
-        return f"{at if len(at) <= 200 else at[:100] + '...' + at[-90:]} is not enforced: {self.why}"  # noqa: PLR2004
+        return f"{place_of(self.pointer, self.keyword)} is not enforced: {self.why}"
 
 
 class Context:

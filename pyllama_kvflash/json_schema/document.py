@@ -22,14 +22,23 @@ MAX_COUNT = 100_000  # of a length, or a number of items
 Schema = bool | dict[str, Any]
 
 
+def place_of(pointer: str, keyword: str) -> str:
+    """Return where a keyword is, to show: on one line, and cut."""
+    at = pointer if not keyword else f"{pointer}/{escaped(keyword)}"
+    at = "".join(char if char.isprintable() else "?" for char in at)
+    return at if len(at) <= 200 else f"{at[:100]}...{at[-90:]}"  # noqa: PLR2004 (characters)
+
+
 class SchemaError(UsageError):
-    """A schema cannot be used. pointer: where ("#": the whole). keyword: what of it; "" if no single one is at fault."""
+    """A schema cannot be used.
+
+    pointer: where ("#": the whole). keyword: what of it; "" if no single one is at fault. what: the fault. at: the place, to show.
+    """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:
-        at = pointer if not keyword else f"{pointer}/{escaped(keyword)}"
-        shown = at if len(at) <= 200 else f"{at[:100]}...{at[-90:]}"  # noqa: PLR2004 (characters)
-        super().__init__(f"the JSON schema cannot be used: {shown}: {what}")
         self.pointer, self.keyword, self.what = pointer, keyword, what
+        self.at = place_of(pointer, keyword)
+        super().__init__(f"the JSON schema cannot be used: {self.at}: {what}")
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +229,8 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]
         if keyword in LIST and isinstance(value, list):
             yield from (((keyword, str(i)), sub) for i, sub in enumerate(value))
         elif keyword in MAP:
-            yield from (((keyword, name), sub) for name, sub in value.items() if not isinstance(sub, list))
+            named = keyword == "dependencies"  # which may be lists of names
+            yield from (((keyword, name), sub) for name, sub in value.items() if not (named and isinstance(sub, list)))
         elif keyword in ONE:
             yield (keyword,), value
 

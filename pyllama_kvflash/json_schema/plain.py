@@ -95,8 +95,12 @@ class Plain:
         if shape.prefix and shape.rest is None and shape.low == len(shape.prefix):
             return {"type": "array", "prefixItems": [self._value(key) for key in shape.prefix]}
         self.exact = self.exact and not shape.prefix
-        items = {} if shape.prefix else {"items": self._value(shape.rest or ())}
-        return {"type": "array", **items, **_counts("Items", shape.low, shape.high)}
+        items = {} if shape.prefix or shape.rest is None else {"items": self._value(shape.rest)}
+        return {
+            "type": "array",
+            **items,
+            **_counts("Items", shape.low, len(shape.prefix) if shape.rest is None else shape.high),
+        }
 
     def _object(self, shape: Object) -> dict[str, Any]:
         if not shape.properties and shape.rest is not None:

@@ -34,6 +34,7 @@ class Understood:
     """A request that can be served.
 
     tokens: (n,) int32, of the prompt. sampling, stop: with what the prompt asks for, too. rendered: the prompt of a chat.
+    warnings: what schemas of the request ask for and is not enforced, a sentence each.
     """
 
     ask: Ask
@@ -41,6 +42,7 @@ class Understood:
     sampling: Sampling
     stop: tuple[str, ...]
     rendered: Rendered | None
+    warnings: tuple[str, ...] = ()
 
 
 class Understanding:
@@ -112,7 +114,9 @@ class Understanding:
         check_room(kv, rendered.prompt, "the conversation")
         tokens = tokenize_chat(kv.model, rendered.prompt)
         sampling = ask.sampling if rendered.grammar is None else replace(ask.sampling, grammar=rendered.grammar)
-        return Understood(ask, tokens, sampling, (*ask.stop, *template.stop, *rendered.stop), rendered)
+        return Understood(
+            ask, tokens, sampling, (*ask.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
+        )
 
 
 def _completion(kv: KVFlash, ask: Ask) -> Understood:
@@ -121,7 +125,8 @@ def _completion(kv: KVFlash, ask: Ask) -> Understood:
         tokens = kv.tokenize(ask.prompt)
     else:
         tokens = np.array(ask.prompt, np.int32)
-    return Understood(ask, tokens, ask.sampling, ask.stop, None)
+    warnings = () if ask.schema is None else tuple(map(str, ask.schema.loosened))
+    return Understood(ask, tokens, ask.sampling, ask.stop, None, warnings)
 
 
 def _check_grammar(kv: KVFlash, grammar: str | Grammar) -> None:
