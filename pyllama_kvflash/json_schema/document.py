@@ -325,6 +325,8 @@ def _fault(schema: Any) -> tuple[str, str] | None:
         found = _value_fault(keyword, value)
         if found:
             return keyword, found
+    if isinstance(schema.get("items"), list) and "prefixItems" in schema:
+        return "items", "it is an array, and prefixItems is given: give a schema"
     for low, high in _ORDERED:
         if low in schema and high in schema and schema[low] > schema[high]:
             return low, f"{low} is {shown(schema[low])}, above {high}, {shown(schema[high])}: no value can be of both"
@@ -347,7 +349,7 @@ def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one 
     test, words = _WORDS.get(keyword, (None, ""))
     if test and not test(value):
         return f"{shown(value)} is not {words}"
-    if test is is_count and value > MAX_COUNT and "Properties" not in keyword and "Contains" not in keyword:
+    if keyword.startswith("min") and test is is_count and value > MAX_COUNT:
         return f"{shown(value)} is more than can be counted: give at most {MAX_COUNT:,}"
     if keyword in {"const", "enum"}:
         return None

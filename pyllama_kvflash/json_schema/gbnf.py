@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pyllama_kvflash.json_schema.merged import decimals
 from pyllama_kvflash.json_schema.numbers import integers
 from pyllama_kvflash.json_schema.shapes import (
+    BLOCK,
     Anything,
     Array,
     Key,
@@ -20,8 +21,6 @@ from pyllama_kvflash.json_schema.shapes import (
     Values,
 )
 from pyllama_kvflash.json_schema.values import text_of
-
-_BLOCK = 256  # repetitions that share a rule: llama.cpp's parser copies what is repeated, and takes 2,000 at most
 
 _PLAIN = r'[^"\\\x7F\x00-\x1F]'
 _FIXED = {
@@ -151,11 +150,11 @@ class Writer:
 
     def _repeated(self, rule: str, low: int, high: int | None) -> str:
         """Return low to high of what a rule has; high None: any more."""
-        blocks, more = divmod(low, _BLOCK) if low > 2 * _BLOCK else (0, low)
-        parts = [f"{self._rule(f'{rule}{{{_BLOCK}}}')}{{{blocks}}}"] if blocks else []
+        blocks, more = divmod(low, BLOCK) if low > 2 * BLOCK else (0, low)
+        parts = [f"{self._rule(f'{rule}{{{BLOCK}}}')}{{{blocks}}}"] if blocks else []
         if high is None:
             parts.append(f"{rule}{{{more},}}" if more > 1 else f"{rule}{'+' if more else '*'}")
-        elif high - low <= 2 * _BLOCK:
+        elif high - low <= 2 * BLOCK:
             parts += [f"{rule}{{{more},{more + high - low}}}"] if more + high - low else []
         else:
             parts += [f"{rule}{{{more}}}"] if more else []
@@ -164,11 +163,11 @@ class Writer:
 
     def _up_to(self, rule: str, n: int) -> str:
         """Return the name of a rule of at most n of what a rule has: each number of them in one way only."""
-        block = self._rule(f"{rule}{{{_BLOCK}}}")
-        steps, left = divmod(n, _BLOCK)
+        block = self._rule(f"{rule}{{{BLOCK}}}")
+        steps, left = divmod(n, BLOCK)
         res = self._rule(f"{rule}{{0,{left}}}" if left else '""')
         for _ in range(steps):
-            res = self._rule(f"{rule}{{0,{_BLOCK - 1}}} | {block} {res}")
+            res = self._rule(f"{rule}{{0,{BLOCK - 1}}} | {block} {res}")
         return res
 
     #

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyllama_kvflash.json_schema.branches import Branch
 from pyllama_kvflash.json_schema.context import Context
-from pyllama_kvflash.json_schema.document import Place
+from pyllama_kvflash.json_schema.document import MAX_COUNT, Place
 from pyllama_kvflash.json_schema.numbers import Decimals
 from pyllama_kvflash.json_schema.shapes import Array, Key, Number, Shape, Text, Values
 from pyllama_kvflash.json_schema.values import bounds, exact, items
@@ -20,6 +20,22 @@ MAX_MULTIPLES = 1_000
 def having(branch: Branch, keyword: str) -> Iterator[tuple[Place, Any]]:
     """Yield the places of a branch that have a keyword, with its value."""
     return ((place, place.get(keyword)) for place in branch.places if place.has(keyword))
+
+
+def least(branch: Branch, keyword: str) -> int | None:
+    """Return the greatest of the least numbers that a keyword counts; None: there is none."""
+    return max((int(value) for _, value in having(branch, keyword)), default=None)
+
+
+def most(context: Context, branch: Branch, keyword: str) -> int | None:
+    """Return the least of the greatest numbers that a keyword counts; None: there is none that can be counted to."""
+    found = []
+    for place, value in having(branch, keyword):
+        if value > MAX_COUNT:
+            context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")
+        else:
+            found.append(int(value))
+    return min(found, default=None)
 
 
 #
@@ -114,8 +130,7 @@ def _decimal_places(step: Fraction) -> int | None:
 
 def texts(context: Context, branch: Branch) -> list[Shape]:
     """Return the strings of a branch."""
-    low = max((int(value) for _, value in having(branch, "minLength")), default=0)
-    high = min((int(value) for _, value in having(branch, "maxLength")), default=None)
+    low, high = least(branch, "minLength") or 0, most(context, branch, "maxLength")
     if high is not None and low > high:
         return []
     pattern = _pattern(context, branch)
@@ -201,8 +216,7 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
         context.key(p for have, rest in zip(prefixes, rests, strict=True) for p in (have[i : i + 1] or rest))
         for i in range(n)
     )
-    low = max((int(value) for _, value in having(branch, "minItems")), default=None)
-    high = min((int(value) for _, value in having(branch, "maxItems")), default=None)
+    low, high = least(branch, "minItems"), most(context, branch, "maxItems")
     if low is None:
         low = n if high is None else min(n, high)
     if high is not None and low > high:

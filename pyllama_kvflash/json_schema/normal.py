@@ -7,10 +7,11 @@ from pyllama_kvflash.json_schema.branches import Branch, Branches, spread
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place, SchemaError
 from pyllama_kvflash.json_schema.keywords import OF_TYPE, TYPES
-from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Object, Shape, Shapes, Values, parts, pruned
+from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Object, Shape, Shapes, Values, parts, pruned, size
 from pyllama_kvflash.json_schema.values import frozen, of_types, types
 
 MAX_SHAPES = 10_000
+MAX_RULES = 50_000
 
 
 class Normal:
@@ -34,6 +35,10 @@ class Normal:
                 raise SchemaError("#", "", f"put together, it has more than {MAX_SHAPES:,} schemas")
             self._shapes[at] = self._made(at)
             todo += [part for shape in self._shapes[at] for part in parts(shape)]
+        if size(self._shapes) > MAX_RULES:
+            raise SchemaError(
+                "#", "", f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
+            )
         res = pruned(self._shapes)
         if not res[key]:
             raise self._nothing(key)

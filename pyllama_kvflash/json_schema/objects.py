@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place
-from pyllama_kvflash.json_schema.merged import having, outermost, texts
+from pyllama_kvflash.json_schema.merged import having, least, most, outermost, texts
 from pyllama_kvflash.json_schema.shapes import Key, Object, Property, Shape, Text
-from pyllama_kvflash.json_schema.values import Unsure
+from pyllama_kvflash.json_schema.values import Unsure, types
 
 MAX_NAMES = 5_000  # characters of names that other properties may not have
 
@@ -129,7 +129,7 @@ def _named(context: Context, branch: Branch, names: dict[str, None], others: _Op
     given = [context.document.child(place, "propertyNames") for place, _ in having(branch, "propertyNames")]
     if not given or others.values is None:
         return None
-    found = Branches(context.document, context.checker).of(given)
+    found = [b for b in Branches(context.document, context.checker).of(given) if _of_texts(b)]
     listed = [b for b in found if any(p.has("enum") or p.has("const") for p in b.places)]
     if len(listed) == len(found):
         values = [
@@ -148,10 +148,15 @@ def _named(context: Context, branch: Branch, names: dict[str, None], others: _Op
     return None
 
 
+def _of_texts(branch: Branch) -> bool:
+    """Return whether the types of a branch allow strings."""
+    given = (types(place.schema) for place in branch.places if isinstance(place.schema, dict))
+    return all(allowed is None or "string" in allowed for allowed in given)
+
+
 def _counted(context: Context, branch: Branch, shape: Object) -> list[Shape]:
     """Return the shapes of objects with minProperties to maxProperties properties."""
-    low = max((int(value) for _, value in having(branch, "minProperties")), default=0)
-    high = min((int(value) for _, value in having(branch, "maxProperties")), default=None)
+    low, high = least(branch, "minProperties") or 0, most(context, branch, "maxProperties")
     needed = tuple(p for p in shape.properties if p.required)
     optional = tuple(p for p in shape.properties if not p.required)
     if (high is not None and high < max(low, len(needed))) or (shape.rest is None and low > len(shape.properties)):
@@ -174,7 +179,7 @@ def _at_least(context: Context, branch: Branch, shape: Object, low: int) -> list
     if n_needed == len(shape.properties) and shape.rest is not None:
         if low - n_needed > 1:
             _note(context, branch, "minProperties", "a name may come twice")
-        return [_with(shape, shape.properties, least=low - n_needed)]
+        return [_with(shape, shape.properties, low=low - n_needed)]
     _note(context, branch, "minProperties", "optional properties are not counted beyond the first")
     return [shape]
 
@@ -186,27 +191,27 @@ def _at_most(
     if not optional:
         if low - len(needed) > 1:
             _note(context, branch, "minProperties", "a name may come twice")
-        return [_with(shape, needed, least=max(0, low - len(needed)), most=left)]
+        return [_with(shape, needed, low=max(0, low - len(needed)), high=left)]
     if left == 0:
-        return [_with(shape, needed, most=0)]
+        return [_with(shape, needed, high=0)]
     if left == 1:
         res: list[Shape] = [
             _with(
-                shape, tuple(Property(p.name, p.key, True) for p in shape.properties if p.required or p is one), most=0
+                shape, tuple(Property(p.name, p.key, True) for p in shape.properties if p.required or p is one), high=0
             )
             for one in optional
         ]
         if low <= len(needed) or shape.rest is not None:
-            res.append(_with(shape, needed, least=max(0, low - len(needed)), most=1 if shape.rest is not None else 0))
+            res.append(_with(shape, needed, low=max(0, low - len(needed)), high=1 if shape.rest is not None else 0))
         return res
     _note(context, branch, "maxProperties", "optional properties are not counted")
     return _at_least(context, branch, shape, low)
 
 
 def _with(
-    shape: Object, properties: tuple[Property, ...], *, least: int = 0, most: int | None = None, nonempty: bool = False
+    shape: Object, properties: tuple[Property, ...], *, low: int = 0, high: int | None = None, nonempty: bool = False
 ) -> Object:
-    return Object(properties, shape.rest, shape.names, least, most, shape.excluded, nonempty)
+    return Object(properties, shape.rest, shape.names, low, high, shape.excluded, nonempty)
 
 
 def _note(context: Context, branch: Branch, keyword: str, why: str) -> None:

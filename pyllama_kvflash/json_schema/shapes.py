@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+BLOCK = 256  # repetitions that share a rule: llama.cpp's parser copies what is repeated, and counts to 2,000
+
 Key = tuple[int, ...]
 """Places of a document whose schemas a value must all meet, by their indices; (): any value."""
 
@@ -96,6 +98,18 @@ def parts(shape: Shape) -> Iterator[Key]:
         yield from (p.key for p in shape.properties)
     if isinstance(shape, Array | Object) and shape.rest is not None:
         yield shape.rest
+
+
+def size(shapes: Shapes) -> int:
+    """Return about how many rules a grammar of shapes has: what is counted in a rule of its own is counted in steps."""
+    texts = {shape for options in shapes.values() for shape in options if isinstance(shape, Text)}
+    counts = [(shape.low, shape.high) for shape in texts]
+    counts += [(s.low, s.high) for options in shapes.values() for s in options if isinstance(s, Array | Object)]
+    return sum(map(len, shapes.values())) + sum(_steps(low if high is None else high) for low, high in counts)
+
+
+def _steps(n: int) -> int:
+    return min(n, 2 * BLOCK + n // BLOCK)
 
 
 def pruned(shapes: Shapes) -> Shapes:
