@@ -78,8 +78,8 @@ def check_arguments(schema: Any, pattern: Pattern) -> Checked:
 
 def _checked(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool = False) -> Checked:
     context = Context(document, lambda text: pattern(text) is not None)
-    for place, keyword in document.unknown:
-        context.note(place, keyword, "it is not a keyword that is known here")
+    for place, keyword, why in document.unknown:
+        context.note(place, keyword, why)
     places = [document.root, *([document.made(document.root, "object", {"type": "object"})] if of_objects else [])]
     key = context.key(places)
     shapes = Normal(context).of(key)

@@ -70,7 +70,7 @@ class Document:
     """A schema, surveyed.
 
     places: the schemas in it, and those made of it. errors: those that are not schemas, in their order; such a place is as
-    `true`. unknown: keywords that nobody knows, with their places.
+    `true`. unknown: keywords that nobody knows, with their places, and why.
 
     Raises SchemaError if it is too large or too deep.
     """
@@ -78,7 +78,7 @@ class Document:
     def __init__(self, schema: Any) -> None:
         self.places: list[Place] = []
         self.errors: list[SchemaError] = []
-        self.unknown: list[tuple[Place, str]] = []
+        self.unknown: list[tuple[Place, str, str]] = []
         self._at: dict[str, Place] = {}  # by path
         self._resources: dict[str, Place] = {}
         self._anchors: dict[tuple[str, str], list[Place]] = {}
@@ -218,9 +218,11 @@ class Document:
         for keyword in ("$anchor", "$dynamicAnchor"):
             if keyword in schema:
                 self._anchors.setdefault((place.base, schema[keyword]), []).append(place)
-        self.unknown += [
-            (place, keyword) for keyword in schema if keyword not in KEYWORDS and not is_annotation(keyword)
-        ]
+        for keyword in schema:
+            if keyword not in KEYWORDS and not is_annotation(keyword):
+                self.unknown.append((place, keyword, "it is not a keyword that is known here"))
+        if schema.get("required") is True:
+            self.unknown.append((place, "required", "it is not an array of names (draft 3)"))
 
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

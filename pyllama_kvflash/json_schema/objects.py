@@ -22,11 +22,13 @@ class _Open:
 
 def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     """Return the objects of a branch. key: of its node."""
-    required = _required(context, branch)
+    required = _required(branch)
     unevaluated = _unevaluated(context, branch, key)
     names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {}))
     names |= dict.fromkeys(required)
     others = _others(context, branch, unevaluated, names)
+    if others.values is not None and any(place.schema is False for place in others.values):
+        others.values = None
     if (listed := _named(context, branch, names, others)) is not None:
         names |= dict.fromkeys(listed)
         others.values = None
@@ -43,14 +45,8 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     return _counted(context, branch, shape)
 
 
-def _required(context: Context, branch: Branch) -> dict[str, None]:
-    res: dict[str, None] = {}
-    for place, needed in having(branch, "required"):
-        if isinstance(needed, list):
-            res |= dict.fromkeys(needed)
-        elif needed:
-            context.note(place, "required", "it is not an array of names (draft 4)")
-    return res
+def _required(branch: Branch) -> dict[str, None]:
+    return {name: None for _, needed in having(branch, "required") if isinstance(needed, list) for name in needed}
 
 
 def _unevaluated(context: Context, branch: Branch, key: Key) -> list[Place]:

@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,12 @@ class Grammar:
             node = todo.pop()
             node.ends.clear()
             todo += node.what if node.kind in ("seq", "any") else [node.what] if node.kind == "many" else []
-        return len(text) in self._ends(self.rules["root"], 0)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(100_000)  # a text of a thousand properties is as deep as that
+        try:
+            return len(text) in self._ends(self.rules["root"], 0)
+        finally:
+            sys.setrecursionlimit(limit)
 
     def _ends(self, node: Node, at: int) -> frozenset[int]:
         if at not in node.ends:
@@ -156,7 +162,7 @@ class Grammar:
             case "rule":
                 return self._draw(self.rules[node.what], rng, depth + 1)
             case "any":
-                options = node.what if depth < 24 else sorted(node.what, key=lambda n: self.least(n))[:1]
+                options = node.what if depth < 24 else sorted(node.what, key=self.least)[:1]
                 return self._draw(rng.choice(options), rng, depth)
             case "seq":
                 return "".join(self._draw(part, rng, depth) for part in node.what)
