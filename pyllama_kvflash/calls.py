@@ -94,7 +94,7 @@ class _Tool:
         self.mark = f"tool {i}"
         given = tool["function"].get("parameters")
         self.checked = check_arguments(given if given not in ({}, None) else NO_ARGUMENTS, pattern_grammar)
-        self._plain, self._exact = self.checked.plain()
+        self._plain, self._exact = self.checked.plain(f"tool-{i}-")
 
     def marked(self) -> dict[str, Any]:
         """Return the tool with a mark for its parameters."""

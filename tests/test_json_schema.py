@@ -85,7 +85,7 @@ def test_arguments_of_any_schema_can_be_called() -> None:
         assert bool(checked.loosened) or case.verdict != REFUSED, case
         made = json.loads(Grammar(whole_grammar(checked)).made(random.Random(1)))
         assert isinstance(made, dict), case
-        assert checked.plain()[0]["type"] == "object"
+        assert checked.plain("d")[0]["type"] == "object"
 
 
 def test_there_is_a_case_of_each_keyword() -> None:
@@ -103,6 +103,13 @@ def test_there_is_a_case_of_each_keyword() -> None:
     assert not check(
         {"type": "integer", "$recursiveAnchor": True, **dict.fromkeys(rest & ANNOTATIONS)}, pattern_grammar
     ).loosened
+
+
+def test_an_anchor_of_recursion_below_the_root_is_named() -> None:
+    schema = {"$defs": {"a": {"$recursiveAnchor": True, "type": "integer"}}, "$ref": "#/$defs/a"}
+    assert [str(one) for one in check(schema, pattern_grammar).loosened] == [
+        "#/$defs/a/$recursiveAnchor is not enforced: it is not at the root"
+    ]
 
 
 def test_what_python_says_of_a_schema() -> None:

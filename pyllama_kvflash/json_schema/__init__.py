@@ -35,9 +35,11 @@ class Checked:
         """Return the name of the rule of the schema's values, and GBNF with that and all others, whose names have a prefix."""
         return Writer(self.shapes, prefix, lambda text: self.pattern(text) or "").written(self.key)
 
-    def plain(self) -> tuple[dict[str, Any], bool]:
-        """Return a schema of an object for llama.cpp's converter, and whether it says all that this one does."""
-        plain = Plain(self.shapes)
+    def plain(self, prefix: str) -> tuple[dict[str, Any], bool]:
+        """Return a schema of an object for llama.cpp's converter, and whether it says all that this one does. prefix: of the names
+        of definitions in it.
+        """
+        plain = Plain(self.shapes, prefix)
         return plain.arguments(self.key), plain.exact
 
 

@@ -221,6 +221,8 @@ class Document:
         for keyword in schema:
             if keyword not in KEYWORDS and not is_annotation(keyword):
                 self.unknown.append((place, keyword, "it is not a keyword that is known here"))
+        if schema.get("$recursiveAnchor") and place.path != "#":
+            self.unknown.append((place, "$recursiveAnchor", "it is not at the root"))
         if schema.get("required") is True:
             self.unknown.append((place, "required", "it is not an array of names (draft 3)"))
 

@@ -34,7 +34,7 @@ class Normal:
             if len(self._shapes) >= MAX_SHAPES:
                 raise SchemaError("#", "", f"put together, it has more than {MAX_SHAPES:,} schemas")
             self._shapes[at] = self._made(at)
-            todo += [part for shape in self._shapes[at] for part in parts(shape)]
+            todo += reversed([part for shape in self._shapes[at] for part in parts(shape)])
         if size(self._shapes) > MAX_RULES:
             raise SchemaError(
                 "#", "", f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"

@@ -7,11 +7,15 @@ from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Number, Obj
 
 
 class Plain:
-    """Writes schemas that llama.cpp's converter takes. exact: whether what was written says all that the shapes do."""
+    """Writes schemas that llama.cpp's converter takes.
 
-    def __init__(self, shapes: Shapes) -> None:
+    prefix: of the names of definitions: the converter takes those of one name for the same, whatever tool they are of. exact:
+    whether what was written says all that the shapes do.
+    """
+
+    def __init__(self, shapes: Shapes, prefix: str) -> None:
         self.exact = True
-        self._shapes = shapes
+        self._shapes, self._prefix = shapes, prefix
         self._used = Counter(part for options in shapes.values() for shape in options for part in parts(shape))
         self._defs: dict[str, Any] = {}
         self._names: dict[Key, str] = {}
@@ -51,7 +55,7 @@ class Plain:
         if self._used[key] <= 1 or not any(True for shape in self._shapes[key] for _ in parts(shape)):
             return self._schema(key)
         if key not in self._names:
-            self._names[key] = f"d{len(self._names)}"
+            self._names[key] = f"{self._prefix}{len(self._names)}"
             self._defs[self._names[key]] = self._schema(key)
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
