@@ -2,15 +2,15 @@
 Needs jinja2, from the extra `serve`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
+from pyllama_kvflash.calls import Calls, checked_schema
 from pyllama_kvflash.errors import UnsupportedError, UsageError, encoded
-from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, either, json_grammar
+from pyllama_kvflash.json_schema import SchemaError
+from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, whole_grammar
 from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
 
 Message = Mapping[str, Any]
@@ -50,7 +50,8 @@ class ChatTemplate:
         self.warning = NO_TEMPLATE if source is None else ""
         self.stop = ("\nuser:", "\nsystem:") if source is None else ()
         self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
-        self._engine, self._seconds = engine, seconds
+        self._seconds = seconds
+        self._calls = None if engine is None else Calls(engine)
         try:
             self._template = environment().from_string(PLAIN if source is None else source)
         except Exception as err:  # noqa: BLE001 (jinja2 raises Python's own, too)
@@ -65,7 +66,7 @@ class ChatTemplate:
         )  # first, because it refuses what is nested too deeply for llama.cpp
         if given:
             try:
-                res._engine = ChatEngine(model, source)
+                res._calls = Calls(ChatEngine(model, source))
             except UnsupportedError as err:
                 raise _failure(err) from None
             except UsageError:
@@ -75,7 +76,7 @@ class ChatTemplate:
     @property
     def caps(self) -> dict[str, bool]:
         """What the template can do, by llama.cpp's names; {} if it does not know it."""
-        return self._engine.caps if self._engine else {}
+        return self._calls.engine.caps if self._calls else {}
 
     @property
     def takes_tools(self) -> bool:
@@ -91,19 +92,21 @@ class ChatTemplate:
         """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
 
         answer: add the beginning of the assistant's next message; one that is there already is gone on with.
-        asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema,
-        enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
+        asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
+        (or one that was checked), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
-        Raises UsageError if the template does not take these messages or these tools, or fails.
+        Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used.
         """
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
         request["continue_final_message"] = answer and _goes_on(messages)
-        if self._engine is None:
+        if self._calls is None:
             return self._plainly(messages, answer, asked, None)
         try:
-            return _applied(self._engine, request)
+            return self._calls.applied(request)
         except UnsupportedError as err:  # nor may it take so much in the sandbox
             raise _failure(err) from None
+        except SchemaError:
+            raise
         except UsageError as err:
             return self._plainly(messages, answer, asked, err)
 
@@ -113,12 +116,13 @@ class ChatTemplate:
         """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
         if asked.get("tools") and asked.get("tool_choice") != "none":
             raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
-        schema = asked.get("json_schema")
-        grammar = None if schema is None else Grammar(json_grammar(json.dumps(schema)))
+        schema = checked_schema(asked.get("json_schema"))
+        grammar = None if schema is None else Grammar(whole_grammar(schema))
+        warnings = () if schema is None else tuple(map(str, schema.loosened))
         given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(
             asked.get("chat_template_kwargs") or {}
         )
-        return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar)
+        return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar, warnings=warnings)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Return the text of a conversation. Raises UsageError as rendered() does."""
@@ -154,34 +158,6 @@ class ChatTemplate:
 def _goes_on(messages: Sequence[Message]) -> bool:
     """Return whether the answer goes on with the last message."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-
-
-def _applied(engine: ChatEngine, request: dict[str, Any]) -> Rendered:
-    """Return what llama.cpp makes of a request. Of several tools, one alone may be called. Raises UsageError."""
-    choice = request.get("tool_choice")
-    if not request.get("tools") or choice == "none":
-        return engine.apply(request)
-    schema = request.pop("json_schema", None)
-    if choice == "auto" and schema is not None:
-        return _called_or_told(engine, request, schema)
-    if not isinstance(choice, dict):  # what must be called is the answer
-        return engine.apply(request)
-    name = choice["function"]["name"]
-    whole = engine.apply({**request, "tool_choice": "required"})
-    only = [tool for tool in request["tools"] if tool["function"]["name"] == name]
-    one = engine.apply({**request, "tools": only, "tool_choice": "required"})
-    return replace(one, prompt=whole.prompt)  # so that what was read with the other tools need not be read again
-
-
-def _called_or_told(engine: ChatEngine, request: dict[str, Any], schema: Any) -> Rendered:
-    """Return what is made of a request whose answer calls tools or is of a schema: llama.cpp knows only one of these at once."""
-    called = engine.apply({**request, "tool_choice": "required"})
-    told = engine.apply({**request, "tools": [], "tool_choice": "none", "json_schema": schema})
-    if called.grammar is None or told.grammar is None or called.grammar.after != told.grammar.after:
-        msg = "its calls and a schema of the answer cannot be had together: leave out response_format, or the tools"
-        raise UsageError(msg)
-    grammar = replace(called.grammar, text=either(called.grammar.text, told.grammar.text))
-    return replace(engine.apply(request), grammar=grammar)
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:

@@ -82,7 +82,7 @@ def test_policy_decides_and_touches_nothing(path: Path) -> None:
 
 @each("native")
 def test_native_decides_nothing(path: Path) -> None:
-    assert from_package(imports_of(path)) <= {"native", "errors"}
+    assert from_package(imports_of(path)) <= {"native", "errors", "json_schema"}
 
 
 @each("needle")
@@ -98,10 +98,12 @@ ORDER = [
     "needle",
     "registry",
     "policy",
+    "json_schema",
     "native",
     "hub",
     "files",
     "template",
+    "calls",
     "chat",
     "options",
     "pool",
@@ -188,6 +190,7 @@ def test_a_test_is_read_in_one_sitting(path: Path) -> None:
     "module",
     [
         "policy",
+        "json_schema",
         "needle",
         "text",
         "errors",

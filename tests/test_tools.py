@@ -236,7 +236,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "auto, none, required"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no such tool"),
     ({"tools": [TOOL], "grammar": 'root ::= "a"'}, "grammar", "give one of them"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]}, "messages", "render"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"type": "x"}}}]}, "tools[0].function.parameters/type", "is not a type"),
 ]  # fmt: skip
 
 

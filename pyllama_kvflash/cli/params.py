@@ -202,7 +202,11 @@ def _grammar(grammar: str, grammar_file: str | None, json_schema: str | None, js
     if grammar_file:
         return read_text(grammar_file, "grammar")
     schema = read_text(json_schema_file, "JSON schema") if json_schema_file else json_schema
-    return json_grammar(schema) if schema else grammar
+    return json_grammar(schema, note=_warn) if schema else grammar
+
+
+def _warn(text: str) -> None:
+    click.echo(f"kvflash: warning: {text}", err=True)
 
 
 def spec(values: dict[str, Any]) -> Spec | None:

@@ -16,10 +16,11 @@ from pyllama_kvflash.native.device import Device, add_rpc, devices
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
+from pyllama_kvflash.native.json_grammar import json_grammar, pattern_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import MAX_BIASES, Sampler, Sampling, json_grammar
+from pyllama_kvflash.native.sampler import MAX_BIASES, Sampler, Sampling
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.stacks import n_running
 from pyllama_kvflash.native.summary import Keys, Summaries
@@ -64,8 +65,10 @@ __all__ = [
     "interruptible",
     "json_grammar",
     "n_running",
+    "pattern_grammar",
     "quantize",
     "row_bytes",
     "show_log",
     "split_queries",
+    "whole_grammar",
 ]

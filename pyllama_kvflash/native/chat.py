@@ -37,7 +37,8 @@ class Delta:
 class Rendered:
     """A conversation as a prompt, and what is to be known of its answer.
 
-    grammar: what the answer keeps to; None: to nothing. preserved: special tokens that are text of the answer. stop: strings
+    grammar: what the answer keeps to; None: to nothing. warnings: what schemas of the request ask for and is not enforced,
+    a sentence each. preserved: special tokens that are text of the answer. stop: strings
     that end it. format, parser, generation_prompt: how to parse it.
     """
 
@@ -48,6 +49,7 @@ class Rendered:
     format: int = 0
     parser: str = ""
     generation_prompt: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class ChatEngine:

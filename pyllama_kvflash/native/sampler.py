@@ -1,6 +1,5 @@
 """llama.cpp's sampler chain, and its grammars."""
 
-import json
 import math
 from copy import copy
 from dataclasses import dataclass
@@ -83,7 +82,6 @@ class Sampling:
         return self.temperature < _COLD
 
 
-_USUAL_GRAMMAR = 1 << 16  # bytes: a larger one is made twice
 _DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
 
 
@@ -172,46 +170,6 @@ def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
     found = np.flatnonzero(values >= least)
     res: npt.NDArray[np.intp] = found[np.argsort(-values[found], kind="stable")[:n]]
     return res
-
-
-def json_grammar(schema: str) -> str:
-    """Return the grammar (GBNF) of the texts that a JSON schema allows. Raises UsageError, too for a `pattern` without grammar."""
-    try:
-        res = _converted(schema)
-        for pattern in _patterns(schema):
-            # llama.cpp takes any string for one that it does not know, and says so on stderr only
-            if "\nroot ::= string\n" in _converted(json.dumps({"type": "string", "pattern": pattern})):
-                msg = f"no grammar can be made of the pattern {pattern[:100]!r}: leave out what looks around or back"
-                raise errors.UsageError(msg)
-    except errors.UsageError as err:
-        msg = f"the JSON schema cannot be used: {err}"
-        raise errors.UsageError(msg) from None
-    return res
-
-
-def _converted(schema: str) -> str:
-    size, text, res = ffi.new("size_t *"), schema.encode(), ffi.new("char[]", _USUAL_GRAMMAR)
-    check(lib.kvf_json_grammar(text, res, _USUAL_GRAMMAR, size))
-    if size[0] > _USUAL_GRAMMAR:
-        res = ffi.new("char[]", size[0])
-        check(lib.kvf_json_grammar(text, res, size[0], size))
-    found: bytes = ffi.string(res)
-    return found.decode()
-
-
-def _patterns(schema: str) -> set[str]:
-    """Return the regular expressions in a schema. What `const` and `enum` have are values."""
-    found: set[str] = set()
-    todo = [json.loads(schema)]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, list):
-            todo += node
-        elif isinstance(node, dict):
-            todo += (value for key, value in node.items() if key not in {"const", "enum", "default", "examples"})
-            if isinstance(pattern := node.get("pattern"), str):
-                found.add(pattern)
-    return found
 
 
 def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:

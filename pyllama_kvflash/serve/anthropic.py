@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
-from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import Sampling, json_grammar
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import conversation
 from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
@@ -197,7 +197,7 @@ def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[s
 
 
 def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]:
-    tools = []
+    tools: list[Any] = []
     for i, value in enumerate(array(fields, "tools") or ()):
         at = f"tools[{i}]"
         tool = as_object(value, at, "name and input_schema")
@@ -208,10 +208,11 @@ def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]
         function = {
             "name": text(tool, "name", f"{at}.name"),
             "description": get(tool, "description", str, f"{at}.description"),
-            "parameters": obj(tool, "input_schema", f"{at}.input_schema"),
+            "parameters": tool.get("input_schema"),
+            "strict": tool.get("strict"),
         }
         tools.append({"type": "function", "function": function})
-    return conversation.tools(tools)
+    return conversation.tools(tools, "tools[{}].input_schema")
 
 
 def _choice(
@@ -229,7 +230,7 @@ def _choice(
     return conversation.tool_choice(_CHOICES[how], tools), parallel
 
 
-def _schema(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _schema(fields: Mapping[str, Any]) -> Checked | None:
     """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
     form, at = obj(fields, "output_format"), "output_format"  # as it was in the beta
     if form is None:
@@ -240,11 +241,7 @@ def _schema(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     found = obj(form, "schema", f"{at}.schema")
     if found is None:
         raise invalid(f"{at}.schema is missing: give an object", f"{at}.schema", "missing_field")
-    try:
-        json_grammar(json.dumps(found))
-    except KVFlashError as err:
-        raise invalid(str(err), f"{at}.schema", "invalid_value") from None
-    return found
+    return conversation.schema(found, f"{at}.schema")
 
 
 _TYPES = {

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +31,11 @@ from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Schedule
 from pyllama_kvflash.serve.schema import MAX_SEED
 from pyllama_kvflash.serve.understand import Kind, Understanding, Understood
 
+WARNING = "KVFlash-Warning"
+"""The header of an answer that says what schemas of the request ask for and is not enforced."""
+
+_MOST_TOLD = 2_000  # characters of that header
+_MOST_SAID = 1_000  # warnings that the log has
 _READERS = 2  # requests tokenized at once: a text takes some 75 bytes per character meanwhile
 
 Note = Callable[[str], None]
@@ -67,6 +72,7 @@ class Server:
         self._understanding = Understanding(settings.sampling, settings.template)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
+        self._said: set[str] = set()
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
@@ -169,17 +175,27 @@ class Server:
             except Fault as fault:
                 self._scheduler.metrics.request("invalid" if fault.status < 429 else "rejected")  # noqa: PLR2004
                 raise
+            headers = self._warned(found.warnings)
             exchange.submit(job)
             if found.ask.stream:
-                return Stream(exchange, reply, self._log)
+                return Stream(exchange, reply, self._log, headers)
             with exchange:
                 done = await exchange.whole(reply, request.receive)
             if done is None:
                 return Response(status_code=499)  # nobody is there to read it
             self._log(done)
-            return JSONResponse(reply.whole())
+            return JSONResponse(reply.whole(), headers=headers)
 
         return handle
+
+    def _warned(self, warnings: Sequence[str]) -> dict[str, str]:
+        """Write warnings to the log, each once. Returns the header that tells the client."""
+        for warning in warnings:
+            if warning not in self._said and len(self._said) < _MOST_SAID:
+                self._said.add(warning)
+                self._note(f"warning: {warning}")
+        told = " | ".join(warnings).encode("ascii", "backslashreplace").decode()
+        return {WARNING: told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."} if told else {}
 
     async def _understood(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
         """Return what a body asks for, found out beside the event loop. Raises Fault."""

@@ -2,12 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pyllama_kvflash.chat import Message
+from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
+from pyllama_kvflash.native import pattern_grammar
 from pyllama_kvflash.serve.fault import Fault, invalid
-from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, obj, one_of, text
+from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, one_of, text
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -115,19 +118,19 @@ def _is_text(part: Any) -> bool:
 #
 
 
-def tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. Raises Fault."""
+def tools(value: Any, parameters: str = "tools[{}].function.parameters") -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request. parameters: what its schema is called in messages. Raises Fault."""
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools has {len(given)} tools, and may have {MAX_TOOLS}", "tools", "invalid_value")
-    res = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in res]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"tools has two tools of the name {twice}", "tools", "invalid_value")
     return res
 
 
-def _tool(value: Any, at: str) -> dict[str, Any]:
+def _tool(value: Any, at: str, parameters: str) -> dict[str, Any]:
     given = as_object(value, at, "type and function")
     one_of(given, "type", ("function",), f"{at}.type")
     function = as_object(given.get("function"), f"{at}.function", "a name")
@@ -138,9 +141,42 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
     res = {
         "name": name,
         "description": get(function, "description", str, f"{at}.function.description") or "",
-        "parameters": obj(function, "parameters", f"{at}.function.parameters") or {},
+        "parameters": _parameters(function, at, parameters),
     }
     return {"type": "function", "function": res}
+
+
+def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, Any] | bool:
+    """Return the schema of a tool's arguments. One that cannot be enforced is refused if the tool is strict, and else loosened
+    where the grammar is made.
+    """
+    given = function.get("parameters")
+    if given is not None and not isinstance(given, dict | bool):
+        raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
+    if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
+        with _faults_of(name):
+            refuse_loosened(check_arguments(given, pattern_grammar))
+    return {} if given is None else given
+
+
+def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
+    """Return a JSON schema of the answer, checked. name: of its field. strict: whatever cannot be enforced is refused.
+
+    Raises Fault, which names the place in the schema.
+    """
+    if not isinstance(value, dict | bool):
+        raise invalid(f"{name} is {kind(value)}: give a JSON schema, an object", name, "invalid_type")
+    with _faults_of(name):
+        return check(value, pattern_grammar, strict=strict)
+
+
+@contextmanager
+def _faults_of(name: str) -> Iterator[None]:
+    """Make a fault of a schema's error. name: of its field."""
+    try:
+        yield
+    except SchemaError as err:
+        raise invalid(str(err), f"{name}{err.at[1:]}", "invalid_value") from None
 
 
 def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:

@@ -1,7 +1,7 @@
 """The link between a request's handler and the scheduler: updates come in, and the job ends if the client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
@@ -99,10 +99,12 @@ class Stream(Response):
     It notices at once if the client leaves. Starlette's own notices when it next has something to send.
     """
 
-    def __init__(self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None]) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+    def __init__(
+        self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], headers: Mapping[str, str]
+    ) -> None:
+        """headers: more of them."""
+        more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers={**headers, **more})
         del self.headers["content-length"]
         self._exchange, self._reply, self._finished = exchange, reply, finished
 

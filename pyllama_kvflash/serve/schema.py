@@ -7,8 +7,9 @@ from typing import Any
 
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.engine.answer import MAX_ANSWER
-from pyllama_kvflash.errors import KVFlashError, number
-from pyllama_kvflash.native import MAX_BIASES, Sampling, json_grammar
+from pyllama_kvflash.errors import number
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.native import MAX_BIASES, Sampling, whole_grammar
 from pyllama_kvflash.serve import conversation
 from pyllama_kvflash.serve.fault import invalid
 from pyllama_kvflash.serve.fields import get, obj, one_of, ranged
@@ -45,7 +46,7 @@ class Ask:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
     tools, tool_choice, parallel_tool_calls (None: as the template can), chat_template_kwargs: of a chat.
-    schema: JSON schema of the answer. max_tokens: None if not given. n: answers wanted.
+    schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
     pin_seconds: how long the prompt is to stay in the cache on disk, whatever else comes; 0: as long as there is room.
     """
 
@@ -55,7 +56,7 @@ class Ask:
     tool_choice: str | dict[str, Any] = "none"
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    schema: dict[str, Any] | None = None
+    schema: Checked | None = None
     sampling: Sampling
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -86,11 +87,11 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
     check_known(fields, _COMMON | (_CHAT if chat else {"prompt"}))
     get(fields, "model", str)  # any name: there is one model
     stream = bool(get(fields, "stream", bool))
-    schema, grammar = _schema(fields)
+    schema = _schema(fields)
     sampling = replace(sampling_of(fields, defaults, n_vocab), n_probs=_n_probs(fields, chat=chat))
     res = Ask(
         schema=schema,
-        sampling=sampling if chat or schema is None else replace(sampling, grammar=grammar),
+        sampling=sampling if chat or schema is None else replace(sampling, grammar=whole_grammar(schema)),
         max_tokens=_max_tokens(fields, chat=chat),
         stop=stop_of(fields.get("stop")),
         n=ranged(fields, "n", int, 1, MAX_ANSWERS) or 1,
@@ -185,33 +186,30 @@ def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, 
 _FORMATS = "text", "json_object", "json_schema"
 
 
-def _schema(fields: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON schema of the answer, and its grammar; None: it may be any text. Raises Fault."""
-    given, form = obj(fields, "json_schema"), obj(fields, "response_format")
+def _schema(fields: Mapping[str, Any]) -> Checked | None:
+    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    form = obj(fields, "response_format")
     asked = None if form is None else _asked_schema(form)
+    given = fields.get("json_schema")
     if sum(bool(source) for source in (asked is not None, given is not None, fields.get("grammar"))) > 1:
         msg = "several of response_format, json_schema and grammar are given: give one of them"
         raise invalid(msg, "response_format" if form else "grammar", "invalid_value")
-    schema = given if asked is None else asked
-    try:
-        return schema, "" if schema is None else json_grammar(json.dumps(schema))
-    except KVFlashError as err:
-        raise invalid(str(err), "response_format" if form else "json_schema", "invalid_value") from None
+    return asked if given is None else conversation.schema(given, "json_schema")
 
 
-def _asked_schema(form: dict[str, Any]) -> dict[str, Any] | None:
+def _asked_schema(form: dict[str, Any]) -> Checked | None:
     """Return the schema that a response_format asks for; None: any text."""
     kind = one_of(form, "type", _FORMATS, "response_format.type")
     if kind == "text":
         return None
     if kind == "json_object":
-        asked = form.get("schema", {"type": "object"})
-    else:
-        asked = (obj(form, "json_schema", "response_format.json_schema") or {}).get("schema")
-    if not isinstance(asked, dict):
+        return conversation.schema(form.get("schema", {"type": "object"}), "response_format.schema")
+    asked = obj(form, "json_schema", "response_format.json_schema") or {}
+    if "schema" not in asked:
         msg = "response_format has no schema: give json_schema.schema, an object"
         raise invalid(msg, "response_format", "invalid_value")
-    return asked
+    strict = bool(get(asked, "strict", bool, "response_format.json_schema.strict"))
+    return conversation.schema(asked["schema"], "response_format.json_schema.schema", strict=strict)
 
 
 def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:

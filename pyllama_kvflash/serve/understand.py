@@ -34,6 +34,7 @@ class Understood:
     """A request that can be served.
 
     tokens: (n,) int32, of the prompt. sampling, stop: with what the prompt asks for, too. rendered: the prompt of a chat.
+    warnings: what schemas of the request ask for and is not enforced, a sentence each.
     """
 
     ask: Ask
@@ -41,6 +42,7 @@ class Understood:
     sampling: Sampling
     stop: tuple[str, ...]
     rendered: Rendered | None
+    warnings: tuple[str, ...] = ()
 
 
 class Understanding:
@@ -58,7 +60,6 @@ class Understanding:
             ask = anthropic.parse(given, defaults=self._defaults, n_vocab=n_vocab)
         else:
             ask = schema.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
-        _check_grammar(kv, ask.sampling.grammar)
         try:
             found = _completion(kv, ask) if kind == Kind.COMPLETION else self._chat(kv, ask)
             _check_length(len(found.tokens), kv.options.n_ctx)
@@ -66,6 +67,7 @@ class Understanding:
             raise invalid(str(err), "prompt" if kind == Kind.COMPLETION else "messages") from None
         except TooLong as err:
             raise err.fault(kind) from None
+        _compile(kv, found.sampling.grammar, _asker(ask))
         return found
 
     def count(self, kv: KVFlash, body: bytes) -> int:
@@ -112,7 +114,9 @@ class Understanding:
         check_room(kv, rendered.prompt, "the conversation")
         tokens = tokenize_chat(kv.model, rendered.prompt)
         sampling = ask.sampling if rendered.grammar is None else replace(ask.sampling, grammar=rendered.grammar)
-        return Understood(ask, tokens, sampling, (*ask.stop, *template.stop, *rendered.stop), rendered)
+        return Understood(
+            ask, tokens, sampling, (*ask.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
+        )
 
 
 def _completion(kv: KVFlash, ask: Ask) -> Understood:
@@ -121,16 +125,24 @@ def _completion(kv: KVFlash, ask: Ask) -> Understood:
         tokens = kv.tokenize(ask.prompt)
     else:
         tokens = np.array(ask.prompt, np.int32)
-    return Understood(ask, tokens, ask.sampling, ask.stop, None)
+    warnings = () if ask.schema is None else tuple(map(str, ask.schema.loosened))
+    return Understood(ask, tokens, ask.sampling, ask.stop, None, warnings)
 
 
-def _check_grammar(kv: KVFlash, grammar: str | Grammar) -> None:
-    """Raise Fault for a grammar of the request that cannot be used: before a sequence is made ready for it."""
+def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
+    """Compile a grammar beside the thread that computes. Raises Fault for one that cannot be used, before a sequence is made ready
+    for it. field: of the request, which asks for it.
+    """
     try:
-        if isinstance(grammar, str) and grammar:
+        if grammar:
             check_grammar(grammar, kv.model)
     except KVFlashError as err:
-        raise invalid(str(err), "grammar", "invalid_value") from None
+        raise invalid(str(err), field, "invalid_value") from None
+
+
+def _asker(ask: Ask) -> str:
+    """Return the field of a request that asks for a grammar."""
+    return "grammar" if ask.sampling.grammar else "response_format" if ask.schema is not None else "tools"
 
 
 class TooLong(Exception):  # noqa: N818 (as Fault)

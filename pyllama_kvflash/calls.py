@@ -1,0 +1,149 @@
+"""Schemas in a conversation: those of tools, and of the answer. The model sees them as they were given; llama.cpp's templates make
+a grammar around marks, in whose place the grammars of the schemas are put.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.json_schema import Checked, Loosened, check, check_arguments
+from pyllama_kvflash.native import ChatEngine, Grammar, Rendered, either, pattern_grammar
+
+_ANSWER = "answer"
+
+
+def checked_schema(schema: Any) -> Checked | None:
+    """Return the schema of an answer, checked, if it is not; None: there is none. Raises SchemaError."""
+    return schema if schema is None or isinstance(schema, Checked) else check(schema, pattern_grammar)
+
+
+class Calls:
+    """An engine of templates, to which schemas come as marks."""
+
+    def __init__(self, engine: ChatEngine) -> None:
+        self.engine = engine
+        self._named = False  # whether the template's calls name each argument, and so have no place for a mark
+
+    def applied(self, request: dict[str, Any]) -> Rendered:
+        """Return what llama.cpp makes of a request. Of several tools, one alone may be called.
+
+        Raises UsageError, and SchemaError for a schema of the answer that cannot be used.
+        """
+        request = dict(request)
+        choice, schema = request.get("tool_choice"), checked_schema(request.pop("json_schema", None))
+        if not request.get("tools") or choice == "none":
+            return self.engine.apply(request) if schema is None else self._told(request, schema)
+        tools = [_Tool(i, tool) for i, tool in enumerate(request["tools"])]
+        if choice == "auto" and schema is not None:
+            return self._called_or_told(request, tools, schema)
+        # a template shows the tools to the model whether or not they may be called
+        prompt = self.engine.apply({**request, "tool_choice": "none"}).prompt
+        if isinstance(choice, dict):
+            tools = [tool for tool in tools if tool.name == choice["function"]["name"]]
+            request["tool_choice"] = "required"
+        return replace(self._called(request, tools), prompt=prompt)
+
+    def _called(self, request: dict[str, Any], tools: Sequence["_Tool"]) -> Rendered:
+        """Return what is made of a request with these tools; its prompt has marks."""
+        if not self._named:
+            res = self.engine.apply({**request, "tools": [tool.marked() for tool in tools]})
+            if res.grammar is None:
+                return _with(res, None, [w for tool in tools for w in tool.warnings(Loosened("#", "", _FREE))])
+            text, found = _put(res.grammar.text, {tool.mark: tool.checked for tool in tools})
+            if found:
+                return _with(res, text, [w for tool in tools for w in tool.warnings()])
+            self._named = True
+        res = self.engine.apply({**request, "tools": [tool.plain() for tool in tools]})
+        text = "" if res.grammar is None else res.grammar.text
+        return _with(res, None, [w for tool in tools for w in tool.warnings(*tool.lost(text))])
+
+    def _told(self, request: dict[str, Any], schema: Checked) -> Rendered:
+        """Return what is made of a request whose answer is of a schema."""
+        res = self.engine.apply({**request, "json_schema": _marked(_ANSWER)})
+        shown = json.dumps(schema.source, ensure_ascii=False)
+        res = replace(res, prompt=_SHOWN.sub(lambda _: shown, res.prompt))  # some templates show it to the model
+        text, found = ("", False) if res.grammar is None else _put(res.grammar.text, {_ANSWER: schema})
+        lost = [] if found else [Loosened("#", "", "the chat template has no place for it")]
+        return _with(res, text if found else None, [str(one) for one in (*schema.loosened, *lost)])
+
+    def _called_or_told(self, request: dict[str, Any], tools: Sequence["_Tool"], schema: Checked) -> Rendered:
+        """Return what is made of a request whose answer calls tools or is of a schema: llama.cpp knows only one at once."""
+        called = self._called({**request, "tool_choice": "required"}, tools)
+        told = self._told({**request, "tool_choice": "none"}, schema)
+        if called.grammar is None or told.grammar is None or called.grammar.after != told.grammar.after:
+            msg = "its calls and a schema of the answer cannot be had together: leave out response_format, or the tools"
+            raise UsageError(msg)
+        grammar = replace(called.grammar, text=either(called.grammar.text, told.grammar.text))
+        res = self._called(request, tools)
+        return replace(res, grammar=grammar, prompt=told.prompt, warnings=(*told.warnings, *called.warnings))
+
+
+_FREE = "the chat template has nothing that begins a call: its arguments are free"
+_SHOWN = re.compile(r'\{\s*"const":\s*\{\s*"kvflash":\s*"' + _ANSWER + r'"\s*\}\s*\}')
+
+
+class _Tool:
+    """A tool of a request, with its schema checked."""
+
+    def __init__(self, i: int, tool: Mapping[str, Any]) -> None:
+        self._tool = tool
+        self.name: str = tool["function"]["name"]
+        self.mark = f"tool {i}"
+        given = tool["function"].get("parameters")
+        self.checked = check_arguments(given if given not in ({}, None) else NO_ARGUMENTS, pattern_grammar)
+        self._plain, self._exact = self.checked.plain(f"tool-{i}-")
+
+    def marked(self) -> dict[str, Any]:
+        """Return the tool with a mark for its parameters."""
+        return self._with(_marked(self.mark))
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool with a schema that llama.cpp's converter takes."""
+        return self._with(self._plain)
+
+    def _with(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
+
+    def lost(self, grammar: str) -> list[Loosened]:
+        """Return what a grammar of calls that name each argument does not enforce."""
+        properties = self._plain["properties"]
+        if properties and not any(name in grammar for name in properties):
+            return [Loosened("#", "", "the chat template has a form of its own for arguments")]
+        why = "the chat template writes each argument in a form of its own, in which not all of it can be"
+        return [] if self._exact else [Loosened("#", "", why)]
+
+    def warnings(self, *more: Loosened) -> list[str]:
+        """Return what is not enforced of the tool, a sentence each."""
+        return [f"tool {self.name}: {one}" for one in (*self.checked.loosened, *more)]
+
+
+NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+"""The parameters of a tool that names none: as llama.cpp has it."""
+
+
+def _marked(mark: str) -> dict[str, Any]:
+    """Return a schema of one value, which stands for another schema."""
+    return {"const": {"kvflash": mark}}
+
+
+def _put(text: str, schemas: Mapping[str, Checked]) -> tuple[str, bool]:
+    """Put schemas in the place of their marks in a grammar. Returns whether each has a place, too."""
+    rules, found = [], True
+    for i, (mark, schema) in enumerate(schemas.items()):
+        literal = f'"{{\\"kvflash\\":\\"{mark}\\"}}"'
+        found = found and literal in text
+        name, more = schema.rules(f"schema{i}-")
+        text = text.replace(literal, name)
+        rules.append(more)
+    return text.rstrip("\n") + "\n" + "".join(rules), found
+
+
+def _with(rendered: Rendered, text: str | None, warnings: Sequence[str]) -> Rendered:
+    """Return a rendered conversation with another text of its grammar (None: its own), and warnings."""
+    grammar: Grammar | None = rendered.grammar
+    if grammar is not None and text is not None:
+        grammar = replace(grammar, text=text)
+    return replace(rendered, grammar=grammar, warnings=(*rendered.warnings, *warnings))

@@ -1,0 +1,236 @@
+"""What a schema is put together from: its branches, each a set of schemas that a value must all meet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyllama_kvflash.json_schema.document import Document, Place
+from pyllama_kvflash.json_schema.keywords import TYPES, is_annotation
+from pyllama_kvflash.json_schema.values import Checker, Unsure, types
+
+MAX_BRANCHES = 500
+
+Option = Sequence[Place]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Schemas that a value must all meet. left: keywords of theirs that this does not say, and why."""
+
+    places: tuple[Place, ...]
+    left: tuple[tuple[Place, str, str], ...]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Options of which a value must meet one, for a keyword of a place."""
+
+    place: Place
+    keyword: str
+    options: list[Option]
+
+
+@dataclass(slots=True)
+class _State:
+    """A branch as it grows."""
+
+    have: dict[int, Place] = field(default_factory=dict)
+    choices: list[_Choice] = field(default_factory=list)
+    left: list[tuple[Place, str, str]] = field(default_factory=list)
+
+    def copy(self) -> "_State":
+        return _State(dict(self.have), list(self.choices), list(self.left))
+
+
+class _TooManyError(Exception):
+    def __init__(self, choice: _Choice) -> None:
+        super().__init__()
+        self.choice = choice
+
+
+class Branches:
+    """Finds the branches of schemas in a document."""
+
+    def __init__(self, document: Document, checker: Checker) -> None:
+        self._document, self._checker = document, checker
+        self._dropped: set[tuple[int, str]] = set()  # places and keywords whose choices were too many
+
+    def of(self, places: Sequence[Place]) -> list[Branch]:
+        """Return the branches of schemas that must all be met; none: nothing can be of them all."""
+        while True:
+            try:
+                return [Branch(tuple(s.have.values()), tuple(s.left)) for s in self._grown(places, _State())]
+            except _TooManyError as many:
+                self._dropped.add((many.choice.place.index, many.choice.keyword))
+
+    def _grown(self, option: Option, state: _State) -> list[_State]:
+        todo = list(option)
+        while todo:
+            place = todo.pop(0)
+            if place.schema is False:
+                return []
+            if place.schema is not True and place.index not in state.have:
+                state.have[place.index] = place
+                todo += self._document.refs(place)
+                todo += [self._document.child(place, "allOf", i) for i in range(len(place.get("allOf", ())))]
+                self._choose(place, state)
+        if not state.choices:
+            return [state]
+        choice = state.choices.pop(0)
+        res: list[_State] = []
+        for one in choice.options:
+            res += self._grown(one, state.copy())
+            if len(res) > MAX_BRANCHES:
+                raise _TooManyError(choice)
+        return res
+
+    def _choose(self, place: Place, state: _State) -> None:
+        """Note what a place leaves to choose, and what it asks for that choices cannot say."""
+        found: list[_Choice] = []
+        for keyword in ("anyOf", "oneOf"):
+            if place.has(keyword):
+                branches: list[Option] = [
+                    [self._document.child(place, keyword, i)] for i in range(len(place.get(keyword)))
+                ]
+                found.append(_Choice(place, keyword, branches))
+        if place.has("oneOf") and not self._all_apart(place):
+            state.left.append((place, "oneOf", "its branches may have values in common: it is taken as anyOf"))
+        found += self._dependent(place)
+        for keyword, options, why in ((*self._not(place),), (*self._if(place),)):
+            if options is None:
+                state.left.append((place, keyword, why))
+            elif options:
+                found.append(_Choice(place, keyword, options))
+        for choice in found:
+            if (place.index, choice.keyword) in self._dropped:
+                state.left.append((place, choice.keyword, f"it makes more than {MAX_BRANCHES} combinations"))
+            else:
+                state.choices.append(choice)
+
+    def _dependent(self, place: Place) -> list[_Choice]:
+        """Return the choices of what depends on a property: without it, or with what it needs."""
+        res = []
+        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, needs in place.get(keyword, {}).items():
+                without = self._document.made(place, f"without {name}", {"properties": {name: False}})
+                needed = [name, *needs] if isinstance(needs, list) else [name]
+                given = [self._document.made(place, f"{keyword} {name}", {"required": needed})]
+                given += [] if isinstance(needs, list) else [self._document.child(place, keyword, name)]
+                res.append(_Choice(place, keyword, [[without], given]))
+        return res
+
+    def _not(self, place: Place) -> tuple[str, list[Option] | None, str]:
+        if not place.has("not"):
+            return "not", [], ""
+        found = self._negated(self._document.child(place, "not"))
+        return "not", None if found is None else [[one] for one in found], "what is not of that schema cannot be told"
+
+    def _if(self, place: Place) -> tuple[str, list[Option] | None, str]:
+        if not place.has("if") or not (place.has("then") or place.has("else")):
+            return "if", [], ""
+        test = self._document.child(place, "if")
+        negated = self._negated(test)
+        if negated is None:
+            return "if", None, "what is not of that schema cannot be told"
+        then, other = ([self._document.child(place, k)] if place.has(k) else [] for k in ("then", "else"))
+        return "if", [[test, *then], *([one, *other] for one in negated)], ""
+
+    def _negated(self, place: Place) -> list[Place] | None:
+        """Return schemas of which a value meets one if it does not meet this one; None: they cannot be told."""
+        made = self._document.made
+        if isinstance(place.schema, bool):
+            return [made(place, "not", not place.schema)]
+        schema = {k: v for k, v in place.schema.items() if not is_annotation(k)}
+        if isinstance(schema.get("required"), bool):
+            return None  # of draft 4
+        if schema.keys() == {"not"}:
+            return [self._document.child(place, "not")]
+        if schema.keys() == {"$ref"}:
+            return self._negated(self._document.refs(place)[0])
+        if schema.keys() <= {"const", "enum"} and schema:
+            return [made(place, "not", {"not": schema})] if "\0" not in place.path else None
+        return self._negated_object(place, schema) if schema.keys() <= {"type", "properties", "required"} else None
+
+    def _negated_object(self, place: Place, schema: dict[str, Any]) -> list[Place] | None:
+        made, allowed = self._document.made, types(schema)
+        if allowed and "integer" in allowed and "number" not in allowed:
+            return None  # numbers that have a fraction
+        res = []
+        if allowed:
+            others = [t for t in TYPES if t not in allowed and (t, "number" in allowed) != ("integer", True)]
+            res.append(made(place, "not type", {"type": others} if others else False))
+        if schema.keys() & {"properties", "required"} and allowed not in {None, frozenset({"object"})}:
+            return None
+        res += [
+            made(place, f"without {name}", {"type": "object", "properties": {name: False}})
+            for name in schema.get("required", ())
+        ]
+        for name, sub in schema.get("properties", {}).items():
+            other = {"type": "object", "required": [name], "properties": {name: {"not": sub}}}
+            res.append(made(place, f"another {name}", other))
+        return res or [made(place, "not", False)]
+
+    #
+    # whether no value can be of two schemas
+    #
+
+    def _all_apart(self, place: Place) -> bool:
+        branches = [self._document.child(place, "oneOf", i) for i in range(len(place.get("oneOf")))]
+        objects = isinstance(place.schema, dict) and types(place.schema) == frozenset({"object"})
+        if len(branches) ** 2 > MAX_BRANCHES * 20:
+            return False
+        return all(self._apart(a, b, objects=objects) for i, a in enumerate(branches) for b in branches[:i])
+
+    def _apart(self, a: Place, b: Place, *, objects: bool = False, depth: int = 0) -> bool:
+        """Return whether it is certain that no value meets both. objects: only these are looked at."""
+        a, b = self._referred(a), self._referred(b)
+        if a.schema is False or b.schema is False:
+            return True
+        if not (isinstance(a.schema, dict) and isinstance(b.schema, dict)) or depth > 8:  # noqa: PLR2004
+            return False
+        one, other = (_spread(types(schema)) for schema in (a.schema, b.schema))
+        if not one & other:
+            return True
+        if any(self._none_of(x, y) for x, y in ((a, b), (b, a))):
+            return True
+        if not (objects or one & other == {"object"}):
+            return False
+        return any(self._told_apart(x, y, depth) for x, y in ((a, b), (b, a)))
+
+    def _referred(self, place: Place) -> Place:
+        while place.has("$ref"):
+            place = self._document.refs(place)[0]
+        return place
+
+    def _none_of(self, place: Place, other: Place) -> bool:
+        """Return whether a place lists its values, and the other one takes none of them."""
+        listed = [place.get("const")] if place.has("const") else place.get("enum")
+        try:
+            return bool(listed) and not any(
+                self._checker.meets(v, other) and self._checker.meets(v, place) for v in listed
+            )
+        except Unsure:
+            return False
+
+    def _told_apart(self, a: Place, b: Place, depth: int) -> bool:
+        """Return whether a property that objects of `a` must have is another one, or none, in those of `b`."""
+        needed = a.get("required", [])
+        for name in needed if isinstance(needed, list) else []:
+            if name in b.get("properties", {}):
+                if name in a.get("properties", {}):
+                    mine, theirs = (self._document.child(place, "properties", name) for place in (a, b))
+                    if self._apart(mine, theirs, depth=depth + 1):
+                        return True
+            elif b.get("additionalProperties") is False and not b.has("patternProperties"):
+                return True
+        return False
+
+
+def _spread(allowed: frozenset[str] | None) -> frozenset[str]:
+    """Return types with `number` as integers and fractions."""
+    return spread(frozenset(TYPES) if allowed is None else allowed)
+
+
+def spread(allowed: frozenset[str]) -> frozenset[str]:
+    """Return types so that none is part of another: numbers are integers and fractions."""
+    return frozenset((allowed - {"number"}) | ({"integer", "fraction"} if "number" in allowed else set()))

@@ -1,0 +1,56 @@
+"""What is known while a schema is put together, and what is noted of it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pyllama_kvflash.json_schema.document import Document, Place, place_of
+from pyllama_kvflash.json_schema.keywords import is_annotation
+from pyllama_kvflash.json_schema.shapes import Key
+from pyllama_kvflash.json_schema.values import Checker, Unsure
+
+
+@dataclass(frozen=True, slots=True)
+class Loosened:
+    """A keyword that is not enforced: where, and why. annotation: JSON Schema itself lets it be ignored."""
+
+    pointer: str
+    keyword: str
+    why: str
+    annotation: bool = False
+
+    def __str__(self) -> str:
+        """A sentence."""
+        return f"{place_of(self.pointer, self.keyword)} is not enforced: {self.why}"
+
+
+class Context:
+    """A document, with what looks at it.
+
+    has_pattern: whether a regular expression can be enforced. loosened: what is not enforced, in its order.
+    """
+
+    def __init__(self, document: Document, has_pattern: Callable[[str], bool]) -> None:
+        self.document, self.has_pattern = document, has_pattern
+        self.checker = Checker(document)
+        self.loosened: dict[Loosened, None] = {}
+
+    def key(self, places: Iterable[Place]) -> Key:
+        """Return the key of places that must all be met."""
+        return tuple(sorted({p.index for p in places if not _trivial(p)}))
+
+    def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
+        """Note that a keyword of a place is not enforced."""
+        self.loosened.setdefault(Loosened(place.pointer, keyword, why, annotation))
+
+    def meets(self, value: Any, place: Place) -> bool:
+        """Return whether a value meets a schema; True, with a note, if that cannot be told."""
+        try:
+            return self.checker.meets(value, place)
+        except Unsure as unsure:
+            self.note(unsure.place, unsure.keyword, "whether a value keeps to it cannot be told")
+            return True
+
+
+def _trivial(place: Place) -> bool:
+    return place.schema is True or (isinstance(place.schema, dict) and all(map(is_annotation, place.schema)))

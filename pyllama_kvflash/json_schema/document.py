@@ -1,0 +1,362 @@
+"""A JSON schema as a document: every schema in it has a place, and references find theirs. Nothing here knows grammars."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, TYPES, is_annotation
+
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+MAX_DEPTH = 100  # of schemas in schemas
+MAX_SCHEMAS = 20_000
+MAX_VALUES = 20_000  # of an enum
+MAX_TEXT = 4 << 20  # characters of a schema
+MAX_NAME = 1_000  # characters of a property's name, or of a pattern
+MAX_COUNT = 100_000  # of a length, or a number of items
+
+
+Schema = bool | dict[str, Any]
+
+
+def place_of(pointer: str, keyword: str) -> str:
+    """Return where a keyword is, to show: on one line, and cut."""
+    at = pointer if not keyword else f"{pointer}/{escaped(keyword)}"
+    at = "".join(char if char.isprintable() else "?" for char in at)
+    return at if len(at) <= 200 else f"{at[:100]}...{at[-90:]}"  # noqa: PLR2004 (characters)
+
+
+class SchemaError(UsageError):
+    """A schema cannot be used.
+
+    pointer: where ("#": the whole). keyword: what of it; "" if no single one is at fault. what: the fault. at: the place, to show.
+    """
+
+    def __init__(self, pointer: str, keyword: str, what: str) -> None:
+        self.pointer, self.keyword, self.what = pointer, keyword, what
+        self.at = place_of(pointer, keyword)
+        super().__init__(f"the JSON schema cannot be used: {self.at}: {what}")
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A schema in a document. index: in the order of the document. path: its pointer, with marks of what was made of one
+    (after a zero byte). schema: `true` where it cannot be used. base: the URI that its references start from.
+    """
+
+    index: int
+    path: str
+    schema: bool | dict[str, Any]
+    base: str
+
+    @property
+    def pointer(self) -> str:
+        """The JSON pointer of the schema, or of the one that it was made of."""
+        return self.path.partition("\0")[0]
+
+    def has(self, keyword: str) -> bool:
+        """Return whether the schema has a keyword."""
+        return isinstance(self.schema, dict) and keyword in self.schema
+
+    def get(self, keyword: str, default: Any = None) -> Any:
+        """Return the value of a keyword."""
+        return self.schema.get(keyword, default) if isinstance(self.schema, dict) else default
+
+
+class Document:
+    """A schema, surveyed.
+
+    places: the schemas in it, and those made of it. errors: those that are not schemas, in their order; such a place is as
+    `true`. unknown: keywords that nobody knows, with their places, and why.
+
+    Raises SchemaError if it is too large or too deep.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self.places: list[Place] = []
+        self.errors: list[SchemaError] = []
+        self.unknown: list[tuple[Place, str, str]] = []
+        self._at: dict[str, Place] = {}  # by path
+        self._resources: dict[str, Place] = {}
+        self._anchors: dict[tuple[str, str], list[Place]] = {}
+        self._n_linked = 0
+        self.root = self._survey(schema, "#", "")
+        self._resources.setdefault("", self.root)
+        self._link()
+        self._refuse_circles()
+
+    def child(self, place: Place, *parts: str | int) -> Place:
+        """Return the place of a schema within another one."""
+        return self._at[_below(place.path, *map(str, parts))]
+
+    def made(self, place: Place, mark: str, schema: Schema) -> Place:
+        """Return the place of a schema that is made of one that is there: the same for the same mark."""
+        path = f"{place.path}\0{mark}"
+        if path not in self._at:
+            self._survey(schema, path, place.base)
+            self._link()
+        return self._at[path]
+
+    def target(self, place: Place, keyword: str) -> Place:
+        """Return the place that a reference names. Raises SchemaError."""
+        ref: str = place.get(keyword)
+        uri, _, fragment = (place.base + ref if ref.startswith("#") else urljoin(place.base, ref)).partition("#")
+        name = unquote(fragment)
+        start = self._resources.get(uri)
+        if start is None:
+            raise SchemaError(
+                place.pointer, keyword, f"{ref[:100]!r} is not in this document: put what it names in $defs"
+            )
+        found = (
+            start if not name else self._pointed(start, name) if name[0] == "/" else self._anchored(uri, name, keyword)
+        )
+        if found is None:
+            raise SchemaError(place.pointer, keyword, f"there is no {ref[:100]!r} in this document")
+        return found
+
+    def _anchored(self, uri: str, name: str, keyword: str) -> Place | None:
+        found = self._anchors.get((uri, name), [])
+        if keyword == "$dynamicRef":
+            found = [place for (_, other), places in self._anchors.items() if other == name for place in places]
+        return found[0] if len(found) == 1 else None
+
+    def _pointed(self, start: Place, path: str) -> Place | None:
+        """Return the place that a JSON pointer names, which may be where no schema is looked for."""
+        value: Any = start.schema
+        for part in path[1:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, list) and re.fullmatch("0|[1-9][0-9]{0,8}", name) and int(name) < len(value):
+                value = value[int(name)]
+            elif isinstance(value, dict) and name in value:
+                value = value[name]
+            else:
+                return None
+        path = start.path + path
+        return self._at.get(path) or self._survey(value, path, start.base)
+
+    def refs(self, place: Place) -> list[Place]:
+        """Return the places that a schema refers to, and must be met with it."""
+        return [self.target(place, keyword) for keyword in REFERENCES if place.has(keyword)]
+
+    def _link(self) -> None:
+        """Find what all references name. A schema with one that names nothing is an error."""
+        while self._n_linked < len(self.places):  # finding one may add places
+            place = self.places[self._n_linked]
+            self._n_linked += 1
+            try:
+                self.refs(place)
+            except SchemaError as err:
+                self._refuse(place, err)
+
+    def _refuse(self, place: Place, err: SchemaError) -> None:
+        self.errors.append(err)
+        place.schema = True
+
+    def _refuse_circles(self) -> None:
+        """Refuse schemas that a value meets if it meets them: they say nothing, and looking would have no end."""
+        done: set[int] = set()
+        for start in list(self.places):
+            path: dict[int, Place] = {}
+            todo = [(start, False)]
+            while todo:
+                place, leave = todo.pop()
+                if leave:
+                    del path[place.index]
+                    done.add(place.index)
+                elif place.index in path:
+                    self._refuse(place, SchemaError(place.pointer, "", "it refers to itself without end"))
+                elif place.index not in done:
+                    path[place.index] = place
+                    todo += [(place, True), *((other, False) for other in self._same_value(place))]
+
+    def _same_value(self, place: Place) -> list[Place]:
+        """Return the places that a value is looked at by if it is looked at by this one."""
+        res = self.refs(place)
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            res += [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
+        res += [self.child(place, keyword) for keyword in ("not", "if", "then", "else") if place.has(keyword)]
+        for keyword in ("dependentSchemas", "dependencies"):
+            res += [
+                self.child(place, keyword, n) for n, sub in place.get(keyword, {}).items() if not isinstance(sub, list)
+            ]
+        return res
+
+    #
+    # the survey
+    #
+
+    def _survey(self, schema: Any, path: str, base: str, depth: int = 0) -> Place:
+        if depth > MAX_DEPTH:
+            raise SchemaError("#", "", f"it is more than {MAX_DEPTH} schemas deep: use $ref")
+        if len(self.places) >= MAX_SCHEMAS:
+            raise SchemaError("#", "", f"it has more than {MAX_SCHEMAS:,} schemas")
+        fault = _fault(schema)
+        if fault:
+            self.errors.append(SchemaError(path.partition("\0")[0], *fault))
+            schema = True
+        if isinstance(schema, dict) and not schema.get("$id", "#").startswith("#"):
+            base = urljoin(base, schema["$id"]).partition("#")[0]
+        place = self._at[path] = Place(len(self.places), path, schema, base)
+        self.places.append(place)
+        if isinstance(schema, dict):
+            if "\0" not in path:
+                self._name(place, schema)
+            for parts, sub in _subschemas(schema):
+                self._survey(sub, _below(path, *parts), base, depth + 1)
+        return place
+
+    def _name(self, place: Place, schema: dict[str, Any]) -> None:
+        """Note what references may call a schema, and what it has that nobody knows."""
+        name = schema.get("$id", "")
+        if name.startswith("#"):  # of draft 7
+            self._anchors.setdefault((place.base, name[1:]), []).append(place)
+        elif name:
+            self._resources[place.base] = place
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if keyword in schema:
+                self._anchors.setdefault((place.base, schema[keyword]), []).append(place)
+        for keyword in schema:
+            if keyword not in KEYWORDS and not is_annotation(keyword):
+                self.unknown.append((place, keyword, "it is not a keyword that is known here"))
+        if schema.get("$recursiveAnchor") and place.path != "#":
+            self.unknown.append((place, "$recursiveAnchor", "it is not at the root"))
+        if schema.get("required") is True:
+            self.unknown.append((place, "required", "it is not an array of names (draft 3)"))
+
+
+def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the schemas of a schema, each with its path."""
+    for keyword, value in schema.items():
+        if keyword in LIST and isinstance(value, list):
+            yield from (((keyword, str(i)), sub) for i, sub in enumerate(value))
+        elif keyword in MAP:
+            named = keyword == "dependencies"  # which may be lists of names
+            yield from (((keyword, name), sub) for name, sub in value.items() if not (named and isinstance(sub, list)))
+        elif keyword in ONE:
+            yield (keyword,), value
+
+
+def _below(path: str, *parts: str) -> str:
+    return path + "".join(f"/{escaped(part)}" for part in parts)
+
+
+def escaped(part: str) -> str:
+    """Return a name as a part of a JSON pointer."""
+    return part.replace("~", "~0").replace("/", "~1")
+
+
+def loads(text: str) -> Any:
+    """Return the value of a schema's text. Raises SchemaError."""
+    if len(text) > MAX_TEXT:
+        raise SchemaError("#", "", f"it has more than {MAX_TEXT:,} characters")
+    try:
+        return json.loads(text, parse_constant=_not_json)
+    except RecursionError:
+        raise SchemaError("#", "", "it is nested too deeply") from None
+    except ValueError as err:
+        raise SchemaError("#", "", f"it is not JSON: {str(err)[:200]}") from None
+
+
+def _not_json(name: str) -> None:
+    msg = f"{name} is not a number of JSON"
+    raise ValueError(msg)
+
+
+#
+# what is not a schema
+#
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON has it, cut."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 (characters)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of JSON that can be counted with."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")  # nor NaN
+    )
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is an integer of 0 or more."""
+    return is_number(value) and value >= 0 and value == int(value)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_WORDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+                     "maxContains"), (is_count, "an integer of 0 or more")),
+    **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (lambda v: is_number(v) or isinstance(v, bool), "a number")),
+    "multipleOf": (lambda v: is_number(v) and v > 0, "a number above 0"),
+    **dict.fromkeys(("pattern", "format", "$ref", "$dynamicRef", "$id", "$anchor", "$dynamicAnchor"),
+                    (lambda v: isinstance(v, str), "a string")),
+    "$recursiveRef": (lambda v: v == "#", '"#"'),
+    **dict.fromkeys(("uniqueItems", "nullable", "$recursiveAnchor"), (lambda v: isinstance(v, bool), "true or false")),
+    "required": (lambda v: _names(v) or isinstance(v, bool), "an array of names"),
+    "dependentRequired": (lambda v: isinstance(v, dict) and all(map(_names, v.values())), "an object of arrays of names"),
+    "dependencies": (lambda v: isinstance(v, dict) and all(_names(n) or not isinstance(n, list) for n in v.values()),
+                     "an object of schemas, or of arrays of names"),
+    **dict.fromkeys(MAP - {"dependencies"}, (lambda v: isinstance(v, dict), "an object of schemas")),
+    **dict.fromkeys(LIST - {"items"}, (lambda v: isinstance(v, list) and len(v) > 0, "an array of schemas, not empty")),
+}  # fmt: skip
+"""What a keyword's value must be: a test of it, and the words for it."""
+
+_ORDERED = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+    ("minimum", "maximum"),
+)
+
+
+def _fault(schema: Any) -> tuple[str, str] | None:
+    """Return what is wrong with a schema itself, by keyword; None if nothing is."""
+    if isinstance(schema, bool):
+        return None
+    if not isinstance(schema, dict):
+        return "", f"{shown(schema)} is not a schema: give an object, true or false"
+    for keyword, value in schema.items():
+        found = _value_fault(keyword, value)
+        if found:
+            return keyword, found
+    if isinstance(schema.get("items"), list) and "prefixItems" in schema:
+        return "items", "it is an array, and prefixItems is given: give a schema"
+    for low, high in _ORDERED:
+        if low in schema and high in schema and schema[low] > schema[high]:
+            return low, f"{low} is {shown(schema[low])}, above {high}, {shown(schema[high])}: no value can be of both"
+    return None
+
+
+def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one for each kind)
+    if keyword == "type":
+        names = value if isinstance(value, list) else [value]
+        bad = [name for name in names if name not in TYPES]
+        if bad:
+            return f"{shown(bad[0])} is not a type: give one of {', '.join(TYPES)}"
+        return None if names else "it is empty: give at least one type"
+    if keyword == "enum":
+        if not isinstance(value, list) or not value:
+            return "give an array of at least one value"
+        return f"it has {len(value):,} values, and may have {MAX_VALUES:,}" if len(value) > MAX_VALUES else None
+    if keyword in MAP and isinstance(value, dict) and any(len(name) > MAX_NAME for name in value):
+        return f"a name in it has more than {MAX_NAME:,} characters"
+    test, words = _WORDS.get(keyword, (None, ""))
+    if test and not test(value):
+        return f"{shown(value)} is not {words}"
+    if keyword.startswith("min") and test is is_count and value > MAX_COUNT:
+        return f"{shown(value)} is more than can be counted: give at most {MAX_COUNT:,}"
+    if keyword in {"const", "enum"}:
+        return None
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        return "it is not Unicode text: half of a surrogate pair"
+    return None

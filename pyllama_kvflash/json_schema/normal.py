@@ -1,0 +1,127 @@
+"""A schema in its normal form: the shapes of its values, and what of it they do not say."""
+
+from typing import Any
+
+from pyllama_kvflash.json_schema import merged, objects
+from pyllama_kvflash.json_schema.branches import Branch, Branches, spread
+from pyllama_kvflash.json_schema.context import Context
+from pyllama_kvflash.json_schema.document import Place, SchemaError
+from pyllama_kvflash.json_schema.keywords import OF_TYPE, TYPES
+from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Object, Shape, Shapes, Values, parts, pruned, size
+from pyllama_kvflash.json_schema.values import frozen, of_types, types
+
+MAX_SHAPES = 10_000
+MAX_RULES = 50_000
+
+
+class Normal:
+    """Puts a document in its normal form. context: of the document; it is told what is not enforced."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._document = context, context.document
+        self._branches = Branches(context.document, context.checker)
+        self._shapes: Shapes = {}
+
+    def of(self, key: Key) -> Shapes:
+        """Return the shapes of these places, and of all that are in them. Raises SchemaError (there are too many of them, or no
+        value meets the schema).
+        """
+        todo = [key]
+        while todo:
+            at = todo.pop()
+            if at in self._shapes:
+                continue
+            if len(self._shapes) >= MAX_SHAPES:
+                raise SchemaError("#", "", f"put together, it has more than {MAX_SHAPES:,} schemas")
+            self._shapes[at] = self._made(at)
+            todo += reversed([part for shape in self._shapes[at] for part in parts(shape)])
+        if size(self._shapes) > MAX_RULES:
+            raise SchemaError(
+                "#", "", f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
+            )
+        res = pruned(self._shapes)
+        if not res[key]:
+            raise self._nothing(key)
+        return res
+
+    def _made(self, key: Key) -> list[Shape]:
+        places = [self._document.places[i] for i in key]
+        res: dict[Any, Shape] = {}
+        for branch in self._branches.of(places):
+            for shape in self._shapes_of(branch, key):
+                res.setdefault(frozen(list(shape.values)) if isinstance(shape, Values) else shape, shape)
+        return [Anything()] if any(isinstance(s, Anything) for s in res.values()) else list(res.values())
+
+    def _shapes_of(self, branch: Branch, key: Key) -> list[Shape]:
+        allowed = self._allowed(branch)
+        if any(place.has("const") or place.has("enum") for place in branch.places):
+            return [Values(self._listed(branch))]
+        for place, keyword, why in branch.left:
+            if keyword != "not" or self._excludes(place, allowed):
+                self._context.note(place, keyword, why)
+        if allowed == spread(frozenset(TYPES)) and not any(
+            p.schema.keys() & frozenset().union(*OF_TYPE.values()) for p in branch.places if isinstance(p.schema, dict)
+        ):
+            return [Anything()]
+        res: list[Shape] = [Values((None,))] if "null" in allowed else []
+        res += [Values((True, False))] if "boolean" in allowed else []
+        if allowed & {"integer", "fraction"}:
+            res += merged.numbers(self._context, branch, integer="fraction" not in allowed)
+        if "string" in allowed:
+            res += merged.texts(self._context, branch)
+        if "array" in allowed:
+            res += merged.arrays(self._context, branch, key)
+        if "object" in allowed:
+            res += objects.objects(self._context, branch, key)
+        return res
+
+    @staticmethod
+    def _allowed(branch: Branch) -> frozenset[str]:
+        """Return the types of a branch's values. If none is named, those that keywords tell something of."""
+        given = [
+            t for place in branch.places if isinstance(place.schema, dict) if (t := types(place.schema)) is not None
+        ]
+        if not given:
+            told = {
+                t for t, words in OF_TYPE.items() if any(place.has(word) for place in branch.places for word in words)
+            }
+            given = [frozenset(told)] if told else []
+        res = spread(frozenset(TYPES))
+        for one in given:
+            res &= spread(one)
+        return res
+
+    def _listed(self, branch: Branch) -> tuple[Any, ...]:
+        """Return the values that a branch lists, and that meet all of its schemas."""
+        place = next(place for place in branch.places if place.has("const") or place.has("enum"))
+        listed = [place.get("const")] if place.has("const") else place.get("enum")
+        found = {frozen(value): value for value in listed if all(self._context.meets(value, p) for p in branch.places)}
+        return tuple(found.values())
+
+    def _excludes(self, place: Place, allowed: frozenset[str]) -> bool:
+        """Return whether what a value must not be could be one of these types."""
+        other = self._document.child(place, "not")
+        listed = [other.get("const")] if other.has("const") else other.get("enum")
+        kinds = (allowed - {"fraction"}) | ({"number"} if "fraction" in allowed else set())
+        return listed is None or any(of_types(value, kinds) for value in listed)
+
+    def _nothing(self, key: Key) -> SchemaError:
+        """Return the error for a schema of which there is no value: at the first part that has no shape at all."""
+        seen, todo = set(), [key]
+        while todo:
+            at = todo.pop(0)
+            if all(shape == Values(()) for shape in self._shapes[at]):
+                place = self._document.places[at[0]]
+                word = next((k for k in ("const", "enum") if place.has(k)), "")
+                return SchemaError(place.pointer, word, "no value meets it and all that stands beside it")
+            if at not in seen:
+                seen.add(at)
+                todo += [part for shape in self._shapes[at] for part in _needed(shape)]
+        return SchemaError("#", "", "no value meets it: it must have itself in it without end")
+
+
+def _needed(shape: Shape) -> list[Key]:
+    """Return the keys of what a value of a shape must have in it."""
+    if isinstance(shape, Object):
+        return [p.key for p in shape.properties if p.required]
+    return list(parts(shape)) if isinstance(shape, Array) and shape.low else []

@@ -1,0 +1,162 @@
+"""What values of a schema look like, once everything in it is put together: shapes, of which a value has one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+BLOCK = 256  # repetitions that share a rule: llama.cpp's parser copies what is repeated, and counts to 2,000
+
+Key = tuple[int, ...]
+"""Places of a document whose schemas a value must all meet, by their indices; (): any value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anything:
+    """Any value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """One of these values."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number from low to high (None: no bound), which an open bound is not. places: digits after the point; None: any."""
+
+    integer: bool
+    low: Fraction | None = None
+    high: Fraction | None = None
+    low_open: bool = False
+    high_open: bool = False
+    places: int | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it is not just any number."""
+        return self.low is not None or self.high is not None or self.places is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A string of low to high characters (None: no bound), or of a pattern, or of a format."""
+
+    low: int = 0
+    high: int | None = None
+    pattern: str | None = None
+    format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """low to high items (None: no bound): those of the prefix, then those of the rest (None: there are no more)."""
+
+    prefix: tuple[Key, ...]
+    rest: Key | None
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """A property of an object."""
+
+    name: str
+    key: Key
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """Properties, in this order, then others.
+
+    rest: of the others; None: there are none. names: what they are called. low, high: how many others (None: no bound).
+    excluded: what they are not called. nonempty: at least one property.
+    """
+
+    properties: tuple[Property, ...]
+    rest: Key | None = None
+    names: Text = Text()
+    low: int = 0
+    high: int | None = None
+    excluded: frozenset[str] = frozenset()
+    nonempty: bool = False
+
+
+Shape = Anything | Values | Number | Text | Array | Object
+Shapes = dict[Key, list[Shape]]
+
+
+def parts(shape: Shape) -> Iterator[Key]:
+    """Yield the keys of what a value of a shape has in it."""
+    if isinstance(shape, Array):
+        yield from shape.prefix
+    elif isinstance(shape, Object):
+        yield from (p.key for p in shape.properties)
+    if isinstance(shape, Array | Object) and shape.rest is not None:
+        yield shape.rest
+
+
+def size(shapes: Shapes) -> int:
+    """Return about how many rules a grammar of shapes has: what is counted in a rule of its own is counted in steps."""
+    texts = {shape for options in shapes.values() for shape in options if isinstance(shape, Text)}
+    counts = [(shape.low, shape.high) for shape in texts]
+    counts += [(s.low, s.high) for options in shapes.values() for s in options if isinstance(s, Array | Object)]
+    return sum(map(len, shapes.values())) + sum(_steps(low if high is None else high) for low, high in counts)
+
+
+def _steps(n: int) -> int:
+    return min(n, 2 * BLOCK + n // BLOCK)
+
+
+def pruned(shapes: Shapes) -> Shapes:
+    """Return the shapes of which there are values, without the parts of which there are none. An object that must have itself in
+    it has none.
+    """
+    known: set[Key] = set()
+    more = True
+    while more:
+        found = {
+            key for key, options in shapes.items() if key not in known and any(_possible(s, known) for s in options)
+        }
+        known |= found
+        more = bool(found)
+    return {key: [_cut(s, known) for s in options if _possible(s, known)] for key, options in shapes.items()}
+
+
+def _possible(shape: Shape, known: set[Key]) -> bool:
+    if isinstance(shape, Values):
+        return bool(shape.values)
+    if isinstance(shape, Array):
+        return shape.low <= _longest(shape, known)
+    if isinstance(shape, Object):
+        there = [p for p in shape.properties if p.key in known]
+        others = shape.rest in known
+        missing = any(p.required and p.key not in known for p in shape.properties)
+        return not missing and (others or shape.low == 0) and (bool(there) or others or not shape.nonempty)
+    return True
+
+
+def _longest(shape: Array, known: set[Key]) -> float:
+    """Return how many items there can be."""
+    n = next((i for i, key in enumerate(shape.prefix) if key not in known), len(shape.prefix))
+    more = n == len(shape.prefix) and shape.rest in known
+    return min(float("inf") if more else n, float("inf") if shape.high is None else shape.high)
+
+
+def _cut(shape: Shape, known: set[Key]) -> Shape:
+    if isinstance(shape, Array):
+        longest = _longest(shape, known)
+        high = None if longest == float("inf") else int(longest)
+        prefix = shape.prefix if high is None else shape.prefix[:high]
+        rest = shape.rest if shape.rest in known and (high is None or high > len(prefix)) else None
+        return Array(prefix, rest, shape.low, high)
+    if isinstance(shape, Object):
+        there = tuple(p for p in shape.properties if p.key in known)
+        gone = frozenset(p.name for p in shape.properties)
+        rest = shape.rest if shape.rest in known and shape.high != 0 else None
+        return Object(there, rest, shape.names, shape.low, shape.high, shape.excluded | gone, shape.nonempty)
+    return shape
