@@ -162,7 +162,7 @@ def post(server: Running, **more: Any) -> Any:
 
 def test_one_odd_tool_is_answered_and_told(server: Running) -> None:
     res = post(server, tools=[OK, *ODD[:2]])
-    assert res.status_code == 200
+    assert res.status_code == 200, res.text
     assert res.headers["KVFlash-Warning"] == (
         "tool foreign: #/properties/a/$ref is not enforced: 'http://example.com/a.json' is not in this document: put what it"
         ' names in $defs | tool any_type: #/type is not enforced: "any" is not a type: give one of null, boolean, integer,'
@@ -215,7 +215,7 @@ def test_a_number_keeps_to_its_bounds(server: Running, seed: int) -> None:
 
 def test_a_schema_may_name_its_root(server: Running) -> None:
     res = post(server, response_format=form(KIDS), max_tokens=40)
-    assert res.status_code == 200
+    assert res.status_code == 200, res.text
     assert res.json()["choices"][0]["message"]["content"].lstrip().startswith("{")
     assert "KVFlash-Warning" not in res.headers
 
@@ -269,7 +269,7 @@ def test_a_warning_fits_a_header(server: Running) -> None:
     """Whatever names the schema has."""
     names = {f"line\nbreak é😀 {i}" * 9: {"type": "array", "uniqueItems": True} for i in range(40)}
     res = post(server, json_schema={"type": "object", "properties": names})
-    assert res.status_code == 200
+    assert res.status_code == 200, res.text
     assert len(res.headers["KVFlash-Warning"]) == 2003
     assert "line?break \\xe9\\U0001f600 0" in res.headers["KVFlash-Warning"]
     assert all("\n" not in note for note in server.notes)

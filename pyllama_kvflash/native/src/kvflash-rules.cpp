@@ -220,34 +220,53 @@ void kvf_rules::check_left_recursion() const {
             todo.insert(todo.end(), waiting[owner[a]].begin(), waiting[owner[a]].end());
         }
     }
-    // what each rule may begin with, without one that comes around to itself
-    std::vector<std::vector<uint32_t>> begins(n);
+    // what each rule may begin with; after a rule at the end of a sequence nothing is left to do, and stacks do not grow
+    struct edge {
+        uint32_t to;
+        bool     grows;
+    };
+    std::vector<std::vector<edge>> begins(n);
     for (size_t r = 0; r < n; ++r) {
         for (uint32_t i : alternatives[r]) {
             for (; items[i].what == rule; ++i) {
-                begins[r].push_back(items[i].value);
+                begins[r].push_back({items[i].value, items[i + 1].what != end});
                 if (!empty[items[i].value]) { break; }
             }
         }
     }
-    std::vector<uint32_t> n_before(n);
-    for (const auto & rules : begins) {
-        for (const uint32_t r : rules) {
-            n_before[r]++;
+    // of rules that come around to each other (Tarjan, 1972), none may grow a stack on the way
+    std::vector<uint32_t>                    index(n), low(n), part(n), open;
+    std::vector<std::pair<uint32_t, size_t>> path; // rules, and how many of their edges were followed
+    uint32_t                                 n_seen = 0, n_parts = 0;
+    for (uint32_t r = 0; r < n; ++r) {
+        if (index[r] == 0) { path.emplace_back(r, 0); }
+        while (!path.empty()) {
+            const uint32_t v    = path.back().first;
+            size_t &       next = path.back().second;
+            if (next == 0) {
+                index[v] = low[v] = ++n_seen;
+                open.push_back(v);
+            } else { // back from the last one
+                const uint32_t w = begins[v][next - 1].to;
+                if (part[w] == 0) { low[v] = std::min(low[v], low[w]); }
+            }
+            if (next < begins[v].size()) {
+                const uint32_t w = begins[v][next++].to;
+                if (index[w] == 0) { path.emplace_back(w, 0); }
+                continue;
+            }
+            path.pop_back();
+            if (low[v] != index[v]) { continue; }
+            for (++n_parts; part[v] == 0; open.pop_back()) {
+                part[open.back()] = n_parts;
+            }
         }
     }
     for (size_t r = 0; r < n; ++r) {
-        if (n_before[r] == 0) { todo.push_back(r); }
-    }
-    size_t n_sorted = 0;
-    for (; !todo.empty(); ++n_sorted) {
-        const uint32_t r = todo.back();
-        todo.pop_back();
-        for (const uint32_t next : begins[r]) {
-            if (--n_before[next] == 0) { todo.push_back(next); }
+        for (const auto & [to, grows] : begins[r]) {
+            kvf_check(!grows || part[r] != part[to], "its rules refer to themselves from the left");
         }
     }
-    kvf_check(n_sorted == n, "its rules refer to themselves from the left");
 }
 
 //
@@ -486,7 +505,8 @@ kvf_machine::place kvf_machine::place::begin(std::shared_ptr<kvf_machine> machin
     for (const uint32_t first : m.rules->alternatives[m.rules->root]) {
         tops.push_back(m.rules->items[first].what == kvf_rules::end ? 0 : m.stack_of(first, 0));
     }
-    res.state   = m.state_of(std::move(tops));
+    res.state = m.state_of(std::move(tops));
+    kvf_check(res.state != dead, "its rules refer to themselves, and to nothing else");
     res.machine = std::move(machine);
     return res;
 }
