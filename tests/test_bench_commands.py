@@ -186,7 +186,10 @@ def test_kld_scores_less_than_the_context(score: str) -> None:
     sentence = refused("kld", "--contexts", "4K,1K", "--score", score, "-t", "1")
     assert "--score" in sentence
     if score in {"1024", "2000"}:
-        assert sentence == f"kvflash: error: --score is {int(score):,}, and must be less than the shortest context of 1,024"
+        assert (
+            sentence
+            == f"kvflash: error: --score is {int(score):,}, and must be less than the shortest context of 1,024"
+        )
     assert not Path("kvflash-kld").exists()
 
 

@@ -46,10 +46,10 @@ class Stock:
         self.sampler = ctypes.c_void_p(made)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        data = (TokenData * self.n_vocab)(*((t, 1.0, 0.0) for t in range(self.n_vocab)))
-        array = TokenDataArray(data, self.n_vocab, -1, False)
-        self.lib.llama_sampler_apply(self.sampler, ctypes.byref(array))
-        rows = np.frombuffer(data, np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")]))
+        rows = np.zeros(self.n_vocab, np.dtype([("id", "i4"), ("logit", "f4"), ("p", "f4")]))
+        rows["id"], rows["logit"] = np.arange(self.n_vocab), 1.0
+        data = (TokenData * self.n_vocab).from_buffer(rows)
+        self.lib.llama_sampler_apply(self.sampler, ctypes.byref(TokenDataArray(data, self.n_vocab, -1, False)))
         return np.isfinite(rows["logit"])
 
     def accept(self, token: int) -> None:
