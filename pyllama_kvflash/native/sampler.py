@@ -1,4 +1,4 @@
-"""llama.cpp's sampler chain, and its grammars."""
+"""llama.cpp's sampler chain."""
 
 import math
 from copy import copy
