@@ -154,6 +154,14 @@ def test_other_properties_do_not_write_a_named_one_with_escapes() -> None:
         assert not known.takes(text), text
 
 
+def test_white_space_of_a_pattern_is_that_of_ecmascript() -> None:
+    space, other = (grammar(json.dumps({"type": "string", "pattern": pattern})) for pattern in (r"^\s$", r"^\S$"))
+    for char in " \u00a0\u1680\u2003\u2028\u202f\u205f\u3000\ufeff":
+        assert (space.takes(f'"{char}"'), other.takes(f'"{char}"')) == (True, False), hex(ord(char))
+    for char in "x\u200b\u2060é":
+        assert (space.takes(f'"{char}"'), other.takes(f'"{char}"')) == (False, True), hex(ord(char))
+
+
 def test_an_escaped_pair_is_one_character() -> None:
     one = grammar('{"type": "string", "minLength": 1, "maxLength": 1}')
     for text in ('"a"', r'"\n"', r'"\u00e9"', r'"\ud83d\ude00"', '"😀"', r'"\/"'):
@@ -210,6 +218,27 @@ def test_deep_schemas_are_refused() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(SchemaError, match="it is more than 100 schemas deep: use \\$ref"):
         check(schema, pattern_grammar)
+
+
+LONG_CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "null"}}
+TWICE = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$defs": LONG_CHAIN, "$ref": "#/$defs/d0", "enum": [None]}, "#: its references are too deep in each other"),
+        ({"$defs": TWICE, "$ref": "#/$defs/d0", "enum": ["a"]}, "#: it takes too long to put together"),
+        ({"enum": list(range(20_000)), "anyOf": [{"minimum": i} for i in range(400)]}, "#: it takes too long to put together"),
+        ({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(3000)]}, "#: it takes too long"),
+    ],
+    ids=["deep", "twice", "values", "branches"],
+)  # fmt: skip
+def test_what_would_take_for_ever_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(SchemaError) as error:
+        check(schema, pattern_grammar)
+    assert words in str(error.value)
+    assert [words[3:] in one.why for one in check_arguments(schema, pattern_grammar).loosened] == [True]
 
 
 def test_combinations_have_a_limit() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import good
+from support.commands import good as run
 from support.gbnf import Grammar
 from support.serving import Running, environment, sse  # noqa: F401 (a fixture for all)
 
@@ -282,7 +282,7 @@ def test_a_warning_fits_a_header(server: Running) -> None:
 
 def test_the_command_warns_of_what_is_not_enforced() -> None:
     schema = '{"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": true}'
-    done = good("run", BUNDLED_MODEL, "-p", "x", "-n", "8", "-j", schema)
+    done = run("run", BUNDLED_MODEL, "-p", "x", "-n", "8", "-j", schema)
     assert done.stderr.count("kvflash: warning: #/uniqueItems is not enforced: items are not compared\n") == 1
 
 

@@ -40,7 +40,10 @@ class Checked:
         of definitions in it.
         """
         plain = Plain(self.shapes, prefix)
-        return plain.arguments(self.key), plain.exact
+        try:
+            return plain.arguments(self.key), plain.exact
+        except RecursionError:  # so deep that llama.cpp's converter had better not see it
+            return {"type": "object", "properties": {}, "required": []}, False
 
 
 def check(schema: Any, pattern: Pattern, *, strict: bool = False) -> Checked:
@@ -79,6 +82,13 @@ def check_arguments(schema: Any, pattern: Pattern) -> Checked:
 
 
 def _checked(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool = False) -> Checked:
+    try:
+        return _put_together(schema, document, pattern, of_objects=of_objects)
+    except RecursionError:
+        raise SchemaError("#", "", "its references are too deep in each other") from None
+
+
+def _put_together(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool) -> Checked:
     context = Context(document, lambda text: pattern(text) is not None)
     for place, keyword, why in document.unknown:
         context.note(place, keyword, why)

@@ -79,6 +79,7 @@ class Branches:
         choice = state.choices.pop(0)
         res: list[_State] = []
         for one in choice.options:
+            self._document.spend(1 + (len(state.have) + len(state.choices)) // 16)  # copies are cheap
             res += self._grown(one, state.copy())
             if len(res) > MAX_BRANCHES:
                 raise _TooManyError(choice)
@@ -183,6 +184,7 @@ class Branches:
 
     def _apart(self, a: Place, b: Place, *, objects: bool = False, depth: int = 0) -> bool:
         """Return whether it is certain that no value meets both. objects: only these are looked at."""
+        self._document.spend(1)
         a, b = self._referred(a), self._referred(b)
         if a.schema is False or b.schema is False:
             return True
@@ -204,6 +206,9 @@ class Branches:
 
     def _none_of(self, place: Place, other: Place) -> bool:
         """Return whether a place lists its values, and the other one takes none of them."""
+        one, two = self._checker.listed(place), self._checker.listed(other)
+        if one is not None and two is not None and not one & two:
+            return True
         listed = [place.get("const")] if place.has("const") else place.get("enum")
         try:
             return bool(listed) and not any(

@@ -16,6 +16,7 @@ MAX_SCHEMAS = 20_000
 MAX_VALUES = 20_000  # of an enum
 MAX_TEXT = 4 << 20  # characters of a schema
 MAX_NAME = 1_000  # characters of a property's name, or of a pattern
+MAX_WORK = 200_000  # values looked at, and schemas in branches: some seconds
 MAX_COUNT = 100_000  # of a length, or a number of items
 
 
@@ -82,11 +83,19 @@ class Document:
         self._at: dict[str, Place] = {}  # by path
         self._resources: dict[str, Place] = {}
         self._anchors: dict[tuple[str, str], list[Place]] = {}
-        self._n_linked = 0
+        self._n_linked, self._left = 0, MAX_WORK
         self.root = self._survey(schema, "#", "")
         self._resources.setdefault("", self.root)
         self._link()
         self._refuse_circles()
+
+    def spend(self, work: int) -> None:
+        """Count work of putting the schema together. Raises SchemaError when it is too much."""
+        self._left -= work
+        if self._left < 0:
+            raise SchemaError(
+                "#", "", "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
+            )
 
     def child(self, place: Place, *parts: str | int) -> Place:
         """Return the place of a schema within another one."""

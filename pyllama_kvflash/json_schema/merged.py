@@ -87,6 +87,8 @@ def _integers(low: Fraction | None, high: Fraction | None, *, low_open: bool, hi
 def _decimals(context: Context, branch: Branch, shape: Number) -> list[Shape]:
     if not shape.bounded:
         return [shape]
+    if shape.low is not None and shape.high is not None and shape.low > shape.high:
+        return []
     text = decimals(shape)
     if text is None:
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):

@@ -34,6 +34,7 @@ class Normal:
             if len(self._shapes) >= MAX_SHAPES:
                 raise SchemaError("#", "", f"put together, it has more than {MAX_SHAPES:,} schemas")
             self._shapes[at] = self._made(at)
+            self._document.spend(len(self._shapes[at]))
             todo += reversed([part for shape in self._shapes[at] for part in parts(shape)])
         if size(self._shapes) > MAX_RULES:
             raise SchemaError(

@@ -9,7 +9,7 @@ from pyllama_kvflash.json_schema.merged import having, least, most, outermost, t
 from pyllama_kvflash.json_schema.shapes import Key, Object, Property, Shape, Text
 from pyllama_kvflash.json_schema.values import Unsure, types
 
-MAX_NAMES = 5_000  # characters of names that other properties may not have
+MAX_NAMES, MAX_NAME = 5_000, 200  # characters of names that other properties may not have: of all, and of one
 
 
 @dataclass(slots=True)
@@ -39,7 +39,9 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     )
     if any(p.required and not _allowed(context, branch, p.name) for p in properties):
         return []
-    many = sum(map(len, names)) > MAX_NAMES  # too many to tell others from them, so there are none
+    many = (
+        sum(map(len, names)) > MAX_NAMES or max(map(len, names), default=0) > MAX_NAME
+    )  # too many to tell others from them, so there are none
     rest = None if others.values is None or many else context.key(others.values)
     shape = Object(properties, rest, others.names, excluded=frozenset(names))
     return _counted(context, branch, shape)

@@ -116,14 +116,17 @@ def pruned(shapes: Shapes) -> Shapes:
     """Return the shapes of which there are values, without the parts of which there are none. An object that must have itself in
     it has none.
     """
+    users: dict[Key, list[Key]] = {}
+    for key, options in shapes.items():
+        for part in {part for shape in options for part in parts(shape)}:
+            users.setdefault(part, []).append(key)
     known: set[Key] = set()
-    more = True
-    while more:
-        found = {
-            key for key, options in shapes.items() if key not in known and any(_possible(s, known) for s in options)
-        }
-        known |= found
-        more = bool(found)
+    todo = list(reversed(shapes))
+    while todo:
+        key = todo.pop()
+        if key not in known and any(_possible(shape, known) for shape in shapes[key]):
+            known.add(key)
+            todo += users.get(key, [])
     return {key: [_cut(s, known) for s in options if _possible(s, known)] for key, options in shapes.items()}
 
 

@@ -80,10 +80,11 @@ class Checker:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._lists: dict[int, frozenset[Any]] = {}  # the values of an enum, by the index of its place
+        self._lists: dict[int, frozenset[Any]] = {}  # by the index of a place
 
     def meets(self, value: Any, place: Place) -> bool:
         """Return whether a value meets a schema, whose references do not go round in circles. Raises Unsure."""
+        self._document.spend(1)
         if isinstance(place.schema, bool):
             return place.schema
         return (
@@ -99,12 +100,20 @@ class Checker:
     def _all(self, value: Any, place: Place, *parts: str | int) -> bool:
         return self.meets(value, self._document.child(place, *parts))
 
+    def listed(self, place: Place) -> frozenset[Any] | None:
+        """Return the values that `const` and `enum` of a schema list, frozen; None: it has neither."""
+        if place.index not in self._lists and (place.has("const") or place.has("enum")):
+            lists = [
+                [place.get("const")] if keyword == "const" else place.get("enum")
+                for keyword in ("const", "enum")
+                if place.has(keyword)
+            ]
+            self._lists[place.index] = frozenset.intersection(*(frozenset(map(frozen, values)) for values in lists))
+        return self._lists.get(place.index)
+
     def _listed(self, value: Any, place: Place) -> bool:
-        if place.has("const") and frozen(place.get("const")) != frozen(value):
-            return False
-        if place.has("enum") and place.index not in self._lists:
-            self._lists[place.index] = frozenset(map(frozen, place.get("enum")))
-        return not place.has("enum") or frozen(value) in self._lists[place.index]
+        listed = self.listed(place)
+        return listed is None or frozen(value) in listed
 
     def _together(self, value: Any, place: Place) -> bool:
         """Return whether a value meets what a schema is put together from."""

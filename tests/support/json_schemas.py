@@ -141,6 +141,9 @@ def _numbers() -> Iterator[Case]:
     yield Case("minimum", typed("integer", minimum=5, maximum=3), verdict=REFUSED)
     yield Case("minimum", obj({"p": typed("number", minimum=1.5, maximum=1)}), verdict=REFUSED)
     yield Case("", typed("integer", minimum=0.25, maximum=0.75), verdict=REFUSED)
+    for kind in ("number", "integer"):
+        yield Case("", {"type": kind, "allOf": [{"maximum": 1}, {"minimum": 20}]}, verdict=REFUSED)
+        yield Case("", typed(kind, exclusiveMinimum=1, maximum=1), verdict=REFUSED)
     yield Case("minimum", typed("number", minimum="1"), verdict=REFUSED)
     yield Case("minimum", typed("number", minimum=0.12345678901234567), verdict=LOOSENED)
     for step, low, high in [(3, 0, 30), (5, -20, 20), (7, 0, 50), (100, 0, 900), (0.5, 0, 4), (0.25, -1, 1)]:

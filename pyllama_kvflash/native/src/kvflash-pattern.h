@@ -82,9 +82,11 @@ private:
             return {{c, c}};
         }
         if (++pos >= text.size()) { throw unsupported(); }
-        const set  digits = {{'0', '9'}}, spaces = {{'\t', '\r'}, {' ', ' '}, {0xA0, 0xA0}};
-        const set  words = {{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
-        const auto one   = [&](uint32_t c) { return ++pos, set{{c, c}}; };
+        const set  digits = {{'0', '9'}};
+        const set  spaces = {{'\t', '\r'}, {' ', ' '}, {0xA0, 0xA0}, {0x1680, 0x1680}, {0x2000, 0x200A}, {0x2028, 0x2029},
+                 {0x202F, 0x202F}, {0x205F, 0x205F}, {0x3000, 0x3000}, {0xFEFF, 0xFEFF}}; // as ECMAScript has them
+        const set  words  = {{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
+        const auto one    = [&](uint32_t c) { return ++pos, set{{c, c}}; };
         switch (text[pos]) {
             case 'd': return ++pos, digits;
             case 'w': return ++pos, words;
