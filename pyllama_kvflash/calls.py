@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from pyllama_kvflash.errors import UsageError
@@ -93,8 +94,8 @@ class _Tool:
         self.name: str = tool["function"]["name"]
         self.mark = f"tool {i}"
         given = tool["function"].get("parameters")
-        self.checked = check_arguments(given if given not in ({}, None) else NO_ARGUMENTS, pattern_grammar)
-        self._plain, self._exact = self.checked.plain(f"tool-{i}-")
+        self.checked = _arguments(NO_ARGUMENTS if given is None or given == {} else given)
+        self._prefix = f"tool-{i}-"
 
     def marked(self) -> dict[str, Any]:
         """Return the tool with a mark for its parameters."""
@@ -102,18 +103,19 @@ class _Tool:
 
     def plain(self) -> dict[str, Any]:
         """Return the tool with a schema that llama.cpp's converter takes."""
-        return self._with(self._plain)
+        return self._with(self.checked.plain(self._prefix)[0])
 
     def _with(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
 
     def lost(self, grammar: str) -> list[Loosened]:
         """Return what a grammar of calls that name each argument does not enforce."""
-        properties = self._plain["properties"]
+        plain, exact = self.checked.plain(self._prefix)
+        properties = plain["properties"]
         if properties and not any(name in grammar for name in properties):
             return [Loosened("#", "", "the chat template has a form of its own for arguments")]
         why = "the chat template writes each argument in a form of its own, in which not all of it can be"
-        return [] if self._exact else [Loosened("#", "", why)]
+        return [] if exact else [Loosened("#", "", why)]
 
     def warnings(self, *more: Loosened) -> list[str]:
         """Return what is not enforced of the tool, a sentence each."""
@@ -122,6 +124,20 @@ class _Tool:
 
 NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 """The parameters of a tool that names none: as llama.cpp has it."""
+
+
+_FEW = 1 << 14  # characters of a schema that is remembered
+
+
+def _arguments(schema: Any) -> Checked:
+    """Return the schema of a tool's arguments, checked. An agent sends the same ones with every turn."""
+    text = json.dumps(schema)
+    return _remembered(text) if len(text) <= _FEW else check_arguments(schema, pattern_grammar)
+
+
+@lru_cache(maxsize=512)
+def _remembered(text: str) -> Checked:
+    return check_arguments(json.loads(text), pattern_grammar)
 
 
 def _marked(mark: str) -> dict[str, Any]:
