@@ -173,7 +173,7 @@ def test_pool_larger_than_the_context_is_not_needed() -> None:
     check_good(res)
     assert "no pool is needed" in res.err
     assert "8,192" in res.err
-    assert "2048" in res.err
+    assert "2,048" in res.err
     assert json.loads(res.out)["stats"]["n_pool"] is None
 
 
