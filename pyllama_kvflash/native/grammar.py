@@ -51,19 +51,20 @@ def _check_size(text: str) -> None:
         if found[1] is None:
             before = found[0]
             if depth > _MAX_GROUPS:
-                raise _unusable(f"its groups are more than {_MAX_GROUPS} deep")
+                raise unusable(f"its groups are more than {_MAX_GROUPS} deep")
             if n_rules > _MAX_RULES:
-                raise _unusable(f"it has more than {_MAX_RULES:,} rules")
+                raise unusable(f"it has more than {_MAX_RULES:,} rules")
             continue
         low, high = found[1], found[2] or ""
         if max(len(low), len(high)) > 9 or (high and int(high) < int(low)):  # noqa: PLR2004 (digits)
-            raise _unusable(f"nothing can come {''.join(found[0].split())[:50]} times")
+            raise unusable(f"nothing can come {''.join(found[0].split())[:50]} times")
         n_repeated += max(int(low), int(high or 0)) * len(before)
         if n_repeated > _MAX_REPEATED:
-            raise _unusable(f"what it repeats comes to more than {_MAX_REPEATED:,} characters")
+            raise unusable(f"what it repeats comes to more than {_MAX_REPEATED:,} characters")
 
 
-def _unusable(why: str) -> errors.UsageError:
+def unusable(why: str) -> errors.UsageError:
+    """Return the error for a grammar. why: what is wrong with it."""
     return errors.UsageError(f"the grammar cannot be used: {why}")
 
 
@@ -126,7 +127,7 @@ def _new(given: Grammar, model: Model, tokens: Any) -> Any:
     try:
         check(lib.kvf_grammar_new(tokens, model.vocab, params, found))
     except errors.UsageError as err:
-        raise _unusable(str(err)) from None
+        raise unusable(str(err)) from None
     del keep  # the library has copied all of it
     return ffi.gc(found[0], lib.kvf_grammar_free)
 
@@ -170,8 +171,8 @@ def check_grammar(grammar: str | Grammar, model: Model) -> None:
 def _text(text: str) -> Any:
     """Return a text for C, which takes its first zero byte for its end."""
     if "\0" in text:
-        raise _unusable("it has a zero byte")
+        raise unusable("it has a zero byte")
     try:
         return ffi.new("char[]", text.encode())
     except UnicodeEncodeError:
-        raise _unusable("it is not Unicode text") from None
+        raise unusable("it is not Unicode text") from None

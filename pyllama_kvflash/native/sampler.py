@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
-from pyllama_kvflash.native.grammar import Follower, Grammar
+from pyllama_kvflash.native.grammar import Follower, Grammar, unusable
 from pyllama_kvflash.native.lib import check, ffi, last_error, lib
 from pyllama_kvflash.native.model import Model
 
@@ -131,7 +131,10 @@ class Sampler:
         i = at if i == -1 else i
         if self._grammar:
             chain, handle = ffi.NULL if self._plain else self._handle, self._grammar.handle
-            if (status := lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)) == lib.KVF_E_STATE:
+            status = lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)
+            if status == lib.KVF_E_ARGUMENT:
+                raise unusable(last_error())
+            if status == lib.KVF_E_STATE:
                 raise errors.UsageError(last_error())
             check(status)
             return int(self._token[0])

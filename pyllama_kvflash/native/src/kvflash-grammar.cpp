@@ -214,6 +214,7 @@ void kvf_grammar_free(kvf_grammar * grammar) { delete grammar; }
 int kvf_grammar_mask(const kvf_grammar * grammar, uint64_t * mask, size_t n) {
     return kvf_guard([&] {
         kvf_check(grammar && mask, "a grammar and a place for the mask are needed");
+        grammar->place.begin_token();
         const auto found = grammar->place.mask();
         kvf_check(n == found.size(), "the mask has a bit for each token of the vocabulary");
         std::copy(found.begin(), found.end(), mask);
@@ -224,6 +225,7 @@ int kvf_grammar_accept(kvf_grammar * grammar, llama_token token) {
     return kvf_guard([&] {
         kvf_check(grammar && token >= 0 && token < (llama_token) grammar->place.machine->vocabulary().pieces.size(),
                 "a grammar and a token of its vocabulary are needed");
+        grammar->place.begin_token();
         grammar->accept(token);
     });
 }
@@ -289,6 +291,7 @@ int kvf_sample(
         const float * logits = llama_get_logits_ith(ctx, i);
         kvf_check(logits, "the last batch has no such output");
 
+        grammar->place.begin_token();
         // mostly the grammar allows what is chosen without it
         const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
         llama_token  found   = -1;

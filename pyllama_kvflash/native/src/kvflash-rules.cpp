@@ -500,8 +500,7 @@ kvf_machine::place kvf_machine::place::begin(std::shared_ptr<kvf_machine> machin
     place                             res;
     const std::lock_guard<std::mutex> lock(machine->mutex);
     auto &                            m = *machine;
-    m.work                              = 0;
-    std::vector<uint32_t> tops;
+    std::vector<uint32_t>             tops;
     for (const uint32_t first : m.rules->alternatives[m.rules->root]) {
         tops.push_back(m.rules->items[first].what == kvf_rules::end ? 0 : m.stack_of(first, 0));
     }
@@ -511,11 +510,15 @@ kvf_machine::place kvf_machine::place::begin(std::shared_ptr<kvf_machine> machin
     return res;
 }
 
+void kvf_machine::place::begin_token() const {
+    const std::lock_guard<std::mutex> lock(machine->mutex);
+    machine->work = 0;
+}
+
 bool kvf_machine::place::allows(llama_token token) const {
     auto &                            m = *machine;
     const std::lock_guard<std::mutex> lock(m.mutex);
-    m.work              = 0;
-    const auto & pieces = m.tree->pieces;
+    const auto &                      pieces = m.tree->pieces;
     if (m.states[state].mask && n_left == 0) { return (*m.states[state].mask)[token / 64] >> token % 64 & 1; }
     if (n_left == 0 && m.has_token(state, token)) { return true; }
     if (pieces[token].empty()) {
@@ -528,7 +531,6 @@ bool kvf_machine::place::allows(llama_token token) const {
 kvf_machine::bits kvf_machine::place::mask() const {
     auto &                            m = *machine;
     const std::lock_guard<std::mutex> lock(m.mutex);
-    m.work = 0;
     if (n_left == 0 && m.states[state].mask) { return *m.states[state].mask; }
     bits found((m.tree->pieces.size() + 63) / 64);
     m.fill({state, value, n_left}, found);
@@ -543,8 +545,7 @@ bool kvf_machine::place::take(llama_token token) {
     move_on();
     auto &                            m = *machine;
     const std::lock_guard<std::mutex> lock(m.mutex);
-    m.work    = 0;
-    step next = {dead, 0, 0};
+    step                              next = {dead, 0, 0};
     if (n_left == 0 && m.has_token(state, token)) {
         next.state = m.on_token(state, token);
     } else if (!m.tree->pieces[token].empty()) {
@@ -558,8 +559,7 @@ bool kvf_machine::place::take(llama_token token) {
 bool kvf_machine::place::take(const std::string & text) {
     auto &                            m = *machine;
     const std::lock_guard<std::mutex> lock(m.mutex);
-    m.work          = 0;
-    const step next = m.on_text({state, value, n_left}, text);
+    const step                        next = m.on_text({state, value, n_left}, text);
     if (next.state == dead) { return false; }
     state = next.state, value = next.value, n_left = next.n_left;
     return true;

@@ -76,8 +76,9 @@ public:
         uint32_t                     value  = 0; // of the bytes of the character so far
         int32_t                      n_left = 0; // bytes that it still needs
 
-        // all throw kvf_failure if the grammar is too ambiguous
+        // all throw kvf_failure if the grammar is too ambiguous: if they take too much since begin_token()
         static place begin(std::shared_ptr<kvf_machine> machine);
+        void         begin_token() const;
         bool         allows(llama_token token) const;
         bits         mask() const;
         bool         take(llama_token token);        // false: not allowed, and nothing changed
@@ -128,7 +129,7 @@ private:
     void     spend();
 
     static constexpr size_t MAX_BYTES = 16 << 20; // of states and stacks, until one that has less begins anew
-    static constexpr size_t MAX_WORK  = 4 << 20;  // stacks looked at for one token: some 50 ms
+    static constexpr size_t MAX_WORK  = 1 << 20;  // stacks looked at for one token: some 0.1 s
 
     std::shared_ptr<const kvf_token_tree>    tree;
     std::shared_ptr<const kvf_rules>         rules;
