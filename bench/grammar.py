@@ -3,7 +3,7 @@
 python bench/grammar.py model.gguf --rounds 5 -- pool=1024 n_threads=2
 python bench/grammar.py --shape 8b model.gguf    random weights, with the tokens of the model
 
-Answers are greedy, or drawn with --temp, and none ends before its tokens are there. Without --temp there is no chain of samplers
+Answers are greedy, or drawn with --temp; one that ends is followed by another. Without --temp there is no chain of samplers
 either: what is compared with is llama.cpp's fastest way to choose a token.
 """
 
