@@ -20,14 +20,15 @@ MAX_PROBS = 1024  # likely tokens that are told with each token of an answer
 _COLD = 2.0**-30
 """A temperature below it is greedy. Logits are float32: those of 1 or more that differ do so by 2^-23 or more, and that
 divided by this is 128, where exp(-128) is 0 in float32: a draw takes the most likely token, too. Divided by far less, logits
-are infinite, their differences no numbers, and any token is drawn."""
+are infinite, their differences are not numbers, and any token is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
-    temperature 0 or below, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
+    temperature 0 or below, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0,
+    repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
     logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
     (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
     how likely the n most likely ones, 1,024 at most; None: do not look. logit_bias has 1,024 tokens at most.
