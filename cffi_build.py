@@ -152,11 +152,16 @@ enum kvf_status {
 };
 #define KVF_RECORD_MAGIC   ...
 #define KVF_RECORD_VERSION ...
+#define KVF_UNIT ...
 #define KVF_FLAG_V_TRANS   ...
 #define KVF_FLAG_ROT_K     ...
 #define KVF_FLAG_ROT_V     ...
 
-struct kvf_pool_params { uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every; };
+struct kvf_pool_params {
+    uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
+    uint32_t index_bit; uint32_t index_comp; bool index_steps; uint32_t n_exchange;
+};
+struct kvf_index_info { uint64_t bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; };
 struct kvf_pool_info {
@@ -280,6 +285,22 @@ int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const u
               float * dst);
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
                     size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
+int  kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+                       float * mean, float * cov);
+int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
+                   const float * step);
+int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first,
+                   const void * const * records, uint32_t n);
+int  kvf_index_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
+int  kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
+int  kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+int  kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
+int  kvf_index_get(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
+int  kvf_index_set(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
+int  kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
+int  kvf_get_guests(struct llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units,
+                    size_t n_unit);
+int  kvf_place_guests(struct llama_context * ctx, llama_seq_id seq, const int32_t * units, size_t n_unit);
 int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);

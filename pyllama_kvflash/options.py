@@ -8,6 +8,7 @@ from typing import Self
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
+from pyllama_kvflash.policy.fresh import EXCHANGE, IndexForm
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import policy_names
 
@@ -98,7 +99,7 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    opening: int = 32  # tokens at the beginning of an answer that are decoded losslessly; 0: none, and none with "pool"
+    opening: int = -1  # tokens at the beginning of an answer that are decoded losslessly; -1: see `n_opening`
     exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
@@ -107,7 +108,7 @@ class Options:
     # which chunks are resident
     policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
     tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
-    swaps: int = 4  # most chunks that one scoring brings back while decoding
+    swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
@@ -118,6 +119,7 @@ class Options:
     qk_rerank: int = 8  # chunks that are scored key by key there; 0: none
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
+    index: str | None = None  # the keys' index of "fresh": b1, b2, b4, p32b4 ...; None: by the size of a head (policy.fresh)
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -201,11 +203,12 @@ class Options:
             )
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
-        check_range(self.swaps, 1, MAX_TOKENS, "swaps (--kvflash-swaps)", "4 is usual")
+        check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 8 with policy fresh")
         check_range(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
         check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
         self._check_summary()
+        self._check_index()
         check_choice(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         try:
             n_queries(self.qk_query)
@@ -214,6 +217,18 @@ class Options:
             raise UsageError(msg) from None
         check_range(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2,048 is usual")
+
+    def _check_index(self) -> None:
+        if self.index is None:
+            return
+        if self.policy != "fresh":
+            msg = f"index (--kvflash-index) is {self.index!r}, which policy {self.policy!r} does not use: give policy (--kvflash-policy) fresh"
+            raise UsageError(msg)
+        try:
+            IndexForm.parse(self.index)
+        except UsageError as err:
+            msg = f"index (--kvflash-index): {err}"
+            raise UsageError(msg) from None
 
     def _check_summary(self) -> None:
         if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):
@@ -237,7 +252,7 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
-        check_range(self.opening, 0, MAX_TOKENS, "opening (--kvflash-opening)", "32 is usual, 0 begins fast")
+        check_range(self.opening, -1, MAX_TOKENS, "opening (--kvflash-opening)", "-1 takes 32, or 0 with policy fresh")
         check_range(self.meter, 0, 1, "meter (--kvflash-meter)", "0.05 is usual, 0 compares nothing")
         check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
         names = {"exact": "--kvflash-exact", "meter": "--kvflash-meter", "min_agreement": "--kvflash-min-agreement"}
@@ -257,8 +272,18 @@ class Options:
     def n_lookahead(self, *, recurrent: bool) -> int:
         """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether a state goes back."""
         n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
-        wanted = self.exact or self.min_agreement or (self.opening and not recurrent)
+        wanted = self.exact or self.min_agreement or (self.n_opening and not recurrent)
         return min(n, self.n_ubatch - 1) if wanted else 0
+
+    @property
+    def n_opening(self) -> int:
+        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32; "fresh" needs none."""
+        return self.opening if self.opening >= 0 else 0 if self.policy == "fresh" else 32
+
+    @property
+    def n_swaps(self) -> int:
+        """Most chunks that one scoring brings back while decoding, or guests that a layer exchanges for a batch."""
+        return self.swaps or (EXCHANGE if self.policy == "fresh" else 4)
 
     @property
     def meter_share(self) -> float:

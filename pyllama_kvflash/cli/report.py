@@ -192,7 +192,7 @@ def banner(kv: KVFlash) -> list[str]:
     if o.exact:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
     elif kv.decoder.opens_losslessly:
-        notes.append(f"the first {o.opening} tokens of an answer are lossless")
+        notes.append(f"the first {o.n_opening} tokens of an answer are lossless")
     if o.min_agreement and not o.exact:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
     pool = (

@@ -40,7 +40,7 @@ class Decoder:
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.exact else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
-        opens = can and o.opening and not sequence.recurrent
+        opens = can and o.n_opening and not sequence.recurrent
         self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
@@ -64,7 +64,7 @@ class Decoder:
     def begin_answer(self, *, goes_on: bool) -> None:
         """Begin an answer after what is in the context. goes_on: one that was broken off, which opens no longer for that."""
         if not goes_on:
-            self.sequence.opens_until = self.sequence.n_tokens + self._options.opening
+            self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
         for lossless in (self.lossless, self._opening):
             if lossless:
                 lossless.begin()
@@ -182,7 +182,7 @@ class Decoder:
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
             queries, mass = [selector.queries()], sequence.attended(1)
-            events += sequence.reselect_now("decode", queries, 1, self._options.swaps, mass=mass)
+            events += sequence.reselect_now("decode", queries, 1, self._options.n_swaps, mass=mass)
         return events
 
     def missed(self, events: Sequence[Event]) -> bool:
@@ -208,7 +208,7 @@ class Decoder:
             for paged in (moved, self._batch(np.array([token], np.int32))):
                 if paged:
                     yield paged
-            events = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.swaps))
+            events = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.n_swaps))
             selector.schedule.repeated()
             yield from events
 
@@ -327,7 +327,7 @@ class Decoder:
                 if paged:
                     yield paged
             if selector.repeats:
-                seen = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.swaps))
+                seen = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.n_swaps))
                 yield from seen
                 yield from self.again(seen)
 

@@ -16,8 +16,9 @@ from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, Unsupp
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import MOST_LAYERS, Geometry, PoolSize, Scorer, resolve_pool
+from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, Scorer, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
+from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
@@ -84,6 +85,7 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
+    head: int = 0  # values of a key
 
 
 def load(
@@ -167,7 +169,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
             # an automatic one is chosen by the memory that is left
             size = pool_size(options, device_memory(seen.geometry, options))
     n_batch = batch_of(size, options)
-    pool = pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool is not None else None
+    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.head) if size.n_pool is not None else None
     ctx = parts.enter_context(open_context(model, options, n_batch, pool))
     draft_model = _draft_model(ctx, options, options.drafter_batch(n_batch))
     if draft_model is not None:
@@ -217,14 +219,23 @@ def batch_of(size: PoolSize, options: Options) -> int:
 
 def tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
     """Return of how many tokens the queries are kept, and in every how many layers."""
-    q_tap = 0 if scorer.name == "lru" else max(1 + options.n_draft, options.n_asking(scorer.query))
+    q_tap = 0 if scorer.name in UNSCORED else max(1 + options.n_draft, options.n_asking(scorer.query))
     return q_tap, max(1, -(-n_layer // MOST_LAYERS)) if scorer.name == "qk" else 1
 
 
-def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int) -> PoolParams:
-    """Return what makes a context a pool of n_pool cells."""
+def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int, head: int) -> PoolParams:
+    """Return what makes a context a pool of n_pool cells. head: values of a key. Raises UsageError."""
     mark = fingerprint(model.path)
-    return PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
+    pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
+    if options.policy != "fresh":
+        return pool
+    form = IndexForm.parse(options.index) if options.index else IndexForm.usual(head)
+    if not form.fits(head):
+        msg = f"index (--kvflash-index) is {form.name!r}, and this model's keys have {head} values: give p{head}b{form.n_bit} or less"
+        raise UsageError(msg)
+    return replace(
+        pool, index_bit=form.n_bit, index_comp=form.n_comp, index_steps=form.n_comp > 0, n_exchange=options.n_swaps
+    )
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:
@@ -297,7 +308,8 @@ def probe(model: Model, options: Options) -> Probe:
         refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
-    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
+    head = max((layer.n_embd_head_k for layer in layers), default=0)
+    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, head)
 
 
 def check_file(path: Path) -> None:

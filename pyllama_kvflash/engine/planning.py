@@ -67,7 +67,7 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
     if options.pool != "off" and seen.refusal is None:
         q_tap, q_every = _tapped(model, seen, options)
         size, exact = _pool(model, seen, options, weights, q_tap, q_every)
-    pool = pool_params(model, options, size.n_pool, q_tap, q_every) if size.n_pool else None
+    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.head) if size.n_pool else None
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.by_device(row_bytes, *types)
     n_all = size.n_pool or options.n_ctx * options.n_parallel

@@ -12,6 +12,10 @@ class PoolParams:
     q_tap: how many last tokens of a ubatch keep their queries for queries(); 0: none.
     fingerprint: of the model, written to every record.
     q_every: queries are kept in every q_every-th layer.
+    index_bit: bits of a component in the index by which each layer chooses its guests: 1, 2 or 4; 0: there are no guests.
+    index_comp: components of a key.
+    index_steps: whether components have steps (PCA), not positions scales.
+    n_exchange: guests of a layer that a ubatch exchanges at most.
     """
 
     n_pool: int
@@ -19,6 +23,10 @@ class PoolParams:
     q_tap: int = 0
     fingerprint: int = 0
     q_every: int = 1
+    index_bit: int = 0
+    index_comp: int = 0
+    index_steps: bool = False
+    n_exchange: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from pyllama_kvflash.policy.schedule import Schedule, Scoring
 from pyllama_kvflash.policy.scorers import (
     AGGREGATES,
     MOST_LAYERS,
+    UNSCORED,
+    Fresh,
     Lru,
     Qk,
     QkCos,
@@ -20,7 +22,9 @@ from pyllama_kvflash.policy.sizing import Geometry, PoolShape, PoolSize, auto_po
 __all__ = [
     "AGGREGATES",
     "MOST_LAYERS",
+    "UNSCORED",
     "Blocks",
+    "Fresh",
     "Geometry",
     "Ledger",
     "LedgerError",

@@ -48,7 +48,7 @@ class Ledger:
 
     - only a sealed chunk whose record is stored leaves the pool, and a protected chunk never does;
     - a chunk that is being written is resident;
-    - free + in flight + resident == blocks.n, always, over all sequences that share the blocks.
+    - free + in flight + resident + guests == blocks.n, always, over all sequences that share the blocks.
 
     The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
@@ -61,6 +61,7 @@ class Ledger:
         self.n_sinks = n_sinks
         self.n_tail = n_tail
         self.pins: set[int] = set()  # chunks, written or not
+        self.n_guests = 0  # blocks in which each layer holds chunks of its own choice
         self._tick = 0
         # one attribute, replaced whole: the two agree wherever a step is interrupted
         self._now = (0, np.zeros(0, _CHUNK))  # positions written, chunks
@@ -108,8 +109,8 @@ class Ledger:
 
     @property
     def n_held(self) -> int:
-        """Blocks that hold its chunks or are reserved for them."""
-        return int(np.count_nonzero(self._state))
+        """Blocks that hold its chunks, are reserved for them, or are its guests'."""
+        return int(np.count_nonzero(self._state)) + self.n_guests
 
     @property
     def n_free(self) -> int:
@@ -332,7 +333,7 @@ class Ledger:
         if self.n_in_flight != 0:
             raise LedgerError("a chunk is in flight")
         self.rollback(0)
-        self._tick = 0
+        self._tick = self.n_guests = 0
 
     def check_integrity(self) -> None:
         """Raise LedgerError if the ledger contradicts itself. Cheap: meant for tests and idle moments."""

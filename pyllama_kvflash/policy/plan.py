@@ -9,16 +9,21 @@ from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy.ledger import Ledger, State
 
 
+_GUESTS = -1  # stands for a block of guests among chunks
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Chunks to drop, coldest first, then chunks to page in, in order. A plan is applied whole, drops first.
 
     taken: the chunks that other sequences of the pool give up for it, as (index in Blocks.ledgers, chunks).
+    guests: the blocks that guests give up for it, as (index in Blocks.ledgers, blocks).
     """
 
     drops: tuple[int, ...] = ()
     page_ins: tuple[int, ...] = ()
     taken: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    guests: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.drops or self.page_ins)
@@ -73,7 +78,7 @@ def room_for_candidates(ledger: Ledger, n_free: int) -> int:
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     """Plan the drops that free n blocks for `ledger`, one at a time.
 
-    Each time, the sequence that holds the most blocks drops its coldest chunk. The one that asks counts as holding n
+    Each time, the sequence that holds the most blocks drops its coldest chunk, or a block of guests if it has none. The one that asks counts as holding n
     more, and drops first in a tie. So each may hold an equal share, and others may use what one does not need.
 
     keep: chunks of `ledger` that stay.
@@ -81,7 +86,7 @@ def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     if n <= 0:
         return Plan()
     ledgers = ledger.blocks.ledgers
-    cold = [_by_heat(each, keep if each is ledger else ())[::-1] for each in ledgers]
+    cold = [[*[_GUESTS] * each.n_guests, *_by_heat(each, keep if each is ledger else ())[::-1]] for each in ledgers]
     if sum(map(len, cold)) < n:
         raise PoolError(_too_few(ledger, n, sum(map(len, cold))))
     held = [each.n_held + (n if each is ledger else 0) for each in ledgers]
@@ -91,8 +96,10 @@ def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
         drops[i].append(cold[i].pop())
         held[i] -= 1
     own = ledgers.index(ledger)
-    taken = tuple((i, tuple(chunks)) for i, chunks in enumerate(drops) if chunks and i != own)
-    return Plan(tuple(drops[own]), taken=taken)
+    chunks = [tuple(c for c in dropped if c != _GUESTS) for dropped in drops]
+    taken = tuple((i, dropped) for i, dropped in enumerate(chunks) if dropped and i != own)
+    guests = tuple((i, n) for i, dropped in enumerate(drops) if (n := dropped.count(_GUESTS)))
+    return Plan(chunks[own], taken=taken, guests=guests)
 
 
 def _by_heat(ledger: Ledger, keep: Sequence[int]) -> list[int]:

@@ -127,6 +127,17 @@ class Lru:
         return view.touched.astype(np.float64)
 
 
+class Fresh(Lru):
+    """Each layer chooses its chunks in the graph, for the token that it computes (policy.fresh, pool.guests).
+
+    There is nothing to score between tokens: what all layers hold alike goes by recency.
+    """
+
+    name = "fresh"
+
+
+UNSCORED = (Lru.name, Fresh.name)
+"""Policies whose chunks are not scored between tokens."""
 CENTROIDS = "centroid:4"
 MOST_LAYERS = 24
 """Most layers that policy qk looks at: of a model with more, it takes every second one, or every third."""

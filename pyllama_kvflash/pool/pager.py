@@ -15,8 +15,10 @@ from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import n_pinned, pinned_chunks
 from pyllama_kvflash.pool.flights import Flights
+from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_memory import Record
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
@@ -54,6 +56,10 @@ class Pager:
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
         self.flights = Flights(ctx, self.ledger, self.records)
         shared.flights.append(self.flights)
+        self.guests: GuestRoom | None = None
+        if ctx.index is not None:
+            self.guests = GuestRoom(ctx, self.ledger, self.records.get, IndexForm(*ctx.index), options.n_threads or 1)
+            shared.guests.append(self.guests)
 
     @property
     def n_batch(self) -> int:
@@ -68,6 +74,8 @@ class Pager:
         """End copies and threads, and free the records."""
         self.ctx.wait()
         self._summariser.close()
+        if self.guests:
+            self.guests.close()
         self.records.close()
 
     def expect(self, n_tokens: int) -> None:
@@ -94,6 +102,7 @@ class Pager:
             self.shared.memory.reserve(n_sealing + taken[1])
             self._summariser.reserve(ledger.n_sealed + n_sealing)
         self.apply(plan)
+        self.host(n_new + taken[0])
         return plan
 
     def prepare(self, n_tokens: int) -> tuple[Plan, list[Record]]:
@@ -156,6 +165,11 @@ class Pager:
         """
         self.settle()
         ledger = self.ledger
+        if self.guests:
+            always = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
+            self.apply(always)
+            self.host(0)
+            return always
         more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
         self.apply(make_room(ledger, max(0, more)))
         must = np.flatnonzero(ledger.protected())
@@ -170,12 +184,29 @@ class Pager:
     def lay_out(self) -> None:
         """Have the chunks lie in the pool in their order, so that what is computed does not hang on how they came there."""
         self.settle()
+        if self.guests:
+            self.guests.resize(0)
         there = list(held(self.ctx))  # block by block
-        if there == sorted(there) and self.ctx.block_of(there[-1]) == len(there) - 1:
+        if there != sorted(there) or self.ctx.block_of(there[-1]) != len(there) - 1:
+            for chunk in there:
+                self.ctx.drop(chunk)
+            self._fill(there)
+        self.host(0)
+
+    def host(self, n_free: int) -> None:
+        """Where not everything fits, let guests have all blocks of what need not be common, but for n_free.
+
+        Their choice is at least as good as what leaves here, because it has that to choose from. The next batch fills them.
+        """
+        guests, ledger = self.guests, self.ledger
+        if guests is None or not np.any(ledger.state == State.OUT):
             return
-        for chunk in there:
-            self.ctx.drop(chunk)
-        self._fill(there)
+        self.wait_stored()
+        guests.cover(ledger.n_sealed)
+        self.apply(Plan(tuple(np.flatnonzero(ledger.evictable()).tolist())))
+        n = min(ledger.n_free, ledger.n_share - ledger.n_held) - n_free
+        if n > 0:
+            guests.resize(ledger.n_guests + n)
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
@@ -254,6 +285,8 @@ class Pager:
                 self.shared.flights[i].drop(chunk)
         for chunk in plan.drops:
             self.flights.drop(chunk)
+        for i, n in plan.guests:
+            self.shared.guests[i].give_up(n)
         if plan.page_ins:
             self.flights.bring(plan.page_ins)
 
@@ -310,6 +343,8 @@ class Pager:
         self._summariser.give_up()
         self.flights.forget()
         self._filling = None
+        if self.guests:
+            self.guests.clear()
         self.ledger.clear()
         self.records.forget(0)
         self._summariser.truncate(0)
@@ -336,6 +371,8 @@ class Pager:
         """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
         self._abandon()
+        if self.guests:
+            self.guests.reconcile()
         if ledger.n_tokens > n_tokens:
             self.flights.cancel()
         self.flights.mend()

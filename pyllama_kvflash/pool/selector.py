@@ -41,7 +41,7 @@ class Selector:
         self._again = options.again if goes_back and options.spec is None else 0.0  # a drafter reads along
         self._at_once = True  # whether the last scoring ended within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
-        self._n_most = options.swaps
+        self._n_most = options.n_swaps
         self._scales: list[float] = []
         self.warnings: list[str] = []
         self.n_done = 0

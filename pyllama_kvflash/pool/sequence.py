@@ -15,7 +15,7 @@ from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Warn
 from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options, check_span
-from pyllama_kvflash.policy import Plan, Queries, Scorer
+from pyllama_kvflash.policy import UNSCORED, Plan, Queries, Scorer
 from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.pager import Pager
@@ -81,7 +81,7 @@ class PooledSequence:
             self.warnings = (f"policy {scorer.name} cannot score this model: {err}; using lru",)
             self.pager = Pager(self.ctx, self.options, shared, None)
         else:
-            if scorer.name != "lru":
+            if scorer.name not in UNSCORED:
                 self.selector = Selector(self.ctx, self.pager, scorer, self.options, goes_back=not self.recurrent)
 
     def close(self) -> None:

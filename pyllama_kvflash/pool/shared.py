@@ -6,6 +6,7 @@ from pyllama_kvflash.policy import Blocks
 from pyllama_kvflash.policy.sizing import PoolShape, n_pinned
 from pyllama_kvflash.pool.disk import slabs_in
 from pyllama_kvflash.pool.flights import Flights
+from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_memory import HostMemory
 
 
@@ -18,6 +19,7 @@ class Shared:
         spill = slabs_in(options.disk) if options.disk else None
         self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes, spill)
         self.flights: list[Flights] = []
+        self.guests: list[GuestRoom] = []  # of each sequence; empty without policy fresh
 
     def close(self) -> None:
         """Free the host memory, once all pagers are closed."""

@@ -7,7 +7,7 @@ from pyllama_kvflash import registry
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Lru, Qk, QkCos, QkZmax, Scorer
+from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, QkZmax, Scorer
 from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
 
@@ -28,6 +28,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
         "qk-zmax": lambda: QkZmax(o.qk_summary, o.qk_aggregate, o.qk_query, o.qk_rerank),
         "qk-cos": QkCos,
         "lru": Lru,
+        "fresh": Fresh,
         "drafter": lambda: Reader(find_scorer_model(o.scorer_model, model.path), model, o, open_engine),
         "crosstok": lambda: Reader(
             find_scorer_model(o.scorer_model, model.path), model, o, open_engine, retokenize=True

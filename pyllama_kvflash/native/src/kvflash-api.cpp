@@ -1,5 +1,6 @@
 // the C API: argument checks, exceptions to statuses, the log
 
+#include "kvflash-fresh.h"
 #include "kvflash-impl.h"
 
 #include "gguf.h"
@@ -116,10 +117,16 @@ static void check_not_paned(llama_context * ctx) {
     kvf_check(!kv || !llama_kvflash::panes(*kv), "a paned context decodes exact batches only");
 }
 
-// the rows from pos on, if the context is paned, are not what the records will have
-static void forget(llama_context * ctx, llama_pos pos) {
+// the rows from pos on are not what panes and guests have, if the context has any
+static void forget(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
     const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::panes(*kv)->forget(std::max(pos, 0)); }
+    if (kv && llama_kvflash::fresh(*kv)) { llama_kvflash::fresh(*kv)->truncate(seq, std::max(pos, 0)); }
+}
+
+static void free_guests(llama_context * ctx, llama_seq_id seq) {
+    const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
+    if (kv && llama_kvflash::fresh(*kv)) { llama_kvflash::fresh(*kv)->clear(seq); }
 }
 
 static void check_chunk(const llama_kv_cache & kv, int32_t chunk) {
@@ -437,7 +444,10 @@ int kvf_clear(llama_context * ctx) {
             llama_kvflash::mover(*kv).wait();
             llama_kvflash::mover(*kv).landings.clear();
         }
-        forget(ctx, 0);
+        for (uint32_t seq = 0; seq < llama_n_seq_max(ctx); ++seq) {
+            forget(ctx, seq, 0);
+            free_guests(ctx, seq);
+        }
         llama_memory_clear(llama_get_memory(ctx), true);
     });
 }
@@ -455,7 +465,8 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
                                          [&](const auto & l) { return l.seq == seq; }),
                     mover.landings.end());
         }
-        forget(ctx, 0);
+        forget(ctx, seq, 0);
+        free_guests(ctx, seq);
         llama_memory_seq_rm(llama_get_memory(ctx), seq, -1, -1);
     });
 }
@@ -470,7 +481,7 @@ int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1
                                                         "have taken its cells; clear the sequence and read its tokens again",
                                                          p0));
         }
-        forget(ctx, p0);
+        forget(ctx, seq, p0);
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
             throw kvf_failure(
                     KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d, for it "
@@ -484,7 +495,7 @@ int kvf_attn_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_p
     return kvf_guard([&] {
         auto & kv = get_kv(ctx, false);
         check_seq(ctx, seq);
-        forget(ctx, p0);
+        forget(ctx, seq, p0);
         kv.seq_rm(seq, p0, p1);
     });
 }
@@ -656,7 +667,7 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
                    llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + take_log());
         }
-        forget(ctx, pos);
+        forget(ctx, seq, pos);
         if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
     });
 }

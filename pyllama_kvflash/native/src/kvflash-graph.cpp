@@ -1,6 +1,7 @@
 // what the attention graph puts out beside its result: queries of the last tokens, and what they attend to. and the mask
 // that it is given, where the cells are positions
 
+#include "kvflash-fresh.h"
 #include "kvflash-impl.h"
 
 #include "llama-context.h"
@@ -16,6 +17,7 @@
 // q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
 void llm_graph_context::build_taps(
         ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
+    if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
     // in the midst of a prompt nobody asks, and this is as much as some of the attention itself. the library keeps graphs

@@ -14,6 +14,7 @@
 #include <vector>
 
 class llm_graph_result;
+struct kvf_fresh;
 struct llama_cparams;
 struct kvf_window;
 struct kvf_window_cell;
@@ -332,6 +333,16 @@ struct llama_kvflash {
             llama_kv_cache & kv, const llama_kv_cache & of, llama_seq_id seq, uint32_t pos, void * const * records);
     // which positions each token of a batch sees; false: the library has to say it
     static bool set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal);
+    // after the mask of a ubatch was made: its tokens see the guests of their sequences, too (kvflash-fresh.h)
+    static void show_guests(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch);
+    static kvf_fresh * fresh(const llama_kv_cache & kv) { return kv.pool_fresh.get(); }
+    // each cell of a sequence that is in use, in the order of positions
+    template <typename F> static void each_cell(const llama_kv_cache & kv, llama_seq_id seq, const F & f) {
+        for (const auto & [pos, cell] : kv.v_cells[0].seq_pos_get(seq)) {
+            f(pos, cell);
+        }
+    }
+
     // write the heads of the records of positions [pos, pos + n)
     static void write_heads(
             const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n, void * const * records);
@@ -371,6 +382,7 @@ struct llama_kvflash {
 
 private:
     static void attach_panes(llama_memory_i * mem, llama_cparams & cparams);
+    static void attach_fresh(llama_kv_cache & kv, llama_cparams & cparams);
     static void tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q_tap, uint32_t q_every);
 
     static kvf_window                    window_head(const llama_kv_cache & kv, llama_seq_id seq);
@@ -384,6 +396,9 @@ void kvf_compute(llama_context * ctx, llama_seq_id seq, llama_pos pos, const lla
 
 // whether kvf_interrupt() asks for a stop
 bool kvf_stopped();
+
+// n rows of a layer's keys, as they lie in a record, as floats [n][n_embd_k]
+void kvf_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
 
 // summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
 // and the logarithms of how many keys each stands for

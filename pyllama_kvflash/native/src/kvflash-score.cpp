@@ -1,6 +1,7 @@
 // summaries of a chunk's keys, and their products with a query, see kvflash.h. pure functions of the bytes they are given
 
 #include "kvflash-impl.h"
+#include "kvflash-lanes.h"
 
 #include "llama-impl.h"
 
@@ -11,26 +12,13 @@
 #include <numeric>
 #include <vector>
 
-// the hot loop, for the widest vectors that the processor has
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#define KVF_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define KVF_CLONES
-#endif
-
-// rows lie side by side in panels of LANES, dimension by dimension: a panel is multiplied without a horizontal sum
-static constexpr uint32_t LANES = 16;
-
 static constexpr uint32_t KVF_MOST_KEYS = 64; // of a chunk
 
 static constexpr float TINY = 1e-9f; // a row of zeros has no direction
 
-typedef float    lanes_f __attribute__((vector_size(LANES * 4)));
-typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
-typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
-
 static uint16_t to_bf16(float x) { return ggml_fp32_to_bf16(x).bits; }
 
+// rows lie side by side in panels of LANES, dimension by dimension: a panel is multiplied without a horizontal sum.
 // where lane `row % LANES` of dimension 0 of a row is; the next dimension is LANES further on. after the last one comes the
 // logarithm of how many keys the row stands for
 static size_t place(const kvf_layer & layer, uint32_t head, uint32_t row) {
@@ -232,15 +220,13 @@ static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
     }
 }
 
-// the n keys of a record in one layer, [n][n_embd_k]
-static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const void * record) {
+void kvf_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst) {
     const auto   type = (ggml_type) layer.type_k;
     const size_t size = ggml_row_size(type, layer.n_embd_k);
 
-    std::vector<float> res((size_t) n * layer.n_embd_k);
     for (uint32_t t = 0; t < n; ++t) {
-        const char * src = (const char *) record + layer.offs_k + t * size;
-        float *      to  = res.data() + (size_t) t * layer.n_embd_k;
+        const char * src = (const char *) rows + t * size;
+        float *      to  = dst + (size_t) t * layer.n_embd_k;
         if (type == GGML_TYPE_F32) {
             memcpy(to, src, size);
         } else if (type == GGML_TYPE_F16) {
@@ -249,6 +235,12 @@ static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const v
             ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
         }
     }
+}
+
+// the n keys of a record in one layer, [n][n_embd_k]
+static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const void * record) {
+    std::vector<float> res((size_t) n * layer.n_embd_k);
+    kvf_to_float(layer, n, (const char *) record + layer.offs_k, res.data());
     return res;
 }
 
@@ -370,25 +362,6 @@ static inline __attribute__((always_inline)) void all_products(const kvf_layer &
             memcpy(dst + g * stride + row, &res[g], sizeof(res[g]));
         }
     }
-}
-
-// e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part is put together
-// from its bits (Schraudolph 1999), 2 to the rest is a polynomial
-static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
-    typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
-
-    lanes_f t = x * 1.44269504f;
-    t         = t < -126.0f ? lanes_f{} - 126.0f : t;
-    t         = t > 0.0f ? lanes_f{} : t;
-
-    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
-    const lanes_f f     = (t - __builtin_convertvector(whole, lanes_f)) * 0.69314718f;
-    const lanes_f p = 1 + f * (1 + f * (0.5f + f * (0.16666667f + f * (0.04166667f + f * (0.00833333f + f * 0.00138889f)))));
-
-    const lanes_i bits = (whole + 127) << 23;
-    lanes_f       power;
-    memcpy(&power, &bits, sizeof(power));
-    return power * p;
 }
 
 // exp(x - the largest) of n_row rows at a time -> sums[n], and the sum of all. x has room for whole panels

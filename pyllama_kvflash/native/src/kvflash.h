@@ -67,6 +67,11 @@ struct kvf_pool_params {
                           // sequences at least, 0: of none
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
+    uint32_t index_bit;   // bits of a component of a key in the index by which each layer chooses its guests: 1, 2 or 4; 0:
+                          // there are no guests
+    uint32_t index_comp;  // components of a key; 0: as many as it has values
+    bool     index_steps; // kvf_index_fit() gives the size of each component's steps; else each position has a scale
+    uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
@@ -267,6 +272,56 @@ LLAMA_API int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer
 // also over the first n_edge keys of each chunk alone, and over the last ones -> dst[3, n_token*n_head, n]
 LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
         size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
+
+//
+// guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (kvflash-fresh.h). The choice is
+// made in the graph, by the queries of each ubatch, among all positions that are in the index. n_embd_k must be
+// n_head_kv*n_embd_head_k
+//
+
+#define KVF_UNIT 16
+
+struct kvf_index_info {
+    uint64_t bytes;     // of the sequence's index, in all layers
+    uint32_t n;         // positions in it
+    uint32_t n_block;   // of guests
+    uint32_t n_slot;    // guests of a layer
+    uint64_t n_fetched; // guests that were copied from records, of all sequences and layers
+};
+
+// the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
+// n_embd_head_k] (NULL: not wanted). of 8,192 keys at most, evenly spread. any thread
+LLAMA_API int kvf_index_moments(
+        const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov);
+// begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
+// index_comp], whose components have steps [n_head_kv, index_comp] (NULL: positions have scales)
+LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
+        const float * basis, const float * step);
+// put chunks first, first + 1, ... of a layer into it, from their records. layers may be done by different threads
+LLAMA_API int kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first,
+        const void * const * records, uint32_t n);
+// the index of all layers has these chunks now: they may be guests. their records stay where they are until the sequence is
+// cut to fewer positions
+LLAMA_API int kvf_index_cover(
+        struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
+// empty the index: the slots of all guests are empty then
+LLAMA_API int kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
+LLAMA_API int kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+// the index of the first n positions of a layer as bytes: how many, out and in
+LLAMA_API int kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
+LLAMA_API int kvf_index_get(
+        struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
+LLAMA_API int kvf_index_set(
+        struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
+
+// have a sequence have n blocks of guests: the first of those it has, and then free ones; or, if it has none, these blocks.
+// KVF_E_NO_BLOCK: nothing was changed. slots without a unit are filled by the next ubatch
+LLAMA_API int kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
+// its blocks of guests [n_block], and the unit in each slot of each layer [n_layer, n_slot], -1: none
+LLAMA_API int kvf_get_guests(
+        struct llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units, size_t n_unit);
+// put units into the slots, from their records
+LLAMA_API int kvf_place_guests(struct llama_context * ctx, llama_seq_id seq, const int32_t * units, size_t n_unit);
 
 // the calls below need a context again
 

@@ -1,0 +1,144 @@
+"""Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph by an index of the keys."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pyllama_kvflash.native.context import Context, Record
+from pyllama_kvflash.native.geometry import Layer
+from pyllama_kvflash.native.lib import check, compute, ffi, lib
+
+UNIT = int(lib.KVF_UNIT)
+"""Positions of a guest."""
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexInfo:
+    """The index and the guests of a sequence.
+
+    bytes: of the index in host memory, in all layers.
+    n: positions in the index.
+    n_block: blocks of guests.
+    n_slot: guests of a layer.
+    n_fetched: guests that were copied from records so far, of all sequences and layers.
+    """
+
+    bytes: int
+    n: int
+    n_block: int
+    n_slot: int
+    n_fetched: int
+
+
+def moments(layer: Layer, n_chunk: int, records: Sequence[Record], *, cov: bool) -> tuple[Floats, Floats | None]:
+    """Return the mean of a layer's keys, (n_head_kv, n_embd_head_k), and their covariance, (n_head_kv, n_embd_head_k,
+    n_embd_head_k), or None unless it is wanted.
+
+    records: of chunks of n_chunk positions. At most 8,192 keys count, evenly spread. For any thread.
+    """
+    shape = layer.n_head_kv, layer.n_embd_head_k
+    mean, spread = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32) if cov else None
+    like = ffi.new("struct kvf_layer *", {name: getattr(layer, name) for name in Layer.__dataclass_fields__})
+    out = ffi.NULL if spread is None else ffi.from_buffer("float[]", spread)
+    check(lib.kvf_index_moments(like, n_chunk, _addresses(records), len(records), ffi.from_buffer("float[]", mean), out))
+    return mean, spread
+
+
+def _addresses(records: Sequence[Record]) -> list[object]:
+    return [ffi.from_buffer(record) for record in records]
+
+
+class Guests:
+    """The index and the guests of one sequence of a pooled context. Raises NativeError and PoolError."""
+
+    def __init__(self, ctx: Context) -> None:
+        """ctx: the context as the sequence sees it. Its PoolParams have an index."""
+        self._ctx = ctx
+        self.layers = ctx.layers()
+
+    #
+    # the index
+    #
+
+    def info(self) -> IndexInfo:
+        """Return what there is now."""
+        out = ffi.new("struct kvf_index_info *")
+        check(lib.kvf_index_info(self._ctx.handle, self._ctx.seq, out))
+        return IndexInfo(**{name: getattr(out, name) for name in IndexInfo.__dataclass_fields__})
+
+    def fit(self, layer: int, mean: Floats, basis: Floats, step: Floats | None) -> None:
+        """Begin the index of a layer: keys are taken about a mean (n_head_kv, d), in a basis (n_head_kv, d, n_comp), whose
+        components have steps (n_head_kv, n_comp). None: positions have scales.
+        """
+        parts = [ffi.NULL if x is None else ffi.from_buffer("float[]", _floats(x)) for x in (mean, basis, step)]
+        check(lib.kvf_index_fit(self._ctx.handle, self._ctx.seq, layer, *parts))
+
+    def put(self, layer: int, first: int, records: Sequence[Record]) -> None:
+        """Put chunks first, first + 1, ... into a layer's index. Threads may do different layers."""
+        at = _addresses(records)
+        compute(lib.kvf_index_put, self._ctx.handle, self._ctx.seq, layer, first, at, len(at))
+
+    def forget(self) -> None:
+        """Empty the index, to begin it anew: the slots of all guests are empty then."""
+        check(lib.kvf_index_forget(self._ctx.handle, self._ctx.seq))
+
+    def cover(self, first: int, records: Sequence[Record]) -> None:
+        """Let chunks first, first + 1, ..., which are in the index of all layers, be guests.
+
+        Their records stay where they are until the context is cut to fewer positions.
+        """
+        at = _addresses(records)
+        check(lib.kvf_index_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
+
+    def saved_index(self, n: int) -> list[bytes]:
+        """Return the index of the first n positions: the bytes of each layer."""
+        res = []
+        for layer in range(len(self.layers)):
+            buf = bytearray(self._size(layer, n))
+            check(lib.kvf_index_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(buf), len(buf)))
+            res.append(bytes(buf))
+        return res
+
+    def restore_index(self, n: int, saved: Sequence[bytes]) -> None:
+        """Put back what saved_index(n) gave; cover() then lets the chunks be guests. Raises NativeError (another form)."""
+        for layer, part in enumerate(saved):
+            src = ffi.from_buffer(part)
+            check(lib.kvf_index_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(part)))
+
+    def _size(self, layer: int, n: int) -> int:
+        out = ffi.new("size_t *")
+        check(lib.kvf_index_size(self._ctx.handle, self._ctx.seq, layer, n, out))
+        return int(out[0])
+
+    #
+    # guests
+    #
+
+    def resize(self, n: int, blocks: Sequence[int] | None = None) -> None:
+        """Have n blocks of guests: the first of those there are, and then free ones; or these blocks, if there are none.
+
+        The next batch fills the slots that are new. Raises PoolError, and changes nothing, if too few blocks are free.
+        """
+        check(lib.kvf_set_guests(self._ctx.handle, self._ctx.seq, n, ffi.NULL if blocks is None else list(blocks)))
+
+    def tables(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the blocks of guests (n_block,), and the unit in each slot of each layer (n_layer, n_slot); -1: none."""
+        info = self.info()
+        blocks = np.empty(info.n_block, np.int32)
+        units = np.empty((len(self.layers), info.n_slot), np.int32)
+        to = ffi.from_buffer("int32_t[]", blocks), len(blocks), ffi.from_buffer("int32_t[]", units), units.size
+        check(lib.kvf_get_guests(self._ctx.handle, self._ctx.seq, *to))
+        return blocks, units
+
+    def place(self, units: npt.NDArray[np.int32]) -> None:
+        """Put units (n_layer, n_slot) into the slots, from their records; -1: none."""
+        flat = np.ascontiguousarray(units, np.int32)
+        check(lib.kvf_place_guests(self._ctx.handle, self._ctx.seq, ffi.from_buffer("int32_t[]", flat), flat.size))
+
+
+def _floats(x: Floats) -> Floats:
+    return np.ascontiguousarray(x, np.float32)

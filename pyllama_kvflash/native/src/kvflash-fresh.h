@@ -1,0 +1,144 @@
+#pragma once
+
+#include "kvflash-impl.h"
+
+#include <array>
+#include <atomic>
+
+struct ggml_tensor;
+
+// The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean,
+// and in a basis, n_comp components of n_bit bits each. A component's value is (code - (2^n_bit - 1)/2)*step, times the scale
+// of the position unless all steps are given.
+//
+// Products need no unpacking: the 16 values of 4 bits are a table for each query, whose entries are bytes that a shuffle
+// instruction looks up ("fast scan": Andre, Kermarrec and Le Scouarnec 2015).
+struct kvf_index {
+    static constexpr uint32_t GROUP = 64; // positions whose codes lie together: [n_nibble][32], a byte has i and i + 32
+
+    struct form {
+        uint32_t n_comp; // 0: as many as a key has values
+        uint32_t n_bit;
+        bool     stepped; // the basis comes with steps, and positions have no scales
+    };
+
+    kvf_index(const kvf_layer & layer, const form & f);
+
+    // mean: [n_head_kv][d]. basis: [n_head_kv][d][n_comp]. step: [n_head_kv][n_comp], if the form is stepped. forgets all codes
+    void fit(const float * mean, const float * basis, const float * step);
+    // n positions from pos on. keys: [n][n_embd_k]
+    void put(uint32_t pos, const float * keys, uint32_t n);
+
+    // bytes of the first n positions, in one piece
+    size_t size(uint32_t n) const;
+    void   get(uint32_t n, char * dst) const;
+    void   set(uint32_t n, const char * src);
+
+    // logits (times scale, capped if cap > 0) of the first n positions for n_q (1 or 2) queries of one head of keys. res: of each,
+    // with room for whole groups. offset: what products with a key itself have that these have, too: 0
+    void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap, float * const * res)
+            const;
+
+    const uint32_t n_head_kv, d;
+    const form     its;
+    const uint32_t n_nibble;
+
+private:
+    uint32_t n_group(uint32_t n) const { return (n + GROUP - 1) / GROUP; }
+
+    const uint8_t * codes_of(uint32_t group, uint32_t head) const {
+        return codes.data() + ((size_t) group * n_head_kv + head) * n_nibble * 32;
+    }
+
+    std::vector<float>       mean, basis, step;
+    std::vector<uint8_t>     codes;  // [group][head][nibble][32]
+    std::vector<ggml_fp16_t> scales; // [group][head][GROUP]
+};
+
+// Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
+// in which each layer holds chunks of its own choice. To the library guests' cells are empty; their sequence's tokens see
+// them all the same (show_guests), whatever the positions are that lie in them: RoPE is baked into K.
+//
+// Before a layer's attention, two nodes of the graph score all units of 16 positions that are in the index, by the share of the
+// attention that the index says they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows are
+// fetched from their records. Common chunks are never guests.
+struct kvf_fresh {
+    static constexpr uint32_t UNIT = 16; // positions of a guest
+
+    kvf_fresh(const llama_kv_cache & kv, const kvf_index::form & form, uint32_t n_exchange);
+
+    kvf_fresh(const kvf_fresh &)             = delete;
+    kvf_fresh & operator=(const kvf_fresh &) = delete;
+
+    // whether a layer of the model has guests
+    bool has(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
+    // the nodes of a layer. q: [d, n_head, n_tokens]
+    void build(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, int32_t il);
+    // a ubatch begins, whose cells are taken
+    void begin(const llama_kv_cache & kv, const llama_ubatch & ubatch);
+
+    // the guests' cells that each of its tokens sees are visible. n_kv: width of a row of the mask
+    template <typename T> void show(T * mask, int64_t n_kv) const;
+
+    bool is_guest(uint32_t block) const;
+
+    struct sequence {
+        uint32_t                          n = 0;   // positions in the index
+        std::vector<const char *>         records; // of its chunks
+        std::vector<uint32_t>             blocks;
+        std::vector<kvf_index>            index;  // of each layer
+        std::vector<std::vector<int32_t>> tables; // of each layer: the unit in each slot, -1: none
+
+        // of the ubatch
+        std::vector<uint32_t>                      tokens; // its rows
+        std::vector<std::pair<uint32_t, llama_pos>> asking; // those whose queries choose, and their positions
+        std::vector<std::pair<llama_pos, int32_t>> open;   // positions that are not in the index, and their cells
+        std::vector<uint8_t>                       common; // of each unit
+        uint32_t                                   n_visible = 0; // slots
+        std::vector<float>                         shares;        // [n_head][n_unit]
+
+        uint32_t n_unit() const { return n / UNIT; }
+    };
+
+    // forget positions from p on
+    void truncate(llama_seq_id seq, uint32_t p);
+    void clear(llama_seq_id seq);
+    // have it have n blocks: the first of those it has, and then free ones, or these
+    void resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const int32_t * blocks);
+    // put units into the slots of a layer
+    void place(llama_seq_id seq, uint32_t layer, const int32_t * units);
+
+    sequence & of(llama_seq_id seq);
+
+    const uint32_t        n_chunk;
+    const kvf_index::form form;
+    const uint32_t        n_exchange;
+    std::atomic<uint64_t> n_fetched = 0; // units of a layer
+
+private:
+    struct layer {
+        kvf_fresh *   owner;
+        uint32_t      i;
+        kvf_layer     info;
+        ggml_tensor * k;
+        ggml_tensor * v; // null: none is stored
+        float         scale, cap;
+    };
+
+    void score(const layer & l, const ggml_tensor * q, int ith, int nth);
+    void score(const layer & l, sequence & s, const ggml_tensor * q, uint32_t first, uint32_t n_q);
+    void choose(const layer & l, sequence & s);
+    void fetch(const layer & l, const sequence & s, uint32_t slot, uint32_t unit);
+
+    uint32_t cell_of(const sequence & s, uint32_t slot) const {
+        const uint32_t n_unit = n_chunk / UNIT;
+        return s.blocks[slot / n_unit] * n_chunk + slot % n_unit * UNIT;
+    }
+    uint32_t n_slot(const sequence & s) const { return s.blocks.size() * (n_chunk / UNIT); }
+
+    std::vector<layer>     layers;
+    std::vector<int32_t>   of_model; // layer of the cache, by layer of the model
+    std::vector<sequence>  sequences;
+    bool                   v_trans;
+    uint32_t               n_cell;
+};

@@ -1,0 +1,354 @@
+// the index: keys in a few bits, see kvflash-fresh.h
+
+#include "kvflash-fresh.h"
+#include "kvflash-lanes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define KVF_AVX2 1
+#endif
+
+static constexpr uint32_t HALF     = kvf_index::GROUP / 2;
+static constexpr uint32_t MOST_SUM = 65535; // sums of table entries are 16 bits wide
+
+kvf_index::kvf_index(const kvf_layer & layer, const form & f)
+    : n_head_kv(layer.n_head_kv), d(layer.n_embd_head_k), its({f.n_comp ? f.n_comp : d, f.n_bit, f.stepped}),
+      n_nibble((its.n_comp * its.n_bit + 3) / 4), mean((size_t) n_head_kv * d), basis((size_t) n_head_kv * d * its.n_comp),
+      step((size_t) n_head_kv * its.n_comp, 1.0f) {}
+
+void kvf_index::fit(const float * mean, const float * basis, const float * step) {
+    std::copy_n(mean, this->mean.size(), this->mean.begin());
+    std::copy_n(basis, this->basis.size(), this->basis.begin());
+    if (its.stepped) { std::copy_n(step, this->step.size(), this->step.begin()); }
+    codes.clear();
+    scales.clear();
+}
+
+//
+// codes
+//
+
+// x (less mean, if there is one) in a basis [d][n]
+KVF_CLONES
+static void project(const float * x, const float * mean, const float * basis, uint32_t d, uint32_t n, float * res) {
+    std::fill_n(res, n, 0.0f);
+    for (uint32_t i = 0; i < d; ++i) {
+        const float   a   = mean ? x[i] - mean[i] : x[i];
+        const float * row = basis + (size_t) i * n;
+        for (uint32_t j = 0; j < n; ++j) {
+            res[j] += a * row[j];
+        }
+    }
+}
+
+// what makes the components of a position as large as its codes can say. one bit: the best for their signs; more: all are
+// within reach
+static float scale_of(const float * x, uint32_t n, uint32_t n_bit) {
+    float sum = 0, most = 0;
+    for (uint32_t j = 0; j < n; ++j) {
+        sum += fabsf(x[j]);
+        most = std::max(most, fabsf(x[j]));
+    }
+    return n_bit == 1 ? 2 * sum / n : most / (0.5f * ((1 << n_bit) - 1));
+}
+
+void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
+    const size_t n_all = (size_t) n_group(pos + n) * n_head_kv;
+    codes.resize(n_all * n_nibble * 32);
+    if (!its.stepped) { scales.resize(n_all * GROUP); }
+
+    const float    half = 0.5f * ((1 << its.n_bit) - 1);
+    const uint32_t each = 4 / its.n_bit; // components of a nibble
+
+    std::vector<float> x(its.n_comp);
+    for (uint32_t t = 0; t < n; ++t, ++pos) {
+        for (uint32_t h = 0; h < n_head_kv; ++h) {
+            const size_t at = (size_t) (pos / GROUP) * n_head_kv + h;
+            project(keys + ((size_t) t * n_head_kv + h) * d, mean.data() + (size_t) h * d,
+                    basis.data() + (size_t) h * d * its.n_comp, d, its.n_comp, x.data());
+
+            float scale = 1;
+            if (!its.stepped) {
+                const auto stored                 = ggml_fp32_to_fp16(scale_of(x.data(), its.n_comp, its.n_bit));
+                scales[at * GROUP + pos % GROUP] = stored;
+                scale                             = ggml_fp16_to_fp32(stored);
+            }
+
+            const uint32_t shift = pos % GROUP < HALF ? 0 : 4;
+            uint8_t *      dst   = codes.data() + at * n_nibble * 32 + pos % HALF;
+            for (uint32_t i = 0; i < n_nibble; ++i) {
+                uint32_t code = 0;
+                for (uint32_t j = 0; j < each && i * each + j < its.n_comp; ++j) {
+                    const uint32_t c    = i * each + j;
+                    const float    unit = step[(size_t) h * its.n_comp + c] * scale;
+                    const float    v    = unit > 0 ? roundf(x[c] / unit + half) : half;
+                    code |= (uint32_t) std::clamp(v, 0.0f, 2 * half) << (j * its.n_bit);
+                }
+                dst[i * 32] = (dst[i * 32] & ~(15 << shift)) | code << shift;
+            }
+        }
+    }
+}
+
+//
+// bytes
+//
+
+size_t kvf_index::size(uint32_t n) const {
+    const size_t n_all = (size_t) n_group(n) * n_head_kv;
+    return (mean.size() + basis.size() + step.size()) * sizeof(float) + n_all * n_nibble * 32 +
+           (its.stepped ? 0 : n_all * GROUP * sizeof(ggml_fp16_t));
+}
+
+void kvf_index::get(uint32_t n, char * dst) const {
+    const size_t n_all = (size_t) n_group(n) * n_head_kv;
+    const auto   out   = [&](const void * src, size_t size) {
+        memcpy(dst, src, size);
+        dst += size;
+    };
+    out(mean.data(), mean.size() * sizeof(float));
+    out(basis.data(), basis.size() * sizeof(float));
+    out(step.data(), step.size() * sizeof(float));
+    out(codes.data(), n_all * n_nibble * 32);
+    if (!its.stepped) { out(scales.data(), n_all * GROUP * sizeof(ggml_fp16_t)); }
+}
+
+void kvf_index::set(uint32_t n, const char * src) {
+    const size_t n_all = (size_t) n_group(n) * n_head_kv;
+    const auto   in    = [&](void * dst, size_t size) {
+        memcpy(dst, src, size);
+        src += size;
+    };
+    codes.resize(n_all * n_nibble * 32);
+    if (!its.stepped) { scales.resize(n_all * GROUP); }
+    in(mean.data(), mean.size() * sizeof(float));
+    in(basis.data(), basis.size() * sizeof(float));
+    in(step.data(), step.size() * sizeof(float));
+    in(codes.data(), codes.size());
+    in(scales.data(), scales.size() * sizeof(ggml_fp16_t));
+}
+
+//
+// products
+//
+
+namespace {
+
+// what a query's products are, nibble by nibble, as bytes: base + unit*(sum of entries)
+struct tables {
+    std::vector<uint8_t> entries; // [n_nibble][16]
+    float                base, unit;
+};
+
+} // namespace
+
+// x: [n_comp], the query's components times the steps
+static void make_tables(const float * x, const kvf_index::form & f, uint32_t n_nibble, tables & res) {
+    const float    half = 0.5f * ((1 << f.n_bit) - 1);
+    const uint32_t each = 4 / f.n_bit, mask = (1 << f.n_bit) - 1;
+
+    // components add up, so the least and the most of a nibble are those of its components
+    float base = 0, most = 0;
+    for (uint32_t i = 0; i < n_nibble; ++i) {
+        float reach = 0;
+        for (uint32_t j = i * each; j < std::min((i + 1) * each, f.n_comp); ++j) {
+            reach += half * fabsf(x[j]);
+        }
+        base -= reach;
+        most = std::max(most, 2 * reach);
+    }
+    const float levels = std::min<uint32_t>(255, MOST_SUM / n_nibble);
+    const float unit   = most > 0 ? most / levels : 1;
+
+    res.base = base;
+    res.unit = unit;
+    res.entries.resize((size_t) n_nibble * 16);
+    for (uint32_t i = 0; i < n_nibble; ++i) {
+        for (uint32_t code = 0; code < 16; ++code) {
+            float sum = 0;
+            for (uint32_t j = 0; j < each && i * each + j < f.n_comp; ++j) {
+                const float a = x[i * each + j];
+                sum += a * ((code >> (j * f.n_bit) & mask) - half) + half * fabsf(a);
+            }
+            res.entries[(size_t) i * 16 + code] = (uint8_t) (sum / unit + 0.5f);
+        }
+    }
+}
+
+// sums of the entries that a group's codes name, for N queries
+template <uint32_t N>
+static void add_entries(const uint8_t * codes, uint32_t n_nibble, const uint8_t * const * entries, uint16_t (*sums)[64]) {
+    memset(sums, 0, N * sizeof(*sums));
+    for (uint32_t i = 0; i < n_nibble; ++i, codes += 32) {
+        for (uint32_t q = 0; q < N; ++q) {
+            const uint8_t * table = entries[q] + (size_t) i * 16;
+            for (uint32_t j = 0; j < HALF; ++j) {
+                sums[q][j] += table[codes[j] & 15];
+                sums[q][j + HALF] += table[codes[j] >> 4];
+            }
+        }
+    }
+}
+
+#ifdef KVF_AVX2
+
+// 32 sums of bytes. `both` was added to in pairs: the lower ones' sums carry into the upper ones, which `upper` has alone
+__attribute__((target("avx2"), always_inline)) static inline void store(__m256i both, __m256i upper, uint16_t * dst) {
+    const __m256i lower = _mm256_sub_epi16(both, _mm256_slli_epi16(upper, 8));
+    const __m256i a = _mm256_unpacklo_epi16(lower, upper), b = _mm256_unpackhi_epi16(lower, upper);
+    _mm256_storeu_si256((__m256i *) dst, _mm256_permute2x128_si256(a, b, 0x20));
+    _mm256_storeu_si256((__m256i *) (dst + 16), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+template <uint32_t N>
+__attribute__((target("avx2"))) static void add_entries_avx2(
+        const uint8_t * codes, uint32_t n_nibble, const uint8_t * const * entries, uint16_t (*sums)[64]) {
+    const __m256i low = _mm256_set1_epi8(15);
+
+    __m256i both[N][2], upper[N][2];
+    for (uint32_t i = 0; i < 2 * N; ++i) {
+        both[i / 2][i % 2] = upper[i / 2][i % 2] = _mm256_setzero_si256();
+    }
+    for (uint32_t i = 0; i < n_nibble; ++i) {
+        const __m256i c    = _mm256_loadu_si256((const __m256i *) (codes + (size_t) i * 32));
+        const __m256i half[] = {_mm256_and_si256(c, low), _mm256_and_si256(_mm256_srli_epi16(c, 4), low)};
+        for (uint32_t q = 0; q < N; ++q) {
+            const __m256i table =
+                    _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) (entries[q] + (size_t) i * 16)));
+            for (uint32_t j = 0; j < 2; ++j) {
+                const __m256i x = _mm256_shuffle_epi8(table, half[j]);
+                both[q][j]      = _mm256_add_epi16(both[q][j], x);
+                upper[q][j]     = _mm256_add_epi16(upper[q][j], _mm256_srli_epi16(x, 8));
+            }
+        }
+    }
+    for (uint32_t q = 0; q < N; ++q) {
+        store(both[q][0], upper[q][0], sums[q]);
+        store(both[q][1], upper[q][1], sums[q] + HALF);
+    }
+}
+
+#endif
+
+using adder = void (*)(const uint8_t *, uint32_t, const uint8_t * const *, uint16_t (*)[64]);
+
+template <uint32_t N> static adder best_adder() {
+#ifdef KVF_AVX2
+    if (__builtin_cpu_supports("avx2")) { return add_entries_avx2<N>; }
+#endif
+    return add_entries<N>;
+}
+
+// base + unit*sum, times the scales of the positions if they have any
+KVF_CLONES
+static void to_logits(const uint16_t * sums, const float * scales, float base, float unit, float offset, float scale, float * res) {
+    for (uint32_t i = 0; i < kvf_index::GROUP; ++i) {
+        res[i] = (offset + scales[i] * (base + unit * sums[i])) * scale;
+    }
+}
+
+void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap,
+        float * const * res) const {
+    static const adder one = best_adder<1>(), two = best_adder<2>();
+
+    static thread_local tables             made[2];
+    static thread_local std::vector<float> x;
+
+    const uint8_t * entries[2];
+    float           offset[2];
+    x.resize(its.n_comp);
+    for (uint32_t i = 0; i < n_q; ++i) {
+        project(q[i], nullptr, basis.data() + (size_t) head * d * its.n_comp, d, its.n_comp, x.data());
+        for (uint32_t j = 0; j < its.n_comp; ++j) {
+            x[j] *= step[(size_t) head * its.n_comp + j];
+        }
+        make_tables(x.data(), its, n_nibble, made[i]);
+        entries[i] = made[i].entries.data();
+        offset[i]  = 0;
+        for (uint32_t j = 0; j < d; ++j) {
+            offset[i] += q[i][j] * mean[(size_t) head * d + j];
+        }
+    }
+
+    float of_group[GROUP];
+    std::fill_n(of_group, GROUP, 1.0f);
+    uint16_t sums[2][GROUP];
+    for (uint32_t g = 0; g < n_group(n); ++g) {
+        (n_q == 2 ? two : one)(codes_of(g, head), n_nibble, entries, sums);
+        if (!its.stepped) { ggml_fp16_to_fp32_row(scales.data() + ((size_t) g * n_head_kv + head) * GROUP, of_group, GROUP); }
+        for (uint32_t i = 0; i < n_q; ++i) {
+            to_logits(sums[i], of_group, made[i].base, made[i].unit, offset[i], scale, res[i] + (size_t) g * GROUP);
+        }
+    }
+    if (cap > 0) {
+        for (uint32_t i = 0; i < n_q; ++i) {
+            for (uint32_t j = 0; j < n; ++j) {
+                res[i][j] = cap * tanhf(res[i][j] / cap);
+            }
+        }
+    }
+}
+
+//
+// the C API
+//
+
+// what a basis is made from: at most so many keys of each head, evenly spread
+static constexpr uint32_t MOST_SAMPLES = 8192;
+
+KVF_CLONES
+static void add_product(const float * x, uint32_t d, float * cov) {
+    for (uint32_t i = 0; i < d; ++i) {
+        const float a = x[i];
+        for (uint32_t j = 0; j < d; ++j) {
+            cov[(size_t) i * d + j] += a * x[j];
+        }
+    }
+}
+
+int kvf_index_moments(
+        const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov) {
+    return kvf_guard([&] {
+        kvf_check(layer && records && n > 0 && mean, "a layer, records and room for the result are needed");
+        const uint32_t d = layer->n_embd_head_k, n_head = layer->n_head_kv;
+        const uint32_t every = (n * n_chunk + MOST_SAMPLES - 1) / MOST_SAMPLES, n_all = (n * n_chunk + every - 1) / every;
+
+        std::vector<float> keys((size_t) n_chunk * layer->n_embd_k), samples;
+        samples.reserve((size_t) n_all * layer->n_embd_k);
+        for (uint32_t c = 0, at = 0; c < n; ++c) {
+            kvf_to_float(*layer, n_chunk, (const char *) records[c] + layer->offs_k, keys.data());
+            for (uint32_t t = 0; t < n_chunk; ++t, ++at) {
+                const float * row = keys.data() + (size_t) t * layer->n_embd_k;
+                if (at % every == 0) { samples.insert(samples.end(), row, row + layer->n_embd_k); }
+            }
+        }
+
+        std::vector<double> sum(layer->n_embd_k);
+        for (size_t i = 0; i < samples.size(); ++i) {
+            sum[i % layer->n_embd_k] += samples[i];
+        }
+        for (uint32_t i = 0; i < layer->n_embd_k; ++i) {
+            mean[i] = sum[i] / n_all;
+        }
+        if (!cov) { return; }
+
+        std::vector<float> x(d);
+        std::fill_n(cov, (size_t) n_head * d * d, 0.0f);
+        for (uint32_t t = 0; t < n_all; ++t) {
+            for (uint32_t h = 0; h < n_head; ++h) {
+                for (uint32_t i = 0; i < d; ++i) {
+                    x[i] = samples[((size_t) t * n_head + h) * d + i] - mean[(size_t) h * d + i];
+                }
+                add_product(x.data(), d, cov + (size_t) h * d * d);
+            }
+        }
+        for (size_t i = 0; i < (size_t) n_head * d * d; ++i) {
+            cov[i] /= n_all;
+        }
+    });
+}

@@ -1,0 +1,92 @@
+"""Guests: the blocks of a sequence in which each layer holds what it chooses itself, and the index by which it does.
+
+The choice is made in the graph (native code); here is decided which chunks are in the index, and how many blocks guests have.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.native import Context, Record
+from pyllama_kvflash.native.guests import Guests, moments
+from pyllama_kvflash.policy import Ledger
+from pyllama_kvflash.policy.fresh import Floats, IndexForm, principal, rotation
+
+GROWN = 2
+"""The index is made anew once the sequence is so many times as long as when its basis was found."""
+
+
+class GuestRoom:
+    """The guests of one sequence. The ledger counts their blocks; a guest is a copy of a record, and nobody's state."""
+
+    def __init__(
+        self, ctx: Context, ledger: Ledger, record: Callable[[int], Record], form: IndexForm, n_threads: int
+    ) -> None:
+        """record: returns the record of a chunk, which keeps its place."""
+        self.native = Guests(ctx)
+        self.form = form
+        self.n_fitted = 0  # chunks that the basis was found for
+        self._ledger = ledger
+        self._record = record
+        self._threads = ThreadPoolExecutor(max(1, n_threads), "kvflash-index")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+    @property
+    def n_bytes(self) -> int:
+        """Host bytes of the index."""
+        return self.native.info().bytes
+
+    def cover(self, n: int) -> None:
+        """Have the first n chunks, which have their records, be in the index. Raises HostMemoryError."""
+        have = self.native.info().n // self._ledger.chunk
+        if n <= have:
+            return
+        if n >= GROWN * self.n_fitted:
+            have = 0
+            self.native.forget()
+        records = [self._record(c) for c in range(have, n)]
+        try:
+            each = self._threads.map(lambda i: self._put(i, have, records), range(len(self.native.layers)))
+            deque(each, maxlen=0)
+        except MemoryError:
+            msg = f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index b1)"
+            raise HostMemoryError(msg) from None
+        self.native.cover(have, records)
+        self.n_fitted = self.n_fitted if have else n
+
+    def _put(self, layer: int, first: int, records: list[Record]) -> None:
+        if first == 0:
+            form, of = self.form, self.native.layers[layer]
+            mean, cov = moments(of, self._ledger.chunk, records, cov=form.n_comp > 0)
+            if cov is not None:
+                self.native.fit(layer, mean, *principal(cov, form.n_comp, form.n_bit))
+            else:
+                self.native.fit(layer, mean, *self._rotated(of.n_head_kv, of.n_embd_head_k))
+        self.native.put(layer, first, records)
+
+    @staticmethod
+    def _rotated(n_head: int, d: int) -> tuple[Floats, None]:
+        return np.broadcast_to(rotation(d), (n_head, d, d)), None
+
+    def resize(self, n: int) -> None:
+        """Have n blocks of guests. As many must be free."""
+        self._ledger.n_guests = n
+        self.native.resize(n)
+
+    def give_up(self, n: int) -> None:
+        """Give up n blocks of guests."""
+        self.resize(self._ledger.n_guests - n)
+
+    def reconcile(self) -> None:
+        """After a step was cut off, have the ledger count what there is."""
+        self._ledger.n_guests = self.native.info().n_block
+
+    def clear(self) -> None:
+        """Forget everything, after the context was cleared."""
+        self._ledger.n_guests = self.n_fitted = 0
