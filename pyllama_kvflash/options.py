@@ -8,7 +8,7 @@ from typing import Self
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
-from pyllama_kvflash.policy.fresh import EXCHANGE, IndexForm
+from pyllama_kvflash.policy.fresh import BITS, EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import policy_names
 
@@ -119,7 +119,9 @@ class Options:
     qk_rerank: int = 8  # chunks that are scored key by key there; 0: none
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
-    index: str | None = None  # the keys' index of "fresh": b1, b2, b4, p32b4 ...; None: by the size of a head (policy.fresh)
+    index: int = (
+        0  # bits of each value of a key in the index of "fresh": 1, 2 or 4; 0: by the size of a head (policy.fresh)
+    )
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -208,7 +210,7 @@ class Options:
         check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
         self._check_summary()
-        self._check_index()
+        check_choice(self.index, (0, *BITS), "index (--kvflash-index)")
         check_choice(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         try:
             n_queries(self.qk_query)
@@ -217,18 +219,6 @@ class Options:
             raise UsageError(msg) from None
         check_range(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2,048 is usual")
-
-    def _check_index(self) -> None:
-        if self.index is None:
-            return
-        if self.policy != "fresh":
-            msg = f"index (--kvflash-index) is {self.index!r}, which policy {self.policy!r} does not use: give policy (--kvflash-policy) fresh"
-            raise UsageError(msg)
-        try:
-            IndexForm.parse(self.index)
-        except UsageError as err:
-            msg = f"index (--kvflash-index): {err}"
-            raise UsageError(msg) from None
 
     def _check_summary(self) -> None:
         if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):

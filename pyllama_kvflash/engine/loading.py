@@ -85,7 +85,7 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    head: int = 0  # values of a key
+    head: int = 0  # values of a key, in the layer that has the fewest
 
 
 def load(
@@ -224,18 +224,14 @@ def tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
 
 
 def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int, head: int) -> PoolParams:
-    """Return what makes a context a pool of n_pool cells. head: values of a key. Raises UsageError."""
+    """Return what makes a context a pool of n_pool cells. head: values of a key."""
     mark = fingerprint(model.path)
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
     if options.policy != "fresh":
         return pool
-    form = IndexForm.parse(options.index) if options.index else IndexForm.usual(head)
-    if not form.fits(head):
-        msg = f"index (--kvflash-index) is {form.name!r}, and this model's keys have {head} values: give p{head}b{form.n_bit} or less"
-        raise UsageError(msg)
-    return replace(
-        pool, index_bit=form.n_bit, index_comp=form.n_comp, index_steps=form.n_comp > 0, n_exchange=options.n_swaps
-    )
+    form = IndexForm.of(head, options.index)
+    parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
+    return replace(pool, **parts, n_exchange=options.n_swaps)
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:
@@ -308,7 +304,7 @@ def probe(model: Model, options: Options) -> Probe:
         refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
-    head = max((layer.n_embd_head_k for layer in layers), default=0)
+    head = min((layer.n_embd_head_k for layer in layers), default=0)
     return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, head)
 
 

@@ -12,9 +12,8 @@ class PoolParams:
     q_tap: how many last tokens of a ubatch keep their queries for queries(); 0: none.
     fingerprint: of the model, written to every record.
     q_every: queries are kept in every q_every-th layer.
-    index_bit: bits of a component in the index by which each layer chooses its guests: 1, 2 or 4; 0: there are no guests.
-    index_comp: components of a key.
-    index_steps: whether components have steps (PCA), not positions scales.
+    index_four, index_two, index_one: components of a key that have 4, 2 and 1 bits in the index by which each layer chooses
+        its guests; 0: there are no guests.
     n_exchange: guests of a layer that a ubatch exchanges at most.
     """
 
@@ -23,9 +22,9 @@ class PoolParams:
     q_tap: int = 0
     fingerprint: int = 0
     q_every: int = 1
-    index_bit: int = 0
-    index_comp: int = 0
-    index_steps: bool = False
+    index_four: int = 0
+    index_two: int = 0
+    index_one: int = 0
     n_exchange: int = 0
 
 

@@ -34,18 +34,18 @@ class IndexInfo:
     n_fetched: int
 
 
-def moments(layer: Layer, n_chunk: int, records: Sequence[Record], *, cov: bool) -> tuple[Floats, Floats | None]:
+def moments(layer: Layer, n_chunk: int, records: Sequence[Record]) -> tuple[Floats, Floats]:
     """Return the mean of a layer's keys, (n_head_kv, n_embd_head_k), and their covariance, (n_head_kv, n_embd_head_k,
-    n_embd_head_k), or None unless it is wanted.
+    n_embd_head_k).
 
     records: of chunks of n_chunk positions. At most 8,192 keys count, evenly spread. For any thread.
     """
     shape = layer.n_head_kv, layer.n_embd_head_k
-    mean, spread = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32) if cov else None
+    mean, cov = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
     like = ffi.new("struct kvf_layer *", {name: getattr(layer, name) for name in Layer.__dataclass_fields__})
-    out = ffi.NULL if spread is None else ffi.from_buffer("float[]", spread)
-    check(lib.kvf_index_moments(like, n_chunk, _addresses(records), len(records), ffi.from_buffer("float[]", mean), out))
-    return mean, spread
+    to = ffi.from_buffer("float[]", mean), ffi.from_buffer("float[]", cov)
+    compute(lib.kvf_index_moments, like, n_chunk, _addresses(records), len(records), *to)
+    return mean, cov
 
 
 def _addresses(records: Sequence[Record]) -> list[object]:
@@ -70,11 +70,11 @@ class Guests:
         check(lib.kvf_index_info(self._ctx.handle, self._ctx.seq, out))
         return IndexInfo(**{name: getattr(out, name) for name in IndexInfo.__dataclass_fields__})
 
-    def fit(self, layer: int, mean: Floats, basis: Floats, step: Floats | None) -> None:
+    def fit(self, layer: int, mean: Floats, basis: Floats, step: Floats) -> None:
         """Begin the index of a layer: keys are taken about a mean (n_head_kv, d), in a basis (n_head_kv, d, n_comp), whose
-        components have steps (n_head_kv, n_comp). None: positions have scales.
+        components, those of the most bits first, have steps (n_head_kv, n_comp).
         """
-        parts = [ffi.NULL if x is None else ffi.from_buffer("float[]", _floats(x)) for x in (mean, basis, step)]
+        parts = [ffi.from_buffer("float[]", np.ascontiguousarray(x, np.float32)) for x in (mean, basis, step)]
         check(lib.kvf_index_fit(self._ctx.handle, self._ctx.seq, layer, *parts))
 
     def put(self, layer: int, first: int, records: Sequence[Record]) -> None:
@@ -138,7 +138,3 @@ class Guests:
         """Put units (n_layer, n_slot) into the slots, from their records; -1: none."""
         flat = np.ascontiguousarray(units, np.int32)
         check(lib.kvf_place_guests(self._ctx.handle, self._ctx.seq, ffi.from_buffer("int32_t[]", flat), flat.size))
-
-
-def _floats(x: Floats) -> Floats:
-    return np.ascontiguousarray(x, np.float32)

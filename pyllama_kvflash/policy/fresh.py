@@ -1,84 +1,60 @@
 """The index by which each layer chooses its guests, under policy "fresh": how a key becomes a few bits."""
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.errors import UsageError
-
 Floats = npt.NDArray[np.float32]
 
 EXCHANGE = 8
 """Guests of a layer that a batch exchanges at most."""
+BITS = (1, 2, 4)
+"""Bits that an index may have for each value of a key."""
 SMALL_HEAD = 96
-"""Heads of up to so many values have principal components as their index; larger ones a bit a value."""
-REACH = 3.0
-"""Standard deviations of a component that its codes reach."""
-_FORM = re.compile(r"(?:p([1-9]\d{0,2}))?b([124])")
-_SEED = 7
+"""Heads of up to so many values have 2 bits a value in their index; larger ones, whose values say less each, have 1."""
+REACH = {4: 2.7, 2: 1.6, 1: 0.8}
+"""Standard deviations of a component that its codes reach, by its bits: near Max (1960)'s best for normal values."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexForm:
-    """How an index keeps keys: about the mean of their head, in components of n_bit bits (1, 2 or 4).
+    """How an index keeps keys: how many of their principal components, those that differ most first, have 4, 2 and 1 bits."""
 
-    n_comp: so many principal components of the keys; 0: all values, after a rotation that spreads them evenly.
-    """
+    n_four: int
+    n_two: int
+    n_one: int
 
-    n_bit: int
-    n_comp: int = 0
+    @classmethod
+    def of(cls, n_embd_head: int, bits: int = 0) -> "IndexForm":
+        """Return the form for keys of n_embd_head values, with so many bits a value in all; 0: what their size asks for.
+
+        Of the bits a quarter are in components of 4 bits each, and an eighth in components of 1; with 4 bits a value all
+        components have 4. docs/RESULTS.md has what was measured.
+        """
+        n = n_embd_head * (bits or (2 if n_embd_head <= SMALL_HEAD else 1))
+        if n >= 4 * n_embd_head:
+            return cls(n_embd_head, 0, 0)
+        n_four, n_one = max(1, n // 16), n // 32 * 4
+        return cls(n_four, (n - 4 * n_four - n_one) // 4 * 2, n_one)
 
     @property
-    def name(self) -> str:
-        """The name that parse() takes, such as "p32b4" or "b1"."""
-        return f"p{self.n_comp}b{self.n_bit}" if self.n_comp else f"b{self.n_bit}"
+    def n_comp(self) -> int:
+        """Components that are kept."""
+        return self.n_four + self.n_two + self.n_one
 
-    @classmethod
-    def parse(cls, name: str) -> "IndexForm":
-        """Return the form of a name: "pN" for N principal components, "bB" for B bits. Raises UsageError."""
-        found = _FORM.fullmatch(name)
-        if found is None:
-            msg = f"{name!r} is not an index of keys: give b1, b2 or b4 (bits of a value), or p32b4 (bits of 32 components)"
-            raise UsageError(msg)
-        return cls(int(found[2]), int(found[1] or 0))
+    @property
+    def n_bits(self) -> int:
+        """Bits of a key."""
+        return 4 * self.n_four + 2 * self.n_two + self.n_one
 
-    @classmethod
-    def usual(cls, n_embd_head: int) -> "IndexForm":
-        """Return the form for heads of so many values: docs/RESULTS.md has what each costs and gives."""
-        return cls(4, min(32, n_embd_head)) if n_embd_head <= SMALL_HEAD else cls(1)
+    def basis(self, cov: Floats) -> tuple[Floats, Floats]:
+        """Return the components as a basis (n_head, d, n_comp), and the steps of their codes (n_head, n_comp).
 
-    def fits(self, n_embd_head: int) -> bool:
-        """Return whether keys of so many values have as many components."""
-        return self.n_comp <= n_embd_head
-
-
-def principal(cov: Floats, n_comp: int, n_bit: int) -> tuple[Floats, Floats]:
-    """Return the n_comp directions in which keys differ most, as a basis (n_head, d, n_comp), and the steps of their codes
-    (n_head, n_comp).
-
-    cov: the covariance of the keys of each head, (n_head, d, d).
-    """
-    values, vectors = np.linalg.eigh(cov.astype(np.float64))
-    spread = np.sqrt(np.maximum(values[:, -n_comp:], 0))
-    step = REACH * spread / ((2**n_bit - 1) / 2)
-    return vectors[:, :, -n_comp:].astype(np.float32), step.astype(np.float32)
-
-
-def rotation(d: int) -> Floats:
-    """Return an orthogonal basis (d, d) in which the values of any key are of like size: signs, then Hadamard matrices.
-
-    A d that is not a power of 2 has blocks of powers of 2.
-    """
-    res = np.zeros((d, d), np.float32)
-    at = 0
-    while at < d:
-        n = 1 << ((d - at).bit_length() - 1)
-        block = np.ones((1, 1), np.float32)
-        while len(block) < n:
-            block = np.block([[block, block], [block, -block]])
-        res[at : at + n, at : at + n] = block / np.sqrt(np.float32(n))
-        at += n
-    signs = np.random.default_rng(_SEED).choice(np.array([-1, 1], np.float32), d)
-    return signs[:, None] * res
+        cov: the covariance of the keys of each head, (n_head, d, d).
+        """
+        values, vectors = np.linalg.eigh(cov.astype(np.float64))
+        bits = np.repeat([4, 2, 1], [self.n_four, self.n_two, self.n_one])
+        reach = np.array([REACH[int(b)] / ((2.0**b - 1) / 2) for b in bits])
+        spread = np.sqrt(np.maximum(values[:, ::-1][:, : self.n_comp], 0))
+        return vectors[:, :, ::-1][:, :, : self.n_comp].astype(np.float32), (spread * reach).astype(np.float32)

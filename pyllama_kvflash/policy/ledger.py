@@ -341,8 +341,10 @@ class Ledger:
         if n != -(-self.n_tokens // self.chunk):
             raise LedgerError(f"{n} chunks for {self.n_tokens} positions")
         if self.n_free < 0:
-            raise LedgerError(f"{self.n_resident} resident and {self.n_in_flight} in flight: more than the pool")
-        if self.n_in_flight + self.n_resident != self.n_held:
+            raise LedgerError(
+                f"{self.n_resident} resident, {self.n_in_flight} in flight, {self.n_guests} guests: more than the pool"
+            )
+        if self.n_in_flight + self.n_resident + self.n_guests != self.n_held:
             raise LedgerError("in flight + resident != held")
         if not np.all(self._stored[self._state != State.RESIDENT]):
             raise LedgerError("a chunk is neither resident nor stored")

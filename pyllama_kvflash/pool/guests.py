@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.guests import Guests, moments
 from pyllama_kvflash.policy import Ledger
-from pyllama_kvflash.policy.fresh import Floats, IndexForm, principal, rotation
+from pyllama_kvflash.policy.fresh import IndexForm
 
 GROWN = 2
 """The index is made anew once the sequence is so many times as long as when its basis was found."""
@@ -55,24 +53,18 @@ class GuestRoom:
             each = self._threads.map(lambda i: self._put(i, have, records), range(len(self.native.layers)))
             deque(each, maxlen=0)
         except MemoryError:
-            msg = f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index b1)"
+            msg = (
+                f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index 1)"
+            )
             raise HostMemoryError(msg) from None
         self.native.cover(have, records)
         self.n_fitted = self.n_fitted if have else n
 
     def _put(self, layer: int, first: int, records: list[Record]) -> None:
         if first == 0:
-            form, of = self.form, self.native.layers[layer]
-            mean, cov = moments(of, self._ledger.chunk, records, cov=form.n_comp > 0)
-            if cov is not None:
-                self.native.fit(layer, mean, *principal(cov, form.n_comp, form.n_bit))
-            else:
-                self.native.fit(layer, mean, *self._rotated(of.n_head_kv, of.n_embd_head_k))
+            mean, cov = moments(self.native.layers[layer], self._ledger.chunk, records)
+            self.native.fit(layer, mean, *self.form.basis(cov))
         self.native.put(layer, first, records)
-
-    @staticmethod
-    def _rotated(n_head: int, d: int) -> tuple[Floats, None]:
-        return np.broadcast_to(rotation(d), (n_head, d, d)), None
 
     def resize(self, n: int) -> None:
         """Have n blocks of guests. As many must be free."""

@@ -127,13 +127,10 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         if (s.tokens.empty()) { continue; }
 
         s.common.assign(s.n_unit(), 0);
-        s.open.clear();
+        s.cells.clear();
         llama_kvflash::each_cell(kv, seq, [&](llama_pos pos, int32_t cell) {
-            if (pos >= (llama_pos) s.n) {
-                s.open.emplace_back(pos, cell);
-            } else {
-                s.common[pos / UNIT] = 1;
-            }
+            s.cells.emplace_back(pos, cell);
+            if (pos < (llama_pos) s.n) { s.common[pos / UNIT] = 1; }
         });
         const uint32_t n_out = std::count(s.common.begin(), s.common.end(), 0);
         s.n_visible          = std::min(n_out, n_slot(s));
@@ -221,31 +218,33 @@ void kvf_fresh::score(const layer & l, const ggml_tensor * q, int ith, int nth) 
     }
 }
 
-// sums of exp(x - top) of each unit
+// sums of exp(x - top) of each unit that is not common
 KVF_CLONES
-static float sum_units(const float * x, uint32_t n, float top, float * sums) {
+static float sum_units(const float * x, const uint8_t * common, uint32_t n, float top, float * sums) {
     float all = 0;
     for (uint32_t u = 0; u < n; ++u) {
+        sums[u] = 0;
+        if (common[u]) { continue; }
+
         lanes_f a;
         memcpy(&a, x + (size_t) u * LANES, sizeof(a));
         a = exponential(a - top);
-
-        float sum = 0;
         for (uint32_t i = 0; i < LANES; ++i) {
-            sum += a[i];
+            sums[u] += a[i];
         }
-        sums[u] = sum;
-        all += sum;
+        all += sums[u];
     }
     return all;
 }
 
 KVF_CLONES
-static float most_of(const float * x, uint32_t n) {
+static float most_of(const float * x, const uint8_t * common, uint32_t n) {
     lanes_f most = lanes_f{} - std::numeric_limits<float>::infinity();
-    for (uint32_t i = 0; i < n; i += LANES) {
+    for (uint32_t u = 0; u < n; ++u) {
+        if (common[u]) { continue; }
+
         lanes_f a;
-        memcpy(&a, x + i, sizeof(a));
+        memcpy(&a, x + (size_t) u * LANES, sizeof(a));
         most = a > most ? a : most;
     }
     float res = most[0];
@@ -262,22 +261,44 @@ static void add_scaled(const float * x, uint32_t n, float factor, float * sums) 
     }
 }
 
-// shares of all units for n_q (1 or 2) query heads from `first` on, which have one head of keys: of the attention to what is
-// in the index and what is not yet, by the tokens that ask
+// products of n keys [n][d] with a query
+KVF_CLONES
+static void dots(const float * keys, uint32_t n, uint32_t d, const float * q, float * res) {
+    for (uint32_t i = 0; i < n; ++i, keys += d) {
+        lanes_f  sum = {};
+        uint32_t j   = 0;
+        for (; j + LANES <= d; j += LANES) {
+            lanes_f a, b;
+            memcpy(&a, keys + j, sizeof(a));
+            memcpy(&b, q + j, sizeof(b));
+            sum += a * b;
+        }
+        float all = 0;
+        for (uint32_t l = 0; l < LANES; ++l) {
+            all += sum[l];
+        }
+        for (; j < d; ++j) {
+            all += keys[j] * q[j];
+        }
+        res[i] = all;
+    }
+}
+
+// shares of all units for n_q (1 or 2) query heads from `first` on, which have one head of keys, by the tokens that ask
 void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint32_t first, uint32_t n_q) {
     static thread_local std::vector<float> logits[2], sums, keys, near;
 
-    const uint32_t d = l.info.n_embd_head_k, n_unit = s.n_unit();
+    const uint32_t d = l.info.n_embd_head_k, n_unit = s.n_unit(), n_cell = s.cells.size();
     const uint32_t head = first / (l.info.n_head / l.info.n_head_kv);
     for (uint32_t i = 0; i < n_q; ++i) {
         logits[i].resize(GGML_PAD(s.n, kvf_index::GROUP));
         std::fill_n(s.shares.data() + (size_t) (first + i) * n_unit, n_unit, 0.0f);
     }
     sums.resize(n_unit);
-
-    keys.resize(s.open.size() * l.info.n_embd_k);
-    for (size_t i = 0; i < s.open.size(); ++i) {
-        kvf_to_float(l.info, 1, (const char *) l.k->data + s.open[i].second * l.k->nb[1], keys.data() + i * l.info.n_embd_k);
+    near.resize(n_cell);
+    keys.resize((size_t) n_cell * d);
+    for (uint32_t i = 0; i < n_cell; ++i) {
+        kvf_to_float(l.info, head, (const char *) l.k->data + s.cells[i].second * l.k->nb[1], keys.data() + (size_t) i * d);
     }
 
     for (const auto & [row, pos] : s.asking) {
@@ -289,20 +310,18 @@ void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint
         }
         s.index[l.i].products(head, its, n_q, s.n, l.scale, l.cap, res);
 
+        const uint32_t n_near = std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();
         for (uint32_t i = 0; i < n_q; ++i) {
-            float top = most_of(res[i], s.n);
-            near.clear();
-            for (size_t j = 0; j < s.open.size(); ++j) {
-                if (s.open[j].first > pos) { continue; }
-                const float * k = keys.data() + j * l.info.n_embd_k + (size_t) head * d;
-                float         x = l.scale * std::inner_product(k, k + d, its[i], 0.0f);
-                if (l.cap > 0) { x = l.cap * tanhf(x / l.cap); }
-                near.push_back(x);
-                top = std::max(top, x);
+            float top = most_of(res[i], s.common.data(), n_unit);
+            dots(keys.data(), n_near, d, its[i], near.data());
+            for (uint32_t j = 0; j < n_near; ++j) {
+                near[j] *= l.scale;
+                if (l.cap > 0) { near[j] = l.cap * tanhf(near[j] / l.cap); }
+                top = std::max(top, near[j]);
             }
-            float all = sum_units(res[i], n_unit, top, sums.data());
-            for (const float x : near) {
-                all += expf(x - top);
+            float all = sum_units(res[i], s.common.data(), n_unit, top, sums.data());
+            for (uint32_t j = 0; j < n_near; ++j) {
+                all += expf(near[j] - top);
             }
             add_scaled(sums.data(), n_unit, 1 / all, s.shares.data() + (size_t) (first + i) * n_unit);
         }
@@ -399,7 +418,7 @@ int kvf_index_fit(llama_context * ctx, llama_seq_id seq, uint32_t layer, const f
         const float * step) {
     return kvf_guard([&] {
         auto & index = index_of(ctx, seq, layer);
-        kvf_check(mean && basis && (step || !index.its.stepped), "a mean, a basis and steps are needed");
+        kvf_check(mean && basis && step, "a mean, a basis and steps are needed");
         index.fit(mean, basis, step);
     });
 }
@@ -414,7 +433,7 @@ int kvf_index_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         const uint32_t     n_chunk = llama_kvflash::n_chunk(kv);
         std::vector<float> keys((size_t) n_chunk * info.n_embd_k);
         for (uint32_t i = 0; i < n; ++i) {
-            kvf_to_float(info, n_chunk, (const char *) records[i] + info.offs_k, keys.data());
+            kvf_rows_to_float(info, n_chunk, (const char *) records[i] + info.offs_k, keys.data());
             index.put((first + i) * n_chunk, keys.data(), n_chunk);
         }
     });

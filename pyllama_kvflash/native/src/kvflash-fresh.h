@@ -7,9 +7,9 @@
 
 struct ggml_tensor;
 
-// The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean,
-// and in a basis, n_comp components of n_bit bits each. A component's value is (code - (2^n_bit - 1)/2)*step, times the scale
-// of the position unless all steps are given.
+// The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean, and
+// in a basis of their principal components. The first n_four of these have 4 bits each, then n_two 2 bits, n_one 1 bit: the more
+// they differ, the more bits, as in any transform coding. A component's value is (code - (2^bits - 1)/2) times its step.
 //
 // Products need no unpacking: the 16 values of 4 bits are a table for each query, whose entries are bytes that a shuffle
 // instruction looks up ("fast scan": Andre, Kermarrec and Le Scouarnec 2015).
@@ -17,14 +17,15 @@ struct kvf_index {
     static constexpr uint32_t GROUP = 64; // positions whose codes lie together: [n_nibble][32], a byte has i and i + 32
 
     struct form {
-        uint32_t n_comp; // 0: as many as a key has values
-        uint32_t n_bit;
-        bool     stepped; // the basis comes with steps, and positions have no scales
+        uint32_t n_four, n_two, n_one;
+
+        uint32_t n_comp() const { return n_four + n_two + n_one; }
+        uint32_t n_nibble() const { return n_four + n_two / 2 + n_one / 4; }
     };
 
     kvf_index(const kvf_layer & layer, const form & f);
 
-    // mean: [n_head_kv][d]. basis: [n_head_kv][d][n_comp]. step: [n_head_kv][n_comp], if the form is stepped. forgets all codes
+    // mean: [n_head_kv][d]. basis: [n_head_kv][d][n_comp]. step: [n_head_kv][n_comp]. forgets all codes
     void fit(const float * mean, const float * basis, const float * step);
     // n positions from pos on. keys: [n][n_embd_k]
     void put(uint32_t pos, const float * keys, uint32_t n);
@@ -35,24 +36,18 @@ struct kvf_index {
     void   set(uint32_t n, const char * src);
 
     // logits (times scale, capped if cap > 0) of the first n positions for n_q (1 or 2) queries of one head of keys. res: of each,
-    // with room for whole groups. offset: what products with a key itself have that these have, too: 0
+    // with room for whole groups
     void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap, float * const * res)
             const;
 
     const uint32_t n_head_kv, d;
     const form     its;
-    const uint32_t n_nibble;
 
 private:
-    uint32_t n_group(uint32_t n) const { return (n + GROUP - 1) / GROUP; }
+    static uint32_t n_group(uint32_t n) { return (n + GROUP - 1) / GROUP; }
 
-    const uint8_t * codes_of(uint32_t group, uint32_t head) const {
-        return codes.data() + ((size_t) group * n_head_kv + head) * n_nibble * 32;
-    }
-
-    std::vector<float>       mean, basis, step;
-    std::vector<uint8_t>     codes;  // [group][head][nibble][32]
-    std::vector<ggml_fp16_t> scales; // [group][head][GROUP]
+    std::vector<float>   mean, basis, step;
+    std::vector<uint8_t> codes; // [group][head][nibble][32]
 };
 
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
@@ -60,8 +55,9 @@ private:
 // them all the same (show_guests), whatever the positions are that lie in them: RoPE is baked into K.
 //
 // Before a layer's attention, two nodes of the graph score all units of 16 positions that are in the index, by the share of the
-// attention that the index says they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows are
-// fetched from their records. Common chunks are never guests.
+// attention that they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows are
+// fetched from their records. Shares are of what the index says, and of the keys themselves where these are common: an
+// attention sink is like no other key, and few bits do not say how much it takes. Common chunks are never guests.
 struct kvf_fresh {
     static constexpr uint32_t UNIT = 16; // positions of a guest
 
@@ -92,8 +88,8 @@ struct kvf_fresh {
         // of the ubatch
         std::vector<uint32_t>                      tokens; // its rows
         std::vector<std::pair<uint32_t, llama_pos>> asking; // those whose queries choose, and their positions
-        std::vector<std::pair<llama_pos, int32_t>> open;   // positions that are not in the index, and their cells
-        std::vector<uint8_t>                       common; // of each unit
+        std::vector<std::pair<llama_pos, int32_t>> cells;  // positions that all layers hold, and where
+        std::vector<uint8_t>                       common; // of each unit: whether they are among these
         uint32_t                                   n_visible = 0; // slots
         std::vector<float>                         shares;        // [n_head][n_unit]
 

@@ -398,7 +398,9 @@ void kvf_compute(llama_context * ctx, llama_seq_id seq, llama_pos pos, const lla
 bool kvf_stopped();
 
 // n rows of a layer's keys, as they lie in a record, as floats [n][n_embd_k]
-void kvf_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
+void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
+// and one head of one row [n_embd_head_k]
+void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst);
 
 // summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
 // and the logarithms of how many keys each stands for

@@ -17,17 +17,28 @@ static constexpr uint32_t HALF     = kvf_index::GROUP / 2;
 static constexpr uint32_t MOST_SUM = 65535; // sums of table entries are 16 bits wide
 
 kvf_index::kvf_index(const kvf_layer & layer, const form & f)
-    : n_head_kv(layer.n_head_kv), d(layer.n_embd_head_k), its({f.n_comp ? f.n_comp : d, f.n_bit, f.stepped}),
-      n_nibble((its.n_comp * its.n_bit + 3) / 4), mean((size_t) n_head_kv * d), basis((size_t) n_head_kv * d * its.n_comp),
-      step((size_t) n_head_kv * its.n_comp, 1.0f) {}
+    : n_head_kv(layer.n_head_kv), d(layer.n_embd_head_k), its(f), mean((size_t) n_head_kv * d),
+      basis((size_t) n_head_kv * d * f.n_comp()), step((size_t) n_head_kv * f.n_comp(), 1.0f) {}
 
 void kvf_index::fit(const float * mean, const float * basis, const float * step) {
     std::copy_n(mean, this->mean.size(), this->mean.begin());
     std::copy_n(basis, this->basis.size(), this->basis.begin());
-    if (its.stepped) { std::copy_n(step, this->step.size(), this->step.begin()); }
+    std::copy_n(step, this->step.size(), this->step.begin());
     codes.clear();
-    scales.clear();
 }
+
+// for each nibble: its first component, and the bits of each
+template <typename F> static void each_nibble(const kvf_index::form & f, const F & go) {
+    uint32_t comp = 0, nibble = 0;
+    for (const auto & [n, n_bit] : {std::make_pair(f.n_four, 4u), {f.n_two, 2u}, {f.n_one, 1u}}) {
+        for (const uint32_t end = comp + n; comp < end; comp += 4 / n_bit) {
+            go(nibble++, comp, n_bit);
+        }
+    }
+}
+
+// the middle of the codes of a component, which stands for 0
+static float middle(uint32_t n_bit) { return 0.5f * ((1 << n_bit) - 1); }
 
 //
 // codes
@@ -46,51 +57,29 @@ static void project(const float * x, const float * mean, const float * basis, ui
     }
 }
 
-// what makes the components of a position as large as its codes can say. one bit: the best for their signs; more: all are
-// within reach
-static float scale_of(const float * x, uint32_t n, uint32_t n_bit) {
-    float sum = 0, most = 0;
-    for (uint32_t j = 0; j < n; ++j) {
-        sum += fabsf(x[j]);
-        most = std::max(most, fabsf(x[j]));
-    }
-    return n_bit == 1 ? 2 * sum / n : most / (0.5f * ((1 << n_bit) - 1));
-}
-
 void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
-    const size_t n_all = (size_t) n_group(pos + n) * n_head_kv;
-    codes.resize(n_all * n_nibble * 32);
-    if (!its.stepped) { scales.resize(n_all * GROUP); }
+    codes.resize((size_t) n_group(pos + n) * n_head_kv * its.n_nibble() * 32);
 
-    const float    half = 0.5f * ((1 << its.n_bit) - 1);
-    const uint32_t each = 4 / its.n_bit; // components of a nibble
-
-    std::vector<float> x(its.n_comp);
+    const uint32_t     n_comp = its.n_comp();
+    std::vector<float> x(n_comp);
     for (uint32_t t = 0; t < n; ++t, ++pos) {
+        const uint32_t shift = pos % GROUP < HALF ? 0 : 4;
         for (uint32_t h = 0; h < n_head_kv; ++h) {
-            const size_t at = (size_t) (pos / GROUP) * n_head_kv + h;
             project(keys + ((size_t) t * n_head_kv + h) * d, mean.data() + (size_t) h * d,
-                    basis.data() + (size_t) h * d * its.n_comp, d, its.n_comp, x.data());
+                    basis.data() + (size_t) h * d * n_comp, d, n_comp, x.data());
 
-            float scale = 1;
-            if (!its.stepped) {
-                const auto stored                 = ggml_fp32_to_fp16(scale_of(x.data(), its.n_comp, its.n_bit));
-                scales[at * GROUP + pos % GROUP] = stored;
-                scale                             = ggml_fp16_to_fp32(stored);
-            }
-
-            const uint32_t shift = pos % GROUP < HALF ? 0 : 4;
-            uint8_t *      dst   = codes.data() + at * n_nibble * 32 + pos % HALF;
-            for (uint32_t i = 0; i < n_nibble; ++i) {
+            const float * steps = step.data() + (size_t) h * n_comp;
+            uint8_t *     dst =
+                    codes.data() + ((size_t) (pos / GROUP) * n_head_kv + h) * its.n_nibble() * 32 + pos % HALF;
+            each_nibble(its, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
                 uint32_t code = 0;
-                for (uint32_t j = 0; j < each && i * each + j < its.n_comp; ++j) {
-                    const uint32_t c    = i * each + j;
-                    const float    unit = step[(size_t) h * its.n_comp + c] * scale;
-                    const float    v    = unit > 0 ? roundf(x[c] / unit + half) : half;
-                    code |= (uint32_t) std::clamp(v, 0.0f, 2 * half) << (j * its.n_bit);
+                for (uint32_t j = 0; j < 4 / n_bit; ++j) {
+                    const float unit = steps[comp + j];
+                    const float v    = unit > 0 ? roundf(x[comp + j] / unit + middle(n_bit)) : middle(n_bit);
+                    code |= (uint32_t) std::clamp(v, 0.0f, 2 * middle(n_bit)) << (j * n_bit);
                 }
                 dst[i * 32] = (dst[i * 32] & ~(15 << shift)) | code << shift;
-            }
+            });
         }
     }
 }
@@ -100,37 +89,24 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
 //
 
 size_t kvf_index::size(uint32_t n) const {
-    const size_t n_all = (size_t) n_group(n) * n_head_kv;
-    return (mean.size() + basis.size() + step.size()) * sizeof(float) + n_all * n_nibble * 32 +
-           (its.stepped ? 0 : n_all * GROUP * sizeof(ggml_fp16_t));
+    return (mean.size() + basis.size() + step.size()) * sizeof(float) + (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32;
 }
 
 void kvf_index::get(uint32_t n, char * dst) const {
-    const size_t n_all = (size_t) n_group(n) * n_head_kv;
-    const auto   out   = [&](const void * src, size_t size) {
-        memcpy(dst, src, size);
-        dst += size;
-    };
-    out(mean.data(), mean.size() * sizeof(float));
-    out(basis.data(), basis.size() * sizeof(float));
-    out(step.data(), step.size() * sizeof(float));
-    out(codes.data(), n_all * n_nibble * 32);
-    if (!its.stepped) { out(scales.data(), n_all * GROUP * sizeof(ggml_fp16_t)); }
+    for (const auto * part : {&mean, &basis, &step}) {
+        memcpy(dst, part->data(), part->size() * sizeof(float));
+        dst += part->size() * sizeof(float);
+    }
+    memcpy(dst, codes.data(), (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32);
 }
 
 void kvf_index::set(uint32_t n, const char * src) {
-    const size_t n_all = (size_t) n_group(n) * n_head_kv;
-    const auto   in    = [&](void * dst, size_t size) {
-        memcpy(dst, src, size);
-        src += size;
-    };
-    codes.resize(n_all * n_nibble * 32);
-    if (!its.stepped) { scales.resize(n_all * GROUP); }
-    in(mean.data(), mean.size() * sizeof(float));
-    in(basis.data(), basis.size() * sizeof(float));
-    in(step.data(), step.size() * sizeof(float));
-    in(codes.data(), codes.size());
-    in(scales.data(), scales.size() * sizeof(ggml_fp16_t));
+    for (auto * part : {&mean, &basis, &step}) {
+        memcpy(part->data(), src, part->size() * sizeof(float));
+        src += part->size() * sizeof(float);
+    }
+    codes.resize((size_t) n_group(n) * n_head_kv * its.n_nibble() * 32);
+    memcpy(codes.data(), src, codes.size());
 }
 
 //
@@ -148,36 +124,34 @@ struct tables {
 } // namespace
 
 // x: [n_comp], the query's components times the steps
-static void make_tables(const float * x, const kvf_index::form & f, uint32_t n_nibble, tables & res) {
-    const float    half = 0.5f * ((1 << f.n_bit) - 1);
-    const uint32_t each = 4 / f.n_bit, mask = (1 << f.n_bit) - 1;
-
+static void make_tables(const float * x, const kvf_index::form & f, tables & res) {
     // components add up, so the least and the most of a nibble are those of its components
     float base = 0, most = 0;
-    for (uint32_t i = 0; i < n_nibble; ++i) {
+    each_nibble(f, [&](uint32_t, uint32_t comp, uint32_t n_bit) {
         float reach = 0;
-        for (uint32_t j = i * each; j < std::min((i + 1) * each, f.n_comp); ++j) {
-            reach += half * fabsf(x[j]);
+        for (uint32_t j = 0; j < 4 / n_bit; ++j) {
+            reach += middle(n_bit) * fabsf(x[comp + j]);
         }
         base -= reach;
         most = std::max(most, 2 * reach);
-    }
-    const float levels = std::min<uint32_t>(255, MOST_SUM / n_nibble);
+    });
+    const float levels = std::min<uint32_t>(255, MOST_SUM / f.n_nibble());
     const float unit   = most > 0 ? most / levels : 1;
 
     res.base = base;
     res.unit = unit;
-    res.entries.resize((size_t) n_nibble * 16);
-    for (uint32_t i = 0; i < n_nibble; ++i) {
+    res.entries.resize((size_t) f.n_nibble() * 16);
+    each_nibble(f, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
         for (uint32_t code = 0; code < 16; ++code) {
             float sum = 0;
-            for (uint32_t j = 0; j < each && i * each + j < f.n_comp; ++j) {
-                const float a = x[i * each + j];
-                sum += a * ((code >> (j * f.n_bit) & mask) - half) + half * fabsf(a);
+            for (uint32_t j = 0; j < 4 / n_bit; ++j) {
+                const float    a = x[comp + j];
+                const uint32_t c = code >> (j * n_bit) & ((1 << n_bit) - 1);
+                sum += a * (c - middle(n_bit)) + middle(n_bit) * fabsf(a);
             }
             res.entries[(size_t) i * 16 + code] = (uint8_t) (sum / unit + 0.5f);
         }
-    }
+    });
 }
 
 // sums of the entries that a group's codes name, for N queries
@@ -244,11 +218,10 @@ template <uint32_t N> static adder best_adder() {
     return add_entries<N>;
 }
 
-// base + unit*sum, times the scales of the positions if they have any
 KVF_CLONES
-static void to_logits(const uint16_t * sums, const float * scales, float base, float unit, float offset, float scale, float * res) {
+static void to_logits(const uint16_t * sums, float base, float unit, float * res) {
     for (uint32_t i = 0; i < kvf_index::GROUP; ++i) {
-        res[i] = (offset + scales[i] * (base + unit * sums[i])) * scale;
+        res[i] = base + unit * sums[i];
     }
 }
 
@@ -259,37 +232,34 @@ void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, u
     static thread_local tables             made[2];
     static thread_local std::vector<float> x;
 
+    const uint32_t  n_comp = its.n_comp();
     const uint8_t * entries[2];
-    float           offset[2];
-    x.resize(its.n_comp);
+    float           base[2];
+    x.resize(n_comp);
     for (uint32_t i = 0; i < n_q; ++i) {
-        project(q[i], nullptr, basis.data() + (size_t) head * d * its.n_comp, d, its.n_comp, x.data());
-        for (uint32_t j = 0; j < its.n_comp; ++j) {
-            x[j] *= step[(size_t) head * its.n_comp + j];
+        project(q[i], nullptr, basis.data() + (size_t) head * d * n_comp, d, n_comp, x.data());
+        for (uint32_t j = 0; j < n_comp; ++j) {
+            x[j] *= step[(size_t) head * n_comp + j];
         }
-        make_tables(x.data(), its, n_nibble, made[i]);
+        make_tables(x.data(), its, made[i]);
         entries[i] = made[i].entries.data();
-        offset[i]  = 0;
+        base[i]    = made[i].base;
         for (uint32_t j = 0; j < d; ++j) {
-            offset[i] += q[i][j] * mean[(size_t) head * d + j];
+            base[i] += q[i][j] * mean[(size_t) head * d + j];
         }
     }
 
-    float of_group[GROUP];
-    std::fill_n(of_group, GROUP, 1.0f);
     uint16_t sums[2][GROUP];
     for (uint32_t g = 0; g < n_group(n); ++g) {
-        (n_q == 2 ? two : one)(codes_of(g, head), n_nibble, entries, sums);
-        if (!its.stepped) { ggml_fp16_to_fp32_row(scales.data() + ((size_t) g * n_head_kv + head) * GROUP, of_group, GROUP); }
+        const uint8_t * from = codes.data() + ((size_t) g * n_head_kv + head) * its.n_nibble() * 32;
+        (n_q == 2 ? two : one)(from, its.n_nibble(), entries, sums);
         for (uint32_t i = 0; i < n_q; ++i) {
-            to_logits(sums[i], of_group, made[i].base, made[i].unit, offset[i], scale, res[i] + (size_t) g * GROUP);
+            to_logits(sums[i], base[i] * scale, made[i].unit * scale, res[i] + (size_t) g * GROUP);
         }
     }
-    if (cap > 0) {
-        for (uint32_t i = 0; i < n_q; ++i) {
-            for (uint32_t j = 0; j < n; ++j) {
-                res[i][j] = cap * tanhf(res[i][j] / cap);
-            }
+    for (uint32_t i = 0; cap > 0 && i < n_q; ++i) {
+        for (uint32_t j = 0; j < n; ++j) {
+            res[i][j] = cap * tanhf(res[i][j] / cap);
         }
     }
 }
@@ -314,14 +284,14 @@ static void add_product(const float * x, uint32_t d, float * cov) {
 int kvf_index_moments(
         const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov) {
     return kvf_guard([&] {
-        kvf_check(layer && records && n > 0 && mean, "a layer, records and room for the result are needed");
+        kvf_check(layer && records && n > 0 && mean && cov, "a layer, records and room for the result are needed");
         const uint32_t d = layer->n_embd_head_k, n_head = layer->n_head_kv;
         const uint32_t every = (n * n_chunk + MOST_SAMPLES - 1) / MOST_SAMPLES, n_all = (n * n_chunk + every - 1) / every;
 
         std::vector<float> keys((size_t) n_chunk * layer->n_embd_k), samples;
         samples.reserve((size_t) n_all * layer->n_embd_k);
         for (uint32_t c = 0, at = 0; c < n; ++c) {
-            kvf_to_float(*layer, n_chunk, (const char *) records[c] + layer->offs_k, keys.data());
+            kvf_rows_to_float(*layer, n_chunk, (const char *) records[c] + layer->offs_k, keys.data());
             for (uint32_t t = 0; t < n_chunk; ++t, ++at) {
                 const float * row = keys.data() + (size_t) t * layer->n_embd_k;
                 if (at % every == 0) { samples.insert(samples.end(), row, row + layer->n_embd_k); }
@@ -335,7 +305,6 @@ int kvf_index_moments(
         for (uint32_t i = 0; i < layer->n_embd_k; ++i) {
             mean[i] = sum[i] / n_all;
         }
-        if (!cov) { return; }
 
         std::vector<float> x(d);
         std::fill_n(cov, (size_t) n_head * d * d, 0.0f);

@@ -220,7 +220,7 @@ static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
     }
 }
 
-void kvf_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst) {
+void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst) {
     const auto   type = (ggml_type) layer.type_k;
     const size_t size = ggml_row_size(type, layer.n_embd_k);
 
@@ -237,10 +237,26 @@ void kvf_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float 
     }
 }
 
+void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst) {
+    const auto     type = (ggml_type) layer.type_k;
+    const uint32_t d    = layer.n_embd_head_k;
+    if (type == GGML_TYPE_F16) {
+        from_half((const ggml_fp16_t *) row + (size_t) head * d, d, dst);
+    } else if (type == GGML_TYPE_F32) {
+        memcpy(dst, (const float *) row + (size_t) head * d, d * sizeof(float));
+    } else if (d % ggml_blck_size(type) == 0) {
+        ggml_get_type_traits(type)->to_float((const char *) row + ggml_row_size(type, (size_t) head * d), dst, d);
+    } else { // a head ends within a block
+        std::vector<float> all(layer.n_embd_k);
+        ggml_get_type_traits(type)->to_float(row, all.data(), layer.n_embd_k);
+        std::copy_n(all.data() + (size_t) head * d, d, dst);
+    }
+}
+
 // the n keys of a record in one layer, [n][n_embd_k]
 static std::vector<float> read_keys(const kvf_layer & layer, uint32_t n, const void * record) {
     std::vector<float> res((size_t) n * layer.n_embd_k);
-    kvf_to_float(layer, n, (const char *) record + layer.offs_k, res.data());
+    kvf_rows_to_float(layer, n, (const char *) record + layer.offs_k, res.data());
     return res;
 }
 

@@ -67,10 +67,10 @@ struct kvf_pool_params {
                           // sequences at least, 0: of none
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
-    uint32_t index_bit;   // bits of a component of a key in the index by which each layer chooses its guests: 1, 2 or 4; 0:
-                          // there are no guests
-    uint32_t index_comp;  // components of a key; 0: as many as it has values
-    bool     index_steps; // kvf_index_fit() gives the size of each component's steps; else each position has a scale
+    uint32_t index_four;  // components of a key that have 4 bits in the index by which each layer chooses its guests; 0: there
+                          // are no guests
+    uint32_t index_two;   // that have 2 bits, an even number
+    uint32_t index_one;   // that have 1 bit, a multiple of 4
     uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
 };
 
@@ -290,11 +290,11 @@ struct kvf_index_info {
 };
 
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
-// n_embd_head_k] (NULL: not wanted). of 8,192 keys at most, evenly spread. any thread
+// n_embd_head_k]. of 8,192 keys at most, evenly spread. any thread
 LLAMA_API int kvf_index_moments(
         const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov);
 // begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
-// index_comp], whose components have steps [n_head_kv, index_comp] (NULL: positions have scales)
+// n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
         const float * basis, const float * step);
 // put chunks first, first + 1, ... of a layer into it, from their records. layers may be done by different threads
