@@ -8,7 +8,6 @@ import numpy as np
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy.ledger import Ledger, State
 
-
 _GUESTS = -1  # stands for a block of guests among chunks
 
 
