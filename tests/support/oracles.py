@@ -8,7 +8,7 @@ import functools
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -68,9 +68,17 @@ class Run:
         q_tap: bool = False,
         fingerprint: int = FINGERPRINT,
         tokens: npt.NDArray[np.int32] = TOKENS,
+        index: tuple[int, int, int] | None = None,
+        n_exchange: int = 0,
     ) -> None:
-        """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256."""
+        """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256.
+
+        index: the parts of an index, for guests; n_exchange: of them.
+        """
         params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
+        if params and index:
+            names = dict(zip(("index_four", "index_two", "index_one"), index, strict=True))
+            params = replace(params, **names, n_exchange=n_exchange)
         self.ctx = Context(
             model,
             n_ctx=n_ctx,

@@ -193,7 +193,8 @@ void kvf_fresh::build(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, flo
     args[0]               = scored;
     ggml_tensor * chosen = ggml_custom_4d(
             ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 1,
-            [](ggml_tensor *, int, int, void * data) {
+            [](ggml_tensor *, int ith, int, void * data) {
+                if (ith > 0) { return; } // every thread comes here, whatever the number of tasks
                 const auto & l = *(const layer *) data;
                 for (auto & s : l.owner->sequences) {
                     if (s.n_visible) { l.owner->choose(l, s); }

@@ -85,7 +85,7 @@ void llama_kvflash::tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q
 
 void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
     const kvf_index::form form = {g_setup->index_four, g_setup->index_two, g_setup->index_one};
-    kvf_check(form.n_two % 2 == 0 && form.n_one % 4 == 0, "the components of an index fill nibbles");
+    if (form.n_two % 2 || form.n_one % 4) { refuse(KVF_E_ARGUMENT, "the components of an index fill nibbles"); }
     if (kv.hparams.use_alibi) { refuse(KVF_E_UNSUPPORTED, "ALiBi needs the position of each cell, which guests do not have"); }
     for (uint32_t i = 0; i < n_layer(kv); ++i) {
         const auto l = layer(kv, i);

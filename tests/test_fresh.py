@@ -1,0 +1,353 @@
+"""Policy fresh: each layer attends to what is common and to guests of its own choice, and to nothing else.
+
+The oracle of what is computed: a pool without guests, in which the chunk that fills a block comes from a forged record. Its rows
+in each layer are those that the guests of that layer have. Equal means equal bits. The oracle of what is chosen: the same
+scores in numpy, from the index's own bytes.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.models import NAMES
+from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, rows
+
+from pyllama_kvflash.errors import PoolError, UsageError
+from pyllama_kvflash.native import Context, Layer, Model, PoolParams, Record
+from pyllama_kvflash.native.guests import UNIT, Guests, moments
+from pyllama_kvflash.policy.fresh import IndexForm
+
+pytestmark = pytest.mark.native
+
+Units = npt.NDArray[np.int32]
+
+N_READ = 1000  # tokens before guests begin: 15 chunks of 64 are full
+FIRST, LAST_OUT = 1, 9  # chunks that leave the pool
+
+
+def form_of(model: Model) -> IndexForm:
+    with Context(model, n_ctx=512, n_batch=64, n_ubatch=64) as ctx:
+        return IndexForm.of(min(layer.n_embd_head_k for layer in ctx.layers()))
+
+
+def fit(guests: Guests, form: IndexForm, chunk: int, records: list[Record]) -> None:
+    """Put these records, of chunks 0, 1 ..., into the index."""
+    for i, layer in enumerate(guests.layers):
+        mean, cov = moments(layer, chunk, records)
+        guests.fit(i, mean, *form.basis(cov))
+        guests.put(i, 0, records)
+    guests.cover(0, records)
+
+
+class Fresh(NamedTuple):
+    """A run whose chunks FIRST to LAST_OUT - 1 are out, and may be guests."""
+
+    run: Run
+    guests: Guests
+    records: list[Record]
+
+
+def fresh_run(model: Model, cache: Cache, *, chunk: int = 64, n_exchange: int = 0, n_blocks: int = 4, **more: Any) -> Fresh:
+    form = form_of(model)
+    run = Run(model, cache, pool=1024, chunk=chunk, index=(form.n_four, form.n_two, form.n_one), n_exchange=n_exchange, **more)
+    run.feed(N_READ)
+    each = 64 // chunk
+    out = range(FIRST * each, LAST_OUT * each)
+    records = [run.read(c) for c in range(N_READ // chunk)]
+    for c in out:
+        run.ctx.drop(c)
+    guests = Guests(run.ctx)
+    fit(guests, form, chunk, records)
+    guests.resize(n_blocks * each)
+    run.ctx.scribble(SCRIBBLE)
+    return Fresh(run, guests, records)
+
+
+def some_units(n_layer: int, n_slot: int, seed: int = 3) -> Units:
+    """Another choice in each layer, of units that are out."""
+    rng = np.random.default_rng(seed)
+    out = np.arange(FIRST * 64 // UNIT, LAST_OUT * 64 // UNIT)
+    return np.array([rng.permutation(out)[:n_slot] for _ in range(n_layer)], np.int32)
+
+
+def forged(record: Record, layers: list[Layer], slots: Units, records: list[Record], *, chunk: int, v_trans: bool) -> Record:
+    """A record whose rows, in each layer, are those of the units (n_layer, chunk/UNIT)."""
+    res = record.copy()
+    for layer, units in zip(layers, slots, strict=True):
+        for i, unit in enumerate(units):
+            c, at = divmod(int(unit) * UNIT, chunk)
+            to, of = slice(i * UNIT, (i + 1) * UNIT), slice(at, at + UNIT)
+            rows(res, layer, "k")[to] = rows(records[c], layer, "k")[of]
+            if layer.size_v and v_trans:
+                own, its = (rows(r, layer, "v", transposed=True).view(np.uint16) for r in (res, records[c]))
+                own[:, to] = its[:, of]
+            elif layer.size_v:
+                rows(res, layer, "v")[to] = rows(records[c], layer, "v")[of]
+    return res
+
+
+def forged_run(model: Model, cache: Cache, blocks: Units, units: Units, *, chunk: int = 64, n_steps: int = 20) -> Logits:
+    """The same steps in a pool without guests, whose blocks have what the guests have."""
+    each = 64 // chunk
+    with Run(model, cache, pool=1024, chunk=chunk) as run:
+        run.feed(N_READ)
+        records = [run.read(c) for c in range(N_READ // chunk)]
+        out = list(range(FIRST * each, LAST_OUT * each))
+        for c in out:
+            run.ctx.drop(c)
+        run.ctx.scribble(SCRIBBLE)
+        n = chunk // UNIT
+        for i, block in enumerate(blocks):
+            mine = units[:, i * n : (i + 1) * n]
+            record = forged(
+                records[out[i]], run.ctx.layers(), mine, records, chunk=chunk, v_trans=cache.flash_attn == "off"
+            )
+            run.ctx.begin_page_in(out[i], record, int(block))
+            run.ctx.commit(out[i])
+        return run.feed(n_steps, 1)
+
+
+@pytest.fixture(params=[(n, c, 64) for n in NAMES for c in CACHES] + [("qwen3", "f16", 16), ("qwen3", "f16-nofa", 32)], ids=str)
+def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> tuple[Model, Cache, int]:
+    name, cache, chunk = request.param
+    return tiny_model(name), CACHES[cache], chunk
+
+
+def test_layers_attend_to_their_own(cell: tuple[Model, Cache, int]) -> None:
+    model, cache, chunk = cell
+    run, guests, _ = fresh_run(model, cache, chunk=chunk)
+    with run:
+        blocks, _ = guests.tables()
+        units = some_units(len(guests.layers), guests.info().n_slot)
+        guests.place(units)
+        logits = run.feed(20, 1)
+        assert np.array_equal(guests.tables()[1], units)
+    want = forged_run(model, cache, blocks, units, chunk=chunk)
+    assert_equal(logits, want)
+    if len(units) > 1:  # the oracle sees one unit in one layer
+        other = units.copy()
+        other[-1, 0] = next(u for u in some_units(1, 32)[0] if u not in other[-1])
+        assert not np.array_equal(forged_run(model, cache, blocks, other, chunk=chunk), want)
+
+
+def test_the_same_in_every_layer_is_a_pool(tiny_model: Callable[[str], Model]) -> None:
+    model, cache = tiny_model("qwen3"), CACHES["f16"]
+    run, guests, _ = fresh_run(model, cache)
+    with run:
+        blocks, _ = guests.tables()
+        units = np.concatenate([np.arange(4 * c, 4 * c + 4) for c in (5, 3, 8, 2)]).astype(np.int32)
+        guests.place(np.tile(units, (len(guests.layers), 1)))
+        logits = run.feed(20, 1)
+    with Run(model, cache, pool=1024) as pool:
+        pool.feed(N_READ)
+        records = pool.out(range(FIRST, LAST_OUT))
+        for c, block in zip((5, 3, 8, 2), blocks, strict=True):
+            pool.ctx.begin_page_in(c, records[c], int(block))
+            pool.ctx.commit(c)
+        assert_equal(logits, pool.feed(20, 1))
+
+
+#
+# the choice
+#
+
+
+class Index(NamedTuple):
+    """The index of a layer, as its bytes say."""
+
+    mean: npt.NDArray[np.float32]
+    basis: npt.NDArray[np.float32]
+    step: npt.NDArray[np.float32]
+    codes: npt.NDArray[np.float32]  # (n, n_head_kv, n_comp), about 0
+
+    @property
+    def keys(self) -> npt.NDArray[np.float32]:
+        """(n, n_head_kv, d)."""
+        parts = self.codes * self.step
+        return np.asarray(self.mean + np.einsum("nhc,hdc->nhd", parts, self.basis), np.float32)
+
+
+def unpacked(raw: bytes, form: IndexForm, layer: Layer, n: int) -> Index:
+    """Read the bytes of a layer's index of n positions, as kvflash-fresh.h lays them out."""
+    h, d, c = layer.n_head_kv, layer.n_embd_head_k, form.n_comp
+    floats = np.frombuffer(raw, np.float32, h * d + h * d * c + h * c)
+    mean, basis, step = np.split(floats, [h * d, h * d + h * d * c])
+    n_nibble = form.n_four + form.n_two // 2 + form.n_one // 4
+    packed = np.frombuffer(raw, np.uint8, -1, floats.nbytes).reshape(-1, h, n_nibble, 32)
+    nibbles = np.concatenate([packed & 15, packed >> 4], -1)  # (group, head, nibble, 64)
+    nibbles = nibbles.transpose(0, 3, 1, 2).reshape(-1, h, n_nibble)[:n]
+    codes = []
+    at = 0
+    for count, bits in ((form.n_four, 4), (form.n_two, 2), (form.n_one, 1)):
+        part = nibbles[..., at : at + count * bits // 4]
+        each = (part[..., None] >> (np.arange(4 // bits) * bits)) & (2**bits - 1)
+        codes.append(each.reshape(*each.shape[:2], -1) - (2**bits - 1) / 2)
+        at += count * bits // 4
+    return Index(mean.reshape(h, d), basis.reshape(h, d, c), step.reshape(h, c), np.concatenate(codes, -1).astype(np.float32))
+
+
+def true_keys(records: list[Record], layer: Layer, chunk: int) -> npt.NDArray[np.float32]:
+    """The keys of F16 records, (n, n_head_kv, d)."""
+    keys = [rows(r, layer, "k").view(np.float16).astype(np.float32) for r in records]
+    return np.concatenate(keys).reshape(-1, layer.n_head_kv, layer.n_embd_head_k)
+
+
+def shares(
+    q: npt.NDArray[np.float32], scale: float, keys: npt.NDArray[np.float32], known: npt.NDArray[np.float32], common: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float64]:
+    """Each unit's share of the attention of q (n_head, d), summed over heads: of keys by the index, and of known ones."""
+    group = len(q) // keys.shape[1]
+    res = np.zeros(len(keys) // UNIT)
+    for h, query in enumerate(q.astype(np.float64)):
+        far, near = keys[:, h // group] @ query * scale, known[:, h // group] @ query * scale
+        far[np.repeat(common, UNIT)] = -np.inf
+        top = max(far.max(), near.max())
+        mass = np.exp(far - top).reshape(-1, UNIT).sum(1)
+        res += mass / (mass.sum() + np.exp(near - top).sum())
+    return res
+
+
+@pytest.fixture
+def chooses(tiny_model: Callable[[str], Model]) -> Iterator[Fresh]:
+    """A run with 24 of 32 units as guests, and 3 exchanged a token."""
+    made = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True)
+    with made.run:
+        yield made
+
+
+def scored(made: Fresh, n_known: int) -> list[npt.NDArray[np.float64]]:
+    """The shares that the token that was decoded last has in each layer, in numpy."""
+    run, guests, records = made
+    form = form_of(run.ctx.model)
+    n = guests.info().n
+    common = np.ones(n // UNIT, bool)
+    common[FIRST * 4 : LAST_OUT * 4] = False
+    res = []
+    tail = [run.read(c) for c in range(N_READ // 64, run.pos // 64 + 1)]
+    for i, layer in enumerate(guests.layers):
+        index = unpacked(guests.saved_index(n)[i], form, layer, n)
+        every = np.concatenate([true_keys(records, layer, 64), true_keys(tail, layer, 64)])[:n_known]
+        kept = np.ones(len(every), bool)
+        kept[FIRST * 64 : LAST_OUT * 64] = False
+        q, scale = run.ctx.queries()[i], float(run.ctx.query_scales()[i])
+        res.append(shares(q, scale, index.keys, every[kept], common))
+    return res
+
+
+def test_empty_slots_are_filled_with_the_best(chooses: Fresh) -> None:
+    run, guests, _ = chooses
+    run.feed(1, 1)
+    for units, score in zip(guests.tables()[1], scored(chooses, run.pos), strict=True):
+        assert len(set(units.tolist())) == 24
+        out = set(range(FIRST * 4, LAST_OUT * 4)) - set(units.tolist())
+        assert len(out) == 8, "a guest is common, or twice there"
+        assert score[units].min() >= max(score[list(out)]) * 0.98 - 1e-6
+
+
+def test_the_worst_go_for_the_best(chooses: Fresh) -> None:
+    run, guests, _ = chooses
+    every = list(range(FIRST * 4, LAST_OUT * 4))
+    guests.place(np.tile(np.array(every[:24], np.int32), (len(guests.layers), 1)))
+    run.feed(1, 1)
+    for units, score in zip(guests.tables()[1], scored(chooses, run.pos), strict=True):
+        came, went = set(units.tolist()) - set(every[:24]), set(every[:24]) - set(units.tolist())
+        assert len(came) == len(went) <= 3
+        others = [u for u in every[24:] if u not in came]
+        stayed = [u for u in every[:24] if u not in went]
+        if came:
+            assert min(score[list(came)]) >= max(score[others]) * 0.98 - 1e-6
+            assert max(score[list(went)]) <= min(score[stayed]) * 1.02 + 1e-6
+        best, worst = max(score[every[24:]]), min(score[every[:24]])
+        assert came or best <= worst * 1.02 + 1e-6
+
+
+def test_nothing_is_twice_there(chooses: Fresh) -> None:
+    """A chunk that becomes common is no guest any more, in any layer."""
+    run, guests, records = chooses
+    run.feed(1, 1)
+    chunk = int(guests.tables()[1][0, 0]) // 4
+    guests.resize(5)
+    run.ctx.begin_page_in(chunk, records[chunk])
+    run.ctx.commit(chunk)
+    run.feed(1, 1)
+    units = guests.tables()[1]
+    assert units.shape[1] == 20
+    assert not np.isin(units, np.arange(4 * chunk, 4 * chunk + 4)).any()
+    assert all(len(set(row.tolist())) == 20 for row in units)
+
+
+def test_fewer_out_than_slots(tiny_model: Callable[[str], Model]) -> None:
+    """Slots that nothing can fill are not seen. All that is out is there then, and so the logits are the full cache's."""
+    run, guests, _ = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=2)
+    with run:
+        run.ctx.seq_rm(8 * 64)
+        run.pos = 8 * 64
+        guests.resize(8)
+        logits = run.feed(1, 1)
+        units = guests.tables()[1]
+    assert (units[:, 28:] == -1).all()
+    assert np.array_equal(np.sort(units[:, :28], 1), np.tile(np.arange(4, 32), (len(units), 1)))
+    with Run(tiny_model("qwen3"), CACHES["f16"], pool=1024) as pool:
+        pool.feed(8 * 64)
+        want = pool.feed(1, 1)
+    assert np.abs(logits - want).max() < 0.02 * want.std(), "everything is seen, in another order"
+
+
+def test_rollback_takes_guests_out(chooses: Fresh) -> None:
+    run, guests, _ = chooses
+    run.feed(3, 1)
+    run.ctx.seq_rm(5 * 64 + 7)
+    units = guests.tables()[1]
+    assert guests.info().n == 5 * 64
+    assert units.max() < 5 * 4
+    assert (units == -1).any()
+
+
+def test_clear_frees_all(chooses: Fresh) -> None:
+    run, guests, _ = chooses
+    run.feed(1, 1)
+    run.ctx.clear()
+    assert guests.info().n == guests.info().n_block == guests.info().n_slot == 0
+    assert run.ctx.pool_info().n_block_free == 16
+
+
+def test_index_as_bytes(chooses: Fresh) -> None:
+    """What is saved and put back chooses the same."""
+    run, guests, records = chooses
+    n = guests.info().n
+    saved = guests.saved_index(n)
+    run.feed(1, 1)
+    want = guests.tables()[1]
+    run.ctx.seq_rm(run.pos - 1)
+    guests.forget()
+    assert (guests.tables()[1] == -1).all()
+    guests.restore_index(n, saved)
+    guests.cover(0, records)
+    run.pos -= 1
+    run.feed(1, 1)
+    assert np.array_equal(guests.tables()[1], want)
+    with pytest.raises(UsageError):
+        guests.restore_index(n, [part[:-1] for part in saved])
+
+
+def test_guests_take_free_blocks_alone(chooses: Fresh) -> None:
+    run, guests, _ = chooses
+    n = guests.info().n_block + run.ctx.pool_info().n_block_free
+    with pytest.raises(PoolError):
+        guests.resize(n + 1)
+    assert guests.info().n_block == 6
+    guests.resize(n)
+    with pytest.raises(PoolError):
+        run.decode(64)  # a new chunk, and no block
+
+
+def test_what_an_index_cannot_be(tiny_model: Callable[[str], Model]) -> None:
+    for index in ({"index_two": 3}, {"index_one": 2}, {"index_two": 1 << 10}):
+        pool = PoolParams(n_pool=256, index_four=4, **index)
+        with pytest.raises(UsageError):
+            Context(tiny_model("qwen3"), n_ctx=512, n_batch=64, n_ubatch=64, pool=pool)
