@@ -285,15 +285,15 @@ def test_fewer_out_than_slots(tiny_model: Callable[[str], Model]) -> None:
     """Slots that nothing can fill are not seen. All that is out is there then, and so the logits are the full cache's."""
     run, guests, _ = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=2)
     with run:
-        run.ctx.seq_rm(8 * 64)
-        run.pos = 8 * 64
-        guests.resize(8)
+        run.pos = 9 * 64 + 32
+        run.ctx.seq_rm(run.pos)
+        guests.resize(9)
         logits = run.feed(1, 1)
         units = guests.tables()[1]
-    assert (units[:, 28:] == -1).all()
-    assert np.array_equal(np.sort(units[:, :28], 1), np.tile(np.arange(4, 32), (len(units), 1)))
+    assert (units[:, 32:] == -1).all()
+    assert np.array_equal(np.sort(units[:, :32], 1), np.tile(np.arange(4, 36), (len(units), 1)))
     with Run(tiny_model("qwen3"), CACHES["f16"], pool=1024) as pool:
-        pool.feed(8 * 64)
+        pool.feed(9 * 64 + 32)
         want = pool.feed(1, 1)
     assert np.abs(logits - want).max() < 0.02 * want.std(), "everything is seen, in another order"
 
