@@ -52,9 +52,13 @@ class Fresh(NamedTuple):
     records: list[Record]
 
 
-def fresh_run(model: Model, cache: Cache, *, chunk: int = 64, n_exchange: int = 0, n_blocks: int = 4, **more: Any) -> Fresh:
+def fresh_run(
+    model: Model, cache: Cache, *, chunk: int = 64, n_exchange: int = 0, n_blocks: int = 4, **more: Any
+) -> Fresh:
     form = form_of(model)
-    run = Run(model, cache, pool=1024, chunk=chunk, index=(form.n_four, form.n_two, form.n_one), n_exchange=n_exchange, **more)
+    run = Run(
+        model, cache, pool=1024, chunk=chunk, index=(form.n_four, form.n_two, form.n_one), n_exchange=n_exchange, **more
+    )
     run.feed(N_READ)
     each = 64 // chunk
     out = range(FIRST * each, LAST_OUT * each)
@@ -75,7 +79,9 @@ def some_units(n_layer: int, n_slot: int, seed: int = 3) -> Units:
     return np.array([rng.permutation(out)[:n_slot] for _ in range(n_layer)], np.int32)
 
 
-def forged(record: Record, layers: list[Layer], slots: Units, records: list[Record], *, chunk: int, v_trans: bool) -> Record:
+def forged(
+    record: Record, layers: list[Layer], slots: Units, records: list[Record], *, chunk: int, v_trans: bool
+) -> Record:
     """A record whose rows, in each layer, are those of the units (n_layer, chunk/UNIT)."""
     res = record.copy()
     for layer, units in zip(layers, slots, strict=True):
@@ -91,7 +97,9 @@ def forged(record: Record, layers: list[Layer], slots: Units, records: list[Reco
     return res
 
 
-def forged_run(model: Model, cache: Cache, blocks: Units, units: Units, *, chunk: int = 64, n_steps: int = 20) -> Logits:
+def forged_run(
+    model: Model, cache: Cache, blocks: Units, units: Units, *, chunk: int = 64, n_steps: int = 20
+) -> Logits:
     """The same steps in a pool without guests, whose blocks have what the guests have."""
     each = 64 // chunk
     with Run(model, cache, pool=1024, chunk=chunk) as run:
@@ -112,7 +120,9 @@ def forged_run(model: Model, cache: Cache, blocks: Units, units: Units, *, chunk
         return run.feed(n_steps, 1)
 
 
-@pytest.fixture(params=[(n, c, 64) for n in NAMES for c in CACHES] + [("qwen3", "f16", 16), ("qwen3", "f16-nofa", 32)], ids=str)
+@pytest.fixture(
+    params=[(n, c, 64) for n in NAMES for c in CACHES] + [("qwen3", "f16", 16), ("qwen3", "f16-nofa", 32)], ids=str
+)
 def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> tuple[Model, Cache, int]:
     name, cache, chunk = request.param
     return tiny_model(name), CACHES[cache], chunk
@@ -188,7 +198,9 @@ def unpacked(raw: bytes, form: IndexForm, layer: Layer, n: int) -> Index:
         each = (part[..., None] >> (np.arange(4 // bits) * bits)) & (2**bits - 1)
         codes.append(each.reshape(*each.shape[:2], -1) - (2**bits - 1) / 2)
         at += count * bits // 4
-    return Index(mean.reshape(h, d), basis.reshape(h, d, c), step.reshape(h, c), np.concatenate(codes, -1).astype(np.float32))
+    return Index(
+        mean.reshape(h, d), basis.reshape(h, d, c), step.reshape(h, c), np.concatenate(codes, -1).astype(np.float32)
+    )
 
 
 def true_keys(records: list[Record], layer: Layer, chunk: int) -> npt.NDArray[np.float32]:
@@ -198,7 +210,11 @@ def true_keys(records: list[Record], layer: Layer, chunk: int) -> npt.NDArray[np
 
 
 def shares(
-    q: npt.NDArray[np.float32], scale: float, keys: npt.NDArray[np.float32], known: npt.NDArray[np.float32], common: npt.NDArray[np.bool_]
+    q: npt.NDArray[np.float32],
+    scale: float,
+    keys: npt.NDArray[np.float32],
+    known: npt.NDArray[np.float32],
+    common: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float64]:
     """Each unit's share of the attention of q (n_head, d), summed over heads: of keys by the index, and of known ones."""
     group = len(q) // keys.shape[1]

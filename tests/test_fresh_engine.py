@@ -1,0 +1,247 @@
+"""Policy fresh in an engine: what Python decides about guests, whatever comes between two tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles
+from support.cuts import cut_off_at_every_line
+from support.runs import GREEDY, TOKENS, Open, feed, logits_of, read, text_of
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.options import Spec
+from pyllama_kvflash.policy.fresh import IndexForm
+
+pytestmark = pytest.mark.native
+
+SMALL: dict[str, Any] = {"n_ctx": 8192, "n_batch": 64, "n_threads": 1, "pool": 768, "policy": "fresh"}  # 12 blocks
+TINY: dict[str, Any] = {**SMALL, "chunk": 16, "pool": 256, "n_ubatch": 64}  # 16 blocks
+SINKS_AND_TAIL = 5  # chunks
+
+
+def tables(kv: KVFlash) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The unit in each slot of each layer."""
+    assert kv.pager.guests is not None
+    return kv.pager.guests.native.tables()[1]
+
+
+def check(kv: KVFlash) -> None:
+    """Ledger, store and pool agree, and no guest is twice there, or not in the text."""
+    kv.check_integrity()
+    for row in tables(kv):
+        here = row[row >= 0]
+        assert len(set(here.tolist())) == len(here), "a guest is twice there"
+        assert (here < kv.n_tokens // 16).all(), "a guest is not in the text"
+
+
+#
+# what fits, and what does not
+#
+
+
+@pytest.mark.parametrize("how", ["exact", "pool"])
+def test_what_fits_is_the_full_cache(opened: Open, how: str) -> None:
+    kv, full = opened(prefill=how), opened(pool="off", policy="lru")
+    for one in (kv, full):
+        read(one, 600)
+    assert np.array_equal(logits_of(kv, 700, 1), logits_of(full, 700, 1))
+    assert kv.pager.ledger.n_guests == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+@pytest.mark.parametrize("how", ["exact", "pool"])
+def test_guests_have_what_common_chunks_leave(opened: Open, name: str, how: str) -> None:
+    kv = opened(name, prefill=how)
+    read(kv, 2000)
+    feed(kv, 2200)
+    check(kv)
+    ledger = kv.pager.ledger
+    assert ledger.n_resident <= SINKS_AND_TAIL + 1
+    assert ledger.n_free == 0
+    units = tables(kv)
+    assert (units >= 0).all()
+    assert units.shape[1] == 4 * ledger.n_guests
+    assert kv.pager.guests.native.info().n == ledger.n_sealed * 64
+
+
+def test_layers_differ(opened: Open) -> None:
+    kv = opened()
+    read(kv, 2000)
+    feed(kv, 2050)
+    rows = [set(row.tolist()) for row in tables(kv)]
+    assert rows[0] != rows[1]
+
+
+def test_the_same_text_chooses_the_same(opened: Open) -> None:
+    """No clock takes part."""
+    found = []
+    for _ in range(2):
+        kv = opened()
+        read(kv, 1500)
+        found.append((logits_of(kv, 1700, 1), tables(kv)))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.array_equal(found[0][1], found[1][1])
+
+
+def test_an_index_grows_with_the_text(opened: Open) -> None:
+    """It is made anew once the text is twice as long as when its basis was found, and goes on until then."""
+    kv = opened()
+    room = kv.pager.guests
+    assert room is not None
+    read(kv, 1024)
+    feed(kv, 1025)
+    assert room.n_fitted == 16
+    first = room.native.saved_index(1024)[0]
+    feed(kv, 1984, 16)
+    assert room.n_fitted == 16
+    assert room.native.saved_index(1024)[0] == first
+    feed(kv, 2050, 16)
+    assert room.n_fitted == 32
+    assert room.native.saved_index(1024)[0] != first
+    check(kv)
+
+
+#
+# what comes between two tokens
+#
+
+
+def test_rollback_pins_and_moves_by_hand(opened: Open) -> None:
+    kv = opened()
+    read(kv, 2000)
+    feed(kv, 2010)
+    kv.rollback(1500)
+    check(kv)
+    feed(kv, 1600)
+    check(kv)
+    kv.pin(200, 300)
+    feed(kv, 1610)
+    kv.page_in(10)
+    feed(kv, 1620)
+    check(kv)
+    assert not np.isin(tables(kv) // 4, [3, 4, 10]).any(), "a chunk is common and a guest"
+    kv.page_out(10)
+    feed(kv, 1700)
+    check(kv)
+    assert not np.isin(tables(kv) // 4, [3, 4]).any()
+    kv.rollback(100)
+    feed(kv, 200)
+    check(kv)
+    kv.clear()
+    check(kv)
+    read(kv, 2000)
+    feed(kv, 2100)
+    check(kv)
+
+
+def test_turns(opened: Open) -> None:
+    """Prompts that are read after answers."""
+    kv = opened()
+    for end in (1000, 1800, 1850, 3100):
+        read(kv, end)
+        check(kv)
+        feed(kv, end + 30)
+        check(kv)
+
+
+def test_sequences_share_a_pool(opened: Open) -> None:
+    """Each has guests of its own, and gives them up where another needs its share."""
+    kv = opened(n_parallel=3, pool=2048, n_ctx=4096)
+    a, b, c = kv.sequences
+    read(a, 2000)
+    feed(a, 2010)
+    assert a.pager.ledger.n_held <= 32
+    read(b, 1500)
+    feed(b, 1510)
+    read(c, 1200)
+    for _ in range(70):
+        kv.decode_each({s.seq: int(TOKENS[s.n_tokens]) for s in (a, b, c)})
+    for s in (a, b, c):
+        check(s)
+        assert s.pager.ledger.n_guests > 0
+    b.clear()
+    feed(a, 2100)
+    feed(c, 1300)
+    for s in (a, b, c):
+        check(s)
+
+
+def test_drafts_are_checked(opened: Open) -> None:
+    kv = opened("needle", spec=Spec(kind="ngram", gate=0), pool=512, n_ctx=4096)
+    text = "The secret code is 12345. The secret code is 12345. " * 60
+    events = list(kv.generate(text, max_tokens=40, sampling=GREEDY))
+    assert text_of(events)
+    check(kv)
+
+
+OPERATIONS = {
+    "decode": (
+        lambda kv: feed(kv, (kv.n_tokens // 16 + 1) * 16, 16),
+        lambda kv: kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + 16]),
+    ),
+    "rollback": (lambda kv: feed(kv, max(kv.n_tokens, 480) // 16 * 16 + 16, 16), lambda kv: kv.rollback(461)),
+    "clear": (lambda kv: feed(kv, 330, 16), lambda kv: kv.clear()),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_cut_off_at_every_line(opened: Open, operation: str) -> None:
+    prepare, act = OPERATIONS[operation]
+
+    def begun() -> KVFlash:
+        kv = opened(**{**TINY, "n_ctx": 16384, "prefill": "pool"})
+        feed(kv, 400, 16)
+        return kv
+
+    def checked(kv: KVFlash) -> None:
+        check(kv)
+        feed(kv, kv.n_tokens + 16, 16)
+        check(kv)
+
+    step = 7 if operation == "clear" else 1  # each time a text is to be read anew
+    _, places = cut_off_at_every_line(begun, act, checked, prepare=prepare, step=step)
+    assert any("guests.py" in place for place in places) or operation != "decode"
+
+
+#
+# answers
+#
+
+
+def test_needles_are_found(opened: Open) -> None:
+    """In a pool of a quarter of the text, where recency finds none."""
+    document = needles.document(2400, seed=3)
+    found = {}
+    for policy in ("fresh", "lru"):
+        kv = opened("needle", policy=policy, pool=512, n_ctx=4096, opening=0)
+        asked = [(document.text + needle.question, needle.answer) for needle in document.needles]
+        answers = [(text_of(list(kv.generate(text, max_tokens=12, sampling=GREEDY))), want) for text, want in asked]
+        found[policy] = sum(want in answer for answer, want in answers)
+    assert found["fresh"] == len(document.needles)
+    assert found["lru"] <= 1
+
+
+#
+# options
+#
+
+
+def test_forms_fill_nibbles() -> None:
+    for d in (64, 80, 96, 112, 128, 192, 256, 512, 576):
+        for bits in (0, 1, 2, 4):
+            form = IndexForm.of(d, bits)
+            assert form.n_two % 2 == form.n_one % 4 == 0
+            assert form.n_comp <= d
+            assert form.n_bits <= d * (bits or 2)
+            assert form.n_bits >= 0.9 * d * (bits or (2 if d <= 96 else 1))
+
+
+def test_options_that_are_refused(opened: Open) -> None:
+    with pytest.raises(UsageError, match="--kvflash-index"):
+        opened(index=3)
+    with pytest.raises(UsageError, match="--kvflash-swaps"):
+        opened(swaps=-1)
