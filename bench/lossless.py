@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.bench.ruler import Prompts
+from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.ruler import Prompts
+from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.native import Summaries
 

@@ -19,8 +19,11 @@ from support.commands import SCRIPT
 
 from pyllama_kvflash.bench import kld, sweep
 from pyllama_kvflash.bench.grid import digest
+from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.recall import run_cell
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
@@ -172,6 +175,42 @@ def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
     assert all(text.count(line.split()[-1]) == 2 for line in end), "each code is told, and told again"
     args = ("kld", "--contexts", "1K", "--score", "8", "--variants", "full/type_k=q8_0", "-t", "1", "-o", str(tmp_path))
     assert "| 1024 | full/type_k=q8_0 | - |" in good(*args).stdout
+
+
+def test_kld_of_a_task_is_of_its_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jinja2")
+    read, given = [], []
+    prefill, forced = KVFlash.prefill, kld._forced
+    monkeypatch.setattr(KVFlash, "prefill", lambda kv, ids: read.append(ids) or prefill(kv, ids))
+    monkeypatch.setattr(kld, "_forced", lambda kv, ids: given.append((kv.n_tokens, ids)) or forced(kv, ids))
+    args = ("kld", "--contexts", "1K", "--variants", "full/type_k=q8_0", "-t", "1", "-o", str(tmp_path))
+    res = good(*args, "--task", "turns", "-s", "3")
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        prompts = Prompts(model)
+        questions = make_text("turns", 1024, prompts.count, SAMPLE.read_text("utf-8"), 3)
+        prompt, scored = prompts.answered(questions)
+    assert [ids.tolist() for ids in read] == [prompt.tolist()] * 2
+    assert [(n, ids.tolist()) for n, ids in given] == [(len(prompt), scored.tolist())] * 2, "questions, too"
+    row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
+    assert row["n_score"] == len(scored)
+    assert f"The {len(scored)} tokens after the prompt of turns, text 3 (right answers" in res.stdout
+    (line,) = stored(tmp_path)
+    key = json.loads(line)["key"]
+    assert (key["task"], key["seed"], key["score"], key["text"]) == (
+        "turns",
+        3,
+        None,
+        digest(SAMPLE.read_text("utf-8")),
+    )
+    assert "1 run was measured before" in good(*args, "--task", "turns", "-s", "3").stderr
+    assert len(given) == 2
+
+
+def test_kld_of_a_task_has_no_other_tokens_to_score() -> None:
+    sentence = refused("kld", "--task", "copy", "--score", "256", "-t", "1")
+    assert sentence.endswith("--score is 256, and --task compares all tokens of the right answer: give one of them")
+    assert "is too short for json: use a longer one" in refused("kld", "--task", "json", "--contexts", "1K", "-t", "1")
+    assert "'best' is not one of 'list', 'turns', 'copy', 'json'" in refused("kld", "--task", "best")
 
 
 def test_kld_of_a_text_that_is_too_short(book: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall
 from pyllama_kvflash.bench.demo import QUESTION_ROOM
 from pyllama_kvflash.bench.grid import Results, Variant
-from pyllama_kvflash.bench.kld import KldSweep
+from pyllama_kvflash.bench.kld import KldSweep, LongTask
 from pyllama_kvflash.bench.recall import BLAMES, open_variant, run_cell
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
@@ -131,7 +131,13 @@ def test_kld_key_changes_with_what_matters(tmp_path: Path) -> None:
         replace(grid, common={"type_k": "q8_0"}).key(cell),
         *(grid.key(replace(cell, **x)) for x in ({"n_ctx": 1}, {"pool": 1}, {"variant": Variant.parse("qk")})),
     ]
-    assert len({json.dumps(key) for key in keys}) == len(keys) == 9
+    task = LongTask("list", 3, "prose")
+    keys += [
+        replace(grid, task=replace(task, **x)).key(cell) for x in ({}, {"name": "copy"}, {"seed": 4}, {"haystack": "b"})
+    ]
+    assert len({json.dumps(key) for key in keys}) == len(keys) == 13
+    assert "task" not in keys[0], "results of plain texts are found again"
+    assert replace(grid, task=task, text=None, n_score=9).key(cell) == replace(grid, task=task).key(cell)
     assert replace(grid, common={"type_k": "f16", "n_threads": 3}).key(cell) == grid.key(cell)
     assert replace(grid, contexts=(2048, 4096), shares=(0.5, 0.1)).key(cell) == grid.key(cell)
 

@@ -9,7 +9,7 @@ from support import real
 from support.real import THREADS
 
 from pyllama_kvflash import Done, KVFlash, Sampling
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text, score
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.chat import ChatTemplate
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
@@ -68,5 +68,5 @@ def test_a_long_text_through_a_small_pool(model: Path) -> None:
         assert ledger.n_resident * 64 <= kv.n_pool < kv.n_tokens
         assert len(kv.pager.records) - kv.n_tokens // 64 in {0, 1}  # of the chunk that is being written
         kv.pager.check_integrity()
-        assert score(said, question.expected) in {0.0, 1.0}
+        assert question.score(said, question.expected) in {0.0, 1.0}
         assert answer(kv, ids, 24) == said

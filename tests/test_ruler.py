@@ -19,11 +19,13 @@ pytest.importorskip("jinja2")
 
 from support import benches
 
-from pyllama_kvflash.bench import ruler_tables, ruler_texts
+from pyllama_kvflash.bench import hidden, ruler_tables
 from pyllama_kvflash.bench.figures import ruler_figure
 from pyllama_kvflash.bench.grid import Results, Variant
+from pyllama_kvflash.bench.long_texts import LONG, share_in_order, share_of_fields, share_of_runs
+from pyllama_kvflash.bench.questions import Questions, share_found
 from pyllama_kvflash.bench.ruler import Cell, Ruler, parse_tasks
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, Questions, make_text, score
+from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE, TASKS, make_text
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -51,18 +53,20 @@ def made(task: str, n_tokens: int = 5000, seed: int = 11, haystack: str = HAYSTA
 
 
 @pytest.mark.parametrize("n_tokens", [1500, 5000, 20000])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, *LONG])
 def test_a_text_fills_its_length_with_room_for_the_answers(task: str, n_tokens: int) -> None:
+    if task == "json":
+        n_tokens += 1500  # its shortest text
     questions = made(task, n_tokens)
     n = count(questions) + sum(q.n_new for q in questions)
     assert 0.95 * n_tokens <= n <= n_tokens
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, *LONG])
 def test_a_seed_names_a_text(task: str) -> None:
-    assert made(task, 2000, 3) == made(task, 2000, 3)
-    assert made(task, 2000, 3)[0].text != made(task, 2000, 4)[0].text
-    assert made(task, 2000, 3)[0].expected != made(task, 2000, 4)[0].expected
+    assert made(task, 3000, 3) == made(task, 3000, 3)
+    assert made(task, 3000, 3)[0].text != made(task, 3000, 4)[0].text
+    assert made(task, 3000, 3)[0].expected != made(task, 3000, 4)[0].expected
 
 
 def needles(text: str) -> list[tuple[str, str]]:
@@ -92,10 +96,10 @@ def test_needles_answer_the_question_and_no_other_has_their_key(task: str, seed:
 
 
 def test_needles_to_hide_others_in_have_other_keys() -> None:
-    some = ruler_texts._keys(random.Random(1), 5)
-    others = ruler_texts._keys(random.Random(1), 10**6, some)
+    some = hidden.word_pairs(random.Random(1), 5)
+    others = hidden.word_pairs(random.Random(1), 10**6, some)
     assert len({*some, *others}) == len(some) + len(others) > 30_000, "as many as there are"
-    assert ruler_texts._keys(random.Random(1), 5, some)[0] not in some
+    assert hidden.word_pairs(random.Random(1), 5, some)[0] not in some
 
 
 @pytest.mark.parametrize("task", NIAH)
@@ -190,9 +194,9 @@ def test_a_short_haystack_begins_again() -> None:
 
 
 def test_texts_that_cannot_be_made() -> None:
-    with pytest.raises(UsageError, match="'best' is no task of RULER here: there are single_1, "):
+    with pytest.raises(UsageError, match=r"'best' is not a task: there are single_1, .*, list, turns, copy, json$"):
         made("best")
-    for task in TASKS:
+    for task in (*TASKS, *LONG):
         with pytest.raises(UsageError, match=f"a text of 100 tokens is too short for {task}: use a longer one"):
             made(task, 100)
     with pytest.raises(UsageError, match=r"the text has 2 different words .* cwe needs 60: give a longer one"):
@@ -217,14 +221,141 @@ def test_all_words_there_are_is_enough() -> None:
     ],
 )
 def test_score_is_the_share_that_is_there(said: str, expected: tuple[str, ...], points: float) -> None:
-    assert score(said, expected) == points
+    assert share_found(said, expected) == points
 
 
 def test_tasks_are_read_by_both_names() -> None:
     assert parse_tasks("niah_single_1, vt,vt,single_1") == ("single_1", "vt")
-    for text in ("", "vt,", "qa_1", "VT"):
-        with pytest.raises(UsageError, match="is no task of RULER here: there are single_1"):
+    for text in ("", "vt,", "qa_1", "VT", "Long"):
+        with pytest.raises(UsageError, match="is not a task: there are single_1"):
             parse_tasks(text)
+
+
+def test_groups_are_read_as_their_tasks() -> None:
+    assert parse_tasks("ruler") == tuple(TASKS)
+    assert parse_tasks("copy,long, vt") == ("copy", "list", "turns", "json", "vt")
+    assert not set(TASKS) & set(LONG)
+    assert set(GROUPS) == {"ruler", "long"}
+
+
+#
+# long answers
+#
+
+
+def test_a_list_is_of_all_needles_in_the_order_of_the_text() -> None:
+    (q,) = made("list")
+    found = needles(q.text)
+    names, values = zip(*found, strict=True)
+    assert len(set(values)) == len(set(names)) == 16
+    assert q.expected == values
+    assert f"numbers for {', '.join(names[:-1])}, and {names[-1]} mentioned in" in q.text.splitlines()[-1]
+    assert (q.prefix + q.right).splitlines()[1:] == [f"- {name}: {value}" for name, value in found]
+
+
+def test_turns_are_eight_questions_about_sixteen_needles() -> None:
+    questions = made("turns")
+    values = dict(needles(questions[0].text))
+    assert (len(questions), len(values)) == (8, 16)
+    asked = [re.search(r"number for (\S+) mentioned in the provided text\?$", q.text) for q in questions]
+    assert all(asked)
+    assert len({a[1] for a in asked if a}) == 8
+    for q, a in zip(questions, asked, strict=True):
+        assert q.expected == (values[a[1]],)
+        assert q.right == f" {values[a[1]]}."
+        assert "\n" not in q.text or q is questions[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_goes_on_from_words_that_are_in_the_text_once(seed: int) -> None:
+    (q,) = made("copy", seed=seed)
+    (passage,) = q.expected
+    opening = q.prefix.removeprefix("\n```\n")
+    assert len(opening.split()) == 12
+    assert q.text.count(opening) == 1, "and the question does not name them"
+    assert q.text.count(f"{opening} {passage}") == 1
+    assert q.right == f" {passage}"
+    n = count((replace(q, text=passage, prefix=""),))
+    assert 190 <= n <= 200 < q.n_new
+    assert " ".join(HAYSTACK.split()).count(f"{opening} {passage}") == 1, "it is the haystack's, word for word"
+
+
+def test_a_copy_of_few_words() -> None:
+    """All of the haystack is less than a passage."""
+    (q,) = made("copy", 1500, haystack="It was a wet day. The cat sat on the mat!")
+    assert q.text.count("The cat sat on the mat! It was a wet day.") > 20
+    (q,) = made("copy", 5000, haystack="x" * 400)
+    assert q.score(q.right, q.expected) == 1
+
+
+def test_records_are_in_prose_and_in_the_schema() -> None:
+    (q,) = made("json")
+    said = re.findall(r"Record (\d+) says that the city is (\w+) and that the kilograms are (\d+)\.", q.text)
+    records = [{"record": int(i), "city": city, "kilograms": int(n)} for i, city, n in said]
+    assert [r["record"] for r in records] == list(range(1, 25))
+    assert [json.loads(e) for e in q.expected] == json.loads(q.right) == records
+    schema = json.loads(q.schema)
+    assert schema["minItems"] == schema["maxItems"] == 24
+    item = schema["items"]
+    assert set(item["required"]) == set(item["properties"]) == set(records[0])
+    assert all(re.search(item["properties"]["city"]["pattern"], r["city"]) for r in records)
+
+
+@pytest.mark.parametrize("task", LONG)
+def test_the_right_answer_has_all_points_and_room(task: str) -> None:
+    for q in made(task):
+        assert q.score(q.right, q.expected) == 1
+        assert q.score("", q.expected) == 0
+        assert count((replace(q, text="", prefix=q.right),)) <= q.n_new
+
+
+@pytest.mark.parametrize(
+    ("said", "points"),
+    [
+        (" 11\n- a-2: 22\n- b: 333\n4. 4444", 1),
+        ("22 333 4444 11", 0.75),
+        ("11 11 22 22 333 333 4444 4444", 1),
+        ("4444 333 22 11", 0.25),
+        ("11, 5, 333 and 4444.", 0.75),
+        ("111 2222", 0),
+        ("", 0),
+    ],
+)
+def test_a_list_scores_what_is_in_order(said: str, points: float) -> None:
+    assert share_in_order(said, ("11", "22", "333", "4444")) == points
+
+
+@pytest.mark.parametrize(
+    ("said", "points"),
+    [
+        ("one two three four five six seven eight", 1),
+        (" one two\nthree  four five six seven eight nine", 1),
+        ("one two three four five", 2 / 5),
+        ("one two three four five 6 seven eight", 2 / 5),
+        ("five six seven eight", 1 / 5),
+        ("One two three four", 0),
+        ("one two three", 0),
+        ("four three two one", 0),
+    ],
+)
+def test_a_copy_scores_runs_of_four_words(said: str, points: float) -> None:
+    assert share_of_runs(said, ("one two three four five six seven eight",)) == points
+
+
+@pytest.mark.parametrize(
+    ("said", "points"),
+    [
+        ('[{"record": 2, "city": "B", "kilograms": 2}, {"kilograms": 1, "record": 1, "city": "A"}]', 1),
+        ('[{"record": 1, "city": "A", "kilograms": 1}, {"record": 2, "city": "B", "kil', 0.5),
+        ('[{"record": 1, "city": "B", "kilograms": 1}, {"record": 1, "city": "A", "kilograms": 1}]', 0.25),
+        ('{"record": 2, "city": "b", "kilograms": "2"}', 0),
+        ('{"record": [1], "city": "A"} {oh} {"city": "A"}', 0),
+        ("A 1 B 2", 0),
+    ],
+)
+def test_records_score_right_values_by_number(said: str, points: float) -> None:
+    expected = ('{"record": 1, "city": "A", "kilograms": 1}', '{"record": 2, "city": "B", "kilograms": 2}')
+    assert share_of_fields(said, expected) == points
 
 
 #
@@ -321,6 +452,34 @@ def test_without_the_full_cache_there_is_no_gap(tmp_path: Path) -> None:
     assert "Context 2K\n" in text
     assert text.index("Context 2K\n") < text.index("Context 4K\n")
     assert ruler_figure(rows, ruler.tasks, "a title").startswith(b"\x89PNG")
+
+
+def test_long_answers_have_a_table_and_a_mean_of_their_own(tmp_path: Path) -> None:
+    points = {("full", "vt"): 1.0, ("full", "list"): 0.5, ("full", "copy"): 0.75, ("lru", "vt"): 0.5}
+
+    def of(cell: Cell, task: str, _seed: int) -> float:
+        return points.get((cell.variant.label, task), 0.25)
+
+    variants = tuple(Variant.parse(v) for v in ("full", "lru"))
+    ruler = plan(contexts=(2048,), variants=variants, tasks=("list", "vt", "copy"))
+    results = filled(ruler, tmp_path, of)
+    rows = ruler_tables.summarise(ruler, results)
+    assert [(r.group, r.variant, r.scores, r.mean, r.gap, r.texts) for r in rows] == [
+        ("ruler", "full", {"vt": 100}, 100, None, 2),
+        ("ruler", "lru", {"vt": 50}, 50, -50, 2),
+        ("long", "full", {"list": 50, "copy": 75}, 62.5, None, 4),
+        ("long", "lru", {"list": 25, "copy": 25}, 25, -37.5, 4),
+    ]
+    table = ruler_tables.write(ruler, results).splitlines()
+    assert table[0] == "Context 2K"
+    assert table[2] == "| variant | pool | vt | mean | gap to full | s.e. | texts |"
+    assert table[7] == "Context 2K, long answers"
+    assert table[9] == "| variant | pool | list | copy | mean | gap to full | s.e. | texts |"
+    assert table[12] == "| lru | 1K | 25.0 | 25.0 | 25.0 | -37.5 | 7.2 | 4 |"
+    assert ruler_figure(rows, ruler.tasks, "a title").startswith(b"\x89PNG")
+    alone = replace(ruler, tasks=("list", "copy"))
+    assert [r.group for r in ruler_tables.summarise(alone, results)] == ["long", "long"]
+    assert ruler_tables.as_markdown(alone, rows[2:]).startswith("Context 2K, long answers\n\n| variant")
 
 
 def test_nothing_measured_is_an_empty_table(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import csv
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from pyllama_kvflash.bench import kld, ruler_tables
 from pyllama_kvflash.bench import ruler as ruler_bench
 from pyllama_kvflash.bench.control import before_answer, before_prompt
 from pyllama_kvflash.bench.grid import Variant
+from pyllama_kvflash.bench.long_texts import LONG
+from pyllama_kvflash.bench.prompts import Prompts
+from pyllama_kvflash.bench.questions import Question
 from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.ruler import Cell, Prompts, Ruler, answer, run_text
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, Question, make_text
+from pyllama_kvflash.bench.ruler import Cell, Ruler, answer, run_text
+from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.chat import ChatTemplate
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
@@ -118,6 +123,41 @@ def test_an_answer_is_what_generate_says(variant: str) -> None:
             assert said.n_tokens == sum(isinstance(e, Token) for e in events)
             assert kv.tokens.tolist() == tokens
             assert len(said.pending) == (len(ids) + said.n_tokens > kv.n_tokens)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("task", LONG)
+def test_the_right_answers_follow_the_prompt(
+    task: str, chat: bool, model: Model, request: pytest.FixtureRequest
+) -> None:
+    if chat:
+        request.getfixturevalue("chatml")
+    prompts = Prompts(model)
+    questions = make_text(task, 3000, prompts.count, HAYSTACK, 3)
+    prompt, rest = prompts.answered(questions)
+    first, *then = (
+        text_of(model, prompts.first(questions[0])),
+        *(text_of(model, prompts.further(q)) for q in questions[1:]),
+    )
+    assert text_of(model, [*prompt, *rest]) == first + questions[0].right + "".join(
+        f"{asked}{q.right}" for asked, q in zip(then, questions[1:], strict=True)
+    )
+    n = len(prompts.first(questions[0]))
+    assert n - 3 <= len(prompt) <= n, "but for tokens in which the answer begins"
+    assert len(prompt) + len(rest) <= 3000
+
+
+def test_an_answer_keeps_to_the_schema_of_its_question() -> None:
+    """needle-7m knows nothing of JSON."""
+    schema = '{"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "integer", "minimum": 1, "maximum": 9}}'
+    question = replace(FIRST, n_new=200, schema=schema, score=lambda said, _: float(len(json.loads(said)) == 2))
+    with opened("full") as kv:
+        cell, prompts = Cell(2048, None, Variant.parse("full")), Prompts(kv.model)
+        found = run_text(kv, cell, prompts, (question,), ignore)
+        free = run_text(kv, cell, prompts, (FIRST,), ignore)
+    assert re.fullmatch(r"\[\s*[1-9]\s*,\s*[1-9]\s*\]", found["answers"][0])
+    assert found["score"] == 1, "the question's own"
+    assert not free["answers"][0].lstrip().startswith("[")
 
 
 @pytest.mark.parametrize("variant", ["full", "lru", "lru/answer=full"])
@@ -414,7 +454,9 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("pyllama_kvflash.cli.bench"), "picture", lambda *_: None)
     good("ruler", str(BUNDLED_MODEL), "--quick", "--docs", "2")
     good("ruler", str(BUNDLED_MODEL))
-    quick, whole = seen
+    good("ruler", str(BUNDLED_MODEL), "--tasks", "long")
+    quick, whole, long = seen
+    assert long.tasks == tuple(LONG)
     assert (quick.contexts, len(quick.seeds)) == ((4096,), 2)
     assert set(quick.tasks) < set(TASKS)
     assert (whole.contexts, whole.pools, len(whole.seeds), whole.tasks) == (
@@ -429,8 +471,9 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--tasks", "best"), "'best' is no task of RULER here: there are single_1, "),
-        (("--tasks", ""), "'' is no task of RULER here"),
+        (("--tasks", "best"), "'best' is not a task: there are single_1, "),
+        (("--tasks", ""), "'' is not a task"),
+        (("--tasks", "long"), "a text of 1024 tokens is too short for json: use a longer one"),
         (("--contexts", "256"), "nothing to measure: no pool of --pools is smaller than a context of --contexts"),
         (("--contexts", "256", "--variants", "full"), "a text of 256 tokens is too short for vt: use a longer one"),
         (("--variants", "full,best"), "'best' in 'best' is no policy"),

@@ -77,16 +77,18 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
 
 def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -> bytes:
     """Plot the points by task (across) and by variant with its pool (down), with the gap to the full cache, a panel for
-    each context: a PNG.
+    each context and group of tasks: a PNG.
     """
-    contexts = sorted({r.n_ctx for r in rows})
-    panels = [[r for r in rows if r.n_ctx == n] for n in contexts]
-    names = [*tasks, "mean"]
-    fig = figure(4.2 + 0.62 * len(names), 1.2 + sum(0.8 + 0.36 * len(mine) for mine in panels))
-    axes = fig.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[2 + len(mine) for mine in panels])
+    of = dict.fromkeys((r.n_ctx, r.group) for r in sorted(rows, key=lambda r: r.n_ctx))
+    panels = [[r for r in rows if (r.n_ctx, r.group) == both] for both in of]
+    columns = [[task for task in tasks if any(task in r.scores for r in mine)] for mine in panels]
+    widest = 1 + max(len(names) for names in columns)
+    fig = figure(4.2 + 0.62 * widest, 1.2 + sum(1.2 + 0.36 * len(mine) for mine in panels))
+    axes = fig.subplots(len(panels), 1, squeeze=False, height_ratios=[2 + len(mine) for mine in panels])
     image: Any = None
-    for axis, n_ctx, mine in zip(axes.flat, contexts, panels, strict=True):
-        grid = [[r.scores.get(task, float("nan")) for task in tasks] + [r.mean] for r in mine]
+    for axis, (n_ctx, group), mine, own in zip(axes.flat, of, panels, columns, strict=True):
+        names = [*own, "mean"]
+        grid = [[r.scores.get(task, float("nan")) for task in own] + [r.mean] for r in mine]
         image = axis.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0, vmax=100, interpolation="nearest", alpha=0.75)
         for y, (row, values) in enumerate(zip(mine, grid, strict=True)):
             for x, value in enumerate(values):
@@ -96,13 +98,13 @@ def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -
                 _gap(row), (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=9
             )
         axis.annotate("gap to full", (1, 1), (6, 6), "axes fraction", "offset points", va="center", fontsize=10)
-        axis.set_title(f"context {short(n_ctx)}", fontsize=10)
+        axis.set_title(f"context {short(n_ctx)}{', long answers' if group == 'long' else ''}", fontsize=10)
         axis.set_yticks(range(len(mine)), [r.label for r in mine], fontsize=9)
         axis.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
         axis.set_xticks([x + 0.5 for x in range(len(names) - 1)], minor=True)
         axis.set_yticks([y + 0.5 for y in range(len(mine) - 1)], minor=True)
         axis.grid(which="minor", color="white", linewidth=1)
-        axis.axvline(len(tasks) - 0.5, color="white", linewidth=5)
+        axis.axvline(len(own) - 0.5, color="white", linewidth=5)
         axis.tick_params(which="both", length=0)
     fig.suptitle(title, fontsize=12)
     bar = fig.colorbar(image, ax=axes, fraction=0.02, pad=0.01)

@@ -25,10 +25,13 @@ from pyllama_kvflash.bench.grid import (
     model_mark,
     setting,
 )
+from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.recall import open_variant
+from pyllama_kvflash.bench.ruler_texts import make_text
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
+from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.needle import NeedlePrompt, make_prompt
 
 Logits = npt.NDArray[np.float32]
@@ -53,6 +56,7 @@ class KldRow:
     kld_99: its 99th percentile.
     same_top: share of tokens with the same most likely next token.
     ppl: perplexity of the text.
+    n_score: tokens that these are of.
     """
 
     variant: str
@@ -68,6 +72,16 @@ class KldRow:
     prefill_s: float
     decode_s: float
     machine: str
+    n_score: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongTask:
+    """A task of long answers (LONG), whose right answer is given token by token. seed: number of its text."""
+
+    name: str
+    seed: int
+    haystack: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,8 @@ class KldSweep:
     decoding.
 
     text: None: a text of that length with codes, which ends in questions with their answers.
+    task: its text is read instead, and all tokens of its right answer are given one by one, with the questions after the
+        first. text and n_score then have no effect.
     """
 
     model: Path
@@ -85,6 +101,7 @@ class KldSweep:
     variants: tuple[Variant, ...]
     n_score: int
     common: dict[str, Any] = field(default_factory=dict)
+    task: LongTask | None = None
 
     def cells(self) -> Iterator[KldCell]:
         """Yield all cells but the reference."""
@@ -97,7 +114,7 @@ class KldSweep:
 
     def key(self, cell: KldCell) -> Key:
         """Return the key under which a result is filed."""
-        return {
+        key = {
             "bench": "kld",
             "model": model_mark(self.model),
             "n_ctx": cell.n_ctx,
@@ -107,6 +124,10 @@ class KldSweep:
             "score": self.n_score,
             "common": setting(self.common),
         }
+        if self.task is None:
+            return key
+        of_task = {"text": digest(self.task.haystack), "score": None, "task": self.task.name, "seed": self.task.seed}
+        return key | of_task
 
 
 def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPrefill]) -> Iterator[KldCell]:
@@ -124,32 +145,41 @@ def measure(sweep: KldSweep, results: Results, on_prefill: Callable[[str], OnPre
 
 
 def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits, npt.NDArray[np.int32], Result]:
-    """Return logits (n_score, n_vocab) float32 before each of the last tokens, those tokens (n_score,) int32, and
+    """Return logits (n_score, n_vocab) float32 before each of the scored tokens, those tokens (n_score,) int32, and
     figures.
     """
     with open_variant(sweep.model, cell.variant, cell.n_ctx, cell.pool or 0, sweep.common) as kv:
-        tokens = kv.tokenize(questions(kv, cell.n_ctx) if sweep.text is None else sweep.text)[: cell.n_ctx]
-        if sweep.text is not None and len(tokens) < cell.n_ctx:
-            msg = f"the text has {len(tokens)} tokens, and a context of {cell.n_ctx} is asked for: give a longer text"
-            raise UsageError(msg)
-        n = sweep.n_score
+        prompt, scored = _tokens(sweep, kv, cell.n_ctx)
         prefill_s, warnings = 0.0, list(before_prompt(kv, cell.variant, cell.pool))
-        for event in kv.prefill(tokens[:-n]):
+        for event in kv.prefill(prompt):
             if isinstance(event, Prefill):
                 prefill_s = event.seconds
                 on_prefill(event)
             elif isinstance(event, Warn):
                 warnings.append(event.text)
         before_answer(kv, cell.variant)
-        logits, decode_s = _forced(kv, tokens[-n:])
+        logits, decode_s = _forced(kv, scored)
         figures = {
             "kv_device_bytes": device_bytes(kv, cell.variant, cell.pool),
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "machine": machine(),
             "warnings": [*kv.warnings, *warnings],
+            "n_score": len(scored),
         }
-        return logits, tokens[-n:], figures
+        return logits, scored, figures
+
+
+def _tokens(sweep: KldSweep, kv: KVFlash, n_ctx: int) -> tuple[Tokens, Tokens]:
+    """Return the token ids that are read (n,) int32, and those that are given one by one (n_score,) int32."""
+    if (task := sweep.task) is not None:
+        prompts = Prompts(kv.model)
+        return prompts.answered(make_text(task.name, n_ctx, prompts.count, task.haystack, task.seed))
+    tokens = kv.tokenize(questions(kv, n_ctx) if sweep.text is None else sweep.text)[:n_ctx]
+    if sweep.text is not None and len(tokens) < n_ctx:
+        msg = f"the text has {len(tokens)} tokens, and a context of {n_ctx} is asked for: give a longer text"
+        raise UsageError(msg)
+    return tokens[: -sweep.n_score], tokens[-sweep.n_score :]
 
 
 def questions(kv: KVFlash, n_tokens: int) -> str:
@@ -208,7 +238,7 @@ def rows(sweep: KldSweep, results: Results) -> list[KldRow]:
     for cell in sweep.cells():
         if (r := results.get(sweep.key(cell))) is None:
             continue
-        values = {f.name: r[f.name] for f in fields(KldRow) if f.name in r}
+        values = {"n_score": sweep.n_score} | {f.name: r[f.name] for f in fields(KldRow) if f.name in r}
         kind = "full cache, quantised" if cell.variant.full else f"pool, {cell.variant.label}"
         share = r["kv_device_bytes"] / r["full_bytes"]
         found.append(
@@ -234,7 +264,11 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
         ]
         for r in found
     ]
-    note = f"The last {sweep.n_score} tokens of each context, given one by one; against the full f16 cache in the same run."
+    scored = f"The last {sweep.n_score} tokens of each context"
+    if sweep.task is not None:
+        n = " or ".join(str(n) for n in dict.fromkeys(r.n_score for r in found))
+        scored = f"The {n} tokens after the prompt of {sweep.task.name}, text {sweep.task.seed} (right answers, and questions between them)"
+    note = f"{scored}, given one by one; against the full f16 cache in the same run."
     if any(v.control for v in sweep.variants):
         note += f" {CONTROL_NOTE}"
     return markdown(head, lines) + f"\n{note} {command(found)}\n"

@@ -10,28 +10,31 @@ import numpy as np
 
 from pyllama_kvflash.bench.control import before_answer, before_prompt
 from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
+from pyllama_kvflash.bench.prompts import Prompts
+from pyllama_kvflash.bench.questions import Question, Questions
 from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.ruler_texts import TASKS, Question, Questions, make_text, score
+from pyllama_kvflash.bench.ruler_texts import GROUPS, make_text, task_named
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Token, Warn
-from pyllama_kvflash.native import Model, Sampling, Tokens
+from pyllama_kvflash.native import Sampling, Tokens, json_grammar
 
 OnPrefill = Callable[[Prefill], None]
 
 _mark = cache(digest)  # every text's key has it
 
 _PREFIX = "niah_"  # prefix of RULER's names, left out here
-_SAID = "8d1e7c40"  # stands for an answer in a template
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Parse task names with commas between them; RULER's own names work, too. Raises UsageError for an unknown one."""
-    found = tuple(dict.fromkeys(part.strip().removeprefix(_PREFIX) for part in text.split(",")))
+    """Parse names of tasks and of groups of them, with commas between; RULER's own names work, too.
+
+    Raises UsageError for an unknown one.
+    """
+    names = [part.strip().removeprefix(_PREFIX) for part in text.split(",")]
+    found = tuple(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
     for task in found:
-        if task not in TASKS:
-            msg = f"{task!r} is no task of RULER here: there are {', '.join(TASKS)}"
-            raise UsageError(msg)
+        task_named(task)
     return found
 
 
@@ -126,45 +129,6 @@ def measure(ruler: Ruler, results: Results, on_prefill: Callable[[str], OnPrefil
                 yield cell, result
 
 
-class Prompts:
-    """Makes prompts for a model: its chat template, or plain text if it has none, then the beginning of the answer."""
-
-    def __init__(self, model: Model) -> None:
-        """Load the chat template. Raises UsageError for one that cannot be used."""
-        from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
-
-        self._model = model
-        self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
-
-    def first(self, question: Question) -> Tokens:
-        """Return the token ids (n,) int32 of a prompt that ends where the first answer goes on."""
-        if self._template is None:
-            return self._model.tokenize(question.text + question.prefix)
-        from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (an extra)
-
-        message = {"role": "user", "content": question.text}
-        return tokenize_chat(self._model, self._template.render([message]) + question.prefix)
-
-    def further(self, question: Question) -> Tokens:
-        """Return the token ids (n,) int32 from an answer's end to where the next answer goes on. Raises UsageError."""
-        if self._template is None:
-            return self._model.tokenize(f"\n{question.text}{question.prefix}", add_special=False)
-        roles = (("user", "?"), ("assistant", _SAID), ("user", question.text))
-        text = self._template.render([{"role": role, "content": content} for role, content in roles])
-        _, said, rest = text.rpartition(_SAID)
-        if not said:
-            msg = (
-                "the chat template leaves out what the assistant said: no question can be asked after another (in_turn)"
-            )
-            raise UsageError(msg)
-        return self._model.tokenize(rest + question.prefix, add_special=False, parse_special=True)
-
-    def count(self, questions: Questions) -> int:
-        """Return the tokens of all questions, without the answers."""
-        first, *then = questions
-        return len(self.first(first)) + sum(len(self.further(q)) for q in then)
-
-
 def run_text(kv: KVFlash, cell: Cell, prompts: Prompts, questions: Questions, on_prefill: OnPrefill) -> Result:
     """Read a text and answer its questions, each after the answer to the one before. Returns plain JSON values."""
     warnings = [*kv.warnings, *before_prompt(kv, cell.variant, cell.pool)]
@@ -172,11 +136,11 @@ def run_text(kv: KVFlash, cell: Cell, prompts: Prompts, questions: Questions, on
     prefill_s = _read(kv, prompts.first(first), on_prefill, warnings)
     n_tokens = kv.n_tokens
     before_answer(kv, cell.variant)
-    said = [answer(kv, first.n_new)]
+    said = [answer(kv, first.n_new, _grammar(first))]
     for question in then:
         _read(kv, np.array([*said[-1].pending, *prompts.further(question)], np.int32), on_prefill, warnings)
-        said.append(answer(kv, question.n_new))
-    scores = [score(a.text, q.expected) for a, q in zip(said, questions, strict=True)]
+        said.append(answer(kv, question.n_new, _grammar(question)))
+    scores = [q.score(a.text, q.expected) for a, q in zip(said, questions, strict=True)]
     n_decoded, decode_s = sum(max(0, a.n_tokens - 1) for a in said), sum(a.seconds for a in said)
     return {
         "answers": [a.text for a in said],
@@ -219,9 +183,15 @@ class Said:
     warnings: tuple[str, ...]
 
 
-def answer(kv: KVFlash, n_new: int) -> Said:
+def _grammar(question: Question) -> str:
+    """Return the grammar (GBNF) of its answer, "" if there is none."""
+    return json_grammar(question.schema) if question.schema else ""
+
+
+def answer(kv: KVFlash, n_new: int, grammar: str = "") -> Said:
     """Return the greedy answer to what was just read: what KVFlash.generate() says after its own prompt."""
-    run = kv.generation(np.empty(0, np.int32), max_tokens=n_new, sampling=Sampling(temperature=0))
+    sampling = Sampling(temperature=0, grammar=grammar)
+    run = kv.generation(np.empty(0, np.int32), max_tokens=n_new, sampling=sampling)
     text = "".join(token.text for token in run.answer.shown())
     warnings: list[str] = []
     while not run.ended:

@@ -1,14 +1,15 @@
-"""Tables of RULER's tasks: points for each task, and the gap to the full cache on the same texts."""
+"""Tables of RULER's tasks and of long answers: points for each task, and the gap to the full cache on the same texts."""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 
 from pyllama_kvflash.bench.control import CONTROL_NOTE
 from pyllama_kvflash.bench.grid import Result, Results, comma_separated, command, markdown, short
 from pyllama_kvflash.bench.ruler import Cell, Ruler
+from pyllama_kvflash.bench.ruler_texts import GROUPS
 
 Found = dict[tuple[str, int], Result]
 """Results by task and seed."""
@@ -16,14 +17,16 @@ Found = dict[tuple[str, int], Result]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variant at one context and pool, over all measured texts. Scores are points, 100 at most.
+    """A variant at one context and pool, over all measured texts of a group of tasks. Scores are points, 100 at most.
 
+    group: "ruler" or "long", see GROUPS.
     mean: mean of the tasks.
     gap: points less the full cache's at this context, over the texts that both have, mean of the tasks; None: this is
         the full cache, or it was not measured.
     gap_se: standard error of the gap; None with fewer than two texts.
     """
 
+    group: str
     variant: str
     n_ctx: int
     pool: int | None
@@ -43,10 +46,20 @@ class Row:
 
 
 def summarise(ruler: Ruler, results: Results) -> list[Row]:
-    """Return one row for each cell that has results."""
+    """Return one row for each group and cell that have results."""
+    return [row for group, part in groups(ruler).items() for row in _rows(group, part, results)]
+
+
+def groups(ruler: Ruler) -> dict[str, Ruler]:
+    """Return the plan of each group of tasks, by the group's name."""
+    tasks = {group: tuple(task for task in ruler.tasks if task in names) for group, names in GROUPS.items()}
+    return {group: replace(ruler, tasks=found) for group, found in tasks.items() if found}
+
+
+def _rows(group: str, ruler: Ruler, results: Results) -> list[Row]:
     found = [(cell, _found(ruler, results, cell)) for cell in ruler.cells()]
     full = {cell.n_ctx: texts for cell, texts in found if cell.variant.label == "full"}
-    return [_row(ruler, cell, texts, full.get(cell.n_ctx, {})) for cell, texts in found if texts]
+    return [_row(group, ruler, cell, texts, full.get(cell.n_ctx, {})) for cell, texts in found if texts]
 
 
 def _found(ruler: Ruler, results: Results, cell: Cell) -> Found:
@@ -54,7 +67,7 @@ def _found(ruler: Ruler, results: Results, cell: Cell) -> Found:
     return {text: result for text, result in all_of_them if result is not None}
 
 
-def _row(ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row:
+def _row(group: str, ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row:
     scores = by_task(ruler.tasks, {text: 100 * r["score"] for text, r in found.items()})
     gap, gap_se = None, None
     if found is not full and (both := found.keys() & full.keys()):
@@ -63,6 +76,7 @@ def _row(ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row:
         gap_se = stdev(gaps.values()) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
     decode_s = sum(r["decode_s"] for r in found.values())
     return Row(
+        group=group,
         variant=cell.variant.label,
         n_ctx=cell.n_ctx,
         pool=cell.pool,
@@ -89,13 +103,21 @@ def by_task(tasks: Sequence[str], values: dict[tuple[str, int], float]) -> dict[
 
 
 def as_markdown(ruler: Ruler, rows: Sequence[Row]) -> str:
-    """Return a table for each context, and what the numbers mean."""
-    return "".join(f"Context {short(n)}\n\n{_table(ruler, rows, n)}\n" for n in sorted(ruler.contexts)) + _notes(
-        ruler, rows
+    """Return a table for each context and group, and what the numbers mean."""
+    tables = (
+        f"{_heading(n, group)}\n\n{_table(part, [r for r in rows if (r.n_ctx, r.group) == (n, group)])}\n"
+        for n in sorted(ruler.contexts)
+        for group, part in groups(ruler).items()
     )
+    return "".join(tables) + _notes(ruler, rows)
 
 
-def _table(ruler: Ruler, rows: Sequence[Row], n_ctx: int) -> str:
+def _heading(n_ctx: int, group: str) -> str:
+    """Return the title of a table."""
+    return f"Context {short(n_ctx)}" + (", long answers" if group == "long" else "")
+
+
+def _table(ruler: Ruler, rows: Sequence[Row]) -> str:
     head = ["variant", "pool", *ruler.tasks, "mean", "gap to full", "s.e.", "texts"]
     lines = [
         [
@@ -108,7 +130,6 @@ def _table(ruler: Ruler, rows: Sequence[Row], n_ctx: int) -> str:
             r.texts,
         ]
         for r in rows
-        if r.n_ctx == n_ctx
     ]
     return markdown(head, lines)
 
@@ -116,7 +137,7 @@ def _table(ruler: Ruler, rows: Sequence[Row], n_ctx: int) -> str:
 def _notes(ruler: Ruler, rows: Sequence[Row]) -> str:
     n = len(ruler.seeds)
     notes = (
-        "Points: the share of the expected strings that an answer has, times 100. mean: of the tasks. gap: to the full cache"
+        "Points: the share of what is expected that an answer has, times 100. mean: of the tasks. gap: to the full cache"
         " of this run on the same texts, in points; s.e.: its standard error, paired over the texts. Where there are few"
         " texts, differences of some points are noise."
     )

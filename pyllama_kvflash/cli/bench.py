@@ -14,7 +14,7 @@ from pyllama_kvflash.bench import ruler_tables
 from pyllama_kvflash.bench import sweep as recall_bench
 from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
 from pyllama_kvflash.bench.grid import FILES, Results, Variant, refuse_controls
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS
+from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.read import read_text
@@ -60,8 +60,12 @@ KLD_HELP = """Measure how far the next-token distributions on a text are from th
 The end of the text is given token by token, as in decoding. Pools are compared with full caches quantised to q8_0 and
 q4_0, which take 53 % and 28 % of the memory. Without -f, the text has codes, and ends in questions and answers.
 
+With --task, the text is one of `kvflash bench ruler` (its tasks of long answers, see there), hidden in the prose of -f, and
+its right answer is given token by token: for turns, with the questions between the answers.
+
 \b
   kvflash bench kld model.gguf -f book.txt --contexts 16K
+  kvflash bench kld model.gguf --task list --contexts 16K
 """
 
 
@@ -74,12 +78,21 @@ the share of the expected strings that are in the answer, times 100. Needs jinja
   kvflash bench ruler model.gguf --quick                            a first look: 4 minutes for 135M weights, two cores
   kvflash bench ruler model.gguf                                    8K and 16K, pools of 1K and 2K, 5 texts each: hours
   kvflash bench ruler model.gguf --tasks multikey_2,vt,cwe --docs 20
+  kvflash bench ruler model.gguf --tasks ruler,long                 long answers, too
   kvflash bench ruler model.gguf --variants full,qk,qk/answer=full  what reading and answering through the pool cost
 
-Tasks: {", ".join(TASKS)}. The first eight hide needles in noise (single_1), in prose, or among other needles
+Tasks, as a group ruler: {", ".join(GROUPS["ruler"])}. The first eight hide needles in noise (single_1), in prose, or among other needles
 (multikey_2, with uuids multikey_3), and ask for one, for all values of one (multivalue) or for four (multiquery).
 in_turn is not RULER's: two questions about one text, the second after the answer to the first. vt: the variables that
 have a value. cwe, fwe: the most frequent words. RULER's qa_1 and qa_2 need data sets, and are not here.
+
+Tasks of long answers, which are not RULER's, as a group long: {", ".join(GROUPS["long"])}. They have a table and a mean of
+their own.
+list: 16 numbers, each with its name, in the order of the text. Points: the longest common subsequence with the right list.
+turns: eight questions about one text, each after the answer to the last. Nothing is read again.
+copy: 200 tokens of the text, word for word, from the words that the answer begins with. Points: the share of their runs of
+four words that the answer has, too.
+json: 24 records, to be given as a JSON array, which a grammar enforces. Points: the share of right values, by record number.
 
 With answer=full, the prompt is read through the pool, then all of it is brought back, and its last tokens are read
 again (unless a recurrent state cannot go back). What such a row loses against full was lost in reading. It can score
@@ -203,6 +216,13 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
     "--score", "n_score", type=click.IntRange(1), default=256, show_default=True, help="Tokens at the end to compare."
 )
 @click.option(
+    "--task",
+    type=click.Choice(GROUPS["long"]),
+    default=None,
+    help="Read a text of this task, and compare all tokens of its right answer.",
+)
+@click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the task's text.")
+@click.option(
     "--shares",
     type=Shares(),
     default="50,28.1,25,12.5,6.25",
@@ -215,15 +235,21 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
     show_default=True,
     help="Rows of the table, see above.",
 )
-def kld(text_file: str | None, n_score: int, **options: Any) -> None:
+def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **options: Any) -> None:
     """Run the kld bench."""
+    if task is not None:
+        check_extra("kvflash bench kld --task", ("jinja2",))
     model, folder, common, variants, reporter = _common("kld", options)
     contexts = options["contexts"]
-    if n_score >= min(contexts):
+    if task is not None and not _untyped("n_score"):
+        msg = f"--score is {n_score:,}, and --task compares all tokens of the right answer: give one of them"
+        raise UsageError(msg)
+    if task is None and n_score >= min(contexts):
         msg = f"--score is {n_score:,}, and must be less than the shortest context of {min(contexts):,}"
         raise UsageError(msg)
-    text = _text(text_file)
-    sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common)
+    long_task = None if task is None else kld_bench.LongTask(task, seed, _haystack(text_file))
+    text = None if task is not None else _text(text_file)
+    sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common, long_task)
     results = Results(folder)
     with native.interruptible(), reporter.counting("kld", len(list(sweep.cells()))) as bar:
         bar.skip(sum(results.get(sweep.key(c)) is not None for c in sweep.cells()))
@@ -234,7 +260,9 @@ def kld(text_file: str | None, n_score: int, **options: Any) -> None:
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
-    picture(results, reporter, lambda: kld_figure(rows, f"{model.stem}, {n_score} tokens"))
+    picture(
+        results, reporter, lambda: kld_figure(rows, f"{model.stem}, {f'{n_score} tokens' if task is None else task}")
+    )
 
 
 _QUICK = {"contexts": (4096,), "pools": (768,), "docs": 1, "tasks": "single_2,multikey_1,in_turn,fwe"}
@@ -256,7 +284,7 @@ def _untyped(name: str) -> bool:
 @click.option("--pools", type=Numbers(), default="1K,2K", show_default=True, help="Pool sizes in tokens.")
 @click.option("--docs", type=click.IntRange(1), default=5, show_default=True, help="Texts per task and length.")
 @click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text.")
-@click.option("--tasks", default=",".join(TASKS), metavar="NAMES", help="Tasks, see above.  [default: all]")
+@click.option("--tasks", default="ruler", show_default=True, metavar="NAMES", help="Tasks or groups, see above.")
 @click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the tables, see above.")
 @click.option("--quick", is_flag=True, help=_QUICK_HELP)
 def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
@@ -270,9 +298,7 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     model, folder, common, variants, reporter = _common("ruler", options)
     seeds = tuple(range(options["seed"], options["seed"] + options["docs"]))
     tasks = ruler_bench.parse_tasks(options["tasks"])
-    if text_file is None:
-        reads("the bundled text", SAMPLE)
-    haystack = _text(text_file) or SAMPLE.read_text("utf-8")
+    haystack = _haystack(text_file)
     plan = ruler_bench.Ruler(model, options["contexts"], options["pools"], variants, tasks, seeds, haystack, common)
     results = Results(folder)
     n = len(list(plan.cells())) * len(plan.texts())
@@ -301,6 +327,13 @@ def _text(file: str | None) -> str | None:
         msg = f"the text file {file} is empty: give one with words"
         raise UsageError(msg)
     return text
+
+
+def _haystack(file: str | None) -> str:
+    """Return the prose to hide things in, the bundled one if no file is given."""
+    if file is None:
+        reads("the bundled text", SAMPLE)
+    return _text(file) or SAMPLE.read_text("utf-8")
 
 
 def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
