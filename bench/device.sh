@@ -26,6 +26,8 @@
 #   bench/device.sh meter F   there: the meter beside the truth
 #   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
+#   bench/device.sh fresh F [S] there: policy fresh beside others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
+#                             seconds; again: what is missing
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -100,7 +102,7 @@ build)
     fi
     # an image may name a compiler that links libstdc++ statically into each library: they then crash in each other's copy
     [ -x /usr/bin/g++ ] && export CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++
-    CMAKE_ARGS="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=$arch" \
+    CMAKE_ARGS="-DGGML_CUDA=${KVFLASH_DEVICE_CUDA:-ON} -DCMAKE_CUDA_ARCHITECTURES=$arch" \
         python3 -m pip install --no-index --no-deps --no-build-isolation --editable . >build.log 2>&1 \
         || { tail -40 build.log; exit 1; }
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"
@@ -254,6 +256,54 @@ grammar)
             python3 bench/grammar.py --shape 8b --shape-dir /dev/shm "$3" --temp $temp
         done
     } | tee $at/grammar.md
+    results
+    ;;
+fresh)
+    model=$2 name=$(basename "$2" .gguf)
+    export OMP_NUM_THREADS=1
+    novel=pyllama_kvflash/bench/data/moby-dick.txt
+    tail -c +300000 $novel >/tmp/prose.txt
+    cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
+    job() { # folder, then a bench and its options
+        folder=$at/fresh-$name/$1
+        mkdir -p "$folder"
+        timeout "$seconds" kvflash bench "${@:2}" -t "${THREADS:-4}" -o "$folder" >"$folder/log" 2>&1 &
+    }
+    seconds=${3:-500}
+    for what in ${WHAT:-kld ablation ruler}; do
+        case $what in
+        kld)
+            for text in prose code; do
+                for share in 28.1 12.5 6.25; do
+                    job kld-$text-$share kld "$model" -f /tmp/$text.txt --contexts 16K --shares $share \
+                        --variants full/type_k=q8_0/type_v=q8_0,lru,qk,fresh
+                done
+            done
+            ;;
+        ablation)
+            for text in prose code; do
+                job ablation-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
+                    --variants fresh,fresh/index=1,fresh/index=4,fresh/swaps=4,fresh/swaps=16,fresh/swaps=1000,fresh/chunk=16/tail=16/sinks=4
+            done
+            ;;
+        forms)
+            for task in list turns copy; do
+                job kld-$task kld "$model" --task $task --contexts 16K --shares 12.5 --variants lru,qk,fresh
+            done
+            ;;
+        ruler)
+            for variant in full fresh lru qk; do
+                for tasks in ${TASKS:-ruler long}; do
+                    job ruler-$variant-"$tasks" ruler "$model" --contexts 8K --docs "${DOCS:-3}" --tasks "$tasks" --pools 1K --variants $variant
+                done
+            done
+            ;;
+        niah) job niah niah --variants full,lru,qk,fresh ;;
+        facts) job facts facts --docs 1 --facts 64 --variants full,lru,qk,fresh --contexts 8K,16K,32K ;;
+        esac
+    done
+    wait
+    tail -n 3 $at/fresh-"$name"/*/log
     results
     ;;
 recall)
