@@ -274,10 +274,11 @@ fresh)
         case $what in
         kld)
             for text in prose code; do
-                for share in 28.1 12.5 6.25; do
-                    job kld-$text-$share kld "$model" -f /tmp/$text.txt --contexts 16K --shares $share \
-                        --variants full/type_k=q8_0/type_v=q8_0,lru,qk,fresh
+                for share in 28.1 6.25; do
+                    job kld-$text-$share kld "$model" -f /tmp/$text.txt --contexts 16K --shares $share --variants fresh,qk,lru
                 done
+                THREADS=7 job kld-$text-12.5 kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
+                    --variants fresh,qk,lru,full/type_k=q8_0/type_v=q8_0
             done
             ;;
         ablation)
@@ -292,7 +293,7 @@ fresh)
             done
             ;;
         ruler)
-            for variant in full fresh lru qk; do
+            for variant in ${VARIANTS:-full fresh lru qk}; do
                 for tasks in ${TASKS:-ruler long}; do
                     job ruler-$variant-"$tasks" ruler "$model" --contexts 8K --docs "${DOCS:-3}" --tasks "$tasks" --pools 1K --variants $variant
                 done
