@@ -85,7 +85,12 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    head: int = 0  # values of a key, in the layer that has the fewest
+    heads: tuple[tuple[int, int], ...] = ()  # of each layer: KV heads, values of a key
+
+    @property
+    def head(self) -> int:
+        """Values of a key, in the layer that has the fewest."""
+        return min((d for _, d in self.heads), default=0)
 
 
 def load(
@@ -304,8 +309,8 @@ def probe(model: Model, options: Options) -> Probe:
         refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
-    head = min((layer.n_embd_head_k for layer in layers), default=0)
-    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, head)
+    heads = tuple((layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
+    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, heads)
 
 
 def check_file(path: Path) -> None:

@@ -1,0 +1,174 @@
+"""What users see of policy fresh: its figures, residency by layers, its trace, page and metrics."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import POOLED, good, rows
+from support.runs import BY_SIXTEEN, TOKENS, Open, check_residency, feed
+
+from pyllama_kvflash import KVFlash, Paged
+from pyllama_kvflash.cli.report import banner, bits_a_value, closing_line, stats_table
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.policy.fresh import IndexForm
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+long_file = commands.long_file
+SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "prefill": "pool"}
+
+
+def read(kv: KVFlash, n: int) -> list[Event]:
+    return list(kv.prefill(TOKENS[:n]))
+
+
+def moved(events: Iterable[Event], there: set[int], n_chunks: int) -> set[int]:
+    """Return the chunks that all layers hold, as the events tell it: new ones are there until they leave."""
+    there = set(there)
+    for event in events:
+        if isinstance(event, Paged):
+            there = there - set(event.drops) | set(event.page_ins)
+    return {c for c in there if c < n_chunks}
+
+
+#
+# residency
+#
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("qwen3", 16), ("qwen3", 32), ("qwen3", 64), ("gemma4", 64), ("qwen35", 32)]
+)
+def test_residency_counts_the_layers_that_chose_a_chunk(opened: Open, name: str, chunk: int) -> None:
+    """A unit of 16 in one layer is a part of its chunk; what all hold is in all of them; and no cell is counted twice."""
+    kv = opened(name, chunk=chunk, pool=1024)
+    read(kv, 2500)
+    feed(kv, 2520)
+    seen, n_layer = kv.residency(), kv.ctx.pool_info().n_layer
+    room = kv.pager.guests
+    assert room is not None
+    _, units = room.native.tables()
+    want = np.zeros(len(seen.state))
+    for unit in units.flat:
+        want[unit * 16 // chunk] += 16 / chunk
+    resident = seen.state == State.RESIDENT
+    assert not want[resident].any()
+    assert np.array_equal(seen.layers, np.where(resident, n_layer, want))
+    assert 0 < want.max() <= n_layer
+    assert seen.layers.sum() == n_layer * (kv.pager.ledger.n_resident + kv.stats().guest_blocks)
+
+
+def test_a_text_that_fits_has_no_guests(opened: Open) -> None:
+    kv = opened()
+    read(kv, 400)
+    stats = kv.stats()
+    assert (stats.guest_blocks, stats.guests_fetched) == (0, 0)
+    assert np.all(kv.residency().layers == kv.ctx.pool_info().n_layer)
+    check_residency(kv, 16)
+
+
+@pytest.mark.parametrize("prefill", ["pool", "exact"])
+def test_events_tell_what_left_all_layers(opened: Open, prefill: str) -> None:
+    """As the tail moves on, what it leaves becomes a candidate: that is a move, and is told."""
+    kv = opened(prefill=prefill)
+    events = read(kv, 1500)
+    resident = set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    if prefill == "pool":
+        assert moved(events, set(range(94)), 94) == resident
+    events = feed(kv, 1700)
+    there = moved(events, resident | set(range(94, 107)), 107)
+    assert there == set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    assert sum(len(e.drops) for e in events if isinstance(e, Paged)) >= 12
+
+
+#
+# figures
+#
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "want"),
+    [("qwen3", 0, 2), ("qwen3", 1, 1), ("qwen3", 4, 4), ("gemma4", 0, 1), ("gemma4", 2, 2), ("qwen35", 0, 2)],
+)
+def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, want: int) -> None:
+    """Gemma's heads are large, and have fewer bits a value."""
+    kv = opened(name, index=bits)
+    read(kv, 1500)
+    stats, room = kv.stats(), kv.pager.guests
+    assert room is not None
+    assert kv.policy == "fresh"
+    assert stats.index_bytes == room.n_bytes(room.native.info().n) > 0
+    assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
+    assert stats.guests_fetched == room.native.info().n_fetched >= room.native.tables()[1].size
+    assert room.bits == want
+
+
+@pytest.mark.parametrize(
+    ("form", "want"),
+    [
+        (IndexForm(8, 40, 16), 2 * (1024 * 16 + 4 * (64 + 64 * 64 + 64))),
+        (IndexForm(64, 0, 0), 2 * (1024 * 32 + 4 * (64 + 64 * 64 + 64))),
+    ],
+)
+def test_bytes_of_an_index(form: IndexForm, want: int) -> None:
+    """Whole groups of 64 positions, and what keys are taken by."""
+    assert form.n_bytes(2, 64, 1024) == form.n_bytes(2, 64, 961) == want
+    assert form.n_bytes(2, 64, 960) < want
+
+
+def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
+    kv = opened(policy="lru")
+    read(kv, 1500)
+    stats = kv.stats()
+    assert (kv.policy, stats.index_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
+    assert "index" not in banner(kv)[-1]
+    assert "index" not in closing_line(stats, "length")
+    assert stats_table(stats).row_count == 15
+
+
+@pytest.mark.parametrize(("bits", "want"), [(1.0, "1 bit a value"), (2.0, "2 bits a value"), (0.5, "0.5 bits a value")])
+def test_bits_in_words(bits: float, want: str) -> None:
+    assert bits_a_value(bits) == want
+
+
+FRESH = ("--kvflash-policy", "fresh")
+
+
+def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
+    """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
+    res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats")
+    assert (
+        "; policy fresh (index of 2 bits a value: 0.9 MiB of host memory at the full context, 7.9 % of the full cache), "
+        in res.stderr
+    )
+    assert "are lossless" not in res.stderr
+    table = rows(res.stderr)
+    n = int(re.match(r"([\d,]+) bytes", table["index"])[1].replace(",", ""))  # type: ignore[index]
+    assert table["index"] == f"{n:,} bytes ({n / 2**20:.1f} MiB) of host memory"
+    assert re.fullmatch(r"\d+ blocks; layers fetched [\d,]+ guests of 16 tokens", table["guests"])
+    assert re.search(rf" · host [\d.]+ MiB \+ {n / 2**20:.1f} MiB of index · ", res.stderr)
+    found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
+    assert found["policy"] == "fresh"
+    assert found["stats"]["index_bytes"] == n
+
+
+@pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
+def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
+    form = IndexForm.of(64, int(bits))
+    want = 6 * form.n_bytes(2, 64, 8192)
+    args = ("inspect", "-c", "8K", *FRESH, "--kvflash-index", bits)
+    assert json.loads(good(*args, "--json").stdout)["index_bytes"] == want
+    said = f"{bits_a_value(token_bytes / 96)}: {token_bytes} bytes a token, {want / 2**20:.1f} MiB of host memory for"
+    assert rows(good(*args).stdout)["index of fresh"].startswith(said)
+    assert json.loads(good("inspect", "-c", "8K", "--json").stdout)["index_bytes"] == 6 * IndexForm.of(64).n_bytes(
+        2, 64, 8192
+    )
