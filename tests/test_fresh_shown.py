@@ -15,6 +15,7 @@ from support.commands import POOLED, good, rows
 from support.runs import BY_SIXTEEN, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
+from pyllama_kvflash.bench.trace import read_trace
 from pyllama_kvflash.cli.report import banner, bits_a_value, closing_line, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
@@ -159,6 +160,32 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
     found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
     assert found["policy"] == "fresh"
     assert found["stats"]["index_bytes"] == n
+
+
+def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:
+    """After each batch of the prompt, after the first token that was decoded, and every 16 then; and it changes nothing."""
+    trace = tmp_path / "run.jsonl"
+    args = ("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "40", "-r", "never", "-s", "3", "--temp", "1")
+    plain = good(*args)
+    assert good(*args, "--trace", str(trace)).stdout == plain.stdout
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    seen = [line for line in lines if line["event"] == "layers"]
+    done = [line["done"] for line in lines if line["event"] == "prefill"]
+    n = done[-1]
+    assert sorted({line["pos"] for line in seen}) == [*done, n + 1, n + 17, n + 33, n + 39]
+    assert all(line["n_layer"] == 6 and len(line["layers"]) == -(-line["pos"] // 64) for line in seen)
+    assert seen[-1]["layers"][0] == seen[-1]["layers"][-1] == 6
+    assert sum(seen[-1]["layers"]) == 6 * 12
+    assert any(0 < x < 6 for x in seen[-1]["layers"])
+    found = read_trace(trace)
+    assert found.residency[-1].tolist() == [np.float32(x / 6) for x in seen[-1]["layers"]]
+
+
+@pytest.mark.parametrize("policy", ["lru", "qk"])
+def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path: Path, policy: str) -> None:
+    trace = tmp_path / "run.jsonl"
+    good("run", "-f", str(long_file), *POOLED, "--kvflash-policy", policy, "-n", "2", "--trace", str(trace))
+    assert '"layers"' not in trace.read_text()
 
 
 @pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
