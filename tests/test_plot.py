@@ -390,11 +390,10 @@ def test_colours_are_those_of_the_state(save: Callable[[Lines], Path]) -> None:
 
 
 def by_layer() -> Run:
-    """A run of which each of 24 layers chose its own chunks."""
+    """A run of which each of 24 layers chose its own chunks, as is known before the last token."""
     run = Run(1024, scored=False, model="a-very-long-name-of-a-model-" * 5).prefill(4096).decode(40)
-    run.lines.insert(
-        -1, {"event": "layers", "pos": 4130, "n_layer": 24, "layers": [24, 6, 0, 0.25, *[0] * 56, *[24] * 5]}
-    )
+    layers = [24, 6, 0, 0.25, *[0] * 56, *[24] * 5]
+    run.lines.insert(-2, {"event": "layers", "pos": 4134, "n_layer": 24, "layers": layers})
     return run
 
 
