@@ -10,7 +10,7 @@ from typing import Any
 from pyllama_kvflash.engine.exactly import open_exact
 from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import of_memory, of_model
+from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
@@ -283,7 +283,9 @@ def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams 
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
         types = f"cache types {options.type_k}/{options.type_v}"
-        msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {err}"
+        refused = pool is not None and pool.index_four and isinstance(err, UnsupportedError)
+        why = of_guests(str(err)) if refused else err
+        msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {why}"
         raise type(err)(msg) from None
 
 
