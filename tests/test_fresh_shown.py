@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import POOLED, good, rows
+from support.commands import POOLED, good, invoke, rows
 from support.runs import BY_SIXTEEN, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
@@ -160,6 +160,51 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
     found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
     assert found["policy"] == "fresh"
     assert found["stats"]["index_bytes"] == n
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((*FRESH, "--kvflash-index", "3"), "index (--kvflash-index) is 3, and must be one of 0, 1, 2, 4"),
+        (
+            ("--kvflash-index", "2"),
+            "index (--kvflash-index) is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
+        ),
+        (
+            (*FRESH, "--kvflash-swaps", "-1"),
+            "swaps (--kvflash-swaps) is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 8",
+        ),
+        (
+            (*FRESH, "--kvflash-opening", "-2"),
+            "opening (--kvflash-opening) is -2, and must be from -1 to 1,073,741,824: -1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "inspect"])
+def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: str) -> None:
+    res = invoke(command, *args, *(("-p", "x") if command == "run" else ()))
+    assert res.exit_code == commands.USAGE
+    assert f"kvflash: error: {says}" in res.stderr.splitlines()[-1]
+
+
+def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"POLICY": "fresh", "INDEX": "4", "OPENING": "5", "SWAPS": "3"}.items():
+        monkeypatch.setenv(f"KVFLASH_{name}", value)
+    said = good("run", "-f", str(long_file), *POOLED, "-n", "2").stderr
+    assert "policy fresh (index of 4 bits a value: " in said
+    assert "the first 5 tokens of an answer are lossless" in said
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
+def test_help_teaches_what_fresh_takes(command: str) -> None:
+    text = " ".join(good(command, "--help").stdout.split())
+    for default in (
+        "(32; 0 with policy fresh)",
+        "(4 chunks; 8 guests a layer with policy fresh)",
+        "(2 for heads of up to 96 values, 1 for larger ones)",
+    ):
+        assert f"[default: {default}]" in text
+    assert "fresh: each layer chooses its own, by 16 tokens, for every token that it computes" in text
 
 
 def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:

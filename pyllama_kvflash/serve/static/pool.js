@@ -229,7 +229,7 @@ function figures() {
 
 function choices(s) {
   if (seen.policy === "fresh") {
-    return s.guest_blocks ? `each layer, for every token, ${count(s.guest_blocks)} blocks; ${count(seen.guests_fetched)} fetches in all` : "none yet";
+    return s.guest_blocks ? `each layer for every token, in ${count(s.guest_blocks)} blocks; ${count(seen.guests_fetched)} guests fetched` : "none yet";
   }
   return s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet";
 }
