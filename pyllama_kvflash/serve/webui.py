@@ -244,7 +244,7 @@ def _sequence(i: int, s: _Sequence) -> dict[str, Any]:
         "state": "".join(map(str, r.state.tolist())) if r else "",
         "kind": "".join(_kind(s, c) for c in range(len(r.state))) if r else "",
         "score": [_short(x) for x in r.score.tolist()] if r else [],
-        "layers": [_short(x) for x in r.layers.tolist()] if r and s.stats.guest_blocks else [],
+        "layers": r.layers.tolist() if r and s.stats.guest_blocks else [],
         "guest_blocks": s.stats.guest_blocks,
         "resident": s.stats.resident,
         "stored": s.stats.stored,
