@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyllama_kvflash.engine.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
 
@@ -31,6 +31,8 @@ def render() -> str:
         table("Model", MODELS),
         "\n## Memories that are not pooled\n\n`kvflash inspect` names the memory of a model.\n",
         table("Memory", memories),
+        "\n## Pools that `--kvflash-policy fresh` does not take\n",
+        table("Pool", GUESTS),
         "\n## Calls that a pool does not take\n\nOf the native library; Python makes only the first two.\n",
         table("Call", CALLS),
         "\n## Context shift\n\nA `UsageError` when tokens do not fit.\n",

@@ -119,9 +119,7 @@ class Options:
     qk_rerank: int = 8  # chunks that are scored key by key there; 0: none
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
-    index: int = (
-        0  # bits of each value of a key in the index of "fresh": 1, 2 or 4; 0: by the size of a head (policy.fresh)
-    )
+    index: int = 0  # bits for each value of a key in the index of "fresh": 1, 2 or 4; 0: by the size of a head
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -210,7 +208,7 @@ class Options:
         check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
         self._check_summary()
-        check_choice(self.index, (0, *BITS), "index (--kvflash-index)")
+        self._check_index()
         check_choice(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
         try:
             n_queries(self.qk_query)
@@ -229,6 +227,16 @@ class Options:
             raise UsageError(msg)
         if self.policy == "qk" and self.qk_summary == "minmax":
             msg = "qk_summary (--qk-summary) is 'minmax', which has no mass: give centroid:4, or policy (--kvflash-policy) qk-zmax"
+            raise UsageError(msg)
+
+    def _check_index(self) -> None:
+        check_choice(self.index, (0, *BITS), "index (--kvflash-index)")
+        if self.index and self.policy != "fresh":
+            name = self.policy if isinstance(self.policy, str) else self.policy.name
+            msg = (
+                f"index (--kvflash-index) is {self.index}, and policy (--kvflash-policy) {name!r} has no index: give policy"
+                " fresh, or leave index out"
+            )
             raise UsageError(msg)
 
     def _check_cache(self) -> None:

@@ -81,9 +81,14 @@ BAD: list[tuple[str, Any, str]] = [
     ("policy", Lru, "type"),  # the class, not an object of it
     ("tau", -64, "-64"),
     ("tau", BIG, str(BIG)),
-    ("swaps", 0, "0"),
     ("swaps", -8, "-8"),
     ("swaps", BIG, str(BIG)),
+    ("index", 3, "3"),
+    ("index", -1, "-1"),
+    ("index", 8, "8"),
+    ("index", 2, "2"),  # policy qk has none
+    ("opening", -2, "-2"),
+    ("opening", BIG, str(BIG)),
     ("share", -0.1, "-0.1"),
     ("share", 1.5, "1.5"),
     ("share", math.nan, "nan"),
@@ -163,13 +168,16 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"auto_cap": cap} for cap in (1, 16_384, 1 << 30)),
         {"sinks": 0, "tail": 1},
         *({"chunk": n} for n in (16, 32, 64)),
-        *({"policy": name} for name in ("qk", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
+        *({"policy": name} for name in ("qk", "fresh", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
         {"policy": Lru()},
         {"n_batch": 0},
         {"tau": 0},
         {"tau": 1},
         {"tau": 1 << 30},
-        *({"swaps": n} for n in (1, 1 << 30)),
+        *({"swaps": n} for n in (0, 1, 1 << 30)),
+        *({"index": bits, "policy": "fresh"} for bits in (0, 1, 2, 4)),
+        *({"index": 0, "policy": name} for name in ("qk", "lru")),
+        *({"opening": n} for n in (-1, 0, 1, 1 << 30)),
         *({"share": share} for share in (0, 0.05, 1)),
         *({"again": share} for share in (0, 1e-9, 0.03, 1)),
         {"replay": 0},
@@ -227,10 +235,33 @@ def test_scoring_by_default(options: type["Options"]) -> None:
     from pyllama_kvflash.options import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
 
     made = options()
-    assert (made.interval, made.share, made.again, made.swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")
+    assert (made.interval, made.share, made.again, made.n_swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")
     assert options(spec=Spec(kind="ngram")).interval == 64
     for tau in (1, 2, 64, 100):
         assert options(tau=tau).interval == options(tau=tau, spec=Spec(kind="ngram")).interval == tau
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 8, 0)])
+def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str, n_swaps: int, n_opening: int) -> None:
+    """How much is exchanged, and how an answer opens; what is asked for stays."""
+    made = options(policy=policy)
+    assert (made.n_swaps, made.n_opening) == (n_swaps, n_opening)
+    made = options(policy=policy, swaps=3, opening=5)
+    assert (made.n_swaps, made.n_opening) == (3, 5)
+    assert options(policy=policy, opening=0).n_opening == 0
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("policy", ["qk", "lru", "drafter", Lru()])
+def test_only_fresh_has_an_index(options: type["Options"], policy: Any) -> None:
+    """Bits for nothing would make a run that was meant to be fresh look like one."""
+    name = policy if isinstance(policy, str) else policy.name
+    want = (
+        rf"index \(--kvflash-index\) is 4, and policy \(--kvflash-policy\) '{name}' has no index: give policy fresh, .*"
+    )
+    with pytest.raises(UsageError, match=f"^{want}$"):
+        options(policy=policy, index=4)
 
 
 @pytest.mark.native

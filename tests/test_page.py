@@ -170,10 +170,33 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert first["reselects"] == stats.reselects == found["reselects"] >= 1
     assert (first["pages_in"], first["pages_out"]) == (stats.pages_in, stats.pages_out)
     assert found["pages_out"] >= stats.pages_out
+    assert (first["layers"], first["guest_blocks"], found["guests_fetched"], found["index_bytes"]) == ([], 0, 0, 0)
     assert second["n_tokens"] == 0
     assert (second["state"], second["kind"], second["score"]) == ("", "", [])
     assert not first["busy"]
     assert first["reading"] is None
+
+
+def test_what_layers_chose_is_told() -> None:
+    """For each chunk in how many of them it is; and what the index of all sequences takes, and what was fetched for it."""
+    with Running(n_batch=256, policy="fresh", pool=1536) as running:
+        for text in (long_text(3000), f"Another. {long_text(2500)}"):
+            ask(running, text)
+            until(running.idle)
+        found, seen = pool(running), between_turns(running.scheduler, KVFlash.residency)
+        stats, (one, other) = between_turns(running.scheduler, KVFlash.stats), found["sequences"]
+        assert (found["policy"], found["n_layer"]) == ("fresh", 6)
+        assert found["index_bytes"] == sum(s.index_bytes for s in stats) > stats[0].index_bytes > 0
+        assert found["guests_fetched"] == stats[0].guests_fetched == stats[1].guests_fetched > 0
+        for said, where, its in zip((one, other), seen, stats, strict=True):
+            assert said["layers"] == where.layers.tolist()
+            assert any(0 < n < 6 and state == "0" for n, state in zip(said["layers"], said["state"], strict=True))
+            assert said["guest_blocks"] == its.guest_blocks > 0
+        until(lambda: running.metrics()["sequences_busy"] == 0)
+        metrics = running.metrics()
+        assert metrics["index_bytes"] == found["index_bytes"]
+        assert metrics["guests_fetched_total"] == found["guests_fetched"]
+        check_all(running.scheduler)
 
 
 def test_a_full_cache_is_said_to_be_one() -> None:

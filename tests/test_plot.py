@@ -221,6 +221,7 @@ START = {"event": "start", "model": "m", "policy": "qk", "n_ctx": 4096, "n_pool"
 PREFILL = {"event": "prefill", "done": 512, "total": 1000, "seconds": 0.2}
 CHECKED = {"event": "checked", "pos": 512, "n": 16, "agreed": 16, "kld": 0.1, "seconds": 0.2}
 MOVE = {"event": "paged", "pos": 512, "drops": [], "page_ins": []}
+LAYERS: dict[str, Any] = {"event": "layers", "pos": 512, "n_layer": 4, "layers": [4, 0, 0.25, 0, 0, 3, 4, 4]}
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,14 @@ MOVE = {"event": "paged", "pos": 512, "drops": [], "page_ins": []}
         (json.dumps({**CHECKED, "n": 0}), '0 for "n"'),
         (json.dumps({**CHECKED, "agreed": 17}), '17 for "agreed"'),
         (json.dumps({**CHECKED, "pos": 5000}), '5000 for "pos"'),
+        (json.dumps({**LAYERS, "pos": 4097}), '4097 for "pos"'),
+        (json.dumps({**LAYERS, "n_layer": 0}), '0 for "n_layer"'),
+        (json.dumps({**LAYERS, "layers": [4] * 7}), 'no list of 8 numbers from 0 to 4 for "layers"'),
+        (json.dumps({**LAYERS, "layers": [4] * 9}), 'no list of 8 numbers from 0 to 4 for "layers"'),
+        (json.dumps({**LAYERS, "layers": [4.25] * 8}), 'no list of 8 numbers from 0 to 4 for "layers"'),
+        (json.dumps({**LAYERS, "layers": [-1] * 8}), 'no list of 8 numbers from 0 to 4 for "layers"'),
+        (json.dumps({**LAYERS, "layers": [None] * 8}), 'no list of 8 numbers from 0 to 4 for "layers"'),
+        (json.dumps({**LAYERS, "layers": "all"}), 'no list of numbers for "layers"'),
         (json.dumps({**MOVE, "event": "reselect"}), '"scores"'),
         (json.dumps({**MOVE, "event": "reselect", "scores": [[1.0]]}), '"scores"'),
         (json.dumps({**MOVE, "event": "reselect", "scores": ["hot"]}), '"scores"'),
@@ -378,6 +387,44 @@ def test_colours_are_those_of_the_state(save: Callable[[Lines], Path]) -> None:
     last = image[:, -1][:: len(image) // 64][:64]  # a row for each chunk
     assert [tuple(c) == (228, 228, 228) for c in last] == [s == 0 for s in trace.residency[-1]]
     assert (image[-1, 0] == 255).all()  # the last chunk at the beginning: not written
+
+
+def by_layer() -> Run:
+    """A run of which each of 24 layers chose its own chunks, as is known before the last token."""
+    run = Run(1024, scored=False, model="a-very-long-name-of-a-model-" * 5).prefill(4096).decode(40)
+    layers = [24, 6, 0, 0.25, *[0] * 56, *[24] * 5]
+    run.lines.insert(-2, {"event": "layers", "pos": 4134, "n_layer": 24, "layers": layers})
+    return run
+
+
+def test_layers_that_chose_are_shares(save: Callable[[Lines], Path]) -> None:
+    """They replace what the moves before told, and count from the moment that they are for."""
+    trace = read_trace(save(by_layer().lines))
+    share = [1, 0.25, 0, np.float32(0.25 / 24), *[0] * 56, *[1] * 5]
+    assert trace.residency[-1].tolist() == share
+    assert set(np.unique(trace.residency[:-1])) == {-1, 0, 1}
+    assert trace.positions[-1] == 4135
+    run = Run(scored=False).prefill(512)
+    run.lines += [LAYERS, {**MOVE, "drops": [0], "page_ins": [1]}]
+    assert read_trace(save(run.lines)).residency[-1].tolist() == [0, 1, 0.0625, 0, 0, 0.75, 1, 1]
+
+
+def test_chunks_are_shaded_by_the_layers_that_hold_them(save: Callable[[Lines], Path]) -> None:
+    """By the root of the share: a quarter of the layers is half of the way from grey."""
+    path = save(by_layer().lines)
+    fig = residency_figure(read_trace(path))
+    image = np.asarray(fig.axes[0].images[0].get_array()).astype(int)
+    rows = image[:, -1][:: len(image) // 65][:65]
+    grey, full = np.array([228, 228, 228]), np.array([224, 112, 42])
+    assert (rows[2] == grey).all()
+    assert np.abs(rows[0] - full).max() <= 1  # colours are cut off to bytes
+    assert np.abs(rows[1] - (grey + full) / 2).max() <= 1
+    assert np.abs(rows[3] - (grey + np.sqrt(0.25 / 24) * (full - grey))).max() <= 1
+    found = words(path)
+    assert any("in the end 6 of 65 chunks in all layers; each layer holds 9.6 % of the text; " in t for t in found)
+    assert {"in all layers", "in a quarter of them", "out, in host memory"} <= set(found)
+    assert "resident" not in found
+    assert boxes_overlap(fig) == []
 
 
 def boxes_overlap(fig: Any) -> list[tuple[str, str]]:

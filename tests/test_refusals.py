@@ -25,8 +25,8 @@ from support.oracles import TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.engine import refusals
-from pyllama_kvflash.engine.refusals import CALLS, MEMORIES, MODELS, SHIFT, WINDOWS
+from pyllama_kvflash.engine import loading, refusals
+from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
@@ -324,12 +324,36 @@ def test_pool_is_not_shifted(tiny_model: Callable[[str], Model]) -> None:
 #
 
 
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_pool_that_fresh_does_not_take(
+    opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The library says why, in words that are in its code, and loading adds what to use instead; other errors stay."""
+    reason = GUESTS[name].reason.replace("{}", "3")
+    source = (Path(refusals.__file__).parents[1] / "native" / "src" / "kvflash-pool.cpp").read_text("utf-8")
+    assert GUESTS[name].reason.replace("{}", "%d") in source
+
+    def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
+        if pool and pool.n_pool > 256:
+            raise (UnsupportedError if pool.index_four else NativeError)(reason)
+        return Context(*_, pool=pool, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "Context", refuse)
+    with pytest.raises(UnsupportedError) as err:
+        opened("qwen3", n_ctx=4096, pool=1024, policy="fresh")
+    assert str(err.value).endswith(f" can be made: {str(GUESTS[name]).replace('{}', '3')}")
+    assert "--kvflash-policy qk" in str(err.value)
+    with pytest.raises(NativeError) as other:
+        opened("qwen3", n_ctx=4096, pool=1024, policy="lru")
+    assert str(other.value).endswith(f" can be made: {reason}")
+
+
 def test_page_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "refusals.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     text = (ROOT / "docs" / "REFUSALS.md").read_text()
-    for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), SHIFT):
+    for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), *GUESTS.values(), SHIFT):
         assert refusal.reason.replace("{}", "N") in text
         assert refusal.alternative in text

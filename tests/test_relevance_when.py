@@ -307,7 +307,7 @@ def test_few_chunks_come_back_while_decoding(
     assert max(len(e.page_ins) for e in events) > 20
     moved = [(len(e.page_ins), len(e.drops)) for e in reselects(feed(kv, 4200), "decode")]
     assert len(moved) >= 20
-    assert {n for n, _ in moved} == {swaps or kv.options.swaps}
+    assert {n for n, _ in moved} == {swaps or kv.options.n_swaps}
     assert all(n_in - 1 <= n_out <= n_in + 1 for n_in, n_out in moved)
     last = kv.reselect()
     assert last is not None

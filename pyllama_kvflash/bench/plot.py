@@ -134,9 +134,9 @@ class _Raster:
     shows.
     """
 
-    state: npt.NDArray[np.int8]  # (rows, columns) as in Trace.residency
+    state: npt.NDArray[np.float32]  # (rows, columns) as in Trace.residency
     score: npt.NDArray[np.float32]  # (rows, columns) NaN: not resident, or no score
-    back: npt.NDArray[np.bool_]  # (rows, columns) a chunk of the row was brought back
+    back: npt.NDArray[np.bool_]  # (rows, columns) a chunk of the row was brought back, into all layers
 
     @classmethod
     def of(cls, trace: Trace, width: _Width) -> "_Raster":
@@ -145,7 +145,7 @@ class _Raster:
         at = width.position((np.arange(_COLUMNS) + 0.5) / _COLUMNS)
         # draw a batch as the moment after it, which is what it could see
         moments = np.minimum(np.searchsorted(trace.positions, at, side="right"), len(trace.positions) - 1)
-        state = np.empty((len(starts), _COLUMNS), np.int8)
+        state = np.empty((len(starts), _COLUMNS), np.float32)
         score = np.full(state.shape, np.nan, np.float32)
         back = np.zeros(state.shape, np.bool_)
         shown = -1
@@ -159,7 +159,8 @@ class _Raster:
                 scores = np.where(now == 1, trace.scores[trace.last_reselect[i]], np.float32(np.nan))
                 score[:, x] = np.fmax.reduceat(scores, starts)
             if shown >= 0:
-                back[:, x] = np.logical_or.reduceat((trace.residency[shown] == 0) & (now == 1), starts)
+                before = trace.residency[shown]
+                back[:, x] = np.logical_or.reduceat((before >= 0) & (before < 1) & (now == 1), starts)
             shown = int(i)
         return cls(state, score, back)
 
@@ -181,12 +182,10 @@ def _colours(raster: _Raster) -> "ScalarMappable":
 
 def _residency(ax: "Axes", trace: Trace, raster: _Raster, colours: "ScalarMappable") -> bool:
     """Draw the large panel. Return whether it marks chunks that were brought back."""
-    from matplotlib.colors import to_rgb  # noqa: PLC0415
-
     n = trace.residency.shape[1] * trace.chunk
     image = np.ones((*raster.state.shape, 3))
-    image[raster.state == 0] = to_rgb(_OUT)
-    image[raster.state == 1] = to_rgb(_KEPT if len(trace.reselect_pos) else _FLAT)
+    written = raster.state >= 0
+    image[written] = _shade(trace, raster.state[written])
     scored = np.isfinite(raster.score)
     image[scored] = colours.to_rgba(raster.score[scored])[:, :3]
     repeat = max(1, _ROWS // len(image))  # enough rows that the image is not enlarged, which would blur it
@@ -204,6 +203,24 @@ def _residency(ax: "Axes", trace: Trace, raster: _Raster, colours: "ScalarMappab
     ax.tick_params(labelbottom=False)
     ax.spines[["top", "right"]].set_visible(False)
     return len(row) > 0
+
+
+def _shade(trace: Trace, share: Any) -> Floats:
+    """Return the colour of chunks without a score, (..., 3): grey where they are out, full where all layers hold them.
+
+    share: of the layers that do, (...). Most chunks are in few layers, if each chooses, so few show well.
+    """
+    from matplotlib.colors import to_rgb  # noqa: PLC0415
+
+    out, full = np.array(to_rgb(_OUT)), np.array(to_rgb(_KEPT if len(trace.reselect_pos) else _FLAT))
+    weight = np.sqrt(np.asarray(share, np.float64))[..., None]
+    colours: Floats = (1 - weight) * out + weight * full
+    return colours
+
+
+def _by_layer(trace: Trace) -> bool:
+    """Return whether each layer chose its own chunks."""
+    return bool(((trace.residency > 0) & (trace.residency < 1)).any())
 
 
 def _traffic(ax: "Axes", trace: Trace, width: _Width) -> None:
@@ -298,7 +315,11 @@ def _heading(fig: "Figure", trace: Trace) -> None:
     pool = "full cache" if meta.get("n_pool") is None else f"pool of {meta['n_pool']:,} tokens"
     chunks, resident = int((last >= 0).sum()), int((last == 1).sum())
     head = f"{_name(meta.get('model'))}, policy {_name(meta.get('policy'))}, {pool}"
-    line = f"in the end {resident:,} of {chunks:,} chunks resident ({100 * resident / max(chunks, 1):.1f} %)"
+    if _by_layer(trace):
+        share = 100 * float(last[last >= 0].mean())
+        line = f"in the end {resident:,} of {chunks:,} chunks in all layers; each layer holds {share:.1f} % of the text"
+    else:
+        line = f"in the end {resident:,} of {chunks:,} chunks resident ({100 * resident / max(chunks, 1):.1f} %)"
     line += f"; {int(trace.n_out.sum()):,} were dropped, {int(trace.n_in.sum()):,} brought back"
     if len(trace.checks):
         n, agreed = (int(x) for x in trace.checks.sum(axis=0))
@@ -326,8 +347,11 @@ def _legend(fig: "Figure", trace: Trace, colours: "ScalarMappable", *, scored: b
     if scored:
         handles.append(Patch(color=colours.get_cmap()(0.5), label="resident, by score"))
         handles.append(Patch(color=_KEPT, label="resident, not scored: first, last, pinned, new"))
+    elif _by_layer(trace):
+        handles.append(Patch(color=tuple(_shade(trace, 1)), label="in all layers"))
+        handles.append(Patch(color=tuple(_shade(trace, 0.25)), label="in a quarter of them"))
     else:
-        handles.append(Patch(color=_KEPT if len(trace.reselect_pos) else _FLAT, label="resident"))
+        handles.append(Patch(color=tuple(_shade(trace, 1)), label="resident"))
     if (trace.residency == 0).any():
         handles.append(Patch(color=_OUT, label="out, in host memory"))
     if marks:

@@ -21,7 +21,7 @@ _MAX_START = 1 << 16  # most bytes of the first line: a file that is no trace ma
 _RECORD = "record one with kvflash run --trace FILE"
 
 Ints = npt.NDArray[np.int64]
-States = npt.NDArray[np.int8]
+Shares = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float32]
 
 
@@ -33,7 +33,9 @@ class Trace:
     n_prompt: int  # tokens of the prompt, computed or not
     reason: str | None  # why it ended; None: the trace was cut off
     positions: Ints  # (n_moments,) never decreasing
-    residency: States  # (n_moments, n_chunks) -1: not written yet, 0: out, 1: resident
+    residency: (
+        Shares  # (n_moments, n_chunks) -1: not written yet, 0: out, 1: resident, between: in this share of the layers
+    )
     n_in: Ints  # (n_moments,) chunks brought back since the moment before
     n_out: Ints  # (n_moments,) chunks dropped since the moment before
     reselect_pos: Ints  # (n_reselects,)
@@ -171,7 +173,7 @@ class _Thinned:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
     pos: int
-    state: States
+    state: Shares
     n_in: int  # since the beginning
     n_out: int
     reselects: int
@@ -188,7 +190,7 @@ class _Replay:
         limit = max(4, min(MAX_MOMENTS, _MAX_CELLS // self._n_max))
         self._prefill, self._decode, self._reselects = _Thinned(limit), _Thinned(limit), _Thinned(2 * limit)
         self._checks = _Thinned(MAX_MOMENTS)
-        self._state: States = np.zeros(0, np.int8)
+        self._state: Shares = np.zeros(0, np.float32)
         self._written = 0
         self._n_prompt = 0
         self._first: int | None = None  # position of the first produced token
@@ -221,6 +223,8 @@ class _Replay:
                 self._n_reselects += 1
                 scores = self._scores(event)
                 self._reselects.add((self._n_reselects, event["pos"], scores))
+            case "layers":
+                self._layers(event)
             case "checked":
                 n = _integer(event, "n", low=1, high=self._n_ctx)
                 at = _integer(event, "pos", low=1, high=self._n_ctx)
@@ -251,7 +255,7 @@ class _Replay:
         self._written = max(self._written, n_tokens)
         n_new = -(-self._written // self._chunk) - len(self._state)
         if n_new > 0:
-            self._state = np.concatenate([self._state, np.ones(n_new, np.int8)])
+            self._state = np.concatenate([self._state, np.ones(n_new, np.float32)])
 
     def _move(self, event: dict[str, Any]) -> None:
         self._write(_integer(event, "pos", high=self._n_ctx))
@@ -265,13 +269,29 @@ class _Replay:
         self._came.difference_update(drops)
         self._moved = self._moved or bool(drops or page_ins)
 
-    def _scores(self, event: dict[str, Any]) -> Scores:
+    def _layers(self, event: dict[str, Any]) -> None:
+        """Take in how many layers hold each chunk, which is all that there is to know of where it is."""
+        self._write(_integer(event, "pos", high=self._n_ctx))
+        n_layer, found = _integer(event, "n_layer", low=1), self._numbers(event, "layers")
+        if len(found) != len(self._state) or not np.all((found >= 0) & (found <= n_layer)):
+            msg = f'has no list of {len(self._state)} numbers from 0 to {n_layer} for "layers"'
+            raise _BadEventError(msg)
+        self._state = (found / n_layer).astype(np.float32)
+        self._moved = True
+
+    def _numbers(self, event: dict[str, Any], name: str) -> npt.NDArray[np.float64]:
+        """Return a list of numbers; None becomes NaN. Raises _BadEventError."""
         try:
-            found = np.array(event.get("scores"), np.float64)  # None becomes NaN
+            found = np.array(event.get(name), np.float64)
         except (TypeError, ValueError, OverflowError):
             found = np.zeros(())
         if found.ndim != 1 or len(found) > self._n_max:
-            raise _BadEventError('has no list of numbers for "scores"')
+            msg = f'has no list of numbers for "{name}"'
+            raise _BadEventError(msg)
+        return found
+
+    def _scores(self, event: dict[str, Any]) -> Scores:
+        found = self._numbers(event, "scores")
         with np.errstate(over="ignore"):
             scores = found.astype(np.float32)
         scores[~np.isfinite(scores)] = np.nan
@@ -293,7 +313,7 @@ class _Replay:
             n_prompt=self._n_prompt,
             reason=self._reason,
             positions=np.array([m.pos for m in moments], np.int64),
-            residency=_padded([m.state for m in moments], len(self._state), np.int8(-1)),
+            residency=_padded([m.state for m in moments], len(self._state), np.float32(-1)),
             n_in=np.diff([m.n_in for m in moments], prepend=0),
             n_out=np.diff([m.n_out for m in moments], prepend=0),
             reselect_pos=np.array(pos, np.int64),

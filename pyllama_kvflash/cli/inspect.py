@@ -10,16 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.planning import Need, needs
+from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize, auto_pool
+from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import DeviceMemory
 
 HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
@@ -48,6 +50,8 @@ class Findings:
     auto_note: str
     pane_bytes: int  # of an exact pass over the context, f16
     exact_compute_bytes: int
+    form: IndexForm  # of fresh's index
+    index_bytes: int  # of that index, for the context
     needs: list[Need]  # of the devices that hold anything
     n_pool: int | None  # what the options come to; None: the full cache
 
@@ -80,9 +84,13 @@ def _look(model: Model, options: Options) -> Findings:
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
+    form = IndexForm.of(seen.head, options.index)
+    index = sum(form.n_bytes(*head, options.n_ctx) for head in seen.heads) if seen.refusal is None else 0
     there, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
     there = [need for need in there if need.total]
-    return Findings(model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute, there, size.n_pool)
+    return Findings(
+        model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute, form, index, there, size.n_pool
+    )
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -115,6 +123,7 @@ def _table(f: Findings) -> Table:
         rows.append(
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
+        rows.append(("index of fresh", _index(f)))
     what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
     for need in f.needs:
         parts = {
@@ -129,6 +138,15 @@ def _table(f: Findings) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _index(f: Findings) -> str:
+    share = 100 * f.index_bytes / (f.token_bytes["f16"] * f.n_ctx)
+    per_token = f"{number(f.form.n_bits * sum(n for n, _ in f.probe.heads) / 8)} bytes a token"
+    return (
+        f"{bits_a_value(f.form.n_bits / f.probe.head)}: {per_token}, {mib(f.index_bytes)} of host memory for the context"
+        f" ({share:.1f} % of its f16 cache)"
+    )
 
 
 def _as_dict(f: Findings) -> dict[str, Any]:
@@ -152,6 +170,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "auto_note": f.auto_note,
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
+        "index_bytes": f.index_bytes,
         "n_pool": f.n_pool,
         "memory": [{**asdict(need), "total": need.total} for need in f.needs],
     }

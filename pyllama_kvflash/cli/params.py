@@ -292,11 +292,11 @@ POOL = options(
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
-    click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=32, show_default=True,
-                 envvar="KVFLASH_OPENING",
+    click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=-1,
+                 show_default="32; 0 with policy fresh", envvar="KVFLASH_OPENING",
                  help="The first N tokens of an answer are decoded as with --kvflash-exact, so that short answers are the"
-                 " full cache's, and the pool then holds what they looked at. 0: none. Models with a recurrent state, and"
-                 " --kvflash-prefill pool, have none."),
+                 " full cache's, and the pool then holds what they looked at. 0: none; -1: the default. Models with a"
+                 " recurrent state, and --kvflash-prefill pool, have none."),
     click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
                  help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
                  " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How"
@@ -330,14 +330,21 @@ POOL = options(
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,
                  envvar="KVFLASH_POLICY",
                  help="Policy that decides which chunks stay and come back. qk: those that the model's own attention"
-                 " asks for; drafter: those that a small model's attention asks for (crosstok: through its own"
-                 " tokenizer); lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that"
-                 " a package registered."),
+                 " asks for; fresh: each layer chooses its own, by 16 tokens, for every token that it computes (on the CPU"
+                 " so far); drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
+                 " lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that a package"
+                 " registered."),
     click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="2; 64 with --spec",
                  envvar="KVFLASH_TAU",
                  help="Tokens from one scoring of all chunks to the next; more where scoring would cost too much."),
-    click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=4, show_default=True, envvar="KVFLASH_SWAPS",
-                 help="Most chunks that come back after a scoring while decoding."),
+    click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=0,
+                 show_default="4 chunks; 8 guests a layer with policy fresh", envvar="KVFLASH_SWAPS",
+                 help="Most chunks that come back after a scoring while decoding. With policy fresh: most guests (16 tokens"
+                 " each) that a layer exchanges for a token, or for a batch of them. 0: the default."),
+    click.option("--kvflash-index", "index", metavar="BITS", type=int, default=0,
+                 show_default="2 for heads of up to 96 values, 1 for larger ones", envvar="KVFLASH_INDEX",
+                 help="With policy fresh: bits for each value of a key in the index by which layers choose, 1, 2 or 4. It is"
+                 " in host memory; more bits choose better, and take more of it. 0: the default."),
     click.option("--kvflash-share", "share", type=float, default=0.03, show_default=True, envvar="KVFLASH_SHARE",
                  help="Largest share of the decode time that scoring may take, 0: no limit."),
     click.option("--kvflash-again", "again", type=float, default=0.03, show_default=True, envvar="KVFLASH_AGAIN",

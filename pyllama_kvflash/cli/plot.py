@@ -15,7 +15,8 @@ HELP = """Draw a run: which chunks were in the pool at every position, and what 
 
 TRACE.jsonl is what kvflash run --trace wrote, even if the run was cut off or is still going. Each row of the picture is
 a chunk, each column a position of the run. The panel below shows how many chunks moved, the one to the right each
-chunk's last score: a chunk that you know to matter, but that is grey there, was forgotten.
+chunk's last score: a chunk that you know to matter, but that is grey there, was forgotten. With --kvflash-policy fresh
+each layer chooses its own chunks: the more layers hold a chunk, the stronger its colour.
 
 \b
   kvflash run model.gguf -f long.txt --trace run.jsonl

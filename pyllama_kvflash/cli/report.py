@@ -13,6 +13,7 @@ from rich.table import Table
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
+from pyllama_kvflash.native.guests import UNIT
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 
@@ -20,6 +21,11 @@ _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 def mib(n: int) -> str:
     """Return bytes as MiB, or as GiB where that reads better."""
     return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
+
+
+def bits_a_value(bits: float) -> str:
+    """Return how fine an index is: "2 bits a value"."""
+    return f"{number(bits)} bit{'s' * (bits != 1)} a value"
 
 
 class Reporter:
@@ -195,12 +201,23 @@ def banner(kv: KVFlash) -> list[str]:
         notes.append(f"the first {o.n_opening} tokens of an answer are lossless")
     if o.min_agreement and not o.exact:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
+    policy = f"{kv.policy}{_index(kv, s)}"
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
-        f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {kv.policy}, batches of {kv.n_batch:,}"
+        f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
         f"{', copies beside the computation' if kv.ctx.pinned else ''}"
     )
     return [head, *notes, pool]
+
+
+def _index(kv: KVFlash, s: Stats) -> str:
+    """Return what fresh's index takes of the host; nothing with other policies."""
+    room = kv.pager.guests
+    if room is None:
+        return ""
+    size = kv.options.n_parallel * room.n_bytes(kv.options.n_ctx)
+    share = f"{100 * size / s.kv_full_bytes:.1f} % of the full cache"
+    return f" (index of {bits_a_value(room.bits)}: {mib(size)} of host memory at the full context, {share})"
 
 
 def closing_line(s: Stats, reason: str) -> str:
@@ -215,7 +232,8 @@ def closing_line(s: Stats, reason: str) -> str:
         share = 100 * s.device_kv_bytes / s.kv_full_bytes
         panes = f" + {mib(s.pane_bytes)} to read prompts" if s.pane_bytes else ""
         parts.append(f"device KV {mib(s.kv_device_bytes)}{panes}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
-        parts.append(f"host {mib(s.host_bytes)}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
+        index = f" + {mib(s.index_bytes)} of index" if s.index_bytes else ""
+        parts.append(f"host {mib(s.host_bytes)}{index}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
@@ -244,6 +262,10 @@ def stats_table(s: Stats) -> Table:
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
+    if s.guest_blocks or s.index_bytes:
+        guests = f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens"
+        index = f"{s.index_bytes:,} bytes ({mib(s.index_bytes)}) of host memory"
+        rows[-1:-1] = [("index", index), ("guests", guests)]
     if n := s.draft_steps + s.plain_steps:
         right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
         steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"

@@ -25,6 +25,9 @@ from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
+LAYERS_EVERY = 16
+"""Positions between two lines of a trace that say in how many layers each chunk is; layers choose for every token."""
+
 HELP = """Complete a prompt.
 
 This is a raw completion: BOS as the model's metadata says, no chat template. Only generated text goes to stdout;
@@ -235,7 +238,11 @@ def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterat
     writer.start(
         model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
     )
+    due = 0  # positions from which on layers are looked at again
     for event in events:
+        if kv.policy == "fresh" and (kv.n_tokens >= due or isinstance(event, Prefill | Done)):
+            writer.layers(kv.n_tokens, kv.ctx.pool_info().n_layer, kv.residency().layers)
+            due = kv.n_tokens + (1 if isinstance(event, Prefill) else LAYERS_EVERY)
         writer.event(as_dict(event))
         yield event
 

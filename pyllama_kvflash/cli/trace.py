@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from pyllama_kvflash.cli.output import Output
 
 _DIGITS = 6  # digits of a score: a picture needs no more, and a long context has thousands of scores
@@ -42,6 +45,11 @@ class TraceWriter:
         if event.get("scores") is not None:
             event = {**event, "scores": _plain(event["scores"])}
         self._line(event)
+
+    def layers(self, pos: int, n_layer: int, layers: npt.NDArray[np.float32]) -> None:
+        """Write in how many of n_layer layers each chunk is, (n_chunks,), when pos positions are written."""
+        plain = [int(n) if n.is_integer() else n for n in layers.tolist()]
+        self._line({"event": "layers", "pos": pos, "n_layer": n_layer, "layers": plain})
 
     def _line(self, value: dict[str, Any]) -> None:
         self._out.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")

@@ -296,9 +296,11 @@ class KVFlash:
 
     @property
     def policy(self) -> str:
-        """Name of the scorer at work; "lru" without one, "full" without a pool."""
+        """Name of the scorer at work; without one "fresh" (each layer chooses) or "lru"; "full" without a pool."""
         if self.sequence.pager is None:
             return "full"
+        if self.sequence.pager.guests:
+            return "fresh"
         return self.scorer.name if self.scorer else "lru"
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from pyllama_kvflash.engine.exactly import open_exact
 from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import of_memory, of_model
+from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
@@ -85,7 +85,12 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    head: int = 0  # values of a key, in the layer that has the fewest
+    heads: tuple[tuple[int, int], ...] = ()  # of each layer: KV heads, values of a key
+
+    @property
+    def head(self) -> int:
+        """Values of a key, in the layer that has the fewest."""
+        return min((d for _, d in self.heads), default=0)
 
 
 def load(
@@ -278,7 +283,9 @@ def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams 
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
         types = f"cache types {options.type_k}/{options.type_v}"
-        msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {err}"
+        refused = pool is not None and pool.index_four and isinstance(err, UnsupportedError)
+        why = of_guests(str(err)) if refused else err
+        msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {why}"
         raise type(err)(msg) from None
 
 
@@ -304,8 +311,8 @@ def probe(model: Model, options: Options) -> Probe:
         refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
-    head = min((layer.n_embd_head_k for layer in layers), default=0)
-    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, head)
+    heads = tuple((layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
+    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, heads)
 
 
 def check_file(path: Path) -> None:

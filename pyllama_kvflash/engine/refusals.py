@@ -15,6 +15,7 @@ class Refusal(NamedTuple):
 
 _FULL = "run it with the full cache: --kvflash off"
 _NO_GAIN = "run it with the full cache, which is as small: --kvflash off"
+_OTHER = "use another policy, such as --kvflash-policy qk"
 _AGAIN = "clear the sequence and read its tokens again"
 _PICKS = "by which each token picks the positions it attends to, and which a pool cannot page"
 
@@ -86,6 +87,18 @@ CALLS = {
 }
 """Calls of the native library that a pool refuses, in the library's own words."""
 
+GUESTS = {
+    "a KV cache on a GPU": Refusal(
+        "each layer's choice is made on the CPU so far, and the KV cache is a GPU's",
+        f"{_OTHER}, or the CPU (-ngl 0)",
+    ),
+    "positions as a bias of the attention (ALiBi)": Refusal(
+        "ALiBi needs the position of each cell, which guests do not have", _OTHER
+    ),
+    "rows of keys that are not those of heads": Refusal("the keys of layer {} are not rows of heads", _OTHER),
+}
+"""Pools that policy fresh does not take. The reason is in the library's own words."""
+
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
     "use a larger -c/--ctx-size, which costs a pool no memory",
@@ -96,6 +109,12 @@ SHIFT = Refusal(
 def of_model(kind: str) -> str:
     """Return why a model cannot be run, and what to do instead. kind: a key of MODELS."""
     return str(MODELS[kind])
+
+
+def of_guests(error: str) -> str:
+    """Return why layers cannot choose, and what to do instead. error: the library's message."""
+    known = (r for r in GUESTS.values() if error == r.reason)
+    return str(next(known, Refusal(error, _OTHER)))
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:

@@ -10,6 +10,7 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
     """Return the figures of a sequence now. counts: the other fields of Stats."""
     kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
+    guests = pager.guests.native.info() if pager and pager.guests else None
     return Stats(
         n_ctx=loaded.options.n_ctx,
         n_pool=loaded.n_pool,
@@ -28,5 +29,8 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         reselects=selector.n_done if selector else 0,
         reselect_s=selector.seconds if selector else 0.0,
         summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
+        index_bytes=guests.bytes if guests else 0,
+        guest_blocks=guests.n_block if guests else 0,
+        guests_fetched=guests.n_fetched if guests else 0,
         **{"n_prompt": 0, "n_generated": 0, "prefill_s": 0.0, "decode_s": 0.0, "seed": None, **counts},
     )

@@ -13,6 +13,8 @@ BITS = (1, 2, 4)
 """Bits that an index may have for each value of a key."""
 SMALL_HEAD = 96
 """Heads of up to so many values have 2 bits a value in their index; larger ones, whose values say less each, have 1."""
+GROUP = 64
+"""Positions whose codes lie together in an index."""
 REACH = {4: 2.7, 2: 1.6, 1: 0.8}
 """Standard deviations of a component that its codes reach, by its bits: near Max (1960)'s best for normal values."""
 
@@ -47,6 +49,11 @@ class IndexForm:
     def n_bits(self) -> int:
         """Bits of a key."""
         return 4 * self.n_four + 2 * self.n_two + self.n_one
+
+    def n_bytes(self, n_head_kv: int, n_embd_head: int, n: int) -> int:
+        """Return the bytes of a layer's index of n positions: their codes, and each head's mean, basis and steps."""
+        codes = -(-n // GROUP) * GROUP * self.n_bits // 8
+        return n_head_kv * (codes + 4 * (n_embd_head + n_embd_head * self.n_comp + self.n_comp))
 
     def basis(self, cov: Floats) -> tuple[Floats, Floats]:
         """Return the components as a basis (n_head, d, n_comp), and the steps of their codes (n_head, n_comp).

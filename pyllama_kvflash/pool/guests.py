@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
+
 from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Context, Record
-from pyllama_kvflash.native.guests import Guests, moments
+from pyllama_kvflash.native.guests import UNIT, Guests, moments
 from pyllama_kvflash.policy import Ledger
 from pyllama_kvflash.policy.fresh import IndexForm
 
@@ -35,10 +38,21 @@ class GuestRoom:
         """End the threads."""
         self._threads.shutdown()
 
+    def n_bytes(self, n: int) -> int:
+        """Return the host bytes that the index of n positions takes."""
+        return sum(self.form.n_bytes(layer.n_head_kv, layer.n_embd_head_k, n) for layer in self.native.layers)
+
     @property
-    def n_bytes(self) -> int:
-        """Host bytes of the index."""
-        return self.native.info().bytes
+    def bits(self) -> float:
+        """Bits of the index for each value of a key, in the layer whose keys have the fewest."""
+        return self.form.n_bits / min(layer.n_embd_head_k for layer in self.native.layers)
+
+    def layers(self) -> npt.NDArray[np.float32]:
+        """Return how many layers have each chunk as a guest, (n_chunks,); a layer with a part of it counts as that part."""
+        _, units = self.native.tables()
+        each = self._ledger.chunk // UNIT
+        counts = np.bincount(units[units >= 0] // each, minlength=self._ledger.n_chunks)
+        return (counts / each).astype(np.float32)
 
     def cover(self, n: int) -> None:
         """Have the first n chunks, which have their records, be in the index. Raises HostMemoryError."""

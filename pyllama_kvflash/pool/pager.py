@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -102,8 +103,8 @@ class Pager:
             self.shared.memory.reserve(n_sealing + taken[1])
             self._summariser.reserve(ledger.n_sealed + n_sealing)
         self.apply(plan)
-        self.host(n_new + taken[0])
-        return plan
+        left = self.host(n_new + taken[0])
+        return replace(plan, drops=plan.drops + left.drops)
 
     def prepare(self, n_tokens: int) -> tuple[Plan, list[Record]]:
         """Prepare for n_tokens that are computed outside the pool.
@@ -168,8 +169,8 @@ class Pager:
         if self.guests:
             always = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
             self.apply(always)
-            self.host(0)
-            return always
+            left = self.host(0)
+            return Plan(always.drops + left.drops, always.page_ins)
         more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
         self.apply(make_room(ledger, max(0, more)))
         must = np.flatnonzero(ledger.protected())
@@ -193,20 +194,22 @@ class Pager:
             self._fill(there)
         self.host(0)
 
-    def host(self, n_free: int) -> None:
-        """Where not everything fits, let guests have all blocks of what need not be common, but for n_free.
+    def host(self, n_free: int) -> Plan:
+        """Where not everything fits, let guests have all blocks of what need not be common, but for n_free. Returns what left.
 
         Their choice is at least as good as what leaves here, because it has that to choose from. The next batch fills them.
         """
         guests, ledger = self.guests, self.ledger
         if guests is None or not np.any(ledger.state == State.OUT):
-            return
+            return _NOTHING
         self.wait_stored()
         guests.cover(ledger.n_sealed)
-        self.apply(Plan(tuple(np.flatnonzero(ledger.evictable()).tolist())))
+        left = Plan(tuple(np.flatnonzero(ledger.evictable()).tolist()))
+        self.apply(left)
         n = min(ledger.n_free, ledger.n_share - ledger.n_held) - n_free
         if n > 0:
             guests.resize(ledger.n_guests + n)
+        return left
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
@@ -457,7 +460,7 @@ class Pager:
 
     def residency(self) -> Residency:
         """Return where every chunk is now."""
-        return look(self.ledger, self.ctx)
+        return look(self.ledger, self.ctx, self.guests)
 
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.policy import Ledger, LedgerError, State
+from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_store import HostStore
 
 
@@ -18,6 +19,8 @@ class Residency:
     block: int32; -1 if not resident.
     sealed, stored, protected: bool.
     score: float64, from the last scoring, higher is hotter; NaN if it gave none.
+    layers: float32; in how many of the pooled layers it is: in all of them if it is resident, otherwise in none, or with
+        policy fresh in as many as chose it. A layer that chose a quarter of it counts 0.25.
     """
 
     state: npt.NDArray[np.int8]
@@ -26,16 +29,19 @@ class Residency:
     stored: npt.NDArray[np.bool_]
     protected: npt.NDArray[np.bool_]
     score: npt.NDArray[np.float64]
+    layers: npt.NDArray[np.float32]
 
 
-def look(ledger: Ledger, ctx: Context) -> Residency:
-    """Return where every chunk is now."""
+def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
+    """Return where every chunk is now. guests: None: no layer chooses its own."""
     block = np.full(ledger.n_chunks, -1, np.int32)
     chunks, _ = ctx.blocks()
     used = chunks >= 0
     block[chunks[used]] = np.flatnonzero(used)
     sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
-    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score)
+    chosen = guests.layers() if guests else np.zeros(ledger.n_chunks, np.float32)
+    layers = np.where(ledger.state == State.RESIDENT, np.float32(ctx.pool_info().n_layer), chosen)
+    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score, layers)
 
 
 def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:

@@ -25,6 +25,7 @@ _TOTALS = {
     "check_seconds": "Seconds that comparing them took.",
     "pages_out": "Chunks that left the pool.",
     "pages_in": "Chunks that came back.",
+    "guests_fetched": "Guests (16 tokens of a layer) that layers fetched from records, with policy fresh.",
     "prefix_cache_misses": "Prompts of which no beginning was known.",
     "prefix_cache_saves": "Sequences written to the prefix cache on disk.",
 }
@@ -39,6 +40,7 @@ class Figures:
     chunks: int = 0
     chunks_resident: int = 0
     host_bytes: int = 0
+    index_bytes: int = 0
     kv_device_bytes: int = 0
     sequences: int = 0
     sequences_busy: int = 0
@@ -51,6 +53,7 @@ _GAUGES = {
     "chunks": "Chunks of all sequences.",
     "chunks_resident": "Of these, in the pool.",
     "host_bytes": "Host memory taken for the records of chunks.",
+    "index_bytes": "Host memory of the indexes by which layers choose their chunks, with policy fresh.",
     "kv_device_bytes": "Device memory of the KV cache: the pool and what reads prompts, or the full cache.",
     "sequences": "Sequences on the pool.",
     "sequences_busy": "Of these, with a request.",
@@ -69,6 +72,7 @@ class Metrics:
     _hits: Counter[str] = field(default_factory=Counter)
     _reused: Counter[str] = field(default_factory=Counter)
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _fetched: int = 0
 
     def add(self, **amounts: float) -> None:
         """Add amounts to totals, by name."""
@@ -105,7 +109,8 @@ class Metrics:
         if now[0] < before[0] or now[1] < before[1]:
             before = 0, 0
         self._seen[seq.seq] = now
-        self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1])
+        fetched, self._fetched = stats.guests_fetched - self._fetched, stats.guests_fetched  # of all sequences
+        self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1], guests_fetched=fetched)
         return stats
 
     def look(self, sequences: Iterable[KVFlash], busy: int, queue: int) -> None:
@@ -117,6 +122,7 @@ class Metrics:
             chunks=sum(s.chunks for s in stats),
             chunks_resident=sum(s.resident for s in stats),
             host_bytes=stats[0].host_bytes,
+            index_bytes=sum(s.index_bytes for s in stats),
             kv_device_bytes=stats[0].device_kv_bytes,
             sequences=len(stats),
             sequences_busy=busy,

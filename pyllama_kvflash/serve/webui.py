@@ -85,6 +85,7 @@ class _Sequence:
     n_texts: int
     stats: Stats
     residency: Residency | None
+    n_layer: int
     sinks: int
     tail: int
     pins: frozenset[int]
@@ -104,6 +105,7 @@ def _seen(slot: Slot, stats: Stats) -> _Sequence:
         n_texts=slot.n_texts,
         stats=stats,
         residency=seq.residency() if ledger else None,
+        n_layer=seq.ctx.pool_info().n_layer if ledger else 0,
         sinks=ledger.n_sinks if ledger else 0,
         tail=min(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_sealed) if ledger else 0,
         pins=frozenset(ledger.pins) if ledger else frozenset(),
@@ -214,10 +216,13 @@ class _Pool:
             "device_kv_bytes": stats.device_kv_bytes,
             "full_kv_bytes": stats.kv_full_bytes,
             "host_bytes": stats.host_bytes,
+            "index_bytes": sum(s.stats.index_bytes for s in found),
             "disk_bytes": stats.disk_bytes,
             "queue": max(0, scheduler.n_admitted - sum(s.busy for s in found)),
             "pages_in": int(total("pages_in")),
             "pages_out": int(total("pages_out")),
+            "guests_fetched": int(total("guests_fetched")),
+            "n_layer": found[0].n_layer,
             "reselects": sum(s.stats.reselects for s in found),
             "reselect_s": round(sum(s.stats.reselect_s for s in found), 6),
             "meter": bool(kv and kv.decoder.meter),
@@ -239,6 +244,8 @@ def _sequence(i: int, s: _Sequence) -> dict[str, Any]:
         "state": "".join(map(str, r.state.tolist())) if r else "",
         "kind": "".join(_kind(s, c) for c in range(len(r.state))) if r else "",
         "score": [_short(x) for x in r.score.tolist()] if r else [],
+        "layers": r.layers.tolist() if r and s.stats.guest_blocks else [],
+        "guest_blocks": s.stats.guest_blocks,
         "resident": s.stats.resident,
         "stored": s.stats.stored,
         "pages_in": s.stats.pages_in,

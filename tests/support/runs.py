@@ -129,10 +129,12 @@ def check_residency(kv: KVFlash, chunk: int = 64) -> None:
     for field in dataclasses.fields(where):
         assert getattr(where, field.name).shape == (n,), field.name
     types = [str(getattr(where, f.name).dtype) for f in dataclasses.fields(where)]
-    assert types == ["int8", "int32", "bool", "bool", "bool", "float64"]
+    assert types == ["int8", "int32", "bool", "bool", "bool", "float64", "float32"]
     assert set(np.unique(where.state)) <= {State.OUT, State.RESIDENT}
     resident = where.state == State.RESIDENT
     assert np.array_equal(where.block >= 0, resident)
+    if kv.policy != "fresh":
+        assert np.array_equal(where.layers, kv.ctx.pool_info().n_layer * resident)
     assert len(set(where.block[resident])) == np.count_nonzero(resident)  # no block holds two
     assert np.all(where.block < kv.ctx.pool_info().n_block)
     assert np.array_equal(where.sealed, np.arange(n) < kv.n_tokens // chunk)

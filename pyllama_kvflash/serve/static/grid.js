@@ -29,7 +29,7 @@ export const corner = (place, chunk) => [
 ];
 
 // One square. what: state "0" (out), "1" (on its way) or "2" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null,
-// back: it has just come, left: it has just gone. Each differs in shape, too.
+// share: of the layers that hold it although not all do, 0 to 1 (policy fresh), back: it has just come, left: it has just gone. Each differs in shape, too.
 export function square(g, c, x, y, cell, what) {
   const gap = Math.max(1, Math.round(cell * GAP));
   const size = cell - gap;
@@ -43,6 +43,11 @@ export function square(g, c, x, y, cell, what) {
     g.strokeStyle = kind === "p" ? c.pinned : c.out;
     g.lineWidth = 1;
     g.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+  }
+  if (what.share && state === "0") { // filled from below
+    const height = Math.max(1, Math.round(size * what.share));
+    g.fillStyle = c.cold;
+    g.fillRect(x, y + size - height, size, height);
   }
   if (state === "1") { // half filled
     g.fillStyle = c.cold;

@@ -9,6 +9,7 @@ const PLACES = ["out, in host memory", "on its way in", "in the pool"];
 const KINDS = { p: "pinned", s: "kept: the beginning", t: "kept: the end" };
 const LEGEND = [
   ["in the pool, the hotter the stronger", { state: "2", kind: "-", heat: 0.1 }, { state: "2", kind: "-", heat: 1 }],
+  ["in some of the layers", { state: "0", kind: "-", share: 0.25 }, { state: "0", kind: "-", share: 0.75 }],
   ["out", { state: "0", kind: "-" }],
   ["on its way in", { state: "1", kind: "-" }],
   ["beginning or end", { state: "2", kind: "t" }],
@@ -45,7 +46,7 @@ export function start(total) {
   at("after").addEventListener("click", () => move(focus + 1));
   new ResizeObserver(() => redraw()).observe(at("pool"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    legend();
+    legend(true);
     redraw();
   });
   document.addEventListener("visibilitychange", () => {
@@ -97,6 +98,7 @@ function take(found) {
   summary();
   sequences();
   figures();
+  legend();
   at("map").hidden = found.pool_cells === null;
   redraw();
 }
@@ -207,9 +209,9 @@ function figures() {
     const last = s.reselect;
     rows.push(
       ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${seen.chunk} tokens`],
-      ["Host records", `${bytes(seen.host_bytes)}${disk}`],
+      ["Host records", `${bytes(seen.host_bytes)}${disk}${seen.index_bytes ? `, index ${bytes(seen.index_bytes)}` : ""}`],
       ["Moved", moved(s)],
-      ["Choices", s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet"],
+      ["Choices", choices(s)],
     );
     if (last) {
       rows.push(["Last choice", `at token ${count(last.pos)}: ${last.page_ins.length} in, ${last.drops.length} out;`
@@ -225,6 +227,13 @@ function figures() {
   });
 }
 
+function choices(s) {
+  if (seen.policy === "fresh") {
+    return s.guest_blocks ? `each layer for every token, in ${count(s.guest_blocks)} blocks; ${count(seen.guests_fetched)} guests fetched` : "none yet";
+  }
+  return s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet";
+}
+
 function moved(s) {
   const all = seen.pages_in !== s.pages_in || seen.pages_out !== s.pages_out
     ? `; ${count(seen.pages_in)} and ${count(seen.pages_out)} in all` : "";
@@ -238,9 +247,12 @@ function agreement(s) {
   return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens as in the full cache${here}`;
 }
 
-function legend() {
+// What the squares mean. anew: colours have changed.
+function legend(anew) {
   const scale = window.devicePixelRatio || 1;
-  at("legend").replaceChildren(...LEGEND.map(([text, ...whats]) => {
+  const shown = LEGEND.filter(([, what]) => !what.share || seen?.policy === "fresh");
+  if (at("legend").children.length === shown.length && !anew) return;
+  at("legend").replaceChildren(...shown.map(([text, ...whats]) => {
     const line = item("li");
     for (const what of whats) {
       const canvas = document.createElement("canvas");
@@ -270,7 +282,8 @@ function redraw() {
   const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "2" ? score : null))); // the others are all colder
   const whats = [...s.state].map((state, chunk) => {
     const moved = moves.has(chunk);
-    return { state, kind: s.kind[chunk], heat: heat[chunk], back: moved && state === "2", left: moved && state === "0" };
+    const share = s.layers.length ? s.layers[chunk] / seen.n_layer : 0;
+    return { state, kind: s.kind[chunk], heat: heat[chunk], share, back: moved && state === "2", left: moved && state === "0" };
   });
   draw(grid, place, whats, n ? current() : null);
   detail();
@@ -284,7 +297,12 @@ function ranks(scores) {
   return scores.map((x) => (x === null ? null : sorted.length > 1 ? first.get(x) / (sorted.length - 1) : 1));
 }
 
-const placed = (s, chunk) => [PLACES[s.state[chunk]], KINDS[s.kind[chunk]]].filter(Boolean).join(", ");
+const placed = (s, chunk) => [where(s, chunk), KINDS[s.kind[chunk]]].filter(Boolean).join(", ");
+
+function where(s, chunk) {
+  const n = s.layers[chunk];
+  return n && s.state[chunk] === "0" ? `in the pool for ${n} of ${seen.n_layer} layers` : PLACES[s.state[chunk]];
+}
 
 function described(s, chunk) {
   const score = s.score[chunk];

@@ -1,0 +1,246 @@
+"""What users see of policy fresh: its figures, residency by layers, its trace, page and metrics."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import POOLED, good, invoke, rows
+from support.runs import BY_SIXTEEN, TOKENS, Open, check_residency, feed
+
+from pyllama_kvflash import KVFlash, Paged
+from pyllama_kvflash.bench.trace import read_trace
+from pyllama_kvflash.cli.report import banner, bits_a_value, closing_line, stats_table
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.policy.fresh import IndexForm
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+long_file = commands.long_file
+SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "prefill": "pool"}
+
+
+def read(kv: KVFlash, n: int) -> list[Event]:
+    return list(kv.prefill(TOKENS[:n]))
+
+
+def moved(events: Iterable[Event], there: set[int], n_chunks: int) -> set[int]:
+    """Return the chunks that all layers hold, as the events tell it: new ones are there until they leave."""
+    there = set(there)
+    for event in events:
+        if isinstance(event, Paged):
+            there = there - set(event.drops) | set(event.page_ins)
+    return {c for c in there if c < n_chunks}
+
+
+#
+# residency
+#
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("qwen3", 16), ("qwen3", 32), ("qwen3", 64), ("gemma4", 64), ("qwen35", 32)]
+)
+def test_residency_counts_the_layers_that_chose_a_chunk(opened: Open, name: str, chunk: int) -> None:
+    """A unit of 16 in one layer is a part of its chunk; what all hold is in all of them; and no cell is counted twice."""
+    kv = opened(name, chunk=chunk, pool=1024)
+    read(kv, 2500)
+    feed(kv, 2520)
+    seen, n_layer = kv.residency(), kv.ctx.pool_info().n_layer
+    room = kv.pager.guests
+    assert room is not None
+    _, units = room.native.tables()
+    want = np.zeros(len(seen.state))
+    for unit in units.flat:
+        want[unit * 16 // chunk] += 16 / chunk
+    resident = seen.state == State.RESIDENT
+    assert not want[resident].any()
+    assert np.array_equal(seen.layers, np.where(resident, n_layer, want))
+    assert 0 < want.max() <= n_layer
+    assert seen.layers.sum() == n_layer * (kv.pager.ledger.n_resident + kv.stats().guest_blocks)
+
+
+def test_a_text_that_fits_has_no_guests(opened: Open) -> None:
+    kv = opened()
+    read(kv, 400)
+    stats = kv.stats()
+    assert (stats.guest_blocks, stats.guests_fetched) == (0, 0)
+    assert np.all(kv.residency().layers == kv.ctx.pool_info().n_layer)
+    check_residency(kv, 16)
+
+
+@pytest.mark.parametrize("prefill", ["pool", "exact"])
+def test_events_tell_what_left_all_layers(opened: Open, prefill: str) -> None:
+    """As the tail moves on, what it leaves becomes a candidate: that is a move, and is told."""
+    kv = opened(prefill=prefill)
+    events = read(kv, 1500)
+    resident = set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    if prefill == "pool":
+        assert moved(events, set(range(94)), 94) == resident
+    events = feed(kv, 1700)
+    there = moved(events, resident | set(range(94, 107)), 107)
+    assert there == set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    assert sum(len(e.drops) for e in events if isinstance(e, Paged)) >= 12
+
+
+#
+# figures
+#
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "want"),
+    [("qwen3", 0, 2), ("qwen3", 1, 1), ("qwen3", 4, 4), ("gemma4", 0, 1), ("gemma4", 2, 2), ("qwen35", 0, 2)],
+)
+def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, want: int) -> None:
+    """Gemma's heads are large, and have fewer bits a value."""
+    kv = opened(name, index=bits)
+    read(kv, 1500)
+    stats, room = kv.stats(), kv.pager.guests
+    assert room is not None
+    assert kv.policy == "fresh"
+    assert stats.index_bytes == room.n_bytes(room.native.info().n) > 0
+    assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
+    assert stats.guests_fetched == room.native.info().n_fetched >= room.native.tables()[1].size
+    assert room.bits == want
+
+
+@pytest.mark.parametrize(
+    ("form", "want"),
+    [
+        (IndexForm(8, 40, 16), 2 * (1024 * 16 + 4 * (64 + 64 * 64 + 64))),
+        (IndexForm(64, 0, 0), 2 * (1024 * 32 + 4 * (64 + 64 * 64 + 64))),
+    ],
+)
+def test_bytes_of_an_index(form: IndexForm, want: int) -> None:
+    """Whole groups of 64 positions, and what keys are taken by."""
+    assert form.n_bytes(2, 64, 1024) == form.n_bytes(2, 64, 961) == want
+    assert form.n_bytes(2, 64, 960) < want
+
+
+def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
+    kv = opened(policy="lru")
+    read(kv, 1500)
+    stats = kv.stats()
+    assert (kv.policy, stats.index_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
+    assert "index" not in banner(kv)[-1]
+    assert "index" not in closing_line(stats, "length")
+    assert stats_table(stats).row_count == 15
+
+
+@pytest.mark.parametrize(("bits", "want"), [(1.0, "1 bit a value"), (2.0, "2 bits a value"), (0.5, "0.5 bits a value")])
+def test_bits_in_words(bits: float, want: str) -> None:
+    assert bits_a_value(bits) == want
+
+
+FRESH = ("--kvflash-policy", "fresh")
+
+
+def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
+    """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
+    res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats")
+    assert (
+        "; policy fresh (index of 2 bits a value: 0.9 MiB of host memory at the full context, 7.9 % of the full cache), "
+        in res.stderr
+    )
+    assert "are lossless" not in res.stderr
+    table = rows(res.stderr)
+    n = int(re.match(r"([\d,]+) bytes", table["index"])[1].replace(",", ""))  # type: ignore[index]
+    assert table["index"] == f"{n:,} bytes ({n / 2**20:.1f} MiB) of host memory"
+    assert re.fullmatch(r"\d+ blocks; layers fetched [\d,]+ guests of 16 tokens", table["guests"])
+    assert re.search(rf" · host [\d.]+ MiB \+ {n / 2**20:.1f} MiB of index · ", res.stderr)
+    found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
+    assert found["policy"] == "fresh"
+    assert found["stats"]["index_bytes"] == n
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((*FRESH, "--kvflash-index", "3"), "index (--kvflash-index) is 3, and must be one of 0, 1, 2, 4"),
+        (
+            ("--kvflash-index", "2"),
+            "index (--kvflash-index) is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
+        ),
+        (
+            (*FRESH, "--kvflash-swaps", "-1"),
+            "swaps (--kvflash-swaps) is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 8",
+        ),
+        (
+            (*FRESH, "--kvflash-opening", "-2"),
+            "opening (--kvflash-opening) is -2, and must be from -1 to 1,073,741,824: -1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "inspect"])
+def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: str) -> None:
+    res = invoke(command, *args, *(("-p", "x") if command == "run" else ()))
+    assert res.exit_code == commands.USAGE
+    assert f"kvflash: error: {says}" in res.stderr.splitlines()[-1]
+
+
+def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"POLICY": "fresh", "INDEX": "4", "OPENING": "5", "SWAPS": "3"}.items():
+        monkeypatch.setenv(f"KVFLASH_{name}", value)
+    said = good("run", "-f", str(long_file), *POOLED, "-n", "2").stderr
+    assert "policy fresh (index of 4 bits a value: " in said
+    assert "the first 5 tokens of an answer are lossless" in said
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
+def test_help_teaches_what_fresh_takes(command: str) -> None:
+    text = " ".join(good(command, "--help").stdout.split())
+    for default in (
+        "(32; 0 with policy fresh)",
+        "(4 chunks; 8 guests a layer with policy fresh)",
+        "(2 for heads of up to 96 values, 1 for larger ones)",
+    ):
+        assert f"[default: {default}]" in text
+    assert "fresh: each layer chooses its own, by 16 tokens, for every token that it computes" in text
+
+
+def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:
+    """After each batch of the prompt, after the first token that was decoded, and every 16 then; and it changes nothing."""
+    trace = tmp_path / "run.jsonl"
+    args = ("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "40", "-r", "never", "-s", "3", "--temp", "1")
+    plain = good(*args)
+    assert good(*args, "--trace", str(trace)).stdout == plain.stdout
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    seen = [line for line in lines if line["event"] == "layers"]
+    done = [line["done"] for line in lines if line["event"] == "prefill"]
+    n = done[-1]
+    assert sorted({line["pos"] for line in seen}) == [*done, n + 1, n + 17, n + 33, n + 39]
+    assert all(line["n_layer"] == 6 and len(line["layers"]) == -(-line["pos"] // 64) for line in seen)
+    assert seen[-1]["layers"][0] == seen[-1]["layers"][-1] == 6
+    assert sum(seen[-1]["layers"]) == 6 * 12
+    assert any(0 < x < 6 for x in seen[-1]["layers"])
+    found = read_trace(trace)
+    assert found.residency[-1].tolist() == [np.float32(x / 6) for x in seen[-1]["layers"]]
+
+
+@pytest.mark.parametrize("policy", ["lru", "qk"])
+def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path: Path, policy: str) -> None:
+    trace = tmp_path / "run.jsonl"
+    good("run", "-f", str(long_file), *POOLED, "--kvflash-policy", policy, "-n", "2", "--trace", str(trace))
+    assert '"layers"' not in trace.read_text()
+
+
+@pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
+def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
+    form = IndexForm.of(64, int(bits))
+    want = 6 * form.n_bytes(2, 64, 8192)
+    args = ("inspect", "-c", "8K", *FRESH, "--kvflash-index", bits)
+    assert json.loads(good(*args, "--json").stdout)["index_bytes"] == want
+    said = f"{bits_a_value(token_bytes / 96)}: {token_bytes} bytes a token, {want / 2**20:.1f} MiB of host memory for"
+    assert rows(good(*args).stdout)["index of fresh"].startswith(said)
+    assert json.loads(good("inspect", "-c", "8K", "--json").stdout)["index_bytes"] == 6 * IndexForm.of(64).n_bytes(
+        2, 64, 8192
+    )
