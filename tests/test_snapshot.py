@@ -68,6 +68,8 @@ LONG = os.environ.get("KVFLASH_SNAPSHOT_TOKENS", "").split()  # minutes each
 CASES = [
     *(Case(name, "f16", "qk", 8192, beside=True) for name in [*MODELS, "needle"]),
     *(Case(name, "f16", "qk", 1500) for name in [*MODELS, "needle"]),
+    *(Case(name, "f16", "fresh", 1500) for name in [*MODELS, "needle"]),
+    Case("qwen3", "q8_0", "fresh", 1300),
     *(Case(name, "f16", "lru", 8192) for name in MODELS[:2]),
     *(Case(name, "f16", "lru", 1500) for name in ["gemma4", "needle"]),
     *(Case(name, "q8_0", "qk", 1200, beside=True) for name in [*MODELS, "needle"]),
