@@ -19,6 +19,8 @@ Lend = Callable[[int], None]
 Index = Callable[[], Sequence[Record]]
 """Reads the index of each layer."""
 
+_LEAST_WIDTH = 256  # cells that the attention reads at least
+
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
@@ -56,7 +58,7 @@ class SavedPool:
         return cls(
             n_tokens=ledger.n_tokens,
             n_pool=info.n_pool,
-            n_kv=info.n_kv,
+            n_kv=max(info.n_kv, _LEAST_WIDTH),  # 0 after an exact pass, until the pool is read
             tick=ledger.tick,
             state=where.state,
             block=block,
