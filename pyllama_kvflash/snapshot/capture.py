@@ -66,7 +66,7 @@ class Capture:
     last: Record | None  # of a chunk that is not full
     store: HostStore
     holder: object  # given by store.hold()
-    index: list[Record]  # of each layer, a copy; empty: there is none
+    index: Sequence[Record] = ()  # of each layer, a copy; empty: there is none
     inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
 
     def release(self) -> None:
