@@ -22,6 +22,7 @@ from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool import guests
 from pyllama_kvflash.pool.guests import GuestRoom
+from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import record_place
@@ -115,10 +116,13 @@ def test_what_is_saved_is_of_that_moment(opened: Open, snap: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_made")
-def test_the_index_is_not_made_again(opened: Open, saved: Path) -> None:
-    """And nothing is chosen twice: the units in the slots are the file's, with those of the prompt's last token."""
-    kv = opened(**EXACT)
+def test_the_index_is_not_made_again(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is chosen twice: the units in the slots are the file's. Threads read the records, all of which are used."""
+    kv, ahead = opened(**EXACT), list[HostStore]()
+    read_ahead = HostStore.read_ahead
+    monkeypatch.setattr(HostStore, "read_ahead", lambda store: (ahead.append(store), read_ahead(store)))
     kv.restore(saved)
+    assert ahead == [kv.pager.records]
     contents = SnapshotFile(saved).contents
     assert contents.guests is not None
     assert room(kv).native.info().n == contents.guests.n_tokens == 23 * 64
@@ -176,7 +180,9 @@ def test_a_part_has_the_first_part_of_the_index(
     monkeypatch.setattr(guests, "moments", None)
     if how == "saved":
         kv.save(snap, n)
-        whole(snap)
+        cut = whole(snap).contents.guests
+        assert cut is not None
+        assert (len(cut.blocks), cut.units.size) == (0, 0)
         kv.restore(snap)
     else:
         kv.save(snap)
@@ -229,6 +235,7 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     ledger = one.pager.ledger
     np.testing.assert_array_equal(one.residency().state == State.RESIDENT, ledger.protected())
     blocks, units = room(one).native.tables()
+    assert one.pager.flights.n_in == ledger.n_resident, "nothing came in to leave at once"
     assert len(blocks) == ledger.n_guests == ledger.n_share - ledger.n_resident > 0
     assert (units == -1).all()
     assert b"".join(index(one)) == b"".join(part.tobytes() for part in SnapshotFile(saved).index())
