@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.cuts import cut_off_at_every_line
 from support.formats import as_version_2, sections
 from support.runs import Open
 from support.snapshots import MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
@@ -365,6 +366,24 @@ def test_a_damaged_record(opened: Open, saved: Path, snap: Path, chunk: int) -> 
             kv.restore(snap)
         assert_usable(kv)
     assert kv.restore(saved) == N
+
+
+def test_a_restore_is_cut_off_at_every_line(opened: Open, saved: Path) -> None:
+    """Ctrl-C comes between any two lines: the sequence is empty, or whole, and restored once more it is what it was."""
+    kv = opened(**EXACT)
+    kv.restore(saved)
+    want = seen(kv)
+
+    def check(kv: KVFlash) -> None:
+        kv.check_integrity()
+        assert kv.n_tokens in {0, N}
+        kv.restore(saved)
+        kv.check_integrity()
+
+    files = ("pool/guests.py", "saved_pool.py", "native/guests.py", "capture.py")
+    kv, places = cut_off_at_every_line(lambda: kv, lambda kv: kv.restore(saved), check, files=files, step=3)
+    assert len(places) > 30
+    assert_same(seen(kv), want)
 
 
 #
