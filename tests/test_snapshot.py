@@ -68,6 +68,8 @@ LONG = os.environ.get("KVFLASH_SNAPSHOT_TOKENS", "").split()  # minutes each
 CASES = [
     *(Case(name, "f16", "qk", 8192, beside=True) for name in [*MODELS, "needle"]),
     *(Case(name, "f16", "qk", 1500) for name in [*MODELS, "needle"]),
+    *(Case(name, "f16", "fresh", 1500) for name in ["qwen35", "gemma4"]),
+    Case("qwen3", "q8_0", "fresh", 1300),
     *(Case(name, "f16", "lru", 8192) for name in MODELS[:2]),
     *(Case(name, "f16", "lru", 1500) for name in ["gemma4", "needle"]),
     *(Case(name, "q8_0", "qk", 1200, beside=True) for name in [*MODELS, "needle"]),
@@ -132,6 +134,7 @@ def test_what_follows_is_what_would_have_followed(
         *((name, "shares", False) for name in MODELS),
         ("qwen3", "qk", False),
         ("qwen3", "lru", True),
+        ("qwen3", "fresh", False),
     ],
 )
 def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
@@ -151,7 +154,7 @@ def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
     events = list(read(kv, 1500).generate(MORE[:70], max_tokens=60, sampling=GREEDY, append=True))
     want, end = ids(events), seen(kv)
     scored = [e.pos for e in events if isinstance(e, Reselect) and e.reason == "decode" and e.pos > 1570]
-    assert len(set(scored)) == (0 if policy == "lru" else 3)  # every 16 tokens, or 4 later
+    assert len(set(scored)) == (0 if policy in {"lru", "fresh"} else 3)  # every 16 tokens, or 4 later
     if policy != "qk":  # which may have missed something, or not
         assert (len(scored) > 3) == (policy == "shares" and name != "qwen35"), "was a token decoded again?"
     kv.clear()
@@ -243,6 +246,21 @@ def test_a_restored_sequence_can_be_saved_again(opened: Open, snap: Path, name: 
     want = go_on(kv)
     snap.unlink()
     kv.restore(again)
+    assert_same(go_on(kv), want)
+
+
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize("policy", ["lru", "fresh"])
+@pytest.mark.parametrize("n", [700, 1500], ids=["fits", "is larger"])
+def test_an_exact_prompt_lies_where_it_lay(opened: Open, snap: Path, policy: str, n: int) -> None:
+    """Although no attention has read the pool by then."""
+    kv = opened(policy=policy, prefill="exact")
+    read(kv, n).save(snap)
+    block = kv.residency().block
+    want = go_on(kv)
+    kv.restore(snap)
+    np.testing.assert_array_equal(kv.residency().block, block)
+    want["numbers"][2] = max(256, want["numbers"][2])  # the width, which was 0
     assert_same(go_on(kv), want)
 
 

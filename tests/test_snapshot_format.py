@@ -16,7 +16,18 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import formats
-from support.formats import N_CHUNK, Record, assert_holds, identity_with, in_parts, made, sections, verified
+from support.formats import (
+    N_CHUNK,
+    Record,
+    as_version_2,
+    assert_holds,
+    identity_with,
+    in_parts,
+    made,
+    sections,
+    verified,
+    with_guests,
+)
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
@@ -24,6 +35,7 @@ from pyllama_kvflash.snapshot.layout import DIGEST, Source, chain, record_place,
 
 pytestmark = pytest.mark.native
 
+fresh = formats.fresh
 small = formats.small
 snap = formats.snap
 
@@ -54,19 +66,44 @@ def test_plans(snap: Path, plan: tuple[tuple[int, ...], tuple[int, ...]]) -> Non
     assert SnapshotFile(snap).contents.plan == plan
 
 
-def test_the_layout_is_that_of_version_2(small: Path) -> None:
+def test_guests_are_read_again(fresh: Path) -> None:
+    contents, records = made()
+    contents, index = with_guests(contents)
+    file = verified(fresh)
+    assert_holds(file, contents, records, index)
+    assert [part.dtype for part in file.index()] == [np.uint8, np.uint8]
+
+
+def test_version_2_is_read(small: Path) -> None:
+    """It has no guests. Its outline, too, and as the source of a newer file."""
+    contents, records = made()
+    old = small.with_name("old.kvsnap")
+    as_version_2(small, old)
+    assert struct.unpack_from("<8sII", old.read_bytes())[1:] == (2, 536)
+    assert_holds(verified(old), contents, records)
+    outline = Outline.of(old)
+    np.testing.assert_array_equal(outline.tokens, contents.tokens)
+    new = replace(contents, sources=(replace(outline.as_source, end=3),))
+    write(small, new, records[3:])
+    assert_holds(SnapshotFile(small), new, records)
+
+
+def test_the_layout_is_that_of_version_3(fresh: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
-    data = small.read_bytes()
-    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 2, 536, len(data))
-    assert data[504:536] == sha256(data[:504])
+    contents, indices = with_guests(contents)
+    saved = contents.guests
+    assert saved is not None
+    data = fresh.read_bytes()
+    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 3, 632, len(data))
+    assert data[600:632] == sha256(data[:600])
     raw = []
-    for i in range(10):
+    for i in range(12):
         offset, size, check = struct.unpack_from("<QQ32s", data, 24 + 48 * i)
         assert offset % 8 == 0
         raw.append(data[offset : offset + size])
-        assert i == 9 or check == sha256(raw[i])
-    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, rows = raw
+        assert i == 11 or check == sha256(raw[i])
+    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, guests, index, rows = raw
 
     assert struct.unpack_from("<QQIIII32s", identity) == (
         *(0x1234_5678_9ABC_DEF0, 300, 128, 16, 2, 0),
@@ -81,6 +118,10 @@ def test_the_layout_is_that_of_version_2(small: Path) -> None:
     assert sources == b""
     assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
     assert states == b"".join(blob for _, blob in contents.states)
+    assert struct.unpack_from("<8IQQ", guests) == (8, 40, 16, 64, 3, 2, 3, 12, 101, 60)
+    assert struct.unpack_from("<27i", guests, 48) == (*saved.blocks, *saved.units.ravel())
+    assert len(guests) == 48 + 4 * 27
+    assert index == b"".join(part.tobytes() for part in indices)
 
     link = sha256(identity)
     for i, record in enumerate(records):
@@ -168,7 +209,7 @@ def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:
     last, _, _ = in_parts(tmp_path, 2, 5)
     for name in ("cut", "short", "other"):
         data = bytearray(last.read_bytes())
-        data[100 if name == "other" else 600] ^= 1
+        data[100 if name == "other" else 700] ^= 1
         (tmp_path / name).write_bytes(data[: 100 if name == "short" else len(data)])
         with pytest.raises(SnapshotError):
             SnapshotFile(tmp_path / name)

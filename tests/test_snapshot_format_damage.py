@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import formats
-from support.formats import Record, assert_holds, in_parts, made, sections, verified
+from support.formats import Record, as_version_2, assert_holds, in_parts, made, sections, verified, with_guests
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.snapshot import file as snapshot_file
@@ -22,6 +23,7 @@ from pyllama_kvflash.snapshot.layout import DIGEST, HEADER, SECTIONS, digest, re
 
 pytestmark = pytest.mark.native
 
+fresh = formats.fresh
 small = formats.small
 snap = formats.snap
 
@@ -37,13 +39,24 @@ def resigned(data: bytearray) -> bytearray:
 
 @pytest.mark.parametrize("at", [0, 0.5, 1], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("name", FULL[:-1])
-def test_a_byte_of_a_section(small: Path, name: str, at: float) -> None:
-    start, end = sections(small)[name]
-    data = bytearray(small.read_bytes())
+def test_a_byte_of_a_section(fresh: Path, name: str, at: float) -> None:
+    """It is seen as the file is opened; of the index, when that is used."""
+    start, end = sections(fresh)[name]
+    data = bytearray(fresh.read_bytes())
     data[start + round(at * (end - start - 1))] ^= 0x80
-    small.write_bytes(data)
-    with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: its section {name} was changed"):
-        SnapshotFile(small)
+    fresh.write_bytes(data)
+    why = re.escape(f"{fresh} is no whole snapshot: its section {name} was changed")
+    if name != "index":
+        with pytest.raises(SnapshotError, match=why):
+            SnapshotFile(fresh)
+        return
+    file, told = SnapshotFile(fresh), list[Path]()
+    file.on_damage = told.append
+    for use in (file.index, lambda: next(file.verify())):
+        with pytest.raises(SnapshotError, match=why):
+            use()
+    assert told == [fresh, fresh]
+    np.testing.assert_array_equal(file.record(0), made()[1][0])
 
 
 @pytest.mark.parametrize("chunk", range(5))
@@ -105,26 +118,41 @@ def test_more_than_all(small: Path) -> None:
         SnapshotFile(small)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 2**31])
+@pytest.mark.parametrize("version", [0, 1, 4, 2**31])
 def test_another_version_says_so(small: Path, version: int) -> None:
     """Whatever else it has: its header may be another one."""
     data = bytearray(small.read_bytes())
     data[8:12] = version.to_bytes(4, "little")
     for each in (data, resigned(data), data[: HEADER.itemsize + 8]):
         small.write_bytes(each)
-        with pytest.raises(SnapshotError, match=f"has format {version}, and this version reads 2: save it anew"):
+        with pytest.raises(SnapshotError, match=f"has format {version}, and this version reads 2 and 3: save it anew"):
             SnapshotFile(small)
 
 
+def test_a_version_that_a_file_has_not(small: Path) -> None:
+    """A header of another length does not have the digest of this one."""
+    old = small.with_name("old.kvsnap")
+    as_version_2(small, old)
+    for path, version in ((small, 2), (old, 3)):
+        data = bytearray(path.read_bytes())
+        data[8] = version
+        path.write_bytes(data)
+        with pytest.raises(SnapshotError, match=f"{path} is no whole snapshot: its header was changed"):
+            SnapshotFile(path)
+        path.write_bytes(data[:600])
+        with pytest.raises(SnapshotError, match="its header was changed" if version == 2 else "fewer than a header"):
+            SnapshotFile(path)
+
+
 @pytest.mark.parametrize("i", range(len(FULL) - 2))
-def test_sections_that_changed_places(small: Path, i: int) -> None:
-    one, two = (sections(small)[name] for name in FULL[i : i + 2])
-    data = bytearray(small.read_bytes())
+def test_sections_that_changed_places(fresh: Path, i: int) -> None:
+    one, two = (sections(fresh)[name] for name in FULL[i : i + 2])
+    data = bytearray(fresh.read_bytes())
     swapped = data[:]
     swapped[one[0] : one[0] + two[1] - two[0]] = data[slice(*two)]
-    small.write_bytes(swapped)
+    fresh.write_bytes(swapped)
     with pytest.raises(SnapshotError, match="was changed"):
-        SnapshotFile(small)
+        SnapshotFile(fresh)
 
 
 def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int, why: str) -> None:
@@ -302,6 +330,8 @@ def fast() -> Iterator[Path]:
 def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]], None], ends: tuple[int, ...]) -> None:
     """Damage is seen, or there is none: whatever is done to a file, nothing wrong is read from it, and nothing else raised."""
     last, contents, records = in_parts(fast, *ends, n_state=2)
+    contents, index = with_guests(contents)
+    write(last, contents, records[contents.n_lent :], index=index)
     files = {path: path.read_bytes() for path in fast.iterdir()}
     borders = {
         path: sorted({0, HEADER.itemsize, *(at for pair in sections(path).values() for at in pair)}) for path in files
@@ -317,13 +347,14 @@ def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]]
         path.write_bytes(changed)
         try:
             file = SnapshotFile(last)
+            file.index()
             for i in range(len(records)):
                 file.record(i)
         except SnapshotError:
             assert changed != files[path]
             seen += 1
         else:
-            assert_holds(file, contents, records)
+            assert_holds(file, contents, records, index)
         path.unlink()
         path.write_bytes(files[path])
     assert seen > n // 50

@@ -416,7 +416,8 @@ class KVFlash:
 
         Returns the number of positions. Read what comes after them with generate(..., append=True); without a prompt,
         that goes on after the last token produced. Nothing is computed; records are read when needed. In a pool of the
-        same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back.
+        same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back, or
+        with policy "fresh" each layer chooses at the first token.
 
         Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
         sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,

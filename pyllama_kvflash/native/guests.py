@@ -94,25 +94,28 @@ class Guests:
         at = _addresses(records)
         check(lib.kvf_index_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
 
-    def saved_index(self, n: int) -> list[bytes]:
-        """Return the index of the first n positions: the bytes of each layer."""
+    def saved_index(self, n: int) -> list[Record]:
+        """Return a copy of the index of the first n positions: the bytes of each layer, (n_bytes,) uint8."""
         res = []
-        for layer in range(len(self.layers)):
-            buf = bytearray(self._size(layer, n))
-            check(lib.kvf_index_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(buf), len(buf)))
-            res.append(bytes(buf))
+        for layer, size in enumerate(self.index_sizes(n)):
+            part = np.empty(size, np.uint8)
+            check(lib.kvf_index_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(part), size))
+            res.append(part)
         return res
 
-    def restore_index(self, n: int, saved: Sequence[bytes]) -> None:
-        """Put back what saved_index(n) gave; cover() then lets the chunks be guests. Raises NativeError (another form)."""
-        for layer, part in enumerate(saved):
-            src = ffi.from_buffer(part)
-            check(lib.kvf_index_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(part)))
+    def restore_index(self, n: int, saved: Sequence[Record]) -> None:
+        """Put back the first n positions of what saved_index() gave; cover() then lets the chunks be guests."""
+        for layer, (part, size) in enumerate(zip(saved, self.index_sizes(n), strict=True)):
+            src = ffi.from_buffer(part[:size])
+            check(lib.kvf_index_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(src)))
 
-    def _size(self, layer: int, n: int) -> int:
-        out = ffi.new("size_t *")
-        check(lib.kvf_index_size(self._ctx.handle, self._ctx.seq, layer, n, out))
-        return int(out[0])
+    def index_sizes(self, n: int) -> tuple[int, ...]:
+        """Return the bytes of the index of n positions, of each layer."""
+        out, res = ffi.new("size_t *"), list[int]()
+        for layer in range(len(self.layers)):
+            check(lib.kvf_index_size(self._ctx.handle, self._ctx.seq, layer, n, out))
+            res.append(int(out[0]))
+        return tuple(res)
 
     #
     # guests

@@ -4,7 +4,7 @@ The choice is made in the graph (native code); here is decided which chunks are 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -59,6 +59,7 @@ class GuestRoom:
         have = self.native.info().n // self._ledger.chunk
         if n <= have:
             return
+        self.n_fitted = min(self.n_fitted, have)  # of the rest nothing may be left
         if n >= GROWN * self.n_fitted:
             have = 0
             self.native.forget()
@@ -79,6 +80,22 @@ class GuestRoom:
             mean, cov = moments(self.native.layers[layer], self._ledger.chunk, records)
             self.native.fit(layer, mean, *self.form.basis(cov))
         self.native.put(layer, first, records)
+
+    def restore(self, n: int, index: Sequence[Record], n_fitted: int) -> None:
+        """Put back the index of the first n chunks, which have their records. index: from saved_index(), of as many or more.
+
+        Raises what filling a lent record raises.
+        """
+        records = [self._record(c) for c in range(n)]
+        self.native.restore_index(n * self._ledger.chunk, index)
+        self.native.cover(0, records)
+        self.n_fitted = n_fitted
+
+    def put_back(self, blocks: npt.NDArray[np.int32], units: npt.NDArray[np.int32]) -> None:
+        """Have guests in these free blocks (n_block,), with these units in the slots of each layer (n_layer, n_slot)."""
+        self._ledger.n_guests = len(blocks)
+        self.native.resize(len(blocks), blocks.tolist())
+        self.native.place(units)
 
     def resize(self, n: int) -> None:
         """Have n blocks of guests. As many must be free."""

@@ -175,7 +175,8 @@ class PrefixCache:
     def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
         """Return whether to write a sequence's file: it is missing and not too large. Touches a file that is there."""
         pager = sequence.pager
-        if pager.ledger.n_chunks * pager.records.record_bytes > self.limit:
+        index = pager.guests.n_bytes if pager.guests else 0
+        if pager.ledger.n_chunks * pager.records.record_bytes + index > self.limit:
             return False
         if path.exists():
             _touch(path, time.time() + keep_s)

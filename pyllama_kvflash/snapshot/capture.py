@@ -18,6 +18,7 @@ from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 from pyllama_kvflash.snapshot.saved_pool import SavedPool
 from pyllama_kvflash.text import n_common
 
@@ -65,6 +66,7 @@ class Capture:
     last: Record | None  # of a chunk that is not full
     store: HostStore
     holder: object  # given by store.hold()
+    index: Sequence[Record] = ()  # of each layer, a copy; empty: there is none
     inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
 
     def release(self) -> None:
@@ -93,7 +95,8 @@ class Capture:
                 for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]
-            return layout.write(path, contents, own, (lambda i: on_record(i, len(own))) if on_record else None)
+            told = (lambda i: on_record(i, len(own))) if on_record else None
+            return layout.write(path, contents, own, told, self.index)
         finally:
             self.release()
 
@@ -165,8 +168,10 @@ def capture(
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
-    contents = Contents(identity, sequence, tokens, chunks, (saved.drops, saved.page_ins), tuple(states), scoring)
-    return Capture(contents, full, last, pager.records, pager.records.hold(), inputs)
+    plan = saved.drops, saved.page_ins
+    guests, index = SavedGuests.of(pager, n)
+    contents = Contents(identity, sequence, tokens, chunks, plan, tuple(states), scoring, guests=guests)
+    return Capture(contents, full, last, pager.records, pager.records.hold(), index, inputs)
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
@@ -193,7 +198,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
     """Put the first n positions into an empty sequence. n: from usable().
 
     Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError,
-    HostMemoryError, and SnapshotError if a record that comes back at once is damaged.
+    HostMemoryError, and SnapshotError if a record that comes back at once is damaged, or the index.
     """
     contents = snapshot.contents
     sequence, chunks = contents.sequence, contents.chunks
@@ -209,14 +214,16 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
         pins=frozenset(np.flatnonzero(chunks["pinned"]).tolist()),
         drops=contents.plan[0],
         page_ins=contents.plan[1],
+        guests=contents.guests,
     )
 
     def lend(chunk: int) -> None:
         digest = chunks["digest"][chunk].tobytes()
         pager.records.lend(chunk, digest, partial(snapshot.fill, chunk))
 
+    fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)
     pager.records.memory.expect(len(saved.state))  # raises before anything is there
-    saved.put_back(pager, lend)
+    saved.put_back(pager, lend, snapshot.index if fits else None)
     pager.loaded()
     return next((blob for pos, blob in contents.states if pos == n), b"")

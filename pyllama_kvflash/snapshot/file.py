@@ -4,6 +4,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.native import Record, Tokens
 from pyllama_kvflash.snapshot import layout
-from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SECTIONS, SOURCE, Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, READABLE, SOURCE, START, Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 
 class OrphanError(SnapshotError):
@@ -43,8 +45,6 @@ class _Opened:
             raise self.damaged("it is not a regular file")
         self.n_bytes = status.st_size
         self.mark = status.st_ino, status.st_size
-        if self.n_bytes < HEADER.itemsize:
-            raise self.damaged(f"it has {self.n_bytes:,} bytes, fewer than a header")
         self.header = self._header()
         self.start = int(self.header["sections"][-1]["offset"])
 
@@ -55,18 +55,24 @@ class _Opened:
         return SnapshotError(f"{self.path} cannot be read: {getattr(err, 'strerror', None) or err}")
 
     def _header(self) -> npt.NDArray[Any]:
-        raw = self.read(0, HEADER.itemsize, "its header")
-        header = raw.view(HEADER)[0]
-        if header["magic"].tobytes() != layout.MAGIC:
+        start = self._beginning(START)
+        if start["magic"].tobytes() != layout.MAGIC:
             raise self.damaged("it does not begin with the magic bytes")
-        if header["version"] != layout.VERSION:
-            msg = f"{self.path} has format {header['version']}, and this version reads {layout.VERSION}: save it anew"
+        version = int(start["version"])
+        if version not in READABLE:
+            msg = f"{self.path} has format {version}, and this version reads {' and '.join(map(str, READABLE))}: save it anew"
             raise SnapshotError(msg)
-        if header["digest"].tobytes() != layout.digest(raw[: HEADER.itemsize - DIGEST]):
+        header = self._beginning(layout.header_with(len(READABLE[version])))
+        if header["digest"].tobytes() != layout.digest(header.tobytes()[:-DIGEST]) or header["version"] != version:
             raise self.damaged("its header was changed")
-        if header["file_bytes"] != self.n_bytes or header["header_bytes"] != HEADER.itemsize:
+        if header["file_bytes"] != self.n_bytes or header["header_bytes"] != header.itemsize:
             raise self.damaged(f"it has {self.n_bytes:,} bytes, and had {header['file_bytes']:,}")
-        res: npt.NDArray[Any] = header
+        return header
+
+    def _beginning(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        if self.n_bytes < dtype.itemsize:
+            raise self.damaged(f"it has {self.n_bytes:,} bytes, fewer than a header")
+        res: npt.NDArray[Any] = self.read(0, dtype.itemsize, "its header").view(dtype)[0]
         return res
 
     def read(self, start: int, size: int, what: str) -> Record:
@@ -88,13 +94,24 @@ class _Opened:
             n += more
         return res
 
-    def section(self, i: int) -> bytes:
-        """Return the bytes of section i, checked by its digest. Raises SnapshotError."""
-        entry = self.header["sections"][i]
-        raw = self.read(int(entry["offset"]), int(entry["size"]), f"its section {SECTIONS[i]}")
+    def section(self, name: str) -> Record:
+        """Return the bytes of a section, (n,) uint8, checked by its digest; none in an older format without it.
+
+        Raises SnapshotError.
+        """
+        names = READABLE[int(self.header["version"])]
+        if name not in names:
+            return np.empty(0, np.uint8)
+        entry = self.header["sections"][names.index(name)]
+        raw = self.read(int(entry["offset"]), int(entry["size"]), f"its section {name}")
         if entry["digest"].tobytes() != layout.digest(raw):
-            raise self.damaged(f"its section {SECTIONS[i]} was changed")
-        return raw.tobytes()
+            raise self.damaged(f"its section {name} was changed")
+        return raw
+
+    def contents(self, *without: str) -> Contents:
+        """Return what its tables hold. without: sections that count as empty. Raises SnapshotError."""
+        tables = layout.TABLES
+        return _contents({name: b"" if name in without else self.section(name).tobytes() for name in tables})
 
 
 def _opened(path: Path, source: Source) -> _Opened:
@@ -133,8 +150,7 @@ class Outline:
     def of(cls, path: Path) -> Self:
         """Read the outline of a file without keeping it open, since there may be many. Raises SnapshotError."""
         own = _Opened(path)
-        raw = {name: own.section(i) for i, name in enumerate(SECTIONS[:-1]) if name != "states"}
-        return cls._of(own, _contents({**raw, "states": b""}))
+        return cls._of(own, own.contents("states", "guests"))
 
     @classmethod
     def _of(cls, own: _Opened, contents: Contents) -> Self:
@@ -177,7 +193,7 @@ class Outline:
 
 
 class SnapshotFile:
-    """An open snapshot. Everything but the records is checked at once; these are read, and checked, when they are used.
+    """An open snapshot. Everything but the index and the records is checked at once; these are read, and checked, when they are used.
 
     It keeps the file open, and those that have records of it, until nobody holds this: names may go or get another file.
     """
@@ -185,10 +201,10 @@ class SnapshotFile:
     def __init__(self, path: Path) -> None:
         """Open a file. Raises SnapshotError, with what is wrong; OrphanError if a file that it depends on is gone."""
         self.path = path
-        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record or index
         own = _Opened(path)
         self.header = own.header
-        self.contents = _contents({name: own.section(i) for i, name in enumerate(SECTIONS[:-1])})
+        self.contents = own.contents()
         self._check_records(own)
         self._pitch, self._lead = layout.record_place(self.contents.identity)
         self._record_bytes = self.contents.identity.fields["record_bytes"]
@@ -221,22 +237,41 @@ class SnapshotFile:
         """
         k = bisect_right(self._ends, i)
         part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
-        try:
+        with self._told(part):
             res = part.read(start, self._record_bytes, f"the record of chunk {i}")
             if layout.digest(res) != self.contents.chunks["digest"][i].tobytes():
                 raise part.damaged(f"the record of chunk {i} was changed")
+        return res
+
+    def index(self) -> list[Record]:
+        """Return a copy of the index of each layer, (n_bytes,) uint8, as it was written; empty: there is none.
+
+        Raises SnapshotError if it is not in the file any more.
+        """
+        guests, own = self.contents.guests, self._parts[-1]
+        if guests is None:
+            return []
+        with self._told(own):
+            raw = own.section("index")
+        return np.split(raw, np.cumsum(guests.sizes[:-1]))
+
+    @contextmanager
+    def _told(self, part: _Opened) -> Iterator[None]:
+        """Call on_damage with a file of which something cannot be read."""
+        try:
+            yield
         except SnapshotError:
             if self.on_damage:
                 self.on_damage(part.path)
             raise
-        return res
 
     def fill(self, i: int, place: Record) -> None:
         """Put the record of chunk i into a place (record_bytes,) uint8, once it is checked. Raises SnapshotError."""
         place[:] = self.record(i)
 
     def verify(self) -> Iterator[int]:
-        """Check the file's own records one by one. Yields how many are done. Raises SnapshotError."""
+        """Check the index, and the file's own records one by one. Yields how many are done. Raises SnapshotError."""
+        self.index()
         n = self.contents.n_lent
         for i in range(n, len(self.contents.chunks)):
             self.record(i)
@@ -263,4 +298,5 @@ def _contents(raw: dict[str, bytes]) -> Contents:
             Source(s["name"].decode(), s["header"].tobytes(), int(s["first"]), int(s["end"]))
             for s in np.frombuffer(raw["sources"], SOURCE)
         ),
+        guests=SavedGuests.unpacked(raw["guests"]),
     )

@@ -14,10 +14,11 @@ from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.native import Record, Tokens
 from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
-VERSION = 2
+VERSION = 3
 DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
@@ -25,19 +26,21 @@ _PRIVATE = 0o600  # mode: only its owner may read it, since it holds a text
 
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
 
-SECTIONS = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "records")
+TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
+SECTIONS = (*TABLES, "index", "records")
+READABLE = {2: (*TABLES[:-1], "records"), VERSION: SECTIONS}
+"""The sections of a file, by its version."""
 
+START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
-HEADER = np.dtype(
-    [
-        ("magic", "V8"),
-        ("version", "<u4"),
-        ("header_bytes", "<u4"),
-        ("file_bytes", "<u8"),
-        ("sections", _SECTION, len(SECTIONS)),
-        ("digest", "V32"),  # of everything before it
-    ]
-)
+
+
+def header_with(n_sections: int) -> np.dtype[Any]:
+    """Return the type of a header. It begins with a START, and ends with the digest of everything before that."""
+    return np.dtype([*START.descr, ("sections", _SECTION, n_sections), ("digest", "V32")])
+
+
+HEADER = header_with(len(SECTIONS))
 LAYER = np.dtype(
     [
         (name, "<i4")
@@ -153,9 +156,12 @@ def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
     return res
 
 
-def digest(data: Any) -> bytes:
-    """Return the SHA-256 of bytes, or of an array's bytes."""
-    return hashlib.sha256(data).digest()
+def digest(*parts: Any) -> bytes:
+    """Return the SHA-256 of bytes, or arrays' bytes, one after the other."""
+    res = hashlib.sha256()
+    for part in parts:
+        res.update(part)
+    return res.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +181,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a file, without the records.
+    """The contents of a file, without the records and the index.
 
     tokens: (n_tokens,) int32.
     chunks: (n_chunks,) CHUNK, one for each chunk with a position.
     plan: chunks to drop and chunks to bring in that are still to be moved.
     states: (position, bytes) of the state that no chunk holds, the last one at n_tokens.
     sources: files that have the records of the first chunks.
+    guests: None: the pool was not a fresh one, or everything fitted it.
     """
 
     identity: Identity
@@ -192,6 +199,7 @@ class Contents:
     states: tuple[tuple[int, bytes], ...]
     scoring: Scoring = field(default_factory=Scoring)
     sources: tuple[Source, ...] = ()
+    guests: SavedGuests | None = None
 
     @property
     def n_lent(self) -> int:
@@ -220,31 +228,44 @@ def record_place(identity: Identity) -> tuple[int, int]:
 
 
 def write(
-    path: Path, contents: Contents, records: Iterable[Record], on_record: Callable[[int], None] | None = None
+    path: Path,
+    contents: Contents,
+    records: Iterable[Record],
+    on_record: Callable[[int], None] | None = None,
+    index: Sequence[Record] = (),
 ) -> int:
     """Write a file under another name, and rename it once it is whole and on the disk. Returns its size in bytes.
 
     records: of the chunks from contents.n_lent on, in order; contents.chunks has their digests.
     on_record: called with how many are written.
+    index: of each layer, if contents.guests has one.
 
     Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
     try:
         with Replacement(path, _PRIVATE) as new, new.path.open("wb") as file:
-            return _write(file, contents, records, on_record)
+            return _write(file, contents, records, on_record, index)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror or err}"
         raise SnapshotError(msg) from None
 
 
-def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: Callable[[int], None] | None) -> int:
+def _write(
+    file: Any,
+    contents: Contents,
+    records: Iterable[Record],
+    on_record: Callable[[int], None] | None,
+    index: Sequence[Record],
+) -> int:
     pitch, lead = record_place(contents.identity)
     header, at = np.zeros((), HEADER), HEADER.itemsize
-    for i, raw in enumerate(_small(contents)):
-        header["sections"][i] = (at, len(raw), np.void(digest(raw)))
+    for i, parts in enumerate([*([raw] for raw in _tables(contents)), index]):
+        size = sum(map(len, parts))
+        header["sections"][i] = (at, size, np.void(digest(*parts)))
         file.seek(at)
-        file.write(raw)
-        at += -(-len(raw) // 8) * 8
+        for part in parts:
+            file.write(part)
+        at += -(-size // 8) * 8
     start = -(-at // PAGE) * PAGE
     end = start + (len(contents.chunks) - contents.n_lent) * pitch
     file.truncate(end)
@@ -264,8 +285,8 @@ def _write(file: Any, contents: Contents, records: Iterable[Record], on_record: 
     return end
 
 
-def _small(contents: Contents) -> list[bytes]:
-    """Return all sections but the records."""
+def _tables(contents: Contents) -> list[bytes]:
+    """Return all sections but the index and the records."""
     plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
     return [
         contents.identity.raw,
@@ -277,6 +298,7 @@ def _small(contents: Contents) -> list[bytes]:
         np.array([(s.name.encode(), np.void(s.header), s.first, s.end) for s in contents.sources], SOURCE).tobytes(),
         np.array([(pos, 0, len(blob)) for pos, blob in contents.states], STOP).tobytes(),
         b"".join(blob for _, blob in contents.states),
+        contents.guests.packed() if contents.guests else b"",
     ]
 
 

@@ -1,19 +1,25 @@
 """The pool as a snapshot keeps it: taken from a pager, and put back into one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from pyllama_kvflash.native import Record
 from pyllama_kvflash.policy import State, bring_in
 from pyllama_kvflash.policy.ledger import Scores
 from pyllama_kvflash.pool.flights import OnTheWay
 from pyllama_kvflash.pool.pager import Pager
+from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 Lend = Callable[[int], None]
 """Puts the record of a chunk into the host store."""
+Index = Callable[[], Sequence[Record]]
+"""Reads the index of each layer."""
+
+_LEAST_WIDTH = 256  # cells that the attention reads at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,7 @@ class SavedPool:
     n_pool: cells of the pool.
     n_kv: cells that the attention read; 0: not kept, since positions were cut off.
     drops, page_ins: chunks of a plan that are still to be moved.
+    guests: of a fresh pool.
     """
 
     n_tokens: int
@@ -37,6 +44,7 @@ class SavedPool:
     pins: frozenset[int] = frozenset()
     drops: tuple[int, ...] = ()
     page_ins: tuple[int, ...] = ()
+    guests: SavedGuests | None = None
 
     @classmethod
     def of(cls, pager: Pager) -> Self:
@@ -50,7 +58,7 @@ class SavedPool:
         return cls(
             n_tokens=ledger.n_tokens,
             n_pool=info.n_pool,
-            n_kv=info.n_kv,
+            n_kv=max(info.n_kv, _LEAST_WIDTH),  # 0 after an exact pass, until the pool is read
             tick=ledger.tick,
             state=where.state,
             block=block,
@@ -68,13 +76,16 @@ class SavedPool:
         n = n_tokens // chunk
         cut = {name: getattr(self, name)[:n] for name in ("state", "block", "touched", "score")}
         pins = frozenset(c for c in self.pins if c < n)
-        return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), **cut)
+        guests = self.guests and self.guests.first(n * chunk)
+        return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), guests=guests, **cut)
 
-    def put_back(self, pager: Pager, lend: Lend) -> bool:
+    def put_back(self, pager: Pager, lend: Lend, index: Index | None) -> bool:
         """Put the pool into an empty sequence's pager. Returns whether everything is where it was.
 
         It is in a pool of the same size without other sequences. Elsewhere the hottest chunks come back, as far as
-        there is room. Raises what `lend` and page-ins raise.
+        there is room, or a fresh pool has guests, which are chosen by the next token.
+
+        index: None: the saved one is of no use here. Raises what it, `lend` and page-ins raise.
         """
         ledger, n_chunks = pager.ledger, len(self.state)
         for chunk in range(n_chunks):
@@ -82,30 +93,45 @@ class SavedPool:
         pins = set(ledger.pins)
         ledger.pins |= self.pins
         try:
-            return self._put_back(pager)
+            return self._put_back(pager, index)
         except BaseException:
             ledger.pins.clear()
             ledger.pins |= pins
             raise
 
-    def _put_back(self, pager: Pager) -> bool:
+    def _put_back(self, pager: Pager, index: Index | None) -> bool:
         ledger = pager.ledger
         same = self.n_kv > 0 and pager.ctx.pool_info().n_pool == self.n_pool and len(ledger.blocks.ledgers) == 1
+        if pager.guests:
+            pager.records.read_ahead()  # guests are fetched from any of them
+        guests = self.guests if index else None
+        if pager.guests and guests and index:
+            pager.guests.restore(guests.n_tokens // ledger.chunk, index(), guests.n_fitted)
+        else:
+            same = same and not self._shares_pool(pager)
         if same:
-            self._in_place(pager)
+            self._in_place(pager, guests)
         else:
             self._anew(pager)
         pager.ctx.wait()
         pager.records.forget(self.n_tokens // ledger.chunk)  # of a chunk that is not full
         return same
 
-    def _in_place(self, pager: Pager) -> None:
+    def _shares_pool(self, pager: Pager) -> bool:
+        """Return whether blocks were guests', or should be, and what else they should hold was not saved."""
+        if pager.guests:
+            return bool(np.any(self.state == State.OUT))
+        return self.guests is not None and len(self.guests.blocks) > 0
+
+    def _in_place(self, pager: Pager, guests: SavedGuests | None) -> None:
         resident, landing = (
             {c: int(self.block[c]) for c in np.flatnonzero(self.state == state).tolist()}
             for state in (State.RESIDENT, State.IN_FLIGHT)
         )
         pager.flights.resume(resident, OnTheWay(landing, self.drops, self.page_ins))
         pager.ledger.load(self.n_tokens, self.state, self.touched, self.score, self.tick)
+        if pager.guests and guests:
+            pager.guests.put_back(guests.blocks, guests.units)
         pager.ctx.set_width(self.n_kv)
 
     def _anew(self, pager: Pager) -> None:
@@ -116,6 +142,9 @@ class SavedPool:
         n_more = ledger.n_share - int(np.count_nonzero(must)) - 1
         others = np.flatnonzero(~must)
         hottest = others[np.argsort(ledger.heat()[others], kind="stable")][::-1]
+        if pager.guests and len(hottest) > n_more:
+            n_more = 0  # guests have these blocks
         back = [*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()]
         pager.apply(bring_in(ledger, back))
         ledger.load(self.n_tokens, ledger.state, self.touched, self.score, self.tick)
+        pager.host(0)

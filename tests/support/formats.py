@@ -9,9 +9,11 @@ import numpy.typing as npt
 import pytest
 
 from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import (
     CHUNK,
+    DIGEST,
     IDENTITY,
     LAYER,
     SECTIONS,
@@ -21,8 +23,10 @@ from pyllama_kvflash.snapshot.layout import (
     Source,
     chain,
     digest,
+    header_with,
     write,
 )
+from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 Record = npt.NDArray[np.uint8]
 
@@ -66,7 +70,32 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     return Contents(identity, sequence, tokens, chunks, ((1, 3), (2,)), states, scoring), records
 
 
-def assert_holds(file: SnapshotFile, contents: Contents, records: list[Record]) -> None:
+def with_guests(contents: Contents, seed: int = 0) -> tuple[Contents, list[Record]]:
+    """Contents with guests by chance, and an index of their two layers."""
+    rng, n = np.random.default_rng(seed), len(contents.tokens) // N_CHUNK
+    index = [rng.integers(0, 256, size, np.uint8) for size in (101, 60)]
+    blocks, units = rng.permutation(8)[:3].astype(np.int32), rng.integers(-1, n, (2, 12)).astype(np.int32)
+    guests = SavedGuests(IndexForm(8, 40, 16), n * N_CHUNK, n - 1, (101, 60), blocks, units)
+    return replace(contents, guests=guests), index
+
+
+def as_version_2(path: Path, to: Path) -> None:
+    """A copy of a file without guests, as the version before them wrote it."""
+    file = SnapshotFile(path)
+    assert file.contents.guests is None
+    header = np.zeros((), header_with(10))
+    for name in ("magic", "file_bytes"):
+        header[name] = file.header[name]
+    header["version"], header["header_bytes"] = 2, header.itemsize
+    header["sections"] = file.header["sections"][[*range(9), 11]]
+    header["digest"] = np.void(digest(header.tobytes()[:-DIGEST]))
+    raw = header.tobytes()
+    to.write_bytes(raw + bytes(file.header.itemsize - len(raw)) + path.read_bytes()[file.header.itemsize :])
+
+
+def assert_holds(
+    file: SnapshotFile, contents: Contents, records: list[Record], index: list[Record] | None = None
+) -> None:
     """To the bit."""
     got = file.contents
     assert got.identity == contents.identity
@@ -77,6 +106,8 @@ def assert_holds(file: SnapshotFile, contents: Contents, records: list[Record]) 
     assert got.states == contents.states
     np.testing.assert_equal(asdict(got.scoring), asdict(contents.scoring))
     assert got.sources == contents.sources
+    np.testing.assert_equal(got.guests and asdict(got.guests), contents.guests and asdict(contents.guests))
+    np.testing.assert_equal(file.index(), index or [])
     for i, record in enumerate(records):
         np.testing.assert_array_equal(file.record(i), record, strict=True)
 
@@ -91,6 +122,15 @@ def snap(tmp_path: Path) -> Path:
 def small(snap: Path) -> Path:
     """A file of five chunks."""
     write(snap, *made())
+    return snap
+
+
+@pytest.fixture
+def fresh(snap: Path) -> Path:
+    """The same with guests."""
+    contents, records = made()
+    contents, index = with_guests(contents)
+    write(snap, contents, records, index=index)
     return snap
 
 

@@ -85,6 +85,9 @@ def seen(kv: KVFlash) -> Arrays:
     where, ledger, info = kv.residency(), kv.pager.ledger, kv.ctx.pool_info()
     summaries = kv.pager.summaries
     entries = [row.ravel() for chunk in range(len(summaries or ())) for row in summaries.entry(chunk)]
+    room = kv.pager.guests
+    blocks, units = room.native.tables() if room else (np.empty(0, np.int32), np.empty((0, 0), np.int32))
+    index = room.native.saved_index(room.native.info().n) if room else []
     return {
         **{name: getattr(where, name) for name in ("state", "block", "sealed", "stored", "protected", "score")},
         "touched": ledger.touched,
@@ -96,6 +99,10 @@ def seen(kv: KVFlash) -> Arrays:
         "drops": np.array(kv.pager.flights.saved().drops, int),
         "page-ins": np.array(kv.pager.flights.saved().page_ins, int),
         "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),
+        "guests": blocks,
+        "units": units,
+        "index": np.concatenate(index) if index else np.empty(0, np.uint8),
+        "fitted": np.array(room.n_fitted if room else 0),
     }
 
 

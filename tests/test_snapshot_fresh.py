@@ -1,0 +1,426 @@
+"""Snapshots of a pool in which each layer chooses: the index comes back, and guests where they were.
+
+That what follows is what would have followed is tested in test_snapshot.py, with the other policies.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import snapshots
+from support.cuts import cut_off_at_every_line
+from support.formats import as_version_2, sections
+from support.runs import Open
+from support.snapshots import MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.pool import guests
+from pyllama_kvflash.pool.guests import GuestRoom
+from pyllama_kvflash.pool.host_store import HostStore
+from pyllama_kvflash.snapshot.cache import PrefixCache
+from pyllama_kvflash.snapshot.file import SnapshotFile
+from pyllama_kvflash.snapshot.layout import record_place
+
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless")]
+
+snap = snapshots.snap
+wordless = snapshots.wordless
+
+SMALL: dict[str, Any] = {**snapshots.SMALL, "policy": "fresh"}
+EXACT: dict[str, Any] = {"prefill": "exact"}
+N = 1500  # tokens: 23 chunks and a part of one, in 16 blocks
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A snapshot of N tokens that were read exactly."""
+    res = tmp_path_factory.mktemp("saved") / "text.kvsnap"
+    with KVFlash.from_file(tiny_path("qwen3"), **{**SMALL, **EXACT}) as kv:
+        read(kv, N).save(res)
+    return res
+
+
+@pytest.fixture
+def never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is put back, or goes on: it is not begun."""
+
+    def moments(*_: Any) -> None:
+        pytest.fail("the index was made")
+
+    monkeypatch.setattr(guests, "moments", moments)
+
+
+def room(kv: KVFlash) -> GuestRoom:
+    res = kv.pager.guests
+    assert res is not None
+    return res
+
+
+def index(kv: KVFlash) -> list[bytes]:
+    """The index of each layer."""
+    return [part.tobytes() for part in room(kv).native.saved_index(room(kv).native.info().n)]
+
+
+def damage(path: Path, section: str, to: Path) -> Path:
+    """A copy in which a bit of a section is flipped."""
+    start, end = sections(path)[section]
+    data = bytearray(path.read_bytes())
+    data[(start + end) // 2] ^= 4
+    to.write_bytes(data)
+    return to
+
+
+#
+# where it was
+#
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_smaller_chunks(opened: Open, snap: Path, chunk: int) -> None:
+    """Of which several are in a group of the index."""
+    kv = opened(chunk=chunk, pool=512, n_batch=64, n_ubatch=64)
+    answer(read(kv, 1000), MORE[100:130], 5)
+    kv.save(snap)
+    want = go_on(kv)
+    kv.restore(snap)
+    assert_same(go_on(kv), want)
+
+
+def test_with_columns_of_values(opened: Open, snap: Path) -> None:
+    """Without flash attention, a unit's rows of V are not in one piece."""
+    kv = opened(flash_attn="off")
+    answer(read(kv, N), MORE[100:130], 5)
+    kv.save(snap)
+    want = go_on(kv)
+    kv.restore(snap)
+    assert_same(go_on(kv), want)
+
+
+def test_what_is_saved_is_of_that_moment(opened: Open, snap: Path) -> None:
+    """Whatever comes before it is written: another text has the index by then."""
+    kv = read(opened(), N)
+    capture, before = kv.capture(), seen(kv)
+    want = go_on(kv)
+    kv.clear()
+    answer(kv, MORE[:1500], 5, append=False)
+    capture.write(snap)
+    kv.restore(snap)
+    assert_same(seen(kv), before)
+    assert_same(go_on(kv), want)
+
+
+@pytest.mark.usefixtures("never_made")
+def test_the_index_is_not_made_again(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is chosen twice: the units in the slots are the file's. Threads read the records, all of which are used."""
+    kv, ahead = opened(**EXACT), list[HostStore]()
+    read_ahead = HostStore.read_ahead
+    monkeypatch.setattr(HostStore, "read_ahead", lambda store: (ahead.append(store), read_ahead(store)))
+    kv.restore(saved)
+    assert ahead == [kv.pager.records]
+    contents = SnapshotFile(saved).contents
+    assert contents.guests is not None
+    assert room(kv).native.info().n == contents.guests.n_tokens == 23 * 64
+    assert room(kv).n_fitted == contents.guests.n_fitted == 23
+    blocks, units = room(kv).native.tables()
+    np.testing.assert_array_equal(blocks, contents.guests.blocks)
+    np.testing.assert_array_equal(units, contents.guests.units)
+    n_fetched = room(kv).native.info().n_fetched
+    kv.decode([7])
+    assert room(kv).native.info().n_fetched <= n_fetched + units.size  # each slot once at most
+    kv.check_integrity()
+
+
+def test_what_fits_the_pool_has_no_guests(opened: Open, snap: Path) -> None:
+    kv = read(opened(), 700)
+    kv.save(snap)
+    contents = SnapshotFile(snap).contents
+    assert contents.guests is None
+    assert sections(snap)["index"][0] == sections(snap)["index"][1]
+    want = go_on(kv)
+    kv.restore(snap)
+    assert_same(go_on(kv), want)
+
+
+def test_guests_of_a_text_that_was_rolled_back(opened: Open, snap: Path) -> None:
+    """They keep their blocks, although everything is there."""
+    kv = read(opened(), N)
+    kv.rollback(200)
+    kv.save(snap)
+    assert len(room(kv).native.tables()[0])
+    want = go_on(kv)
+    kv.restore(snap)
+    assert_same(go_on(kv), want)
+    other = opened(index=4)
+    other.restore(snap)
+    assert len(room(other).native.tables()[0]) == 0
+    other.check_integrity()
+
+
+#
+# a part of it
+#
+
+
+@pytest.mark.parametrize("options", [{}, EXACT, {"chunk": 16, "n_batch": 64}], ids=str)
+@pytest.mark.parametrize("how", ["restored", "saved"])
+def test_a_part_has_the_first_part_of_the_index(
+    opened: Open, snap: Path, how: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole chunks alone, and no guests' tables: they are chosen by the next token."""
+    kv = read(opened(snapshots=True, **options), N)
+    before, n_chunk = room(kv), kv.options.chunk
+    n = 1300 // n_chunk * n_chunk
+    want = [part.tobytes() for part in before.native.saved_index(min(n, before.native.info().n))]
+    monkeypatch.setattr(guests, "moments", None)
+    if how == "saved":
+        kv.save(snap, n)
+        cut = whole(snap).contents.guests
+        assert cut is not None
+        assert (len(cut.blocks), cut.units.size) == (0, 0)
+        kv.restore(snap)
+    else:
+        kv.save(snap)
+        assert kv.restore(snap, np.concatenate([TOKENS[:1310], MORE])) == n
+    assert [part.tobytes() for part in room(kv).native.saved_index(min(n, len_of(want, kv)))] == want
+    assert room(kv).native.info().n == n, "what the index lacked was put into it"
+    assert (room(kv).native.tables()[1] == -1).all()
+    assert len(room(kv).native.tables()[0])
+    kv.check_integrity()
+    kv.decode(MORE[:3])
+    assert (room(kv).native.tables()[1] >= 0).all()
+    kv.check_integrity()
+
+
+def len_of(parts: list[bytes], kv: KVFlash) -> int:
+    """Of how many positions an index is."""
+    native, n_chunk = room(kv).native, kv.options.chunk
+    sizes = tuple(map(len, parts))
+    return max(n for n in range(0, N, n_chunk) if native.index_sizes(n) == sizes)
+
+
+def test_an_index_of_a_short_part_is_made_again_when_it_has_doubled(opened: Open, snap: Path) -> None:
+    """Its basis was found for a text of which that is left: as if the part had been read alone."""
+    kv = read(opened(snapshots=True, n_batch=64), 3000)
+    kv.save(snap)
+    assert kv.restore(snap, np.concatenate([TOKENS[:650], MORE])) == 640
+    assert room(kv).n_fitted > 20
+    fitted = []
+    for end in range(1088, 1728, 64):
+        for _ in kv.prefill(MORE[kv.n_tokens : end]):
+            pass
+        fitted.append(room(kv).n_fitted)
+    assert fitted == [10] * 4 + [20] * 6
+
+
+#
+# elsewhere
+#
+
+ELSEWHERE: list[dict[str, Any]] = [{"pool": 768}, {"pool": 1280}, {"n_parallel": 2}, {"pool": 2048, "n_parallel": 2}]
+
+
+@pytest.mark.usefixtures("never_made")
+@pytest.mark.parametrize("options", ELSEWHERE, ids=str)
+def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> None:
+    """What must be there, and guests in the rest of its share, chosen by the next token; the same index."""
+    kv = opened(**EXACT, **options)
+    one = kv.sequences[-1]
+    assert one.restore(saved) == N
+    ledger = one.pager.ledger
+    np.testing.assert_array_equal(one.residency().state == State.RESIDENT, ledger.protected())
+    blocks, units = room(one).native.tables()
+    assert one.pager.flights.n_in == ledger.n_resident, "nothing came in to leave at once"
+    assert len(blocks) == ledger.n_guests == ledger.n_share - ledger.n_resident > 0
+    assert (units == -1).all()
+    assert b"".join(index(one)) == b"".join(part.tobytes() for part in SnapshotFile(saved).index())
+    one.check_integrity()
+    assert len(answer(one, MORE[:70])) == 40
+    one.check_integrity()
+    again = opened(**EXACT, **options).sequences[-1]
+    again.restore(saved)
+    answer(again, MORE[:70])
+    assert_same(seen(again), seen(one))
+
+
+def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are those of a pool that never had guests. Once something must go, the index goes on."""
+    monkeypatch.setattr(guests, "moments", None)
+    kv, plain = (opened(pool=2048, **EXACT, policy=policy) for policy in ("fresh", "lru"))
+    kv.restore(saved)
+    plain.restore(saved)
+    assert len(room(kv).native.tables()[0]) == 0
+    for token in MORE[:10]:
+        for one in (kv, plain):
+            one.decode([int(token)])
+        np.testing.assert_array_equal(kv.logits(), plain.logits())
+    answer(kv, MORE[10:700], 20)
+    assert room(kv).native.info().n > 23 * 64
+    assert len(room(kv).native.tables()[0])
+    kv.check_integrity()
+
+
+def test_a_file_of_another_policy(opened: Open, saved: Path, snap: Path) -> None:
+    """An index is made of its records; it is the one of the same text that was read with policy fresh, bit for bit."""
+    lru, kv, want = opened(policy="lru", **EXACT), opened(**EXACT), opened(**EXACT)
+    read(lru, N).save(snap)
+    kv.restore(snap)
+    want.restore(saved)
+    assert index(kv) == index(want)
+    assert room(kv).n_fitted == 23
+    kv.check_integrity()
+    for one in (kv, want):
+        answer(one, MORE[:70], 10)
+    assert_same_choice(kv, want)
+
+
+def assert_same_choice(kv: KVFlash, want: KVFlash) -> None:
+    """The same units in all layers, and logits to the bit."""
+    for mine, its in zip(room(kv).native.tables(), room(want).native.tables(), strict=True):
+        np.testing.assert_array_equal(mine, its)
+    np.testing.assert_array_equal(kv.logits(), want.logits())
+
+
+@pytest.mark.parametrize("policy", ["lru", "qk"])
+def test_a_file_with_guests_and_another_policy(opened: Open, saved: Path, snap: Path, policy: str) -> None:
+    """They are ignored, and so is what became of the index; the most recent chunks have their blocks."""
+    kv = opened(policy=policy, **EXACT)
+    assert kv.restore(damage(saved, "index", snap)) == N
+    assert kv.residency().state.tolist() == [State.RESIDENT] + [State.OUT] * 9 + [State.RESIDENT] * 14
+    assert len(answer(kv, MORE[:70])) == 40
+    kv.check_integrity()
+
+
+def test_an_index_of_other_bits(opened: Open, saved: Path, snap: Path) -> None:
+    """It is made anew, as for a file that has none."""
+    kv, want, lru = opened(index=4, **EXACT), opened(index=4, **EXACT), opened(policy="lru", **EXACT)
+    read(lru, N).save(snap)
+    for one, path in ((kv, saved), (want, snap)):
+        one.restore(path)
+        one.check_integrity()
+        answer(one, MORE[:70], 10)
+    assert room(kv).form != SnapshotFile(saved).contents.guests.form  # type: ignore[union-attr]
+    assert index(kv) == index(want)
+    assert_same_choice(kv, want)
+
+
+def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:
+    """It goes on where it was, and has guests here."""
+    lru, kv, want = opened(policy="lru", **EXACT), opened(**EXACT), opened(**EXACT)
+    read(lru, N).save(snap)
+    old = snap.with_name("old.kvsnap")
+    as_version_2(snap, old)
+    lru.restore(snap)
+    after = go_on(lru)
+    lru.restore(old)
+    assert_same(go_on(lru), after)
+    kv.restore(old)
+    want.restore(saved)
+    assert index(kv) == index(want)
+    for one in (kv, want):
+        answer(one, MORE[:70], 10)
+    assert_same_choice(kv, want)
+
+
+#
+# damage
+#
+
+
+def assert_usable(kv: KVFlash) -> None:
+    """The sequence is empty, and reads a text as a new one does."""
+    assert kv.n_tokens == 0
+    assert (room(kv).native.info().n, room(kv).native.info().n_block, room(kv).n_fitted) == (0, 0, 0)
+    assert kv.pager.records.memory.n_used == 0
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("section", ["guests", "index"])
+def test_a_damaged_section(opened: Open, saved: Path, snap: Path, section: str) -> None:
+    kv, want = opened(**EXACT), opened(**EXACT)
+    with pytest.raises(SnapshotError, match=f"{snap} is no whole snapshot: its section {section} was changed"):
+        kv.restore(damage(saved, section, snap))
+    assert_usable(kv)
+    for one in (kv, want):
+        answer(read(one, N), MORE[:70], 10)
+    assert_same(seen(kv), seen(want))
+
+
+@pytest.mark.parametrize("chunk", [0, 7, 22, 23], ids=["sink", "guest", "tail", "unsealed"])
+def test_a_damaged_record(opened: Open, saved: Path, snap: Path, chunk: int) -> None:
+    """Guests may be fetched from any of them, so all are read at once."""
+    file = SnapshotFile(saved)
+    pitch, lead = record_place(file.contents.identity)
+    data = bytearray(saved.read_bytes())
+    data[sections(saved)["records"][0] + chunk * pitch + lead + 5000] ^= 4
+    snap.write_bytes(data)
+    kv = opened(**EXACT)
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {chunk} was changed"):
+            kv.restore(snap)
+        assert_usable(kv)
+    assert kv.restore(saved) == N
+
+
+def test_a_restore_is_cut_off_at_every_line(opened: Open, saved: Path) -> None:
+    """Ctrl-C comes between any two lines: the sequence is empty, or whole, and restored once more it is what it was."""
+    kv = opened(**EXACT)
+    kv.restore(saved)
+    want = seen(kv)
+
+    def check(kv: KVFlash) -> None:
+        kv.check_integrity()
+        assert kv.n_tokens in {0, N}
+        kv.restore(saved)
+        kv.check_integrity()
+
+    files = ("pool/guests.py", "saved_pool.py", "native/guests.py", "capture.py")
+    kv, places = cut_off_at_every_line(lambda: kv, lambda kv: kv.restore(saved), check, files=files, step=3)
+    assert len(places) > 30
+    assert_same(seen(kv), want)
+
+
+#
+# the prefix cache
+#
+
+
+def test_the_cache_keeps_an_index_for_each_text(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where records are in another file. A warm turn goes on from the index, and one with a damaged index is cold."""
+    kv, cache = opened(snapshots=True), PrefixCache(tmp_path, 1 << 40)
+    first = cache.save(read(kv, N))
+    branch = np.concatenate([TOKENS[:1400], MORE[:500]])
+    kv.clear()
+    for _ in kv.prefill(branch):
+        pass
+    second, before = cache.save(kv), seen(kv)
+    assert first
+    assert second
+    assert SnapshotFile(second).outline.needs == {first}
+    assert cache.restore(kv, np.concatenate([branch, MORE[:9]])) == 1900
+    assert_same(seen(kv), before)
+    with monkeypatch.context() as patch:
+        patch.setattr(guests, "moments", None)
+        other = opened(snapshots=True)
+        assert cache.restore(other, np.concatenate([TOKENS[:1450], MORE[500:900]])) == 22 * 64
+        assert len(answer(other, MORE[500:700])) == 40
+        other.check_integrity()
+    damage(second, "index", second)
+    assert cache.restore(kv, np.concatenate([branch, MORE[:9]])) == 1400 // 64 * 64
+    assert cache.stats.damaged == 1
+    assert not second.exists()
+    kv.check_integrity()
+
+
+def test_the_cache_counts_the_index(opened: Open, tmp_path: Path) -> None:
+    """A file that is larger than the cache only with it is not written."""
+    kv = read(opened(snapshots=True), N)
+    records = kv.pager.ledger.n_chunks * kv.pager.records.record_bytes
+    assert PrefixCache(tmp_path, records + room(kv).n_bytes - 1).save(kv) is None
+    assert not list(tmp_path.rglob("*.kvsnap"))
