@@ -273,7 +273,7 @@ def test_a_copy_goes_on_from_words_that_are_in_the_text_once(seed: int) -> None:
     opening = q.prefix.removeprefix("\n```\n")
     assert len(opening.split()) == 12
     assert q.text.count(opening) == 1, "and the question does not name them"
-    assert q.text.count(f"{opening} {passage}") == 1
+    assert q.text.count(f"{opening} {passage}") == q.text.count(passage) == 1
     assert q.right == f" {passage}"
     n = count((replace(q, text=passage, prefix=""),))
     assert 190 <= n <= 200 < q.n_new

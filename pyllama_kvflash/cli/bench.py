@@ -315,7 +315,7 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
             bar.done()
     click.echo(ruler_tables.write(plan, results), nl=False)
     rows = ruler_tables.summarise(plan, results)
-    title = f"{model.stem}: RULER's tasks, {len(seeds)} text{'s' if len(seeds) > 1 else ''} each"
+    title = f"{model.stem}: {len(seeds)} text{'s' if len(seeds) > 1 else ''} of each task"
     picture(results, reporter, lambda: ruler_figure(rows, tasks, title))
 
 
