@@ -18,9 +18,9 @@ static constexpr uint32_t MOST_ASKING = 16; // tokens of a ubatch whose queries 
 
 static_assert(kvf_fresh::UNIT == LANES, "a unit's positions are lanes of a vector");
 
-kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const kvf_index::form & form, uint32_t n_exchange)
-    : n_chunk(llama_kvflash::n_chunk(kv)), form(form), n_exchange(n_exchange), v_trans(llama_kvflash::v_trans(kv)),
-      n_cell(kv.get_size()) {
+kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const kvf_index::form & form, uint32_t n_exchange) :
+    n_chunk(llama_kvflash::n_chunk(kv)), form(form), n_exchange(n_exchange), v_trans(llama_kvflash::v_trans(kv)),
+    n_cell(kv.get_size()) {
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
         const auto info = llama_kvflash::layer(kv, i);
         const auto t    = llama_kvflash::tensors(kv, i);
@@ -134,9 +134,10 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         });
         const uint32_t n_out = std::count(s.common.begin(), s.common.end(), 0);
         s.n_visible          = std::min(n_out, n_slot(s));
-        s.shares.resize((size_t) s.n_unit() * std::max_element(layers.begin(), layers.end(), [](const auto & a, const auto & b) {
-            return a.info.n_head < b.info.n_head;
-        })->info.n_head);
+        s.shares.resize(
+                (size_t) s.n_unit() * std::max_element(layers.begin(), layers.end(), [](const auto & a, const auto & b) {
+                    return a.info.n_head < b.info.n_head;
+                })->info.n_head);
 
         const uint32_t n = s.tokens.size(), n_asking = std::min(n, MOST_ASKING);
         for (uint32_t i = 0; i < n_asking; ++i) {
@@ -147,8 +148,8 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
 }
 
 template <typename T> static T visible();
-template <> float       visible<float>() { return 0.0f; }
-template <> ggml_fp16_t visible<ggml_fp16_t>() { return ggml_fp32_to_fp16(0.0f); }
+template <> float              visible<float>() { return 0.0f; }
+template <> ggml_fp16_t        visible<ggml_fp16_t>() { return ggml_fp32_to_fp16(0.0f); }
 
 template <typename T> void kvf_fresh::show(T * mask, int64_t n_kv) const {
     for (const auto & s : sequences) {
@@ -190,7 +191,7 @@ void kvf_fresh::build(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, flo
             GGML_N_TASKS_MAX, &l);
     ggml_format_name(scored, "fresh_score-%d", il);
 
-    args[0]               = scored;
+    args[0]              = scored;
     ggml_tensor * chosen = ggml_custom_4d(
             ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 1,
             [](ggml_tensor *, int ith, int, void * data) {
@@ -229,13 +230,23 @@ static float sum_units(const float * x, const uint8_t * common, uint32_t n, floa
 
         lanes_f a;
         memcpy(&a, x + (size_t) u * LANES, sizeof(a));
-        a = exponential(a - top);
-        for (uint32_t i = 0; i < LANES; ++i) {
-            sums[u] += a[i];
-        }
+        sums[u] = sum_lanes(exponential(a - top));
         all += sums[u];
     }
     return all;
+}
+
+// the sum of exp(x - top) of n logits. x has room for whole vectors
+KVF_CLONES
+static float sum_all(float * x, uint32_t n, float top) {
+    std::fill(x + n, x + GGML_PAD(n, LANES), -std::numeric_limits<float>::infinity());
+    lanes_f all = {};
+    for (uint32_t i = 0; i < n; i += LANES) {
+        lanes_f a;
+        memcpy(&a, x + i, sizeof(a));
+        all += exponential(a - top);
+    }
+    return sum_lanes(all);
 }
 
 KVF_CLONES
@@ -274,10 +285,7 @@ static void dots(const float * keys, uint32_t n, uint32_t d, const float * q, fl
             memcpy(&b, q + j, sizeof(b));
             sum += a * b;
         }
-        float all = 0;
-        for (uint32_t l = 0; l < LANES; ++l) {
-            all += sum[l];
-        }
+        float all = sum_lanes(sum);
         for (; j < d; ++j) {
             all += keys[j] * q[j];
         }
@@ -296,7 +304,7 @@ void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint
         std::fill_n(s.shares.data() + (size_t) (first + i) * n_unit, n_unit, 0.0f);
     }
     sums.resize(n_unit);
-    near.resize(n_cell);
+    near.resize(GGML_PAD(n_cell, LANES));
     keys.resize((size_t) n_cell * d);
     for (uint32_t i = 0; i < n_cell; ++i) {
         kvf_to_float(l.info, head, (const char *) l.k->data + s.cells[i].second * l.k->nb[1], keys.data() + (size_t) i * d);
@@ -311,7 +319,8 @@ void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint
         }
         s.index[l.i].products(head, its, n_q, s.n, l.scale, l.cap, res);
 
-        const uint32_t n_near = std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();
+        const uint32_t n_near =
+                std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();
         for (uint32_t i = 0; i < n_q; ++i) {
             float top = most_of(res[i], s.common.data(), n_unit);
             dots(keys.data(), n_near, d, its[i], near.data());
@@ -320,10 +329,8 @@ void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint
                 if (l.cap > 0) { near[j] = l.cap * tanhf(near[j] / l.cap); }
                 top = std::max(top, near[j]);
             }
-            float all = sum_units(res[i], s.common.data(), n_unit, top, sums.data());
-            for (uint32_t j = 0; j < n_near; ++j) {
-                all += expf(near[j] - top);
-            }
+            const float all =
+                    sum_units(res[i], s.common.data(), n_unit, top, sums.data()) + sum_all(near.data(), n_near, top);
             add_scaled(sums.data(), n_unit, 1 / all, s.shares.data() + (size_t) (first + i) * n_unit);
         }
     }
@@ -372,7 +379,8 @@ void kvf_fresh::choose(const layer & l, sequence & s) {
     }
 
     const auto n_go = std::min<size_t>(in.size(), n_best - next);
-    std::partial_sort(in.begin(), in.begin() + n_go, in.end(), [&](uint32_t a, uint32_t b) { return better(table[b], table[a]); });
+    std::partial_sort(
+            in.begin(), in.begin() + n_go, in.end(), [&](uint32_t a, uint32_t b) { return better(table[b], table[a]); });
     for (size_t i = 0; i < n_go && score[out[next]] > score[table[in[i]]]; ++i, ++next) {
         fetch(l, s, in[i], out[next]);
         table[in[i]] = out[next];
@@ -382,7 +390,7 @@ void kvf_fresh::choose(const layer & l, sequence & s) {
 // copy a unit's rows of a layer from its record
 void kvf_fresh::fetch(const layer & l, const sequence & s, uint32_t slot, uint32_t unit) {
     const uint32_t each = n_chunk / UNIT, part = unit % each, cell = cell_of(s, slot);
-    const char *   rec  = s.records[unit / each];
+    const char *   rec = s.records[unit / each];
 
     const auto rows = [&](const ggml_tensor * t, size_t at) {
         const size_t size = UNIT * ggml_row_size(t->type, t->ne[0]);
@@ -392,7 +400,8 @@ void kvf_fresh::fetch(const layer & l, const sequence & s, uint32_t slot, uint32
     if (l.v && !v_trans) { rows(l.v, l.info.offs_v); }
     for (int64_t i = 0; l.v && v_trans && i < l.v->ne[0]; ++i) {
         const size_t el = ggml_type_size(l.v->type);
-        memcpy((char *) l.v->data + (i * n_cell + cell) * el, rec + l.info.offs_v + (i * n_chunk + part * UNIT) * el, UNIT * el);
+        memcpy((char *) l.v->data + (i * n_cell + cell) * el, rec + l.info.offs_v + (i * n_chunk + part * UNIT) * el,
+                UNIT * el);
     }
     n_fetched++;
 }
@@ -415,8 +424,8 @@ static kvf_index & index_of(llama_context * ctx, llama_seq_id seq, uint32_t laye
     return s.index[layer];
 }
 
-int kvf_index_fit(llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
-        const float * step) {
+int kvf_index_fit(
+        llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
     return kvf_guard([&] {
         auto & index = index_of(ctx, seq, layer);
         kvf_check(mean && basis && step, "a mean, a basis and steps are needed");
@@ -424,8 +433,8 @@ int kvf_index_fit(llama_context * ctx, llama_seq_id seq, uint32_t layer, const f
     });
 }
 
-int kvf_index_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records,
-        uint32_t n) {
+int kvf_index_put(
+        llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
     return kvf_guard([&] {
         auto & index = index_of(ctx, seq, layer);
         kvf_check(records, "records are needed");
@@ -500,7 +509,8 @@ int kvf_set_guests(llama_context * ctx, llama_seq_id seq, uint32_t n, const int3
     return kvf_guard([&] { fresh_of(ctx, seq).resize(*llama_kvflash::get_kv(ctx->get_memory()), seq, n, blocks); });
 }
 
-int kvf_get_guests(llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units, size_t n_unit) {
+int kvf_get_guests(
+        llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units, size_t n_unit) {
     return kvf_guard([&] {
         const auto & s = fresh_of(ctx, seq).of(seq);
         kvf_check(blocks && units && n_block == s.blocks.size() && n_unit == s.tables.size() * s.tables[0].size(),

@@ -8,8 +8,9 @@
 struct ggml_tensor;
 
 // The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean, and
-// in a basis of their principal components. The first n_four of these have 4 bits each, then n_two 2 bits, n_one 1 bit: the more
-// they differ, the more bits, as in any transform coding. A component's value is (code - (2^bits - 1)/2) times its step.
+// in a basis of their principal components. The first n_four of these have 4 bits each, then n_two 2 bits, n_one 1 bit: the
+// more they differ, the more bits, as in any transform coding. A component's value is (code - (2^bits - 1)/2) times its
+// step.
 //
 // Products need no unpacking: the 16 values of 4 bits are a table for each query, whose entries are bytes that a shuffle
 // instruction looks up ("fast scan": Andre, Kermarrec and Le Scouarnec 2015).
@@ -35,10 +36,10 @@ struct kvf_index {
     void   get(uint32_t n, char * dst) const;
     void   set(uint32_t n, const char * src);
 
-    // logits (times scale, capped if cap > 0) of the first n positions for n_q (1 or 2) queries of one head of keys. res: of each,
-    // with room for whole groups
-    void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap, float * const * res)
-            const;
+    // logits (times scale, capped if cap > 0) of the first n positions for n_q (1 or 2) queries of one head of keys. res: of
+    // each, with room for whole groups
+    void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap,
+            float * const * res) const;
 
     const uint32_t n_head_kv, d;
     const form     its;
@@ -54,9 +55,9 @@ private:
 // in which each layer holds chunks of its own choice. To the library guests' cells are empty; their sequence's tokens see
 // them all the same (show_guests), whatever the positions are that lie in them: RoPE is baked into K.
 //
-// Before a layer's attention, two nodes of the graph score all units of 16 positions that are in the index, by the share of the
-// attention that they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows are
-// fetched from their records. Shares are of what the index says, and of the keys themselves where these are common: an
+// Before a layer's attention, two nodes of the graph score all units of 16 positions that are in the index, by the share of
+// the attention that they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows
+// are fetched from their records. Shares are of what the index says, and of the keys themselves where these are common: an
 // attention sink is like no other key, and few bits do not say how much it takes. Common chunks are never guests.
 struct kvf_fresh {
     static constexpr uint32_t UNIT = 16; // positions of a guest
@@ -86,12 +87,12 @@ struct kvf_fresh {
         std::vector<std::vector<int32_t>> tables; // of each layer: the unit in each slot, -1: none
 
         // of the ubatch
-        std::vector<uint32_t>                      tokens; // its rows
-        std::vector<std::pair<uint32_t, llama_pos>> asking; // those whose queries choose, and their positions
-        std::vector<std::pair<llama_pos, int32_t>> cells;  // positions that all layers hold, and where
-        std::vector<uint8_t>                       common; // of each unit: whether they are among these
-        uint32_t                                   n_visible = 0; // slots
-        std::vector<float>                         shares;        // [n_head][n_unit]
+        std::vector<uint32_t>                       tokens;        // its rows
+        std::vector<std::pair<uint32_t, llama_pos>> asking;        // those whose queries choose, and their positions
+        std::vector<std::pair<llama_pos, int32_t>>  cells;         // positions that all layers hold, and where
+        std::vector<uint8_t>                        common;        // of each unit: whether they are among these
+        uint32_t                                    n_visible = 0; // slots
+        std::vector<float>                          shares;        // [n_head][n_unit]
 
         uint32_t n_unit() const { return n / UNIT; }
     };
@@ -132,9 +133,9 @@ private:
     }
     uint32_t n_slot(const sequence & s) const { return s.blocks.size() * (n_chunk / UNIT); }
 
-    std::vector<layer>     layers;
-    std::vector<int32_t>   of_model; // layer of the cache, by layer of the model
-    std::vector<sequence>  sequences;
-    bool                   v_trans;
-    uint32_t               n_cell;
+    std::vector<layer>    layers;
+    std::vector<int32_t>  of_model; // layer of the cache, by layer of the model
+    std::vector<sequence> sequences;
+    bool                  v_trans;
+    uint32_t              n_cell;
 };

@@ -334,7 +334,7 @@ struct llama_kvflash {
     // which positions each token of a batch sees; false: the library has to say it
     static bool set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal);
     // after the mask of a ubatch was made: its tokens see the guests of their sequences, too (kvflash-fresh.h)
-    static void show_guests(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch);
+    static void        show_guests(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch);
     static kvf_fresh * fresh(const llama_kv_cache & kv) { return kv.pool_fresh.get(); }
     // each cell of a sequence that is in use, in the order of positions
     template <typename F> static void each_cell(const llama_kv_cache & kv, llama_seq_id seq, const F & f) {

@@ -16,9 +16,9 @@
 static constexpr uint32_t HALF     = kvf_index::GROUP / 2;
 static constexpr uint32_t MOST_SUM = 65535; // sums of table entries are 16 bits wide
 
-kvf_index::kvf_index(const kvf_layer & layer, const form & f)
-    : n_head_kv(layer.n_head_kv), d(layer.n_embd_head_k), its(f), mean((size_t) n_head_kv * d),
-      basis((size_t) n_head_kv * d * f.n_comp()), step((size_t) n_head_kv * f.n_comp(), 1.0f) {}
+kvf_index::kvf_index(const kvf_layer & layer, const form & f) :
+    n_head_kv(layer.n_head_kv), d(layer.n_embd_head_k), its(f), mean((size_t) n_head_kv * d),
+    basis((size_t) n_head_kv * d * f.n_comp()), step((size_t) n_head_kv * f.n_comp(), 1.0f) {}
 
 void kvf_index::fit(const float * mean, const float * basis, const float * step) {
     std::copy_n(mean, this->mean.size(), this->mean.begin());
@@ -69,8 +69,7 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
                     basis.data() + (size_t) h * d * n_comp, d, n_comp, x.data());
 
             const float * steps = step.data() + (size_t) h * n_comp;
-            uint8_t *     dst =
-                    codes.data() + ((size_t) (pos / GROUP) * n_head_kv + h) * its.n_nibble() * 32 + pos % HALF;
+            uint8_t *     dst   = codes.data() + ((size_t) (pos / GROUP) * n_head_kv + h) * its.n_nibble() * 32 + pos % HALF;
             each_nibble(its, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
                 uint32_t code = 0;
                 for (uint32_t j = 0; j < 4 / n_bit; ++j) {
@@ -89,7 +88,8 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
 //
 
 size_t kvf_index::size(uint32_t n) const {
-    return (mean.size() + basis.size() + step.size()) * sizeof(float) + (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32;
+    return (mean.size() + basis.size() + step.size()) * sizeof(float) +
+           (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32;
 }
 
 void kvf_index::get(uint32_t n, char * dst) const {
@@ -189,7 +189,7 @@ __attribute__((target("avx2"))) static void add_entries_avx2(
         both[i / 2][i % 2] = upper[i / 2][i % 2] = _mm256_setzero_si256();
     }
     for (uint32_t i = 0; i < n_nibble; ++i) {
-        const __m256i c    = _mm256_loadu_si256((const __m256i *) (codes + (size_t) i * 32));
+        const __m256i c      = _mm256_loadu_si256((const __m256i *) (codes + (size_t) i * 32));
         const __m256i half[] = {_mm256_and_si256(c, low), _mm256_and_si256(_mm256_srli_epi16(c, 4), low)};
         for (uint32_t q = 0; q < N; ++q) {
             const __m256i table =
@@ -281,8 +281,8 @@ static void add_product(const float * x, uint32_t d, float * cov) {
     }
 }
 
-int kvf_index_moments(
-        const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov) {
+int kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+        float * mean, float * cov) {
     return kvf_guard([&] {
         kvf_check(layer && records && n > 0 && mean && cov, "a layer, records and room for the result are needed");
         const uint32_t d = layer->n_embd_head_k, n_head = layer->n_head_kv;

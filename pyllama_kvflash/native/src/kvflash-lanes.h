@@ -16,6 +16,20 @@ typedef float    lanes_f __attribute__((vector_size(LANES * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
 
+// the sum of all lanes, by halves: one after the other would wait for each addition
+static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
+    typedef float half_f __attribute__((vector_size(LANES * 2)));
+    typedef float quarter_f __attribute__((vector_size(LANES)));
+
+    half_f halves[2];
+    memcpy(halves, &x, sizeof(x));
+    halves[0] += halves[1];
+    quarter_f quarters[2];
+    memcpy(quarters, halves, sizeof(quarters));
+    quarters[0] += quarters[1];
+    return (quarters[0][0] + quarters[0][1]) + (quarters[0][2] + quarters[0][3]);
+}
+
 // e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part is put together
 // from its bits (Schraudolph 1999), 2 to the rest is a polynomial
 static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {

@@ -86,14 +86,17 @@ void llama_kvflash::tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q
 void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
     const kvf_index::form form = {g_setup->index_four, g_setup->index_two, g_setup->index_one};
     if (form.n_two % 2 || form.n_one % 4) { refuse(KVF_E_ARGUMENT, "the components of an index fill nibbles"); }
-    if (kv.hparams.use_alibi) { refuse(KVF_E_UNSUPPORTED, "ALiBi needs the position of each cell, which guests do not have"); }
+    if (kv.hparams.use_alibi) {
+        refuse(KVF_E_UNSUPPORTED, "ALiBi needs the position of each cell, which guests do not have");
+    }
     for (uint32_t i = 0; i < n_layer(kv); ++i) {
         const auto l = layer(kv, i);
         if (l.n_embd_k != l.n_head_kv * l.n_embd_head_k || l.n_head % l.n_head_kv) {
             refuse(KVF_E_UNSUPPORTED, format("the keys of layer %d are not rows of heads", l.il));
         }
         if (form.n_comp() > l.n_embd_head_k) {
-            refuse(KVF_E_ARGUMENT, format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
+            refuse(KVF_E_ARGUMENT,
+                    format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
         }
         if (!ggml_backend_buffer_is_host(kv.layers[i].k->buffer)) {
             refuse(KVF_E_UNSUPPORTED, "each layer's choice is made on the CPU so far, and the KV cache is a GPU's");

@@ -67,11 +67,11 @@ struct kvf_pool_params {
                           // sequences at least, 0: of none
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
-    uint32_t index_four;  // components of a key that have 4 bits in the index by which each layer chooses its guests; 0: there
-                          // are no guests
-    uint32_t index_two;   // that have 2 bits, an even number
-    uint32_t index_one;   // that have 1 bit, a multiple of 4
-    uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
+    uint32_t index_four;  // components of a key that have 4 bits in the index by which each layer chooses its guests; 0:
+                         // there are no guests
+    uint32_t index_two;  // that have 2 bits, an even number
+    uint32_t index_one;  // that have 1 bit, a multiple of 4
+    uint32_t n_exchange; // guests of a layer that a ubatch exchanges at most
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
@@ -274,8 +274,8 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
         size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 
 //
-// guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (kvflash-fresh.h). The choice is
-// made in the graph, by the queries of each ubatch, among all positions that are in the index. n_embd_k must be
+// guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (kvflash-fresh.h). The choice
+// is made in the graph, by the queries of each ubatch, among all positions that are in the index. n_embd_k must be
 // n_head_kv*n_embd_head_k
 //
 
@@ -291,8 +291,8 @@ struct kvf_index_info {
 
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
 // n_embd_head_k]. of 8,192 keys at most, evenly spread. any thread
-LLAMA_API int kvf_index_moments(
-        const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov);
+LLAMA_API int kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+        float * mean, float * cov);
 // begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
