@@ -207,31 +207,90 @@ void kvf_fresh::build(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, flo
 }
 
 void kvf_fresh::score(const layer & l, const ggml_tensor * q, int ith, int nth) {
-    const uint32_t n_head = l.info.n_head, group = n_head / l.info.n_head_kv;
+    static thread_local std::vector<float> keys; // of the common cells, of one head
+
+    const uint32_t n_head = l.info.n_head, group = n_head / l.info.n_head_kv, d = l.info.n_embd_head_k;
     const uint32_t first = (uint64_t) n_head * ith / nth, last = (uint64_t) n_head * (ith + 1) / nth;
 
     for (auto & s : sequences) {
         if (!s.n_visible) { continue; }
+        keys.resize(s.cells.size() * d);
         for (uint32_t h = first; h < last;) {
+            if (h == first || h % group == 0) {
+                for (size_t i = 0; i < s.cells.size(); ++i) {
+                    kvf_to_float(l.info, h / group, (const char *) l.k->data + s.cells[i].second * l.k->nb[1],
+                            keys.data() + i * d);
+                }
+            }
             const uint32_t n = h + 1 < last && (h + 1) % group ? 2 : 1; // of one head of keys
-            score(l, s, q, h, n);
+            score(l, s, q, keys.data(), h, n);
             h += n;
         }
     }
 }
 
-// sums of exp(x - top) of each unit that is not common
+// 2 to the x, for x <= 0, to a part in 5,000: exponential() with a shorter polynomial, since shares are only compared
+static inline __attribute__((always_inline)) lanes_f power_of_two(lanes_f x) {
+    typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
+
+    const lanes_f t     = x < -126.0f ? lanes_f{} - 126.0f : x;
+    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
+    const lanes_f f     = t - __builtin_convertvector(whole, lanes_f);
+    const lanes_f p     = 1 + f * (0.69161f + f * (0.23139f + f * 0.03987f));
+    const lanes_i bits  = (whole + 127) << 23;
+    lanes_f       power;
+    memcpy(&power, &bits, sizeof(power));
+    return power * p;
+}
+
+// the largest sum of the units that are not common
 KVF_CLONES
-static float sum_units(const float * x, const uint8_t * common, uint32_t n, float top, float * sums) {
-    float all = 0;
+static uint16_t most_of(const uint16_t * sums, const uint8_t * common, uint32_t n) {
+    lanes_h most = {};
     for (uint32_t u = 0; u < n; ++u) {
-        sums[u] = 0;
         if (common[u]) { continue; }
 
-        lanes_f a;
-        memcpy(&a, x + (size_t) u * LANES, sizeof(a));
-        sums[u] = sum_lanes(exponential(a - top));
-        all += sums[u];
+        lanes_h a;
+        memcpy(&a, sums + (size_t) u * LANES, sizeof(a));
+        most = a > most ? a : most;
+    }
+    uint16_t res = 0;
+    for (uint32_t i = 0; i < LANES; ++i) {
+        res = std::max(res, most[i]);
+    }
+    return res;
+}
+
+// sums of exp(base + unit*sum - top) of each unit that is not common, and of all
+KVF_CLONES
+static float sum_units(const uint16_t * sums, const uint8_t * common, uint32_t n, float base, float unit, float * dst) {
+    constexpr float LOG2E = 1.44269504f;
+
+    float all = 0;
+    unit *= LOG2E;
+    base *= LOG2E;
+    for (uint32_t u = 0; u < n; ++u) {
+        dst[u] = 0;
+        if (common[u]) { continue; }
+
+        lanes_h h;
+        memcpy(&h, sums + (size_t) u * LANES, sizeof(h));
+        dst[u] = sum_lanes(power_of_two(__builtin_convertvector(h, lanes_f) * unit + base));
+        all += dst[u];
+    }
+    return all;
+}
+
+// the same with a cap of the logits. top: of all of them
+static float sum_capped(const uint16_t * sums, const uint8_t * common, uint32_t n, const kvf_index::logits & x, float scale,
+        float cap, float top, float * dst) {
+    float all = 0;
+    for (uint32_t u = 0; u < n; ++u) {
+        dst[u] = 0;
+        for (uint32_t i = 0; i < LANES && !common[u]; ++i) {
+            dst[u] += expf(cap * tanhf((x.base + x.unit * sums[u * LANES + i]) * scale / cap) - top);
+        }
+        all += dst[u];
     }
     return all;
 }
@@ -247,23 +306,6 @@ static float sum_all(float * x, uint32_t n, float top) {
         all += exponential(a - top);
     }
     return sum_lanes(all);
-}
-
-KVF_CLONES
-static float most_of(const float * x, const uint8_t * common, uint32_t n) {
-    lanes_f most = lanes_f{} - std::numeric_limits<float>::infinity();
-    for (uint32_t u = 0; u < n; ++u) {
-        if (common[u]) { continue; }
-
-        lanes_f a;
-        memcpy(&a, x + (size_t) u * LANES, sizeof(a));
-        most = a > most ? a : most;
-    }
-    float res = most[0];
-    for (uint32_t i = 1; i < LANES; ++i) {
-        res = std::max(res, most[i]);
-    }
-    return res;
 }
 
 KVF_CLONES
@@ -294,44 +336,43 @@ static void dots(const float * keys, uint32_t n, uint32_t d, const float * q, fl
 }
 
 // shares of all units for n_q (1 or 2) query heads from `first` on, which have one head of keys, by the tokens that ask
-void kvf_fresh::score(const layer & l, sequence & s, const ggml_tensor * q, uint32_t first, uint32_t n_q) {
-    static thread_local std::vector<float> logits[2], sums, keys, near;
+void kvf_fresh::score(
+        const layer & l, sequence & s, const ggml_tensor * q, const float * keys, uint32_t first, uint32_t n_q) {
+    static thread_local kvf_index::logits  far[2];
+    static thread_local std::vector<float> sums, near;
 
     const uint32_t d = l.info.n_embd_head_k, n_unit = s.n_unit(), n_cell = s.cells.size();
-    const uint32_t head = first / (l.info.n_head / l.info.n_head_kv);
-    for (uint32_t i = 0; i < n_q; ++i) {
-        logits[i].resize(GGML_PAD(s.n, kvf_index::GROUP));
-        std::fill_n(s.shares.data() + (size_t) (first + i) * n_unit, n_unit, 0.0f);
-    }
+    const uint32_t head   = first / (l.info.n_head / l.info.n_head_kv);
+    const auto     capped = [&](float x) { return l.cap > 0 ? l.cap * tanhf(x / l.cap) : x; };
+
+    std::fill_n(s.shares.data() + (size_t) first * n_unit, (size_t) n_q * n_unit, 0.0f);
     sums.resize(n_unit);
     near.resize(GGML_PAD(n_cell, LANES));
-    keys.resize((size_t) n_cell * d);
-    for (uint32_t i = 0; i < n_cell; ++i) {
-        kvf_to_float(l.info, head, (const char *) l.k->data + s.cells[i].second * l.k->nb[1], keys.data() + (size_t) i * d);
-    }
 
     for (const auto & [row, pos] : s.asking) {
         const float * its[2];
-        float *       res[2];
         for (uint32_t i = 0; i < n_q; ++i) {
             its[i] = (const float *) ((const char *) q->data + (first + i) * q->nb[1] + row * q->nb[2]);
-            res[i] = logits[i].data();
         }
-        s.index[l.i].products(head, its, n_q, s.n, l.scale, l.cap, res);
+        s.index[l.i].products(head, its, n_q, s.n, far);
 
         const uint32_t n_near =
                 std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();
         for (uint32_t i = 0; i < n_q; ++i) {
-            float top = most_of(res[i], s.common.data(), n_unit);
-            dots(keys.data(), n_near, d, its[i], near.data());
+            const auto &     x      = far[i];
+            const uint8_t *  common = s.common.data();
+            const uint16_t * of     = x.sums.data();
+            float            top    = capped((x.base + x.unit * most_of(of, common, n_unit)) * l.scale);
+            dots(keys, n_near, d, its[i], near.data());
             for (uint32_t j = 0; j < n_near; ++j) {
-                near[j] *= l.scale;
-                if (l.cap > 0) { near[j] = l.cap * tanhf(near[j] / l.cap); }
-                top = std::max(top, near[j]);
+                near[j] = capped(near[j] * l.scale);
+                top     = std::max(top, near[j]);
             }
-            const float all =
-                    sum_units(res[i], s.common.data(), n_unit, top, sums.data()) + sum_all(near.data(), n_near, top);
-            add_scaled(sums.data(), n_unit, 1 / all, s.shares.data() + (size_t) (first + i) * n_unit);
+            const float all = l.cap > 0
+                                      ? sum_capped(of, common, n_unit, x, l.scale, l.cap, top, sums.data())
+                                      : sum_units(of, common, n_unit, x.base * l.scale - top, x.unit * l.scale, sums.data());
+            add_scaled(sums.data(), n_unit, 1 / (all + sum_all(near.data(), n_near, top)),
+                    s.shares.data() + (size_t) (first + i) * n_unit);
         }
     }
 }
@@ -360,14 +401,19 @@ void kvf_fresh::choose(const layer & l, sequence & s) {
             in.push_back(slot);
         }
     }
+    // if none is free, only those count that are better than a guest: a few
+    const auto n_free = s.n_visible - in.size();
+    float      least  = n_free ? -1 : std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < in.size() && !n_free; ++i) {
+        least = std::min(least, score[table[in[i]]]);
+    }
     out.clear();
     for (uint32_t u = 0; u < n_unit; ++u) {
-        if (!taken[u]) { out.push_back(u); }
+        if (!taken[u] && score[u] > least) { out.push_back(u); }
     }
 
     // the best first; of equals the later one, as it is the nearer
     const auto better = [&](uint32_t a, uint32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; };
-    const auto n_free = s.n_visible - in.size();
     const auto n_best = std::min<size_t>(out.size(), n_free + n_exchange);
     std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);
 

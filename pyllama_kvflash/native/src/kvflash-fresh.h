@@ -36,10 +36,14 @@ struct kvf_index {
     void   get(uint32_t n, char * dst) const;
     void   set(uint32_t n, const char * src);
 
-    // logits (times scale, capped if cap > 0) of the first n positions for n_q (1 or 2) queries of one head of keys. res: of
-    // each, with room for whole groups
-    void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap,
-            float * const * res) const;
+    // a query's products with the keys of positions: base + unit*sum, unit > 0
+    struct logits {
+        std::vector<uint16_t> sums; // whole groups
+        float                 base, unit;
+    };
+
+    // of the first n positions with n_q (1 or 2) queries of one head of keys
+    void products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, logits * res) const;
 
     const uint32_t n_head_kv, d;
     const form     its;
@@ -123,7 +127,7 @@ private:
     };
 
     void score(const layer & l, const ggml_tensor * q, int ith, int nth);
-    void score(const layer & l, sequence & s, const ggml_tensor * q, uint32_t first, uint32_t n_q);
+    void score(const layer & l, sequence & s, const ggml_tensor * q, const float * keys, uint32_t first, uint32_t n_q);
     void choose(const layer & l, sequence & s);
     void fetch(const layer & l, const sequence & s, uint32_t slot, uint32_t unit);
 

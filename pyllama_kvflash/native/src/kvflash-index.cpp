@@ -113,44 +113,58 @@ void kvf_index::set(uint32_t n, const char * src) {
 // products
 //
 
-namespace {
+// what the 16 values of a nibble say of each of its components
+struct nibble_values {
+    lanes_f of[5][4] = {}; // [bits][component]
 
-// what a query's products are, nibble by nibble, as bytes: base + unit*(sum of entries)
-struct tables {
-    std::vector<uint8_t> entries; // [n_nibble][16]
-    float                base, unit;
+    nibble_values() {
+        for (const uint32_t n_bit : {1, 2, 4}) {
+            for (uint32_t j = 0; j < 4 / n_bit; ++j) {
+                for (uint32_t code = 0; code < 16; ++code) {
+                    of[n_bit][j][code] = (code >> (j * n_bit) & ((1 << n_bit) - 1)) - middle(n_bit);
+                }
+            }
+        }
+    }
 };
 
-} // namespace
+// entries of a nibble's table. x: what the query makes of each of its components
+KVF_CLONES
+static void fill_table(const lanes_f * values, const float * x, uint32_t n, float least, float factor, uint8_t * dst) {
+    lanes_f sum = lanes_f{} - least;
+    for (uint32_t j = 0; j < n; ++j) {
+        sum += values[j] * x[j];
+    }
+    sum = sum * factor + 0.5f;
+    for (uint32_t code = 0; code < LANES; ++code) {
+        dst[code] = (uint8_t) (int32_t) sum[code];
+    }
+}
 
 // x: [n_comp], the query's components times the steps
-static void make_tables(const float * x, const kvf_index::form & f, tables & res) {
-    // components add up, so the least and the most of a nibble are those of its components
-    float base = 0, most = 0;
-    each_nibble(f, [&](uint32_t, uint32_t comp, uint32_t n_bit) {
-        float reach = 0;
-        for (uint32_t j = 0; j < 4 / n_bit; ++j) {
-            reach += middle(n_bit) * fabsf(x[comp + j]);
-        }
-        base -= reach;
-        most = std::max(most, 2 * reach);
-    });
-    const float levels = std::min<uint32_t>(255, MOST_SUM / f.n_nibble());
-    const float unit   = most > 0 ? most / levels : 1;
+static void make_tables(
+        const float * x, const kvf_index::form & f, std::vector<uint8_t> & entries, float & base, float & unit) {
+    static const nibble_values values;
 
-    res.base = base;
-    res.unit = unit;
-    res.entries.resize((size_t) f.n_nibble() * 16);
+    // components add up, so the least and the most of a nibble are those of its components
+    static thread_local std::vector<float> reach;
+    reach.resize(f.n_nibble());
+    base       = 0;
+    float most = 0;
     each_nibble(f, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
-        for (uint32_t code = 0; code < 16; ++code) {
-            float sum = 0;
-            for (uint32_t j = 0; j < 4 / n_bit; ++j) {
-                const float    a = x[comp + j];
-                const uint32_t c = code >> (j * n_bit) & ((1 << n_bit) - 1);
-                sum += a * (c - middle(n_bit)) + middle(n_bit) * fabsf(a);
-            }
-            res.entries[(size_t) i * 16 + code] = (uint8_t) (sum / unit + 0.5f);
+        float sum = 0;
+        for (uint32_t j = 0; j < 4 / n_bit; ++j) {
+            sum += fabsf(x[comp + j]);
         }
+        reach[i] = sum * middle(n_bit);
+        base -= reach[i];
+        most = std::max(most, 2 * reach[i]);
+    });
+    unit = most > 0 ? most / std::min<uint32_t>(255, MOST_SUM / f.n_nibble()) : 1;
+
+    entries.resize((size_t) f.n_nibble() * 16);
+    each_nibble(f, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
+        fill_table(values.of[n_bit], x + comp, 4 / n_bit, -reach[i], 1 / unit, entries.data() + (size_t) i * 16);
     });
 }
 
@@ -218,35 +232,26 @@ template <uint32_t N> static adder best_adder() {
     return add_entries<N>;
 }
 
-KVF_CLONES
-static void to_logits(const uint16_t * sums, float base, float unit, float * res) {
-    for (uint32_t i = 0; i < kvf_index::GROUP; ++i) {
-        res[i] = base + unit * sums[i];
-    }
-}
-
-void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, float scale, float cap,
-        float * const * res) const {
+void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, uint32_t n, logits * res) const {
     static const adder one = best_adder<1>(), two = best_adder<2>();
 
-    static thread_local tables             made[2];
-    static thread_local std::vector<float> x;
+    static thread_local std::vector<uint8_t> made[2];
+    static thread_local std::vector<float>   x;
 
     const uint32_t  n_comp = its.n_comp();
     const uint8_t * entries[2];
-    float           base[2];
     x.resize(n_comp);
     for (uint32_t i = 0; i < n_q; ++i) {
         project(q[i], nullptr, basis.data() + (size_t) head * d * n_comp, d, n_comp, x.data());
         for (uint32_t j = 0; j < n_comp; ++j) {
             x[j] *= step[(size_t) head * n_comp + j];
         }
-        make_tables(x.data(), its, made[i]);
-        entries[i] = made[i].entries.data();
-        base[i]    = made[i].base;
+        make_tables(x.data(), its, made[i], res[i].base, res[i].unit);
+        entries[i] = made[i].data();
         for (uint32_t j = 0; j < d; ++j) {
-            base[i] += q[i][j] * mean[(size_t) head * d + j];
+            res[i].base += q[i][j] * mean[(size_t) head * d + j];
         }
+        res[i].sums.resize((size_t) n_group(n) * GROUP);
     }
 
     uint16_t sums[2][GROUP];
@@ -254,12 +259,7 @@ void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, u
         const uint8_t * from = codes.data() + ((size_t) g * n_head_kv + head) * its.n_nibble() * 32;
         (n_q == 2 ? two : one)(from, its.n_nibble(), entries, sums);
         for (uint32_t i = 0; i < n_q; ++i) {
-            to_logits(sums[i], base[i] * scale, made[i].unit * scale, res[i] + (size_t) g * GROUP);
-        }
-    }
-    for (uint32_t i = 0; cap > 0 && i < n_q; ++i) {
-        for (uint32_t j = 0; j < n; ++j) {
-            res[i][j] = cap * tanhf(res[i][j] / cap);
+            memcpy(res[i].sums.data() + (size_t) g * GROUP, sums[i], sizeof(sums[i]));
         }
     }
 }
