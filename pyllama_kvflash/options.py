@@ -203,7 +203,7 @@ class Options:
             )
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
-        check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 8 with policy fresh")
+        check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 32 with policy fresh")
         check_range(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
         check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")

@@ -360,11 +360,11 @@ def test_pins_stay(opened: Open, policy: str) -> None:
 def test_pool_is_as_good_as_new(opened: Open) -> None:
     """An answer sees rows that are the full cache's: with all chunks back, a token says what it says there, but for rounding."""
     kv, full = opened(pool=2048), opened(**FULL)
-    kv.pager.confine(N_POOL)
+    kv.pager.shared.confine(N_POOL)
     prompt(kv, 1000)
     prompt(full, 1000)
     assert np.sum(kv.residency().state == State.OUT) > 0
-    kv.pager.confine(2048)
+    kv.pager.shared.confine(2048)
     kv.pager.page_in_all()
     for _ in range(3):
         feed(kv, kv.n_tokens + 1)

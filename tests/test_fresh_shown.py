@@ -172,7 +172,7 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
         ),
         (
             (*FRESH, "--kvflash-swaps", "-1"),
-            "swaps (--kvflash-swaps) is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 8",
+            "swaps (--kvflash-swaps) is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
         ),
         (
             (*FRESH, "--kvflash-opening", "-2"),
@@ -200,7 +200,7 @@ def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
     for default in (
         "(32; 0 with policy fresh)",
-        "(4 chunks; 8 guests a layer with policy fresh)",
+        "(4 chunks; 32 guests a layer with policy fresh)",
         "(2 for heads of up to 96 values, 1 for larger ones)",
     ):
         assert f"[default: {default}]" in text

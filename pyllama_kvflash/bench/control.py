@@ -50,7 +50,7 @@ def before_prompt(kv: KVFlash, variant: Variant, pool: int | None) -> tuple[str,
     if not variant.control or pool is None:
         return ()
     size = pool_size(kv.options, pool)
-    kv.pager.confine(size.n_pool or pool)
+    kv.pager.shared.confine(size.n_pool or pool)
     return size.warnings
 
 
@@ -58,7 +58,7 @@ def before_answer(kv: KVFlash, variant: Variant) -> None:
     """Make everything resident for a control from now on, and read its last tokens again."""
     if not variant.control:
         return
-    kv.pager.confine(kv.n_pool or 0)
+    kv.pager.shared.confine(kv.n_pool or 0)
     kv.pager.page_in_all()
     tokens = kv.tokens
     start = max(0, len(tokens) - max(1, kv.options.replay))

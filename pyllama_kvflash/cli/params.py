@@ -338,7 +338,7 @@ POOL = options(
                  envvar="KVFLASH_TAU",
                  help="Tokens from one scoring of all chunks to the next; more where scoring would cost too much."),
     click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=0,
-                 show_default="4 chunks; 8 guests a layer with policy fresh", envvar="KVFLASH_SWAPS",
+                 show_default="4 chunks; 32 guests a layer with policy fresh", envvar="KVFLASH_SWAPS",
                  help="Most chunks that come back after a scoring while decoding. With policy fresh: most guests (16 tokens"
                  " each) that a layer exchanges for a token, or for a batch of them. 0: the default."),
     click.option("--kvflash-index", "index", metavar="BITS", type=int, default=0,

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-EXCHANGE = 64
-"""Guests of a layer that a batch exchanges at most: on a CPU that costs nothing beside the scores, and fewer come late."""
+EXCHANGE = 32
+"""Guests of a layer that a batch exchanges at most. Fewer come late, and more are hardly ever better (docs/RESULTS.md)."""
 BITS = (1, 2, 4)
 """Bits that an index may have for each value of a key."""
 SMALL_HEAD = 96

@@ -161,9 +161,7 @@ class Pager:
         self._summariser.begin(ledger.n_sealed)
 
     def settle_in(self) -> Plan:
-        """Take the sequence's share of the pool, and bring in what must always be resident, then the most recent of the
-        others. Returns what moved.
-        """
+        """Take the sequence's share of the pool, and bring in what is protected and most recent. Returns what moved."""
         self.settle()
         ledger = self.ledger
         if self.guests:
@@ -195,10 +193,7 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """Where not everything fits, let guests have all blocks of what need not be common, but for n_free. Returns what left.
-
-        Their choice is at least as good as what leaves here, because it has that to choose from. The next batch fills them.
-        """
+        """Where not everything fits, let guests have all blocks but those that are protected and n_free. Returns what left."""
         guests, ledger = self.guests, self.ledger
         if guests is None or not np.any(ledger.state == State.OUT):
             return _NOTHING
@@ -218,10 +213,7 @@ class Pager:
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
 
     def written(self, n_tokens: int) -> None:
-        """Record that the first n_tokens of a batch stand, and begin to write back the chunks that are now full.
-
-        These may be dropped from then on.
-        """
+        """Record that the first n_tokens of a batch stand, and begin to write back the chunks that are full: they may leave now."""
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
@@ -413,10 +405,6 @@ class Pager:
         self.settle()
         self.apply(bring_in(self.ledger, range(self.ledger.n_chunks)))
 
-    def confine(self, n_pool: int) -> None:
-        """Use only the blocks of n_pool positions, for all sequences, until called again. Works as a smaller pool."""
-        self.shared.blocks.n = n_pool // self.ledger.chunk
-
     def page_out(self, chunk: int) -> None:
         """Drop a chunk from the pool. Raises UsageError and PoolError."""
         self._check(chunk)
@@ -436,14 +424,7 @@ class Pager:
         ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
         more = n_pinned(ledger.pins | chunks, ledger.n_sinks) - n_pinned(ledger.pins, ledger.n_sinks)
-        shape, n_pool = self.shared.shape(more), self.shared.n_pool
-        floor = shape.floor(self._min_batch)
-        if floor > n_pool:
-            msg = (
-                f"pinning {start}:{end} makes {shape.pinned:,} pinned chunks, for which a pool of {floor:,} tokens is needed;"
-                f" this one has {n_pool:,}: use a larger pool or pin less"
-            )
-            raise PoolError(msg)
+        self.shared.check_pins(more, self._min_batch, f"pinning {start}:{end}")
         self.settle()
         self.apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
         ledger.pins |= chunks

@@ -1,5 +1,6 @@
 """What the sequences of a pool share."""
 
+from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Blocks
@@ -34,6 +35,24 @@ class Shared:
         ledger = self.blocks.ledgers[0]
         n_seq = len(self.blocks.ledgers)
         return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
+
+    def check_pins(self, n_more: int, n_batch: int, what: str) -> None:
+        """Raise PoolError if the pool has too little room for n_more pinned chunks and batches of n_batch tokens.
+
+        what: what would pin them, for the message.
+        """
+        shape = self.shape(n_more)
+        floor = shape.floor(n_batch)
+        if floor > self.n_pool:
+            msg = (
+                f"{what} makes {shape.pinned:,} pinned chunks, for which a pool of {floor:,} tokens is needed;"
+                f" this one has {self.n_pool:,}: use a larger pool or pin less"
+            )
+            raise PoolError(msg)
+
+    def confine(self, n_pool: int) -> None:
+        """Use only the blocks of n_pool positions, for all sequences, until called again. Works as a smaller pool."""
+        self.blocks.n = n_pool // self.blocks.ledgers[0].chunk
 
     @property
     def n_pool(self) -> int:
