@@ -54,6 +54,7 @@ def never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def moments(*_: Any) -> None:
         pytest.fail("the index was made")
 
+    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)  # texts that grow by more than an eighth
     monkeypatch.setattr(guests, "moments", moments)
 
 
@@ -205,8 +206,11 @@ def len_of(parts: list[bytes], kv: KVFlash) -> int:
     return max(n for n in range(0, N, n_chunk) if native.index_sizes(n) == sizes)
 
 
-def test_an_index_of_a_short_part_is_made_again_when_it_has_doubled(opened: Open, snap: Path) -> None:
+def test_an_index_of_a_short_part_is_made_again_when_it_has_doubled(
+    opened: Open, snap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its basis was found for a text of which that is left: as if the part had been read alone."""
+    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)
     kv = read(opened(snapshots=True, n_batch=64), 3000)
     kv.save(snap)
     assert kv.restore(snap, np.concatenate([TOKENS[:650], MORE])) == 640
@@ -252,6 +256,7 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
 def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are those of a pool that never had guests. Once something must go, the index goes on."""
     monkeypatch.setattr(guests, "moments", None)
+    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)
     kv, plain = (opened(pool=2048, **EXACT, policy=policy) for policy in ("fresh", "lru"))
     kv.restore(saved)
     plain.restore(saved)
@@ -422,5 +427,5 @@ def test_the_cache_counts_the_index(opened: Open, tmp_path: Path) -> None:
     """A file that is larger than the cache only with it is not written."""
     kv = read(opened(snapshots=True), N)
     records = kv.pager.ledger.n_chunks * kv.pager.records.record_bytes
-    assert PrefixCache(tmp_path, records + room(kv).n_bytes - 1).save(kv) is None
+    assert PrefixCache(tmp_path, records + room(kv).n_bytes(kv.n_tokens) - 1).save(kv) is None
     assert not list(tmp_path.rglob("*.kvsnap"))

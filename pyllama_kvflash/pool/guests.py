@@ -16,8 +16,9 @@ from pyllama_kvflash.native.guests import UNIT, Guests, moments
 from pyllama_kvflash.policy import Ledger
 from pyllama_kvflash.policy.fresh import IndexForm
 
-GROWN = 2
-"""The index is made anew once the sequence is so many times as long as when its basis was found."""
+GROWN = 1.125
+"""The index is made anew once the sequence is so many times as long as when its basis was found: keys turn with their position,
+and half as long again doubles the error of what a basis says of them."""
 
 
 class GuestRoom:
