@@ -68,10 +68,10 @@ struct kvf_pool_params {
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
     uint32_t index_four;  // components of a key that have 4 bits in the index by which each layer chooses its guests; 0:
-                         // there are no guests
-    uint32_t index_two;  // that have 2 bits, an even number
-    uint32_t index_one;  // that have 1 bit, a multiple of 4
-    uint32_t n_exchange; // guests of a layer that a ubatch exchanges at most
+                          // there are no guests
+    uint32_t index_two;   // that have 2 bits, an even number
+    uint32_t index_one;   // that have 1 bit, a multiple of 4
+    uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
