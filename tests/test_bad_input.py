@@ -94,7 +94,7 @@ environment = commands.environment
         (("--kvflash-auto-cap", "auto"), ("--kvflash-auto-cap", "'auto'")),
         (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2,147,483,648")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
-        (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, qk-zmax, qk-cos, lru, drafter, crosstok")),
+        (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, fresh, qk-zmax, qk-cos, lru, drafter, crosstok")),
         (("--kvflash-swaps", "0"), ("--kvflash-swaps", "is 0")),
         (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
         (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
