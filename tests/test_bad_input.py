@@ -94,8 +94,11 @@ environment = commands.environment
         (("--kvflash-auto-cap", "auto"), ("--kvflash-auto-cap", "'auto'")),
         (("--kvflash-auto-cap", "2048M"), ("--kvflash-auto-cap", "2,147,483,648")),
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
-        (("--kvflash-policy", "best"), ("--kvflash-policy", "'best'", "qk, fresh, qk-zmax, qk-cos, lru, drafter, crosstok")),
-        (("--kvflash-swaps", "0"), ("--kvflash-swaps", "is 0")),
+        (
+            ("--kvflash-policy", "best"),
+            ("--kvflash-policy", "'best'", "qk, fresh, qk-zmax, qk-cos, lru, drafter, crosstok"),
+        ),
+        (("--kvflash-swaps", "-1"), ("--kvflash-swaps", "is -1")),
         (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
         (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
         (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99,999,999,999")),

@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
     Mutant("used blocks are scribbled on", "record", "if (!is_free(kv, b)) { continue; }", ""),
     # copies under way
-    Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block);", "return true;"),
+    Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block) &&", "return"),
     Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
     Mutant("queries lie upon each other", "move", "to += r.size;", ""),
     Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
