@@ -282,6 +282,21 @@ def test_the_worst_go_for_the_best(chooses: Fresh) -> None:
         assert came or best <= worst * 1.02 + 1e-6
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_what_is_chosen_is_what_is_seen(tiny_model: Callable[[str], Model], *, exchanged: bool) -> None:
+    """The token for which guests were fetched already attends to them, and not to what was there before."""
+    model, cache = tiny_model("qwen3"), CACHES["f16"]
+    run, guests, _ = fresh_run(model, cache, n_exchange=3, n_blocks=4)
+    with run:
+        before = np.tile(np.arange(4, 20, dtype=np.int32), (len(guests.layers), 1))
+        if exchanged:
+            guests.place(before)
+        logits = run.feed(1, 1)
+        blocks, units = guests.tables()
+    assert not np.array_equal(units, before)
+    assert_equal(logits, forged_run(model, cache, blocks, units, n_steps=1))
+
+
 def test_nothing_is_twice_there(chooses: Fresh) -> None:
     """A chunk that becomes common is no guest any more, in any layer."""
     run, guests, records = chooses
