@@ -298,7 +298,7 @@ def test_what_is_chosen_is_what_is_seen(tiny_model: Callable[[str], Model], *, e
 
 
 def test_nothing_is_twice_there(chooses: Fresh) -> None:
-    """A chunk that becomes common is no guest any more, in any layer."""
+    """A chunk that becomes common is not a guest any more, in any layer."""
     run, guests, records = chooses
     run.feed(1, 1)
     chunk = int(guests.tables()[1][0, 0]) // 4
