@@ -1,7 +1,7 @@
 """Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph by an index of the keys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ def moments(layer: Layer, n_chunk: int, records: Sequence[Record]) -> tuple[Floa
     """
     shape = layer.n_head_kv, layer.n_embd_head_k
     mean, cov = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
-    like = ffi.new("struct kvf_layer *", {name: getattr(layer, name) for name in Layer.__dataclass_fields__})
+    like = ffi.new("struct kvf_layer *", asdict(layer))
     to = ffi.from_buffer("float[]", mean), ffi.from_buffer("float[]", cov)
     compute(lib.kvf_index_moments, like, n_chunk, _addresses(records), len(records), *to)
     return mean, cov

@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Summaries:
             msg = f"{kind} is asked for chunks of {n_chunk} keys: give {match[1]}:{n_chunk} at most"
             raise UsageError(msg)
         self._n_chunk = n_chunk
-        self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
+        self._layers = [ffi.new("struct kvf_layer *", asdict(layer)) for layer in layers]
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
         self._sizes = [self._size(layer) for layer in self._layers]
         self._slabs: list[list[npt.NDArray[np.uint16]]] = []
@@ -209,7 +210,7 @@ class Keys:
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, record: Callable[[int], Record]) -> None:
         """record: returns the record of a chunk."""
-        self._layers = [ffi.new("struct kvf_layer *", _as_dict(layer)) for layer in layers]
+        self._layers = [ffi.new("struct kvf_layer *", asdict(layer)) for layer in layers]
         self._n_chunk = n_chunk
         self._record = record
 
@@ -238,7 +239,3 @@ class Keys:
         size = len(records[0]) if records else 0
         check(lib.kvf_score_keys(mine, self._n_chunk, records, len(records), size, pq, len(q), scale, edge, to))
         return res if edge else res[0]
-
-
-def _as_dict(layer: Layer) -> dict[str, int]:
-    return {name: getattr(layer, name) for name in Layer.__dataclass_fields__}

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <numeric>
 
 static constexpr uint32_t MOST_ASKING = 16; // tokens of a ubatch whose queries choose, evenly spread
 
@@ -147,15 +146,11 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
     }
 }
 
-template <typename T> static T visible();
-template <> float              visible<float>() { return 0.0f; }
-template <> ggml_fp16_t        visible<ggml_fp16_t>() { return ggml_fp32_to_fp16(0.0f); }
-
 template <typename T> void kvf_fresh::show(T * mask, int64_t n_kv) const {
     for (const auto & s : sequences) {
         for (const uint32_t i : s.tokens) {
             for (uint32_t slot = 0; slot < s.n_visible; ++slot) {
-                std::fill_n(mask + i * n_kv + cell_of(s, slot), UNIT, visible<T>());
+                std::fill_n(mask + i * n_kv + cell_of(s, slot), UNIT, T(0)); // of both types, what a visible cell has
             }
         }
     }
@@ -231,16 +226,11 @@ void kvf_fresh::score(const layer & l, const ggml_tensor * q, int ith, int nth) 
 
 // 2 to the x, for x <= 0, to a part in 5,000: exponential() with a shorter polynomial, since shares are only compared
 static inline __attribute__((always_inline)) lanes_f power_of_two(lanes_f x) {
-    typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
-
     const lanes_f t     = x < -126.0f ? lanes_f{} - 126.0f : x;
     const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
     const lanes_f f     = t - __builtin_convertvector(whole, lanes_f);
     const lanes_f p     = 1 + f * (0.69161f + f * (0.23139f + f * 0.03987f));
-    const lanes_i bits  = (whole + 127) << 23;
-    lanes_f       power;
-    memcpy(&power, &bits, sizeof(power));
-    return power * p;
+    return times_power(p, whole);
 }
 
 // the largest sum of the units that are not common

@@ -51,6 +51,9 @@ struct kvf_index {
 private:
     static uint32_t n_group(uint32_t n) { return (n + GROUP - 1) / GROUP; }
 
+    // where the codes of a group and head begin
+    size_t place(uint32_t group, uint32_t head) const { return ((size_t) group * n_head_kv + head) * its.n_nibble() * 32; }
+
     std::vector<float>   mean, basis, step;
     std::vector<uint8_t> codes; // [group][head][nibble][32]
 };

@@ -58,7 +58,7 @@ static void project(const float * x, const float * mean, const float * basis, ui
 }
 
 void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
-    codes.resize((size_t) n_group(pos + n) * n_head_kv * its.n_nibble() * 32);
+    codes.resize(place(n_group(pos + n), 0));
 
     const uint32_t     n_comp = its.n_comp();
     std::vector<float> x(n_comp);
@@ -69,7 +69,7 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
                     basis.data() + (size_t) h * d * n_comp, d, n_comp, x.data());
 
             const float * steps = step.data() + (size_t) h * n_comp;
-            uint8_t *     dst   = codes.data() + ((size_t) (pos / GROUP) * n_head_kv + h) * its.n_nibble() * 32 + pos % HALF;
+            uint8_t *     dst   = codes.data() + place(pos / GROUP, h) + pos % HALF;
             each_nibble(its, [&](uint32_t i, uint32_t comp, uint32_t n_bit) {
                 uint32_t code = 0;
                 for (uint32_t j = 0; j < 4 / n_bit; ++j) {
@@ -88,8 +88,7 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
 //
 
 size_t kvf_index::size(uint32_t n) const {
-    return (mean.size() + basis.size() + step.size()) * sizeof(float) +
-           (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32;
+    return (mean.size() + basis.size() + step.size()) * sizeof(float) + place(n_group(n), 0);
 }
 
 void kvf_index::get(uint32_t n, char * dst) const {
@@ -97,7 +96,7 @@ void kvf_index::get(uint32_t n, char * dst) const {
         memcpy(dst, part->data(), part->size() * sizeof(float));
         dst += part->size() * sizeof(float);
     }
-    memcpy(dst, codes.data(), (size_t) n_group(n) * n_head_kv * its.n_nibble() * 32);
+    memcpy(dst, codes.data(), place(n_group(n), 0));
 }
 
 void kvf_index::set(uint32_t n, const char * src) {
@@ -105,7 +104,7 @@ void kvf_index::set(uint32_t n, const char * src) {
         memcpy(part->data(), src, part->size() * sizeof(float));
         src += part->size() * sizeof(float);
     }
-    codes.resize((size_t) n_group(n) * n_head_kv * its.n_nibble() * 32);
+    codes.resize(place(n_group(n), 0));
     memcpy(codes.data(), src, codes.size());
 }
 
@@ -256,7 +255,7 @@ void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, u
 
     uint16_t sums[2][GROUP];
     for (uint32_t g = 0; g < n_group(n); ++g) {
-        const uint8_t * from = codes.data() + ((size_t) g * n_head_kv + head) * its.n_nibble() * 32;
+        const uint8_t * from = codes.data() + place(g, head);
         (n_q == 2 ? two : one)(from, its.n_nibble(), entries, sums);
         for (uint32_t i = 0; i < n_q; ++i) {
             memcpy(res[i].sums.data() + (size_t) g * GROUP, sums[i], sizeof(sums[i]));

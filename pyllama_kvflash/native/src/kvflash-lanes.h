@@ -13,6 +13,7 @@
 static constexpr uint32_t LANES = 16;
 
 typedef float    lanes_f __attribute__((vector_size(LANES * 4)));
+typedef int32_t  lanes_i __attribute__((vector_size(LANES * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
 
@@ -30,11 +31,17 @@ static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
     return (quarters[0][0] + quarters[0][1]) + (quarters[0][2] + quarters[0][3]);
 }
 
-// e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part is put together
-// from its bits (Schraudolph 1999), 2 to the rest is a polynomial
-static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
-    typedef int32_t lanes_i __attribute__((vector_size(LANES * 4)));
+// p times 2 to a whole number, which is put together from its bits (Schraudolph 1999)
+static inline __attribute__((always_inline)) lanes_f times_power(lanes_f p, lanes_i whole) {
+    const lanes_i bits = (whole + 127) << 23;
+    lanes_f       power;
+    memcpy(&power, &bits, sizeof(power));
+    return power * p;
+}
 
+// e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part, and a
+// polynomial for 2 to the rest
+static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
     lanes_f t = x * 1.44269504f;
     t         = t < -126.0f ? lanes_f{} - 126.0f : t;
     t         = t > 0.0f ? lanes_f{} : t;
@@ -43,8 +50,5 @@ static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
     const lanes_f f     = (t - __builtin_convertvector(whole, lanes_f)) * 0.69314718f;
     const lanes_f p = 1 + f * (1 + f * (0.5f + f * (0.16666667f + f * (0.04166667f + f * (0.00833333f + f * 0.00138889f)))));
 
-    const lanes_i bits = (whole + 127) << 23;
-    lanes_f       power;
-    memcpy(&power, &bits, sizeof(power));
-    return power * p;
+    return times_power(p, whole);
 }
