@@ -159,9 +159,9 @@ enum kvf_status {
 
 struct kvf_pool_params {
     uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
-    uint32_t index_four; uint32_t index_two; uint32_t index_one; uint32_t n_exchange;
+    uint32_t index_four; uint32_t index_two; uint32_t index_one; uint32_t n_exchange; uint32_t n_turn;
 };
-struct kvf_index_info { uint64_t bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
+struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; };
 struct kvf_pool_info {
@@ -285,8 +285,8 @@ int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const u
               float * dst);
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
                     size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
-int  kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
-                       float * mean, float * cov);
+int  kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean,
+        float * cov);
 int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
                    const float * step);
 int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first,

@@ -19,7 +19,7 @@ from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, 
 
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Layer, Model, PoolParams, Record
-from pyllama_kvflash.native.guests import UNIT, Guests, moments
+from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy.fresh import IndexForm
 
 pytestmark = pytest.mark.native
@@ -35,10 +35,10 @@ def form_of(model: Model) -> IndexForm:
         return IndexForm.of(min(layer.n_embd_head_k for layer in ctx.layers()))
 
 
-def fit(guests: Guests, form: IndexForm, chunk: int, records: list[Record]) -> None:
+def fit(guests: Guests, form: IndexForm, records: list[Record]) -> None:
     """Put these records, of chunks 0, 1 ..., into the index."""
-    for i, layer in enumerate(guests.layers):
-        mean, cov = moments(layer, chunk, records)
+    for i in range(len(guests.layers)):
+        mean, cov = guests.moments(i, records)
         guests.fit(i, mean, *form.basis(cov))
         guests.put(i, 0, records)
     guests.cover(0, records)
@@ -66,7 +66,7 @@ def fresh_run(
     for c in out:
         run.ctx.drop(c)
     guests = Guests(run.ctx)
-    fit(guests, form, chunk, records)
+    fit(guests, form, records)
     guests.resize(n_blocks * each)
     run.ctx.scribble(SCRIBBLE)
     return Fresh(run, guests, records)

@@ -15,6 +15,7 @@ class PoolParams:
     index_four, index_two, index_one: components of a key that have 4, 2 and 1 bits in the index by which each layer chooses
         its guests; 0: there are no guests.
     n_exchange: guests of a layer that a ubatch exchanges at most.
+    n_turn: layers choose at every n-th token, by turns.
     """
 
     n_pool: int
@@ -26,6 +27,7 @@ class PoolParams:
     index_two: int = 0
     index_one: int = 0
     n_exchange: int = 0
+    n_turn: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,12 @@
 """Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph by an index of the keys."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native.context import Context, Record
-from pyllama_kvflash.native.geometry import Layer
 from pyllama_kvflash.native.lib import check, compute, ffi, lib
 
 UNIT = int(lib.KVF_UNIT)
@@ -20,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 class IndexInfo:
     """The index and the guests of a sequence.
 
-    bytes: of the index in host memory, in all layers.
+    bytes: of the index, in all layers.
+    device_bytes: on GPUs, of all sequences: their indexes, and what choosing takes.
     n: positions in the index.
     n_block: blocks of guests.
     n_slot: guests of a layer.
@@ -28,24 +28,11 @@ class IndexInfo:
     """
 
     bytes: int
+    device_bytes: int
     n: int
     n_block: int
     n_slot: int
     n_fetched: int
-
-
-def moments(layer: Layer, n_chunk: int, records: Sequence[Record]) -> tuple[Floats, Floats]:
-    """Return the mean of a layer's keys, (n_head_kv, n_embd_head_k), and their covariance, (n_head_kv, n_embd_head_k,
-    n_embd_head_k).
-
-    records: of chunks of n_chunk positions. At most 8,192 keys count, evenly spread. For any thread.
-    """
-    shape = layer.n_head_kv, layer.n_embd_head_k
-    mean, cov = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
-    like = ffi.new("struct kvf_layer *", asdict(layer))
-    to = ffi.from_buffer("float[]", mean), ffi.from_buffer("float[]", cov)
-    compute(lib.kvf_index_moments, like, n_chunk, _addresses(records), len(records), *to)
-    return mean, cov
 
 
 def _addresses(records: Sequence[Record]) -> list[object]:
@@ -63,6 +50,18 @@ class Guests:
     #
     # the index
     #
+
+    def moments(self, layer: int, records: Sequence[Record]) -> tuple[Floats, Floats]:
+        """Return the mean of a layer's keys, (n_head_kv, n_embd_head_k), and their covariance, (n_head_kv, n_embd_head_k,
+        n_embd_head_k).
+
+        records: of chunks. At most 4,096 keys count, evenly spread. Threads may do different layers.
+        """
+        shape = self.layers[layer].n_head_kv, self.layers[layer].n_embd_head_k
+        mean, cov = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
+        to = ffi.from_buffer("float[]", mean), ffi.from_buffer("float[]", cov)
+        compute(lib.kvf_index_moments, self._ctx.handle, layer, _addresses(records), len(records), *to)
+        return mean, cov
 
     def info(self) -> IndexInfo:
         """Return what there is now."""

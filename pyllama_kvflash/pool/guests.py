@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.native import Context, Record
-from pyllama_kvflash.native.guests import UNIT, Guests, moments
+from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy import Ledger
 from pyllama_kvflash.policy.fresh import IndexForm
 
@@ -78,7 +78,7 @@ class GuestRoom:
 
     def _put(self, layer: int, first: int, records: list[Record]) -> None:
         if first == 0:
-            mean, cov = moments(self.native.layers[layer], self._ledger.chunk, records)
+            mean, cov = self.native.moments(layer, records)
             self.native.fit(layer, mean, *self.form.basis(cov))
         self.native.put(layer, first, records)
 

@@ -2,8 +2,7 @@
 
 #include "kvflash-impl.h"
 
-#include <array>
-#include <atomic>
+#include <memory>
 
 struct ggml_tensor;
 
@@ -24,17 +23,24 @@ struct kvf_index {
         uint32_t n_nibble() const { return n_four + n_two / 2 + n_one / 4; }
     };
 
+    static constexpr uint32_t MOST_SAMPLES = 4096; // keys of a head that a basis is made from, at most, evenly spread
+
     kvf_index(const kvf_layer & layer, const form & f);
+
+    // of the keys in n records
+    static void moments(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean,
+            float * cov);
 
     // mean: [n_head_kv][d]. basis: [n_head_kv][d][n_comp]. step: [n_head_kv][n_comp]. forgets all codes
     void fit(const float * mean, const float * basis, const float * step);
     // n positions from pos on. keys: [n][n_embd_k]
     void put(uint32_t pos, const float * keys, uint32_t n);
 
-    // bytes of the first n positions, in one piece
-    size_t size(uint32_t n) const;
-    void   get(uint32_t n, char * dst) const;
-    void   set(uint32_t n, const char * src);
+    // bytes of the first n positions, in one piece: means, bases, steps, codes
+    static size_t size(const kvf_layer & layer, const form & f, uint32_t n);
+
+    void get(uint32_t n, char * dst) const;
+    void set(uint32_t n, const char * src);
 
     // a query's products with the keys of positions: base + unit*sum, unit > 0
     struct logits {
@@ -58,6 +64,41 @@ private:
     std::vector<uint8_t> codes; // [group][head][nibble][32]
 };
 
+struct kvf_fresh;
+
+// Where the layers of one device choose: on the CPU (kvflash-choice.cpp), or by kernels on a GPU (kvflash-gpu.cpp). A layer is
+// given by its number in the cache.
+struct kvf_chooser {
+    virtual ~kvf_chooser() = default;
+
+    // the index, see the functions of the same names in kvflash.h. threads may do different layers
+    virtual void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) = 0;
+
+    virtual void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) = 0;
+    virtual void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n)    = 0;
+    virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)                                      = 0;
+    virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src)                                = 0;
+    // what was put is there, and the sequence has more records
+    virtual void cover(llama_seq_id seq) = 0;
+
+    // the units in the slots of a layer, -1: none
+    virtual std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) = 0;
+    // let them be these, which are there, or which are to be fetched
+    virtual void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) = 0;
+
+    // the nodes of a layer. q: [d, n_head, n_tokens]
+    virtual void build(
+            ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) = 0;
+
+    virtual uint64_t n_fetched() = 0;
+    // of the device, beside the cache
+    virtual uint64_t device_bytes() = 0;
+};
+
+// the kernels of a GPU, nullptr: its backend has none
+std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
+std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh);
+
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
 // in which each layer holds chunks of its own choice. To the library guests' cells are empty; their sequence's tokens see
 // them all the same (show_guests), whatever the positions are that lie in them: RoPE is baked into K.
@@ -67,17 +108,34 @@ private:
 // are fetched from their records. Shares are of what the index says, and of the keys themselves where these are common: an
 // attention sink is like no other key, and few bits do not say how much it takes. Common chunks are never guests.
 struct kvf_fresh {
-    static constexpr uint32_t UNIT = 16; // positions of a guest
+    static constexpr uint32_t UNIT        = 16; // positions of a guest
+    static constexpr uint32_t MOST_ASKING = 8;  // tokens of a sequence in a ubatch whose queries choose, evenly spread
 
-    kvf_fresh(const llama_kv_cache & kv, const kvf_index::form & form, uint32_t n_exchange);
+    struct params {
+        kvf_index::form form;
+        uint32_t        n_exchange;
+        uint32_t        n_turn; // each layer chooses at every n-th token, by turns
+        uint32_t        n_ctx;  // of a sequence
+        uint32_t        n_seq;
+    };
+
+    struct layer {
+        kvf_layer     info;
+        ggml_tensor * k;
+        ggml_tensor * v; // null: none is stored
+        float         cap;
+        kvf_chooser * chooser;
+    };
+
+    kvf_fresh(const llama_kv_cache & kv, const params & p);
 
     kvf_fresh(const kvf_fresh &)             = delete;
     kvf_fresh & operator=(const kvf_fresh &) = delete;
 
     // whether a layer of the model has guests
     bool has(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
-    // the nodes of a layer. q: [d, n_head, n_tokens]
-    void build(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, int32_t il);
+    // the nodes of a layer of the model
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il);
     // a ubatch begins, whose cells are taken
     void begin(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
@@ -87,11 +145,9 @@ struct kvf_fresh {
     bool is_guest(uint32_t block) const;
 
     struct sequence {
-        uint32_t                          n = 0;   // positions in the index
-        std::vector<const char *>         records; // of its chunks
-        std::vector<uint32_t>             blocks;
-        std::vector<kvf_index>            index;  // of each layer
-        std::vector<std::vector<int32_t>> tables; // of each layer: the unit in each slot, -1: none
+        uint32_t                  n = 0;   // positions in the index
+        std::vector<const char *> records; // of its chunks
+        std::vector<uint32_t>     blocks;
 
         // of the ubatch
         std::vector<uint32_t>                       tokens;        // its rows
@@ -99,40 +155,27 @@ struct kvf_fresh {
         std::vector<std::pair<llama_pos, int32_t>>  cells;         // positions that all layers hold, and where
         std::vector<uint8_t>                        common;        // of each unit: whether they are among these
         uint32_t                                    n_visible = 0; // slots
-        std::vector<float>                          shares;        // [n_head][n_unit]
+        uint32_t                                    n_step    = 0; // of turns
+        bool                                        all     = true; // every layer chooses, whosever turn it is
+        bool                                        changed = true; // so it will the next time
 
         uint32_t n_unit() const { return n / UNIT; }
     };
 
+    // whether a layer chooses for the ubatch
+    bool has_turn(const sequence & s, uint32_t layer) const {
+        return s.n_visible > 0 && (s.all || (s.n_step + layer) % its.n_turn == 0);
+    }
+
     // forget positions from p on
     void truncate(llama_seq_id seq, uint32_t p);
     void clear(llama_seq_id seq);
+    // the index of all layers has these chunks, which come after those it has
+    void cover(llama_seq_id seq, const void * const * records, uint32_t n);
     // have it have n blocks: the first of those it has, and then free ones, or these
     void resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const int32_t * blocks);
-    // put units into the slots of a layer
-    void place(llama_seq_id seq, uint32_t layer, const int32_t * units);
 
-    sequence & of(llama_seq_id seq);
-
-    const uint32_t        n_chunk;
-    const kvf_index::form form;
-    const uint32_t        n_exchange;
-    std::atomic<uint64_t> n_fetched = 0; // units of a layer
-
-private:
-    struct layer {
-        kvf_fresh *   owner;
-        uint32_t      i;
-        kvf_layer     info;
-        ggml_tensor * k;
-        ggml_tensor * v; // null: none is stored
-        float         scale, cap;
-    };
-
-    void score(const layer & l, const ggml_tensor * q, int ith, int nth);
-    void score(const layer & l, sequence & s, const ggml_tensor * q, const float * keys, uint32_t first, uint32_t n_q);
-    void choose(const layer & l, sequence & s);
-    void fetch(const layer & l, const sequence & s, uint32_t slot, uint32_t unit);
+    sequence & of(llama_seq_id seq) { return sequences.at(seq); }
 
     uint32_t cell_of(const sequence & s, uint32_t slot) const {
         const uint32_t n_unit = n_chunk / UNIT;
@@ -140,9 +183,14 @@ private:
     }
     uint32_t n_slot(const sequence & s) const { return s.blocks.size() * (n_chunk / UNIT); }
 
-    std::vector<layer>    layers;
-    std::vector<int32_t>  of_model; // layer of the cache, by layer of the model
-    std::vector<sequence> sequences;
-    bool                  v_trans;
-    uint32_t              n_cell;
+    const uint32_t n_chunk, n_cell;
+    const bool     v_trans;
+    const params   its;
+
+    std::vector<layer>                        layers;
+    std::vector<sequence>                     sequences;
+    std::vector<std::unique_ptr<kvf_chooser>> choosers;
+
+private:
+    std::vector<int32_t> of_model; // layer of the cache, by layer of the model
 };

@@ -17,7 +17,7 @@
 // q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
 void llm_graph_context::build_taps(
         ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
-    if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, q, kq_scale, il); }
+    if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
     // in the midst of a prompt nobody asks, and this is as much as some of the attention itself. the library keeps graphs
@@ -65,6 +65,10 @@ void llm_graph_context::build_taps(
     res->t_mass[il] = p;
     cb(p, "mass_tap", il);
     ggml_build_forward_expand(gf, p);
+}
+
+float llama_kvflash::soft_cap(const llama_kv_cache & kv) {
+    return kv.hparams.attn_soft_cap ? kv.hparams.f_attn_logit_softcapping : 0.0f;
 }
 
 //

@@ -379,6 +379,8 @@ struct llama_kvflash {
     static kvf_layer_tensors tensors(const llama_kv_cache & kv, uint32_t i);
 
     static bool v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
+    // of the attention's logits, 0: there is none
+    static float soft_cap(const llama_kv_cache & kv);
 
 private:
     static void attach_panes(llama_memory_i * mem, llama_cparams & cparams);

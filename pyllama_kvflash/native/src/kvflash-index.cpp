@@ -87,8 +87,9 @@ void kvf_index::put(uint32_t pos, const float * keys, uint32_t n) {
 // bytes
 //
 
-size_t kvf_index::size(uint32_t n) const {
-    return (mean.size() + basis.size() + step.size()) * sizeof(float) + place(n_group(n), 0);
+size_t kvf_index::size(const kvf_layer & layer, const form & f, uint32_t n) {
+    const size_t each = layer.n_embd_head_k + (size_t) layer.n_embd_head_k * f.n_comp() + f.n_comp();
+    return layer.n_head_kv * (each * sizeof(float) + (size_t) n_group(n) * f.n_nibble() * 32);
 }
 
 void kvf_index::get(uint32_t n, char * dst) const {
@@ -264,11 +265,8 @@ void kvf_index::products(uint32_t head, const float * const * q, uint32_t n_q, u
 }
 
 //
-// the C API
+// what a basis is made from
 //
-
-// what a basis is made from: at most so many keys of each head, evenly spread
-static constexpr uint32_t MOST_SAMPLES = 8192;
 
 KVF_CLONES
 static void add_product(const float * x, uint32_t d, float * cov) {
@@ -280,43 +278,40 @@ static void add_product(const float * x, uint32_t d, float * cov) {
     }
 }
 
-int kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
-        float * mean, float * cov) {
-    return kvf_guard([&] {
-        kvf_check(layer && records && n > 0 && mean && cov, "a layer, records and room for the result are needed");
-        const uint32_t d = layer->n_embd_head_k, n_head = layer->n_head_kv;
-        const uint32_t every = (n * n_chunk + MOST_SAMPLES - 1) / MOST_SAMPLES, n_all = (n * n_chunk + every - 1) / every;
+void kvf_index::moments(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean,
+        float * cov) {
+    const uint32_t d = layer.n_embd_head_k, n_head = layer.n_head_kv;
+    const uint32_t every = (n * n_chunk + MOST_SAMPLES - 1) / MOST_SAMPLES, n_all = (n * n_chunk + every - 1) / every;
 
-        std::vector<float> keys((size_t) n_chunk * layer->n_embd_k), samples;
-        samples.reserve((size_t) n_all * layer->n_embd_k);
-        for (uint32_t c = 0, at = 0; c < n; ++c) {
-            kvf_rows_to_float(*layer, n_chunk, (const char *) records[c] + layer->offs_k, keys.data());
-            for (uint32_t t = 0; t < n_chunk; ++t, ++at) {
-                const float * row = keys.data() + (size_t) t * layer->n_embd_k;
-                if (at % every == 0) { samples.insert(samples.end(), row, row + layer->n_embd_k); }
+    std::vector<float> keys((size_t) n_chunk * layer.n_embd_k), samples;
+    samples.reserve((size_t) n_all * layer.n_embd_k);
+    for (uint32_t c = 0, at = 0; c < n; ++c) {
+        kvf_rows_to_float(layer, n_chunk, (const char *) records[c] + layer.offs_k, keys.data());
+        for (uint32_t t = 0; t < n_chunk; ++t, ++at) {
+            const float * row = keys.data() + (size_t) t * layer.n_embd_k;
+            if (at % every == 0) { samples.insert(samples.end(), row, row + layer.n_embd_k); }
+        }
+    }
+
+    std::vector<double> sum(layer.n_embd_k);
+    for (size_t i = 0; i < samples.size(); ++i) {
+        sum[i % layer.n_embd_k] += samples[i];
+    }
+    for (uint32_t i = 0; i < layer.n_embd_k; ++i) {
+        mean[i] = sum[i] / n_all;
+    }
+
+    std::vector<float> x(d);
+    std::fill_n(cov, (size_t) n_head * d * d, 0.0f);
+    for (uint32_t t = 0; t < n_all; ++t) {
+        for (uint32_t h = 0; h < n_head; ++h) {
+            for (uint32_t i = 0; i < d; ++i) {
+                x[i] = samples[((size_t) t * n_head + h) * d + i] - mean[(size_t) h * d + i];
             }
+            add_product(x.data(), d, cov + (size_t) h * d * d);
         }
-
-        std::vector<double> sum(layer->n_embd_k);
-        for (size_t i = 0; i < samples.size(); ++i) {
-            sum[i % layer->n_embd_k] += samples[i];
-        }
-        for (uint32_t i = 0; i < layer->n_embd_k; ++i) {
-            mean[i] = sum[i] / n_all;
-        }
-
-        std::vector<float> x(d);
-        std::fill_n(cov, (size_t) n_head * d * d, 0.0f);
-        for (uint32_t t = 0; t < n_all; ++t) {
-            for (uint32_t h = 0; h < n_head; ++h) {
-                for (uint32_t i = 0; i < d; ++i) {
-                    x[i] = samples[((size_t) t * n_head + h) * d + i] - mean[(size_t) h * d + i];
-                }
-                add_product(x.data(), d, cov + (size_t) h * d * d);
-            }
-        }
-        for (size_t i = 0; i < (size_t) n_head * d * d; ++i) {
-            cov[i] /= n_all;
-        }
-    });
+    }
+    for (size_t i = 0; i < (size_t) n_head * d * d; ++i) {
+        cov[i] /= n_all;
+    }
 }

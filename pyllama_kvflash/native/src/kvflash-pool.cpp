@@ -98,11 +98,12 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
             refuse(KVF_E_ARGUMENT,
                     format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
         }
-        if (!ggml_backend_buffer_is_host(kv.layers[i].k->buffer)) {
-            refuse(KVF_E_UNSUPPORTED, "each layer's choice is made on the CPU so far, and the KV cache is a GPU's");
-        }
     }
-    kv.pool_fresh = std::make_shared<kvf_fresh>(kv, form, g_setup->n_exchange);
+    const kvf_fresh::params params = {
+            form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), cparams.n_ctx_seq, cparams.n_seq_max};
+    try {
+        kv.pool_fresh = std::make_shared<kvf_fresh>(kv, params);
+    } catch (const kvf_failure & err) { refuse(err.status, err.what()); }
     cparams.fresh = kv.pool_fresh.get();
 }
 

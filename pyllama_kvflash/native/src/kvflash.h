@@ -72,6 +72,7 @@ struct kvf_pool_params {
     uint32_t index_two;   // that have 2 bits, an even number
     uint32_t index_one;   // that have 1 bit, a multiple of 4
     uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
+    uint32_t n_turn;      // layers choose at every n-th token, by turns: 1: all of them at each
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
@@ -282,7 +283,8 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
 #define KVF_UNIT 16
 
 struct kvf_index_info {
-    uint64_t bytes;     // of the sequence's index, in all layers
+    uint64_t bytes;        // of the sequence's index, in all layers
+    uint64_t device_bytes; // of all sequences' indexes and what choosing takes, on GPUs
     uint32_t n;         // positions in it
     uint32_t n_block;   // of guests
     uint32_t n_slot;    // guests of a layer
@@ -290,8 +292,8 @@ struct kvf_index_info {
 };
 
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
-// n_embd_head_k]. of 8,192 keys at most, evenly spread. any thread
-LLAMA_API int kvf_index_moments(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
+// n_embd_head_k]. of 4,096 keys at most, evenly spread. any thread
+LLAMA_API int kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
         float * mean, float * cov);
 // begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]

@@ -1,0 +1,517 @@
+// where layers choose by the kernels of a GPU (kvflash-fresh.cu), see kvflash-fresh.h
+
+#include "kvflash-gpu.h"
+#include "kvflash-fresh.h"
+
+#include "llama-graph.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <mutex>
+
+namespace {
+
+using kernels = const kvf_gpu;
+
+// device memory
+struct memory {
+    memory() = default;
+    memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
+        if (!buf) { throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index are not free", size)); }
+    }
+
+    char * at(size_t offset = 0) const { return (char *) ggml_backend_buffer_get_base(buf.get()) + offset; }
+
+    ggml_backend_buffer_ptr buf;
+    size_t                  size = 0;
+};
+
+// one after the other in a piece of memory
+struct places {
+    size_t take(size_t size) {
+        const size_t at = end;
+        end += GGML_PAD(size, 256);
+        return at;
+    }
+    size_t end = 0;
+};
+
+struct gpu_chooser : kvf_chooser {
+    gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf);
+
+    void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override;
+    void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override;
+    void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) override;
+    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
+    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
+    void cover(llama_seq_id seq) override;
+
+    std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override;
+    void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) override;
+
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+            uint32_t layer) override;
+
+    uint64_t n_fetched() override;
+    uint64_t device_bytes() override;
+
+    // what the kernels are asked about a ubatch
+    std::vector<int32_t> ask() const;
+
+    // of a sequence
+    struct own {
+        memory                    codes;      // of all layers
+        uint32_t                  n_room = 0; // positions
+        std::vector<const char *> records;    // that the device knows
+    };
+
+    kvf_gpu_index & index(llama_seq_id seq, uint32_t layer) { return indexes[layer * owns.size() + seq]; }
+    void            upload_index(llama_seq_id seq, uint32_t layer);
+    void            reserve(llama_seq_id seq, uint32_t n, bool anew);
+    size_t          codes_size(uint32_t layer, uint32_t n) const;
+    bool            mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
+    const char *    device_record(const void * record);
+    void            take_scratch();
+
+    // go over the keys in records, as floats on the device, so many at a time
+    template <typename F>
+    void each_keys(uint32_t layer, const void * const * records, uint32_t n, uint32_t every, const F & go);
+
+    kvf_fresh &                fresh;
+    kernels &                  gpu;
+    ggml_backend_buffer_type_t buft;
+
+    std::vector<kvf_gpu_layer> layers;
+    std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
+    std::vector<own>           owns;
+
+    memory       fixed; // what is always there
+    size_t       at_index = 0, at_records = 0, at_blocks = 0, n_record = 0;
+    memory       scratch; // of keys as floats
+    float *      mean = nullptr;
+    float *      cov  = nullptr;
+    ggml_tensor  view = {}; // of the fixed memory, for the scheduler
+    std::mutex   mutex;
+
+    std::unordered_map<const void *, const char *> seen; // where the device has the records that are being put
+
+};
+
+// the words of an ask, as an input of the graph
+struct ask_input : llm_graph_input_i {
+    ask_input(const gpu_chooser & chooser, ggml_tensor * words) : chooser(chooser), words(words) {}
+
+    void set_input(const llama_ubatch *) override {
+        const auto ask = chooser.ask();
+        ggml_backend_tensor_set(words, ask.data(), 0, ask.size() * sizeof(int32_t));
+    }
+    bool can_reuse(const llm_graph_params &) override { return true; }
+
+    const gpu_chooser & chooser;
+    ggml_tensor *       words;
+};
+
+// which nibbles a lane multiplies: those of four at a time that have bits at a shift
+kvf_gpu_form make_form(const kvf_index::form & f) {
+    kvf_gpu_form res = {f.n_four, f.n_two, f.n_one, f.n_comp(), f.n_nibble(), 0, {}, {}, {}};
+    uint32_t     n   = 0;
+    for (uint32_t quad = 0; quad * 4 < res.n_nibble; ++quad) {
+        for (uint32_t shift = 0; shift < 4; ++shift) {
+            uint32_t mask = 0;
+            for (uint32_t b = 0; b < 4; ++b) {
+                const uint32_t nibble = quad * 4 + b;
+                const uint32_t n_bit  = nibble < f.n_four ? 4 : nibble < f.n_four + f.n_two / 2 ? 2 : 1;
+                if (nibble < res.n_nibble && shift % n_bit == 0) { mask |= ((1u << n_bit) - 1) << 8 * b; }
+            }
+            if (!mask) { continue; }
+            if (n == kvf_gpu_form::MOST) { throw kvf_failure(KVF_E_UNSUPPORTED, "the index has too many components for a GPU"); }
+            res.quad[n]   = quad;
+            res.shift[n]  = shift;
+            res.mask[n++] = mask;
+        }
+    }
+    res.n_each = GGML_PAD((n + 3) / 4, 2);
+    return res;
+}
+
+}
+
+std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf) {
+    auto *     dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+    auto *     reg  = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    const auto find = reg ? (kernels * (*) ()) ggml_backend_reg_get_proc_address(reg, "kvflash_gpu") : nullptr;
+    return find ? std::make_unique<gpu_chooser>(fresh, *find(), buf) : nullptr;
+}
+
+gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf) :
+    fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), owns(fresh.sequences.size()) {
+    constexpr uint32_t UNIT = kvf_fresh::UNIT;
+
+    const uint32_t n_seq = owns.size(), n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
+    const uint32_t n_slot = n_block * (fresh.n_chunk / UNIT);
+
+    n_record                  = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
+    const kvf_gpu_ask ask     = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * (fresh.n_chunk / UNIT)};
+    const auto &      f       = fresh.its.form;
+    uint32_t          n_head  = 0, n_value = 0, n_cov = 0;
+    for (const auto & l : fresh.layers) {
+        n_head  = std::max(n_head, l.info.n_head);
+        n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
+        n_cov   = std::max(n_cov, l.info.n_head_kv * l.info.n_embd_head_k * l.info.n_embd_head_k);
+    }
+
+    places     in;
+    const auto at_lse = in.take(sizeof(float) * ask.n_asker * n_head * ask.n_unit);
+    const auto at_parts = in.take(2 * sizeof(float) * ask.n_asker * n_head * KVF_GPU_PARTS);
+    const auto at_score = in.take(sizeof(float) * n_seq * ask.n_unit);
+    const auto at_moves = in.take(2 * sizeof(int32_t) * n_seq * n_slot), at_n_moves = in.take(sizeof(int32_t) * n_seq);
+    const auto at_spare = in.take(2 * sizeof(int32_t) * n_seq * n_slot), at_n_fetched = in.take(sizeof(uint64_t));
+    const auto at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
+    const auto at_table = in.take(sizeof(int32_t) * n_layer * n_seq * n_slot);
+    std::vector<size_t> at_mean_of, at_basis_of, at_step_of;
+    for (uint32_t i = 0; i < n_layer * n_seq; ++i) {
+        const auto & l = fresh.layers[i / n_seq].info;
+        at_mean_of.push_back(in.take(sizeof(float) * l.n_head_kv * l.n_embd_head_k));
+        at_basis_of.push_back(in.take(sizeof(float) * l.n_head_kv * l.n_embd_head_k * f.n_comp()));
+        at_step_of.push_back(in.take(sizeof(float) * l.n_head_kv * f.n_comp()));
+    }
+    at_records = in.take(sizeof(void *) * n_seq * n_record);
+    at_blocks  = in.take(sizeof(int32_t) * n_block);
+    at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
+    fixed      = memory(buft, in.end);
+    mean       = (float *) fixed.at(at_mean);
+    cov        = (float *) fixed.at(at_cov);
+
+    const auto form = make_form(f);
+    for (uint32_t i = 0; i < n_layer; ++i) {
+        const auto & l = fresh.layers[i];
+        for (uint32_t seq = 0; seq < n_seq; ++seq) {
+            const uint32_t at = i * n_seq + seq;
+            indexes.push_back({nullptr, (float *) fixed.at(at_mean_of[at]), (float *) fixed.at(at_basis_of[at]),
+                    (float *) fixed.at(at_step_of[at]), (int32_t *) fixed.at(at_table) + (size_t) at * n_slot,
+                    (const char * const *) fixed.at(at_records) + (size_t) seq * n_record});
+        }
+        const auto size = [&](const ggml_tensor * t) { return UNIT * ggml_row_size(t->type, t->ne[0]); };
+
+        kvf_gpu_layer to = {};
+        to.i             = i;
+        to.n_turn        = fresh.its.n_turn;
+        to.n_head        = l.info.n_head;
+        to.n_head_kv     = l.info.n_head_kv;
+        to.d             = l.info.n_embd_head_k;
+        to.n_chunk       = fresh.n_chunk;
+        to.n_slot        = n_slot;
+        to.n_exchange    = fresh.its.n_exchange;
+        to.type_k        = l.info.type_k;
+        to.row_size      = ggml_row_size(l.k->type, l.k->ne[0]);
+        to.cap           = l.cap;
+        to.k             = {(char *) l.k->data, size(l.k), 1, 0, l.info.offs_k, 0};
+        if (l.v && !fresh.v_trans) { to.v = {(char *) l.v->data, size(l.v), 1, 0, l.info.offs_v, 0}; }
+        if (l.v && fresh.v_trans) {
+            const size_t el = ggml_type_size(l.v->type);
+            to.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
+        }
+        to.form      = form;
+        to.ask       = ask;
+        to.index     = (const kvf_gpu_index *) fixed.at(at_index) + (size_t) i * n_seq;
+        to.lse       = (float *) fixed.at(at_lse);
+        to.parts     = (float *) fixed.at(at_parts);
+        to.score     = (float *) fixed.at(at_score);
+        to.moves     = (int32_t *) fixed.at(at_moves);
+        to.n_moves   = (int32_t *) fixed.at(at_n_moves);
+        to.spare     = (int32_t *) fixed.at(at_spare);
+        to.n_fetched = (uint64_t *) fixed.at(at_n_fetched);
+        layers.push_back(to);
+    }
+    const std::vector<int32_t> none((size_t) n_layer * n_seq * n_slot, -1);
+    const uint64_t             zero = 0;
+    gpu.upload(fixed.at(at_table), none.data(), none.size() * sizeof(int32_t));
+    gpu.upload(fixed.at(at_n_fetched), &zero, sizeof(zero));
+    gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));
+
+    // a tensor that is there already: what is computed "in its place" is computed on its device
+    view.type   = GGML_TYPE_F32;
+    view.buffer = fixed.buf.get();
+    view.data   = fixed.at();
+    view.ne[0] = view.ne[1] = view.ne[2] = view.ne[3] = 1;
+    view.nb[0] = view.nb[1] = view.nb[2] = view.nb[3] = sizeof(float);
+}
+
+//
+// the index
+//
+
+size_t gpu_chooser::codes_size(uint32_t layer, uint32_t n) const {
+    // kernels read four nibbles at a time, and so beyond the last one
+    return (size_t) fresh.layers[layer].info.n_head_kv * ((n + kvf_index::GROUP - 1) / kvf_index::GROUP) *
+                   fresh.its.form.n_nibble() * 32 +
+           256;
+}
+
+const char * gpu_chooser::device_record(const void * record) {
+    auto & res = seen[record];
+    if (!res) { res = gpu.pinned((const char *) record); }
+    kvf_check(res, "the records of guests have to be in pinned memory");
+    return res;
+}
+
+void gpu_chooser::upload_index(llama_seq_id seq, uint32_t layer) {
+    gpu.upload(fixed.at(at_index + (layer * owns.size() + seq) * sizeof(kvf_gpu_index)), &index(seq, layer),
+            sizeof(kvf_gpu_index));
+}
+
+// room for the codes of n positions. anew: what is there is of no use
+void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
+    auto & o = owns[seq];
+    if (n <= o.n_room) { return; }
+
+    // with room to grow until the index is made anew
+    const uint32_t most = n_record * fresh.n_chunk;
+    const uint32_t room = std::min(most, (uint32_t) GGML_PAD(n + n / 8 + 1024, kvf_index::GROUP));
+    if (anew) { o.codes = {}; }
+
+    places              in;
+    std::vector<size_t> at;
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        at.push_back(in.take(mine(i) ? codes_size(i, room) : 0));
+    }
+    o.n_room = 0;
+    memory made(buft, in.end);
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        if (!mine(i)) { continue; }
+        auto & codes = index(seq, i).codes;
+        if (!anew && codes) { gpu.copy(made.at(at[i]), codes, codes_size(i, fresh.of(seq).n) - 256); }
+        codes = (uint8_t *) made.at(at[i]);
+        upload_index(seq, i);
+    }
+    o.codes  = std::move(made); // the old ones go only after what the device computes with them
+    o.n_room = room;
+}
+
+void gpu_chooser::take_scratch() {
+    if (scratch.size) { return; }
+    uint32_t n_value = 0;
+    for (const auto & l : fresh.layers) {
+        n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
+    }
+    scratch = memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES);
+}
+
+template <typename F>
+void gpu_chooser::each_keys(uint32_t layer, const void * const * records, uint32_t n, uint32_t every, const F & go) {
+    const auto &   l        = layers[layer];
+    const uint32_t n_chunk  = fresh.n_chunk, n_value = l.n_head_kv * l.d;
+    const uint32_t at_once  = std::min(kvf_gpu_keys::MOST, kvf_index::MOST_SAMPLES / n_chunk);
+    uint32_t       n_before = 0; // keys
+    for (uint32_t first = 0; first < n; first += at_once) {
+        kvf_gpu_keys keys = {l.type_k, l.n_head_kv, l.d, n_chunk, std::min(at_once, n - first), l.row_size, l.k.offs, {}};
+        for (uint32_t i = 0; i < keys.n; ++i) {
+            keys.records[i] = device_record(records[first + i]);
+        }
+        const uint32_t skip = (every - first * n_chunk % every) % every;
+        const uint32_t some = skip < keys.n * n_chunk ? (keys.n * n_chunk - skip + every - 1) / every : 0;
+        float *        to   = (float *) scratch.at() + (every > 1 ? (size_t) n_before * n_value : 0);
+        if (some) { gpu.decode(keys, skip, every, to, some); }
+        go(n_before, some);
+        n_before += some;
+    }
+}
+
+void gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
+    const std::lock_guard<std::mutex> lock(mutex);
+
+    take_scratch();
+    const auto &   l     = layers[layer];
+    const uint32_t every = (n * fresh.n_chunk + kvf_index::MOST_SAMPLES - 1) / kvf_index::MOST_SAMPLES;
+    uint32_t       n_all = 0;
+    each_keys(layer, records, n, every, [&](uint32_t, uint32_t some) { n_all += some; });
+    gpu.moments((const float *) scratch.at(), n_all, l.n_head_kv, l.d, this->mean, this->cov);
+    gpu.download(mean, this->mean, sizeof(float) * l.n_head_kv * l.d);
+    gpu.download(cov, this->cov, sizeof(float) * l.n_head_kv * l.d * l.d);
+}
+
+void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
+    const std::lock_guard<std::mutex> lock(mutex);
+
+    const auto & l      = layers[layer];
+    const auto & to     = index(seq, layer);
+    const size_t n_comp = fresh.its.form.n_comp();
+    gpu.upload(to.mean, mean, sizeof(float) * l.n_head_kv * l.d);
+    gpu.upload(to.basis, basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
+    gpu.upload(to.step, step, sizeof(float) * l.n_head_kv * n_comp);
+}
+
+void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
+    const std::lock_guard<std::mutex> lock(mutex);
+
+    const auto & l = layers[layer];
+    reserve(seq, (first + n) * fresh.n_chunk, first == 0);
+    take_scratch();
+    each_keys(layer, records, n, 1, [&](uint32_t at, uint32_t some) {
+        gpu.encode((const float *) scratch.at(), some, first * fresh.n_chunk + at, l.n_head_kv, l.d, l.form, index(seq, layer));
+    });
+}
+
+void gpu_chooser::cover(llama_seq_id seq) {
+    const auto & hosts = fresh.of(seq).records;
+    auto &       had   = owns[seq].records;
+    const size_t n_had = std::mismatch(had.begin(), had.begin() + std::min(had.size(), hosts.size()), hosts.begin()).first - had.begin();
+
+    std::vector<const char *> more;
+    for (size_t i = n_had; i < hosts.size(); ++i) {
+        more.push_back(device_record(hosts[i]));
+    }
+    if (!more.empty()) {
+        gpu.upload(fixed.at(at_records + (seq * n_record + n_had) * sizeof(void *)), more.data(), more.size() * sizeof(void *));
+    }
+    had = hosts;
+    seen.clear();
+    gpu.wait(fixed.at());
+}
+
+void gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
+    const auto & l      = layers[layer];
+    const auto & from   = index(seq, layer);
+    const size_t n_comp = fresh.its.form.n_comp();
+    const auto   part   = [&](const void * src, size_t size) {
+        if (size) { gpu.download(dst, src, size); }
+        dst += size;
+    };
+    part(from.mean, sizeof(float) * l.n_head_kv * l.d);
+    part(from.basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
+    part(from.step, sizeof(float) * l.n_head_kv * n_comp);
+    part(from.codes, codes_size(layer, n) - 256);
+}
+
+void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
+    const auto & l      = layers[layer];
+    const size_t n_comp = fresh.its.form.n_comp();
+    reserve(seq, n, true);
+    const auto & to   = index(seq, layer);
+    const auto   part = [&](void * dst, size_t size) {
+        if (size) { gpu.upload(dst, src, size); }
+        src += size;
+    };
+    part(to.mean, sizeof(float) * l.n_head_kv * l.d);
+    part(to.basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
+    part(to.step, sizeof(float) * l.n_head_kv * n_comp);
+    part(to.codes, codes_size(layer, n) - 256);
+}
+
+//
+// guests
+//
+
+std::vector<int32_t> gpu_chooser::table(llama_seq_id seq, uint32_t layer) {
+    std::vector<int32_t> res(fresh.n_slot(fresh.of(seq)));
+    if (!res.empty()) { gpu.download(res.data(), index(seq, layer).table, res.size() * sizeof(int32_t)); }
+    return res;
+}
+
+void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
+    const auto &         s = fresh.of(seq);
+    const uint32_t       n = fresh.n_slot(s);
+    std::vector<int32_t> all(layers[layer].n_slot, -1), moves;
+    std::copy_n(units, n, all.begin());
+    gpu.upload(index(seq, layer).table, all.data(), all.size() * sizeof(int32_t));
+    for (uint32_t slot = 0; fetching && slot < n; ++slot) {
+        if (units[slot] >= 0) { moves.insert(moves.end(), {(int32_t) slot, units[slot]}); }
+    }
+    if (moves.empty()) { return; }
+
+    const int32_t n_move = moves.size() / 2;
+    const auto &  l      = layers[layer];
+    gpu.upload(l.moves + (size_t) seq * l.n_slot * 2, moves.data(), moves.size() * sizeof(int32_t));
+    gpu.upload(l.n_moves + seq, &n_move, sizeof(n_move));
+    gpu.upload(fixed.at(at_blocks), s.blocks.data(), s.blocks.size() * sizeof(int32_t));
+    gpu.fetch(l, seq, (const int32_t *) fixed.at(at_blocks));
+    gpu.wait(fixed.at());
+}
+
+uint64_t gpu_chooser::n_fetched() {
+    uint64_t res = 0;
+    gpu.download(&res, layers[0].n_fetched, sizeof(res));
+    return res;
+}
+
+uint64_t gpu_chooser::device_bytes() {
+    uint64_t res = fixed.size + scratch.size;
+    for (const auto & o : owns) {
+        res += o.codes.size;
+    }
+    return res;
+}
+
+//
+// a ubatch
+//
+
+std::vector<int32_t> gpu_chooser::ask() const {
+    using A = kvf_gpu_ask;
+
+    const A &            shape = layers[0].ask;
+    std::vector<int32_t> res(shape.size(), 0);
+    for (size_t seq = 0; seq < owns.size(); ++seq) {
+        const auto & s = fresh.sequences[seq];
+        int32_t *    to = res.data() + A::LEN + A::LEN_ASKER * shape.n_asker + seq * shape.seq_size();
+        if (!s.n_visible) { continue; }
+
+        // fewer ask where many sequences do
+        const size_t room = std::max<size_t>(1, shape.n_asker / owns.size()), n = std::min(room, s.asking.size());
+        for (size_t i = 0; i < n; ++i) {
+            const auto & [row, pos] = s.asking[(i + 1) * s.asking.size() / n - 1];
+            int32_t * asker         = res.data() + A::LEN + A::LEN_ASKER * res[A::N_ASKER]++;
+            asker[A::SEQ]           = seq;
+            asker[A::ROW]           = row;
+            asker[A::POS]           = pos;
+        }
+        to[A::N_UNIT]    = s.n_unit();
+        to[A::N_VISIBLE] = s.n_visible;
+        to[A::STEP]      = s.all ? -1 : (int32_t) (s.n_step % fresh.its.n_turn);
+        int32_t * blocks = to + A::LEN_SEQ;
+        std::copy(s.blocks.begin(), s.blocks.end(), blocks);
+
+        // common cells: positions one after the other in a block
+        int32_t * common = blocks + shape.n_block;
+        for (const auto & [pos, cell] : s.cells) {
+            int32_t * last = common + A::LEN_COMMON * (to[A::N_COMMON] - 1);
+            if (to[A::N_COMMON] && pos % fresh.n_chunk && last[A::CELL] + last[A::N] == cell && last[A::FIRST] + last[A::N] == pos) {
+                last[A::N]++;
+                continue;
+            }
+            int32_t * next = common + A::LEN_COMMON * to[A::N_COMMON]++;
+            next[A::CELL]  = cell;
+            next[A::FIRST] = pos;
+            next[A::N]     = 1;
+        }
+        auto * bits = (uint32_t *) common + A::LEN_COMMON * shape.n_block;
+        for (uint32_t u = 0; u < s.n_unit(); ++u) {
+            bits[u / 32] |= (uint32_t) s.common[u] << u % 32;
+        }
+    }
+    return res;
+}
+
+void gpu_chooser::build(
+        ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) {
+    layers[layer].scale = scale;
+
+    ggml_tensor * words = nullptr;
+    for (const auto & input : res->inputs) {
+        auto * known = dynamic_cast<ask_input *>(input.get());
+        if (known && &known->chooser == this) { words = known->words; }
+    }
+    if (!words) {
+        words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layers[layer].ask.size());
+        ggml_set_input(words);
+        ggml_set_name(words, "fresh_ask");
+        res->add_input(std::make_unique<ask_input>(*this, words));
+    }
+
+    ggml_tensor * args[] = {q, words};
+    ggml_tensor * node   = ggml_custom_inplace(
+            ctx, &view, args, 2, (ggml_custom_op_t) gpu.choose, kvf_gpu::LAUNCHES, &layers[layer]);
+    ggml_format_name(node, "fresh_choose-%u", layer);
+    ggml_build_forward_expand(gf, node);
+}
