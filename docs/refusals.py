@@ -31,7 +31,7 @@ def render() -> str:
         table("Model", MODELS),
         "\n## Memories that are not pooled\n\n`kvflash inspect` names the memory of a model.\n",
         table("Memory", memories),
-        "\n## Pools that `--kvflash-policy fresh` does not take\n",
+        "\n## Pools that `--kvflash-policy fresh` does not take\n\nThe default policy, `auto`, is `qk` there, and a note has the reason.\n",
         table("Pool", GUESTS),
         "\n## Calls that a pool does not take\n\nOf the native library; Python makes only the first two.\n",
         table("Call", CALLS),

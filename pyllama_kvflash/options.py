@@ -19,6 +19,7 @@ PREFILL = ("exact", "pool", "auto")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
+_CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 32
@@ -106,7 +107,9 @@ class Options:
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
 
     # which chunks are resident
-    policy: str | Scorer = "qk"  # a name (see registry.policy_names()), or a Scorer of your own
+    policy: str | Scorer = (
+        "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where it works, else qk
+    )
     tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
     swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
@@ -231,7 +234,7 @@ class Options:
 
     def _check_index(self) -> None:
         check_choice(self.index, (0, *BITS), "index (--kvflash-index)")
-        if self.index and self.policy != "fresh":
+        if self.index and self.policy not in _CHOOSING:
             name = self.policy if isinstance(self.policy, str) else self.policy.name
             msg = (
                 f"index (--kvflash-index) is {self.index}, and policy (--kvflash-policy) {name!r} has no index: give policy"
@@ -276,12 +279,12 @@ class Options:
     @property
     def n_opening(self) -> int:
         """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32; "fresh" needs none."""
-        return self.opening if self.opening >= 0 else 0 if self.policy == "fresh" else 32
+        return self.opening if self.opening >= 0 else 0 if self.policy in _CHOOSING else 32
 
     @property
     def n_swaps(self) -> int:
         """Most chunks that one scoring brings back while decoding, or guests that a layer exchanges for a batch."""
-        return self.swaps or (EXCHANGE if self.policy == "fresh" else 4)
+        return self.swaps or (EXCHANGE if self.policy in _CHOOSING else 4)
 
     @property
     def meter_share(self) -> float:

@@ -96,7 +96,7 @@ environment = commands.environment
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
         (
             ("--kvflash-policy", "best"),
-            ("--kvflash-policy", "'best'", "qk, fresh, qk-zmax, qk-cos, lru, drafter, crosstok"),
+            ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-zmax, qk-cos, lru, drafter, crosstok"),
         ),
         (("--kvflash-swaps", "-1"), ("--kvflash-swaps", "is -1")),
         (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),

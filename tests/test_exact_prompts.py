@@ -310,7 +310,7 @@ def shares(p: npt.NDArray[np.float64], n_head: int) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("name", MODELS)
 def test_pool_is_chosen_by_what_the_last_tokens_attend_to(opened: Open, name: str, n: int) -> None:
     """Sinks, tail, and of the others those with the largest shares, computed from all keys of the records."""
-    kv = opened(name, flash_attn="on")
+    kv = opened(name, policy="qk", flash_attn="on")
     events = read(kv, n)
     p = attention(kv, 4)
     n_chunk = -(-n // CHUNK)

@@ -86,7 +86,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("index", 3, "3"),
     ("index", -1, "-1"),
     ("index", 8, "8"),
-    ("index", 2, "2"),  # policy qk has none
     ("opening", -2, "-2"),
     ("opening", BIG, str(BIG)),
     ("share", -0.1, "-0.1"),
@@ -168,14 +167,14 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"auto_cap": cap} for cap in (1, 16_384, 1 << 30)),
         {"sinks": 0, "tail": 1},
         *({"chunk": n} for n in (16, 32, 64)),
-        *({"policy": name} for name in ("qk", "fresh", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
+        *({"policy": name} for name in ("auto", "qk", "fresh", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
         {"policy": Lru()},
         {"n_batch": 0},
         {"tau": 0},
         {"tau": 1},
         {"tau": 1 << 30},
         *({"swaps": n} for n in (0, 1, 1 << 30)),
-        *({"index": bits, "policy": "fresh"} for bits in (0, 1, 2, 4)),
+        *({"index": bits, "policy": name} for bits in (0, 1, 2, 4) for name in ("auto", "fresh")),
         *({"index": 0, "policy": name} for name in ("qk", "lru")),
         *({"opening": n} for n in (-1, 0, 1, 1 << 30)),
         *({"share": share} for share in (0, 0.05, 1)),
@@ -208,7 +207,7 @@ def test_values_at_the_limits_are_taken(options: Callable[..., object], good: di
 def test_a_bound_is_no_summary_of_mass(options: type["Options"]) -> None:
     """Only where nothing but qk was asked for: other policies may fall back to it, and have its own summary then."""
     with pytest.raises(UsageError, match=r"'minmax', which has no mass: give centroid:4, or policy .* qk-zmax"):
-        options(qk_summary="minmax")
+        options(policy="qk", qk_summary="minmax")
     assert options(policy="qk-zmax", qk_summary="minmax").qk_summary == "minmax"
 
 
@@ -234,7 +233,7 @@ def test_scoring_by_default(options: type["Options"]) -> None:
     """Every second token, unless a batch of guesses would end there; what is asked for stays."""
     from pyllama_kvflash.options import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
 
-    made = options()
+    made = options(policy="qk")
     assert (made.interval, made.share, made.again, made.n_swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")
     assert options(spec=Spec(kind="ngram")).interval == 64
     for tau in (1, 2, 64, 100):
@@ -242,7 +241,9 @@ def test_scoring_by_default(options: type["Options"]) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 0)])
+@pytest.mark.parametrize(
+    ("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 0), ("auto", 32, 0)]
+)
 def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str, n_swaps: int, n_opening: int) -> None:
     """How much is exchanged, and how an answer opens; what is asked for stays."""
     made = options(policy=policy)

@@ -348,6 +348,39 @@ def test_a_pool_that_fresh_does_not_take(
     assert str(other.value).endswith(f" can be made: {reason}")
 
 
+@pytest.mark.parametrize("options", [{}, {"index": 4}, {"n_parallel": 2, "n_batch": 64}], ids=str)
+@pytest.mark.parametrize("name", GUESTS)
+def test_the_default_where_no_layer_can_choose(
+    opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    """It is qk in all that follows from a policy, and a note says why; what has no pool says nothing of it."""
+    reason = GUESTS[name].reason.replace("{}", "3")
+
+    def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
+        if pool and pool.index_four:
+            raise UnsupportedError(reason)
+        return Context(*_, pool=pool, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "Context", refuse)
+    kv = opened("qwen3", n_ctx=4096, pool=1024, **options)
+    assert (kv.policy, kv.options.policy, kv.options.index) == ("qk", "qk", 0)
+    assert (kv.options.n_opening, kv.options.n_swaps, kv.pager.guests) == (32, 4, None)
+    assert kv.notes.count(f"policy qk, not fresh: {reason}") == 1
+    assert not [warning for warning in kv.warnings if "policy" in warning]
+    for pool in ("off", 8192):
+        assert not [note for note in opened("qwen3", n_ctx=4096, pool=pool).notes if "policy" in note]
+    assert not [note for note in opened("qwen3", n_ctx=4096, pool=1024, policy="qk").notes if "policy" in note]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4", "deepseek2"])
+def test_the_default_where_each_layer_chooses(opened: Callable[..., KVFlash], name: str) -> None:
+    """On the CPU, whatever the attention; the least pool is that of other policies."""
+    kv, other = (opened(name, n_ctx=4096, pool=1, n_batch=16, chunk=16, **more) for more in ({}, {"policy": "lru"}))
+    assert (kv.policy, kv.options.policy, kv.options.n_opening) == ("fresh", "fresh", 0)
+    assert kv.n_pool == other.n_pool == 256
+    assert not [note for note in kv.notes if "policy" in note]
+
+
 def test_page_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "refusals.py", "--check"], capture_output=True, text=True, check=False

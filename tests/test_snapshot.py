@@ -217,12 +217,12 @@ def test_the_same_seed_gives_the_same_text_with_the_usual_schedule(opened: Open,
         runs.append((ids(events), scores))
 
     for _ in range(2):
-        kv = opened(name, tau=8)
+        kv = opened(name, policy="qk", tau=8)
         read(kv, 1500).save(snap)
         further(kv)
     kv.restore(snap)
     further(kv)
-    new = opened(name, tau=8)
+    new = opened(name, policy="qk", tau=8)
     new.restore(snap)
     further(new)
     assert len(runs[0][1]) >= 5
@@ -382,7 +382,7 @@ def test_two_sequences_of_a_pool_restore_the_same_file(opened: Open, document: N
 @pytest.mark.parametrize("pool", [768, 2048])
 def test_another_pool_has_the_hottest(opened: Open, snap: Path, name: str, pool: int) -> None:
     """What must be there, and the best of the rest."""
-    kv, new = opened(name), opened(name, pool=pool)
+    kv, new = opened(name, policy="qk"), opened(name, policy="qk", pool=pool)
     before = read(kv, 2000).residency()
     kv.save(snap)
     assert new.restore(snap) == 2000

@@ -30,10 +30,11 @@ HELP = """Compare the answers of pools with the full cache's.
 Each bench runs the full cache and the pools on the same text, and writes results.md, .csv, .json and a picture into a
 folder. It can be stopped at any time: results.jsonl there keeps what was measured, and a new run goes on from it.
 
-A variant is a policy, with options of its own after slashes: full, lru, qk, qk-cos, oracle (forces in the chunk that
-holds the answer), qk/replay=0, qk/qk_summary=exact, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler
-also take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
-Answers are decoded through the pool from their first token on; qk/opening=32 begins losslessly, as `kvflash run` does.
+A variant is a policy, with options of its own after slashes: full, lru, fresh, qk, qk-cos, oracle (forces in the chunk
+that holds the answer), qk/replay=0, fresh/index=4, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler also
+take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
+Answers are decoded through the pool from their first token on; qk/opening=32 begins losslessly, as `kvflash run` does
+with qk.
 """
 
 NIAH_HELP = """Ask for codes hidden at even depths of long texts, one by one.
@@ -44,7 +45,7 @@ texts, or yours with -f. An answer counts if the code is in it.
 \b
   kvflash bench niah --contexts 8K --pools 1K --docs 1              a first look, half a minute
   kvflash bench niah                                                8K to 64K, pools of 1K and 2K, 3 texts: an hour
-  kvflash bench niah model.gguf -f book.txt --variants full,lru,qk
+  kvflash bench niah model.gguf -f book.txt --variants full,lru,fresh
 """
 
 FACTS_HELP = """Ask for facts at random depths, each among decoys that share its words, one by one.
@@ -183,7 +184,7 @@ def bench() -> None:
 @click.option("--needles", type=click.IntRange(1, 1000), default=16, show_default=True, help="Codes per text.")
 @click.option(
     "--variants",
-    default="full,lru,qk-cos,qk,oracle,oracle/replay=0",
+    default="full,lru,qk-cos,qk,fresh,oracle,oracle/replay=0",
     show_default=True,
     help="Rows of the table, see above.",
 )
@@ -200,7 +201,7 @@ def niah(needles: int, text_file: str | None, **options: Any) -> None:
 @click.option("--facts", "n_facts", type=click.IntRange(1, 64), default=8, show_default=True, help="Facts per text.")
 @click.option("--decoys", type=click.IntRange(0, 8), default=2, show_default=True, help="Decoys per fact.")
 @click.option("--session", type=click.IntRange(0), default=7, show_default=True, help="Facts to ask for in one go.")
-@click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the table, see above.")
+@click.option("--variants", default="full,lru,qk,fresh", show_default=True, help="Rows of the table, see above.")
 def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
     """Run the facts bench."""
     _recall("facts", options, n_needles=n_facts, n_decoys=decoys, session=session)
@@ -231,7 +232,7 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
 )
 @click.option(
     "--variants",
-    default="full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk",
+    default="full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk,fresh",
     show_default=True,
     help="Rows of the table, see above.",
 )
@@ -285,7 +286,7 @@ def _untyped(name: str) -> bool:
 @click.option("--docs", type=click.IntRange(1), default=5, show_default=True, help="Texts per task and length.")
 @click.option("-s", "--seed", type=click.IntRange(0), default=11, show_default=True, help="Number of the first text.")
 @click.option("--tasks", default="ruler", show_default=True, metavar="NAMES", help="Tasks or groups, see above.")
-@click.option("--variants", default="full,lru,qk", show_default=True, help="Rows of the tables, see above.")
+@click.option("--variants", default="full,lru,qk,fresh", show_default=True, help="Rows of the tables, see above.")
 @click.option("--quick", is_flag=True, help=_QUICK_HELP)
 def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     """Run the ruler bench."""

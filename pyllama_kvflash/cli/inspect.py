@@ -14,7 +14,7 @@ from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.exactly import exact_bytes
-from pyllama_kvflash.engine.loading import Probe, check_file, probe
+from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.planning import Need, needs
 from pyllama_kvflash.errors import number
@@ -79,13 +79,14 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
 def _look(model: Model, options: Options) -> Findings:
     options = options.resolved(model.n_ctx_train)
     seen = probe(model, options)
+    options = with_policy(options, seen)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
     found = device_memory(seen.geometry, options)
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     form = IndexForm.of(seen.head, options.index)
-    index = sum(form.n_bytes(*head, options.n_ctx) for head in seen.heads) if seen.refusal is None else 0
+    index = sum(form.n_bytes(*head, options.n_ctx) for head in seen.heads) if seen.unchosen is None else 0
     there, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
     there = [need for need in there if need.total]
     return Findings(
@@ -141,6 +142,8 @@ def _table(f: Findings) -> Table:
 
 
 def _index(f: Findings) -> str:
+    if f.probe.unchosen is not None:
+        return f"none: {f.probe.unchosen}"
     share = 100 * f.index_bytes / (f.token_bytes["f16"] * f.n_ctx)
     per_token = f"{number(f.form.n_bits * sum(n for n, _ in f.probe.heads) / 8)} bytes a token"
     return (

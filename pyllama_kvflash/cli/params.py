@@ -293,7 +293,7 @@ POOL = options(
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
     click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=-1,
-                 show_default="32; 0 with policy fresh", envvar="KVFLASH_OPENING",
+                 show_default="0 with policy fresh; else 32", envvar="KVFLASH_OPENING",
                  help="The first N tokens of an answer are decoded as with --kvflash-exact, so that short answers are the"
                  " full cache's, and the pool then holds what they looked at. 0: none; -1: the default. Models with a"
                  " recurrent state, and --kvflash-prefill pool, have none."),
@@ -327,18 +327,19 @@ POOL = options(
                  " vanish with the process."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
                  show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
-    click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="qk", show_default=True,
+    click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
+                 show_default="auto: fresh where each layer can choose (the CPU so far), else qk",
                  envvar="KVFLASH_POLICY",
-                 help="Policy that decides which chunks stay and come back. qk: those that the model's own attention"
-                 " asks for; fresh: each layer chooses its own, by 16 tokens, for every token that it computes (on the CPU"
-                 " so far); drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
+                 help="Policy that decides which chunks stay and come back. fresh: each layer chooses its own, by 16"
+                 " tokens, for every token that it computes; qk: those that the model's own attention asks for, the same"
+                 " for all layers; drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
                  " lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that a package"
                  " registered."),
     click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="2; 64 with --spec",
                  envvar="KVFLASH_TAU",
                  help="Tokens from one scoring of all chunks to the next; more where scoring would cost too much."),
     click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=0,
-                 show_default="4 chunks; 32 guests a layer with policy fresh", envvar="KVFLASH_SWAPS",
+                 show_default="32 guests a layer with policy fresh; else 4 chunks", envvar="KVFLASH_SWAPS",
                  help="Most chunks that come back after a scoring while decoding. With policy fresh: most guests (16 tokens"
                  " each) that a layer exchanges for a token, or for a batch of them. 0: the default."),
     click.option("--kvflash-index", "index", metavar="BITS", type=int, default=0,

@@ -33,7 +33,7 @@ attention with 2 KV heads of 256; tiny, tiny-hybrid and tiny-moe: for a first tr
 \b
   kvflash bench speed --shape tiny --contexts 1K,2K,4K --pools 1K --steps 128 -t 1    a first look, half a minute
   kvflash bench speed --shape 8b                                                      8K to 256K, on a GPU
-  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,qk                with the default schedule
+  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,fresh             with the default policy
   kvflash bench speed --shape 8b --contexts 256K --variants lru,lru/write_back=0      what writing records costs
 
 A variant is a policy, with options of its own after slashes: full, lru, qk/share=0/tau=64 (a schedule that does not
@@ -117,7 +117,7 @@ class Source:
     "--contexts", type=Numbers(), default="8K,64K,128K,256K", show_default=True, help="Contexts at which to decode."
 )
 @click.option("--pools", type=Numbers(), default="4K", show_default=True, help="Pool sizes in tokens.")
-@click.option("--variants", default="full,lru,qk", show_default=True, help="Lines of the table, see above.")
+@click.option("--variants", default="full,lru,qk,fresh", show_default=True, help="Lines of the table, see above.")
 @click.option(
     "--steps", type=click.IntRange(8), default=256, show_default=True, help="Tokens to decode at each context."
 )

@@ -86,6 +86,7 @@ class Probe:
     geometry: Geometry
     refusal: str | None
     heads: tuple[tuple[int, int], ...] = ()  # of each layer: KV heads, values of a key
+    unchosen: str | None = None  # why its layers cannot choose their chunks (policy "fresh"); None if they can
 
     @property
     def head(self) -> int:
@@ -138,7 +139,8 @@ def _resolved(model: Model, options: Options) -> Options:
 
 
 def _place(model: Model, options: Options) -> Placement:
-    return place(model, _probed(model, options).geometry, options, options.shape.floor(options.n_batch))
+    seen = _probed(model, options)
+    return place(model, seen.geometry, with_policy(options, seen), options.shape.floor(options.n_batch))
 
 
 def _probed(model: Model, options: Options) -> Probe:
@@ -154,6 +156,9 @@ def _probed(model: Model, options: Options) -> Probe:
 
 def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
     seen = _probed(model, options)
+    chosen = with_policy(options, seen)
+    other = (f"policy qk, not fresh: {seen.unchosen}",) if chosen.policy != options.policy and seen.unchosen else ()
+    options = chosen
     size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
     if options.pool != "off":
         size = pool_size(options, device_memory(seen.geometry, options))
@@ -199,7 +204,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         size.n_pool,
         n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
-        placed.notes + size.notes + how,
+        placed.notes + size.notes + how + (other if size.n_pool is not None else ()),
         warnings + size.warnings + _trained(model, options),
         shared,
         exact,
@@ -232,8 +237,11 @@ def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every
     """Return what makes a context a pool of n_pool cells. head: values of a key."""
     mark = fingerprint(model.path)
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
-    if options.policy != "fresh":
-        return pool
+    return _indexed(pool, options, head) if options.policy == "fresh" else pool
+
+
+def _indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
+    """Return the parameters of a pool of which each layer chooses a part. head: values of a key."""
     form = IndexForm.of(head, options.index)
     parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
     return replace(pool, **parts, n_exchange=options.n_swaps)
@@ -289,8 +297,15 @@ def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams 
         raise type(err)(msg) from None
 
 
+def with_policy(options: Options, seen: Probe) -> Options:
+    """Return the options with policy "auto" resolved: "fresh" where each layer can choose, else "qk"."""
+    if options.policy != "auto":
+        return options
+    return replace(options, policy="fresh") if seen.unchosen is None else replace(options, policy="qk", index=0)
+
+
 def probe(model: Model, options: Options) -> Probe:
-    """Look at a model's memory through two small contexts: a stock one, and one that tries to be a pool.
+    """Look at a model's memory through small contexts: a stock one, and those that try to be pools.
 
     Raises what a stock context of these cache types raises.
     """
@@ -305,14 +320,26 @@ def probe(model: Model, options: Options) -> Probe:
         raise type(err)(msg) from None
     kind = "encoder" if memory_class == _NO_MEMORY else model.refusal
     refusal = of_model(kind) if kind else None
-    try:
-        Context(model, **small, **types, pool=PoolParams(n_pool=256)).close()  # type: ignore[arg-type]
-    except (UnsupportedError, NativeError) as err:
-        refusal = refusal or of_memory(memory_class, len(layers), str(err))
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
     geometry = Geometry(rows, tuple(layer.device for layer in layers))
     heads = tuple((layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
-    return Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, heads)
+    seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, heads)
+    pool = PoolParams(n_pool=256)
+    unchosen = (
+        _refused(model, pool=_indexed(pool, options, seen.head), **small, **types) if heads else "no layer is pooled"
+    )
+    if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
+        refusal = refusal or of_memory(memory_class, len(layers), error)
+    return replace(seen, refusal=refusal, unchosen=unchosen)
+
+
+def _refused(model: Model, **params: Any) -> str | None:
+    """Return why there can be no context of these parameters; None if there can."""
+    try:
+        Context(model, **params).close()
+    except (UnsupportedError, NativeError) as err:
+        return str(err)
+    return None
 
 
 def check_file(path: Path) -> None:

@@ -16,6 +16,7 @@ from pyllama_kvflash.engine.loading import (
     probe,
     tap,
     where,
+    with_policy,
 )
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.placement import on_host
@@ -56,7 +57,8 @@ def needs(path: Path, options: Options) -> tuple[list[Need], PoolSize]:
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
     with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
         options = options.resolved(model.n_ctx_train)
-        return _needs(model, probe(model, options), options)
+        seen = probe(model, options)
+        return _needs(model, seen, with_policy(options, seen))
 
 
 def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], PoolSize]:

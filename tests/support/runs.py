@@ -27,7 +27,7 @@ MODELS = ["qwen3", "qwen35", "gemma4"]
 BY_SIXTEEN: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "chunk": 16, "n_batch": 64, "n_ubatch": 64, "share": 0}
 _SMALL: dict[str, Any] = {"n_ctx": 16384, "n_batch": 64, "n_threads": 1, "prefill": "pool"}
 LRU: dict[str, Any] = {**_SMALL, "pool": 768, "policy": "lru"}  # 12 blocks, 7 of them evictable
-SCORED: dict[str, Any] = {**_SMALL, "pool": 1024, "share": 0}  # 16 blocks
+SCORED: dict[str, Any] = {**_SMALL, "pool": 1024, "policy": "qk", "share": 0}  # 16 blocks
 
 
 #
