@@ -27,7 +27,9 @@
 #   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
 #   bench/device.sh fresh F [S] there: policy fresh beside others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
-#                             seconds; again: what is missing
+#                             seconds; again: what is missing. WHAT=picture: KLD against device memory
+#   bench/device.sh guests [SHAPE] there: policy fresh beside lru and the full cache, in one run: speed, the worst step, prefill, memory
+#   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -188,12 +190,12 @@ lossless)
     mkdir -p $at
     python3 -m pytest -q -p no:cacheprovider tests/test_lookahead.py tests/test_checks.py | tail -3 || true
     forced="python3 bench/forced.py --shape 8b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0"
-    $forced --contexts 131072 --panes 2 18 999 | tee $at/forced-128k.md
+    $forced --contexts 131072 --panes 2 18 999 --policies lru fresh | tee $at/forced-128k.md
     python3 bench/ballast.py 16 & # a card on which the full cache does not fit
     ballast=$!
     trap 'kill $ballast' EXIT
     sleep 5
-    $forced --contexts 262144 --panes 2 --accepted 0.9 0.95 | tee $at/forced-256k.md
+    $forced --contexts 262144 --panes 2 --policies lru fresh --accepted 0.9 0.95 | tee $at/forced-256k.md
     results
     ;;
 sanitize)
@@ -281,6 +283,12 @@ fresh)
                     --variants fresh,qk,lru,full/type_k=q8_0/type_v=q8_0
             done
             ;;
+        picture)
+            for text in prose code; do
+                job picture-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 28.1,12.5,6.25 \
+                    --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,fresh,fresh/type_k=q8_0/type_v=q8_0
+            done
+            ;;
         ablation)
             for text in prose code; do
                 job ablation-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
@@ -305,6 +313,23 @@ fresh)
     done
     wait
     tail -n 3 $at/fresh-"$name"/*/log
+    results
+    ;;
+guests)
+    mkdir -p $at
+    shape=${2:-8b}
+    kvflash bench speed --shape "$shape" --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 8K,64K,128K,256K --pools 4K \
+        --variants full,lru,fresh -o "$at/guests-$shape" "${@:3}"
+    results
+    ;;
+accepted)
+    mkdir -p $at
+    tail -c +300000 pyllama_kvflash/bench/data/moby-dick.txt >/tmp/prose.txt
+    cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
+    for context in 16384 30720; do
+        timeout "${3:-240}" python3 bench/lossless.py "$2" /tmp/prose.txt /tmp/code.txt --context $context --pool 1024 2048 \
+            --policies lru fresh --tokens 256 2>&1 | tee "$at/accepted-$(basename "$2" .gguf)-$context.md" || true
+    done
     results
     ;;
 recall)

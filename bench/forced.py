@@ -3,13 +3,14 @@
 python bench/forced.py --shape 8b --contexts 65536 131072 --pool 4096 -ub 2048 -ct q8_0 --accepted 0.8 0.9 0.95
 
 What is chosen is a list of random tokens, whatever the logits are; a drafted token is the next one of that list with the given
-probability. All is computed as usual: the pool drafts, the exact pass checks, the number of drafts chooses itself. Beside it, in one
+probability. All is computed as usual: the pool drafts as its policy has it, the exact pass checks, the number of drafts chooses itself. Beside it, in one
 run: the full cache where it fits, and streaming of one token a pass (nothing drafted), for an eighth of the tokens.
 
 said, taken: device memory in MiB that `kvflash inspect` says, and by how much free memory is less once all is done.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--shape-dir", type=Path, default=None)
     parser.add_argument("--contexts", type=int, nargs="+", default=[65536])
     parser.add_argument("--pool", type=int, default=4096)
+    parser.add_argument("--policies", nargs="+", default=[Options().policy])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--panes", type=int, nargs="+", default=[2, 999])
@@ -115,9 +117,9 @@ def main() -> None:
             options: dict[str, Any] = {"n_ctx": n + args.tokens + 64, "n_ubatch": args.ub}
             options |= {"type_k": args.ct, "type_v": args.ct}
             ways = [("full", {"pool": "off"}, [None])]
-            for panes in args.panes:
-                lossless = {"pool": args.pool, "exact": True, "panes": panes}
-                ways.append((f"lossless, {panes} panes", lossless, [None, *args.accepted]))
+            for policy, panes in itertools.product(args.policies, args.panes):
+                lossless = {"pool": args.pool, "exact": True, "panes": panes, "policy": policy}
+                ways.append((f"lossless, {policy}, {panes} panes", lossless, [None, *args.accepted]))
             base = None
             for name, own, accepted in ways:
                 before = free()

@@ -2,7 +2,8 @@
 
 python bench/lossless.py MODEL TEXT... --context 8192 --pool 512 1024 --tokens 256 --prompts 4 --seeds 0 1 2 3
 
-Prompts are cut from the texts at even distances; --ruler adds texts of RULER's tasks. Seed 0 is greedy.
+Prompts are cut from the texts at even distances; --ruler adds texts of RULER's tasks. Seed 0 is greedy. With --drafts N each round
+drafts N tokens, so that how many are right hangs on no clock, and policies can be compared beside other load.
 
 other bits: llama.cpp's full cache decodes the batches that were checked once more, all of them, and so many of their tokens have
 other logits. Where the text parts from that of one token at a time, the row says by how much the logits differ there, and by how
@@ -26,9 +27,10 @@ from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
+from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.events import Stats
 from pyllama_kvflash.native import ALL, Context, Sampler, Tokens
-from pyllama_kvflash.options import LOOKAHEAD, Spec
+from pyllama_kvflash.options import LOOKAHEAD, Options, Spec
 from pyllama_kvflash.pool.exact import ExactReader
 
 WIDTH = 9
@@ -132,6 +134,7 @@ class Row(NamedTuple):
     """An answer beside the full cache's. bits: tokens with other logits, of how many. same: tokens before the texts part."""
 
     text: str
+    policy: str
     pool: int
     seed: int
     full_rate: float
@@ -147,7 +150,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         """Return a line of the table."""
         return (
-            f"| {self.text} | {self.pool:,} | {self.seed or 'greedy'} | {self.full_rate:.2f} | {self.rate:.2f} |"
+            f"| {self.text} | {self.policy} | {self.pool:,} | {self.seed or 'greedy'} | {self.full_rate:.2f} | {self.rate:.2f} |"
             f" {self.rate / self.full_rate:.2f} | {100 * self.right:.1f} % | {self.each_round:.2f} |"
             f" {self.bits[0]} of {self.bits[1]} | {self.same} of {self.n} | {self.apart:.3f} | {self.by_width:.3f} |"
         )
@@ -157,14 +160,18 @@ class Bench:
     """The engines of a process, and what they are to answer."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Open the full cache, and an engine for each pool."""
+        """Open the full cache, and an engine for each policy and pool."""
         self.args = args
-        options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn}
+        options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn, "n_threads": args.threads}
         more = {"spec": Spec(kind=args.spec)} if args.spec else {}
         self.full = KVFlash.from_file(args.model, **options, pool="off")
-        self.pools = {
-            n: KVFlash.from_file(args.model, **options, pool=n, panes=args.panes, exact=True, **more) for n in args.pool
-        }
+        self.pools: dict[tuple[str, int], KVFlash] = {}
+        for policy, n in itertools.product(args.policies, args.pool):
+            own = {"policy": policy, "pool": n, "panes": args.panes, "exact": True}
+            kv = KVFlash.from_file(args.model, **options, **own, **more)
+            if args.drafts:
+                kv.decoder.lossless = Lossless(kv.sequence, kv.decoder.drafts, args.drafts)
+            self.pools[policy, n] = kv
 
     def prompt(self, source: Path | str, i: int) -> Tokens:
         """Return the i-th prompt of a text, or of a task of RULER."""
@@ -176,20 +183,20 @@ class Bench:
         return self.full.tokenize(data[len(data) * i // args.prompts :][: args.context * 8])[:most]
 
     def rows(self, source: Path | str, i: int, seeds: Sequence[int]) -> Iterator[Row]:
-        """Answer a prompt with each seed and pool."""
+        """Answer a prompt with each seed, policy and pool."""
         full, n, prompt = self.full, self.args.tokens, self.prompt(source, i)
         wants = {seed: answer(full, prompt, n, sampling(seed)) for seed in seeds}
         full.rollback(len(prompt))
         noise = width_noise(full, prompt, max((ids for ids, *_ in wants.values()), key=len))
         name = f"{source if isinstance(source, str) else source.stem} {i}"
-        for (pool, kv), (seed, want) in itertools.product(self.pools.items(), wants.items()):
+        for ((policy, pool), kv), (seed, want) in itertools.product(self.pools.items(), wants.items()):
             with batches_kept() as batches:
                 got = answer(kv, prompt, n, sampling(seed))
             s, bits = got[2], other_bits(full, len(prompt), batches)
             each = s.n_generated / max(1, s.draft_steps + s.plain_steps)
             rates = want[2].decode_rate, s.decode_rate, s.acceptance, each
             same, apart = compare(want, got)
-            yield Row(name, pool, seed, *rates, bits, same, len(want[0]), apart, noise)
+            yield Row(name, policy, pool, seed, *rates, bits, same, len(want[0]), apart, noise)
 
 
 _bench: Bench | None = None  # of this process
@@ -216,16 +223,17 @@ def jobs(args: argparse.Namespace) -> list[tuple[Path | str, int, Sequence[int]]
 
 
 def totals(rows: Sequence[Row]) -> Iterator[str]:
-    """Return a sentence for each pool."""
-    for pool in sorted({row.pool for row in rows}):
-        of = [row for row in rows if row.pool == pool]
+    """Return a sentence for each policy and pool."""
+    for policy, pool in sorted({(row.policy, row.pool) for row in rows}):
+        of = [row for row in rows if (row.policy, row.pool) == (policy, pool)]
         parted = [row for row in of if row.same < row.n]
         bits = [sum(row.bits[i] for row in of) for i in (0, 1)]
         ratio = np.median([row.rate / row.full_rate for row in of])
         yield (
-            f"pool {pool:,}: {len(of)} answers of {sum(row.n for row in of):,} tokens, {len(of) - len(parted)} the same throughout;"
+            f"{policy}, pool {pool:,}: {len(of)} answers of {sum(row.n for row in of):,} tokens, {len(of) - len(parted)} the same throughout;"
             f" {bits[0]} of {bits[1]:,} checked tokens have other bits; where {len(parted)} part, logits differ by at most"
             f" {max((row.apart for row in parted), default=0):.2f}, by width alone {max((row.by_width for row in of), default=0):.2f};"
+            f" drafts right, in the mean {100 * np.mean([row.right for row in of]):.1f} %;"
             f" median of the full cache's speed {ratio:.2f}"
         )
 
@@ -237,11 +245,14 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--pool", type=int, nargs="+", default=[1024])
+    parser.add_argument("--policies", nargs="+", default=[Options().policy])
+    parser.add_argument("--drafts", type=int, default=0, help="tokens a round; 0: as many as pay")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=1, help="of each text")
     parser.add_argument("--ruler", type=int, default=0, help="of each task of RULER")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--one-seed", action="store_true", help="a prompt has one of the seeds, by turns")
+    parser.add_argument("-t", dest="threads", type=int, default=None)
     parser.add_argument("-fa", dest="flash_attn", default="auto")
     parser.add_argument("--panes", type=int, default=0)
     parser.add_argument("--spec", default=None)
@@ -251,8 +262,8 @@ def main() -> None:
         f"{hardware()}\n\n{args.model.name}, prompts of {args.context - args.tokens - 16:,} tokens, -fa {args.flash_attn}\n"
     )
     print(
-        "| text | pool | seed | full, tok/s | lossless, tok/s | ratio | right | tokens a round | other bits | same | apart |"
-        " by width |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+        "| text | policy | pool | seed | full, tok/s | lossless, tok/s | ratio | right | tokens a round | other bits | same | apart |"
+        " by width |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     found: list[Row] = []
     fresh = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork

@@ -17,7 +17,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import benches
 from support.benches import ONE_THREAD, ignore, png, result, stored
 
-from pyllama_kvflash.bench import sweep
+from pyllama_kvflash.bench import figures, sweep
 from pyllama_kvflash.bench.demo import QUESTION_ROOM
 from pyllama_kvflash.bench.figures import heat_map, kld_figure
 from pyllama_kvflash.bench.grid import Results, Variant, comma_separated, digest, markdown
@@ -402,6 +402,31 @@ def test_kld_figure_is_a_picture() -> None:
     assert png(kld_figure(quantised[:1], "t")).size > 0
     assert png(kld_figure([kld_row("full cache, quantised", 1.0, 0.0), *pool], "t")).size > 0
     assert kld_figure(quantised, "t") != kld_figure(pool, "t")
+
+
+def test_kld_figure_marks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mark says a share, and its bytes if all rows are of one context; quantised caches say their types."""
+    pytest.importorskip("matplotlib")
+    said: list[str] = []
+
+    def read(fig: Any) -> bytes:
+        axis = fig.axes[0]
+        texts = *axis.get_xticklabels(), *axis.texts, *axis.get_legend().get_texts()
+        said[:] = [text.get_text() for text in texts]
+        return b""
+
+    monkeypatch.setattr(figures, "_png", read)
+    rows = [
+        replace(kld_row("full cache, quantised", 0.531, 0.01), variant="full/type_k=q8_0/type_v=q8_0"),
+        replace(kld_row("full cache, quantised", 0.4, 0.1), variant="full/type_k=q8_0/type_v=q4_0"),
+        replace(kld_row("pool, fresh", 0.125, 0.02), variant="fresh", pool=256),
+        replace(kld_row("pool, lru", 0.13, 0.2), variant="lru", pool=256),
+    ]
+    kld_figure([replace(r, kv_device_bytes=int(r.share * (100 << 20))) for r in rows], "t")
+    assert {"q8_0", "q8_0/q4_0", "12.5 %\n12.5 MiB", "53.1 %\n53.1 MiB", "pool, fresh, 2K"} <= set(said)
+    assert not [t for t in said if t.startswith("13 %")], "too near to the mark before"
+    kld_figure([rows[0], replace(rows[2], n_ctx=4096)], "t")
+    assert "12.5 %" in said
 
 
 def test_kld_figure_of_nothing_but_zeros_is_a_picture() -> None:

@@ -10,14 +10,15 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import drafting, snapshots, tiny, tiny_drafters
+from support import drafting, lossless, snapshots, tiny, tiny_drafters
 from support.cuts import cut_off, cut_off_at_every_line
 from support.drafting import width_noise
+from support.lossless import answer, chosen_alike
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
 
-from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import ALL, LAST, Context
@@ -27,6 +28,7 @@ from pyllama_kvflash.pool.exact import ExactReader
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
 
+known = lossless.known
 snap = snapshots.snap
 wordless = snapshots.wordless
 
@@ -40,22 +42,6 @@ SMALL: dict[str, Any] = {
 }
 FULL = {**SMALL, "pool": "off", "exact": False}
 SEEDED = [GREEDY, *(Sampling(temperature=1.0, seed=seed) for seed in (1, 2, 3))]
-
-
-def answer(kv: KVFlash, prompt: Any, n: int, sampling: Sampling = GREEDY, **how: Any) -> list[int]:
-    return [e.id for e in kv.generate(prompt, max_tokens=n, sampling=sampling, **how) if isinstance(e, Token)]
-
-
-def chosen_alike(chosen: Chosen, kv: KVFlash, *args: Any, **how: Any) -> list[int]:
-    """An answer whose tokens are chosen by the logits that are known for them."""
-    with held(chosen):
-        return answer(kv, *args, **how)
-
-
-@pytest.fixture
-def known(tiny_path: Any) -> Callable[..., Chosen]:
-    """Logits that answers are chosen by, all those of a model, so that a near tie is the same for all."""
-    return lambda name="qwen3", **options: Chosen(width_noise(tiny_path(name), LOOKAHEAD + 1, {**FULL, **options}))
 
 
 def n_streamed(kv: KVFlash) -> int:
@@ -233,7 +219,7 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
-@pytest.mark.parametrize("policy", ["lru", "qk-zmax"])
+@pytest.mark.parametrize("policy", ["lru", "qk-zmax", "fresh"])
 def test_any_policy(opened: Open, known: Callable[..., Chosen], wordless: None, policy: str) -> None:
     kv, full, chosen = opened(policy=policy), opened(**FULL), known()
     want, got = (chosen_alike(chosen, one, TOKENS[:600], 60) for one in (full, kv))

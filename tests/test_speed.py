@@ -240,6 +240,10 @@ def point(context: int, steps: list[float], **changes: Any) -> dict[str, Any]:
         "reselects": 0,
         "pages_in": 0,
         "kv_device_bytes": 3 << 20,
+        "pool_bytes": 1 << 20,
+        "index_bytes": 0,
+        "pane_bytes": 2 << 20,
+        "kv_most_bytes": 4 << 20,
         "host_bytes": 1 << 30,
         "summary_bytes": 0,
         "device_used": None,
@@ -309,11 +313,14 @@ def test_the_table_says_it_all(tmp_path: Path) -> None:
     speed, results = fabricated(tmp_path)
     text = speed_bench.write(speed, results)
     lines = text.splitlines()
-    assert lines[2] == "| 1K | full | 100.0 | 90.9 | 1.00 | 1.80 | - | 500 | 750 | 1.00 | 3.0 | - | 1.00 | 0 | 0 |"
-    assert lines[3] == (
-        "| 1K | lru 512 | 200.0 | 142.9 | 2.00 | 4.00 | 1.20 | 500 | 750 | 1.00 | 3.0 | 800 | 1.00 | 2 | 7 |"
+    memory = "3.0 | 1.0 + 0.0 + 2.0 | 4.0"
+    assert lines[2] == (
+        f"| 1K | full | 100.0 | 90.9 | 1.00 | 10.00 | 1.80 | - | 500 | 750 | 1.00 | {memory} | - | 1.00 | 0 | 0 |"
     )
-    assert lines[4] == "| 2K | full: failed |" + " - |" * 13
+    assert lines[3] == (
+        f"| 1K | lru 512 | 200.0 | 142.9 | 2.00 | 5.00 | 4.00 | 1.20 | 500 | 750 | 1.00 | {memory} | 800 | 1.00 | 2 | 7 |"
+    )
+    assert lines[4] == "| 2K | full: failed |" + " - |" * 16
     assert "\nfull at 2K: it takes 9 GiB, and 1 GiB are free.\n" in text
     assert "\nDecode of lru 512, slowest/fastest over the contexts: 0.800.\n" in text
     assert (
@@ -326,6 +333,32 @@ def test_the_table_says_it_all(tmp_path: Path) -> None:
     with (tmp_path / "results.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [float(r["decode_rate"] or 0) for r in table] == pytest.approx([100, 200, 0, 250])
+
+
+def test_pools_stand_beside_lru(tmp_path: Path) -> None:
+    """Those of the same size, at contexts that both were measured at."""
+    speed, results = make_speed(variants=tuple(map(speed_variant, ("full", "lru", "fresh")))), Results(tmp_path)
+    full, lru, fresh = speed.caches()
+    failure = {"context": 2048, "error": "no"}
+    results.add(speed.key(full), result([point(1024, [0.020] * 8), failure]))
+    results.add(speed.key(lru), result([point(1024, [0.010] * 8), point(2048, [0.010] * 8)], 512))
+    results.add(speed.key(fresh), result([point(1024, [0.0125] * 8, total_s=5.0), failure], 512))
+    found = list(speed_bench.beside_lru(summarise(speed, results)))
+    assert found == ["Decode of fresh 512, of lru's: 0.80 at 1K.", "Prefill of fresh 512, of lru's: 0.80 at 1K."]
+    assert all(line in speed_bench.as_markdown(speed, results) for line in found)
+
+
+def test_an_index_on_the_device_counts(monkeypatch: pytest.MonkeyPatch, shape_path: Callable[[str], Path]) -> None:
+    """Beside the pool and the panes, while decoding and at most."""
+    speed = make_speed(variants=(speed_variant("fresh"),), contexts=(512, 1024, 2048), common={**ENGINE, "chunk": 16})
+    plain = speed_bench.measure(speed, speed.caches()[0], shape_path("tiny"), ignore)["points"][-1]
+    assert plain["index_bytes"] == 0
+    assert plain["kv_device_bytes"] == plain["kv_most_bytes"] == plain["pool_bytes"] + plain["pane_bytes"]
+    held = KVFlash.resident_bytes.fget
+    monkeypatch.setattr(KVFlash, "resident_bytes", property(lambda kv: held(kv) + 1000))
+    found = speed_bench.measure(speed, speed.caches()[0], shape_path("tiny"), ignore)["points"][-1]
+    assert found["index_bytes"] == 1000
+    assert found["kv_device_bytes"] == found["kv_most_bytes"] == plain["kv_device_bytes"] + 1000
 
 
 def test_what_failed_is_tried_again(tmp_path: Path) -> None:

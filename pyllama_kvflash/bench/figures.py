@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from pyllama_kvflash.bench.kld import KldRow
     from pyllama_kvflash.bench.ruler_tables import Row as RulerRow
 
+MIB = 1 << 20
+
 _PANELS = 4  # in a row
+_APART = 1.12  # marks on an axis of memory, each beside the next
 
 
 def heat_map(rows: Sequence[Row], title: str) -> bytes:
@@ -50,7 +53,7 @@ def heat_map(rows: Sequence[Row], title: str) -> bytes:
 
 
 def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
-    """Plot the mean KLD against device memory, a line for each kind of row: a PNG."""
+    """Plot the mean KLD against device memory, a line for each kind of row: a PNG. Full caches of fewer bits say their types."""
     fig = figure(width=7.5, height=5)
     axis = fig.subplots()
     contexts = sorted({r.n_ctx for r in rows})
@@ -58,21 +61,40 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
     for n_ctx, style in zip(contexts, ("o-", "s--", "^:", "v-.") * len(contexts), strict=False):
         for kind, colour in colours.items():
             mine = sorted((r for r in rows if (r.kind, r.n_ctx) == (kind, n_ctx) and r.kld > 0), key=lambda r: r.share)
-            shares, klds = [100 * r.share for r in mine], [r.kld for r in mine]
-            axis.plot(shares, klds, style, color=colour, label=f"{kind}, {short(n_ctx)}", markersize=5)
+            at = [100 * r.share for r in mine]
+            axis.plot(at, [r.kld for r in mine], style, color=colour, label=f"{kind}, {short(n_ctx)}", markersize=5)
+            for x, r in zip(at, mine, strict=True):
+                if r.pool is None:
+                    axis.annotate(_types(r.variant), (x, r.kld), (5, 4), textcoords="offset points", fontsize=8)
     axis.set_xscale("log")
     if any(r.kld > 0 for r in rows):
         axis.set_yscale("log")
-    ticks = sorted({round(100 * r.share, 1) for r in rows})
-    axis.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=8, rotation=45)
-    axis.set_xticks([], minor=True)
-    axis.set_xlabel("device KV, % of the full f16 cache")
+    _memory_ticks(axis, rows)
+    axis.set_xlabel("device memory for KV, panes and an index that is there too, of the full f16 cache")
     axis.set_ylabel("mean KLD to the full cache, nats (less is better)")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     if axis.lines:
         axis.legend(fontsize=8)
     return _png(fig)
+
+
+def _types(variant: str) -> str:
+    """Return the cache types that a variant's label names."""
+    return "/".join(dict.fromkeys(part.partition("=")[2] for part in variant.split("/") if part.startswith("type_")))
+
+
+def _memory_ticks(axis: Any, rows: Sequence["KldRow"]) -> None:
+    """Mark the memory of rows, but for what would lie upon another mark: its share, and bytes where all are of one context."""
+    ticks = dict[float, str]()
+    last = 0.0
+    for r in sorted(rows, key=lambda r: r.share):
+        if r.share > _APART * last:
+            last = r.share
+            size = f"\n{r.kv_device_bytes / MIB:,.3g} MiB" if len({r.n_ctx for r in rows}) == 1 else ""
+            ticks[100 * r.share] = f"{100 * r.share:.3g} %{size}"
+    axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
+    axis.set_xticks([], minor=True)
 
 
 def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pyllama_kvflash.bench.device import device_kv, device_used
 from pyllama_kvflash.bench.grid import (
     Key,
     Result,
@@ -26,7 +27,7 @@ from pyllama_kvflash.bench.grid import (
     short,
 )
 from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.steps import AFTER, WARM_UP, decode_steps, device_used, hardware, near, python_loop
+from pyllama_kvflash.bench.steps import AFTER, WARM_UP, decode_steps, hardware, near, python_loop
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, UsageError
 from pyllama_kvflash.events import Prefill, Warn
@@ -198,17 +199,18 @@ def _points(
     kv: KVFlash, contexts: Sequence[int], n_steps: int, on_prefill: OnPrefill, warnings: list[str]
 ) -> Iterator[Result]:
     rng = np.random.default_rng(0)  # the same tokens for all caches
-    total, total_s = 0, 0.0
+    total, total_s, most = 0, 0.0, 0
     for i, context in enumerate(contexts):
         tokens = rng.integers(0, kv.model.n_vocab, context - kv.n_tokens, dtype=np.int32)
         try:
-            seconds = _fill(kv, tokens, on_prefill, warnings)
+            seconds, held = _fill(kv, tokens, on_prefill, warnings)
             steps = decode_steps(kv, n_steps, warnings)
         except (NativeError, HostMemoryError) as err:
             yield from (_failure(c, err) for c in contexts[i:])
             return
         total, total_s = total + len(tokens), total_s + seconds
-        stats = kv.stats()
+        stats, now = kv.stats(), device_kv(kv)
+        most = max(most, held, now.total)
         yield {
             "context": context,
             "error": None,
@@ -220,22 +222,27 @@ def _points(
             "moved": steps.moved,
             "reselects": len(steps.reselected),
             "pages_in": steps.pages_in,
-            "kv_device_bytes": stats.device_kv_bytes,
+            "kv_device_bytes": now.total,
+            "pool_bytes": now.pool,
+            "index_bytes": now.index,
+            "pane_bytes": now.panes,
+            "kv_most_bytes": most,
             "host_bytes": stats.host_bytes,
             "summary_bytes": stats.summary_bytes,
             "device_used": device_used(),
         }
 
 
-def _fill(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str]) -> float:
-    """Return the seconds that a stretch of prompt takes."""
-    begin = time.perf_counter()
+def _fill(kv: KVFlash, tokens: Tokens, on_prefill: OnPrefill, warnings: list[str]) -> tuple[float, int]:
+    """Return the seconds that a stretch of prompt takes, and the most device bytes of KV meanwhile."""
+    begin, most = time.perf_counter(), 0
     for event in kv.prefill(tokens):
         if isinstance(event, Prefill):
             on_prefill(event)
+            most = max(most, event.resident_bytes)
         elif isinstance(event, Warn):
             warnings.append(event.text)
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, most
 
 
 #
@@ -250,6 +257,8 @@ class Row:
     decode_rate: from the median step.
     prefill_rate: of the stretch from the context before; prefill_all: of everything so far.
     worst_moved_ratio: the worst of the steps at which chunks moved and the AFTER next ones, over the median.
+    kv_device_bytes: while decoding: pool_bytes (the pool or the full cache), index_bytes (of its keys, if that is on the device)
+        and pane_bytes. kv_most_bytes: the most at any time so far.
     device_bytes: memory in use beyond that before the model was loaded.
     error: why there are no figures.
     """
@@ -271,6 +280,10 @@ class Row:
     prefill_all: float | None = None
     prefill_x: float | None = None
     kv_device_bytes: int | None = None
+    pool_bytes: int | None = None
+    index_bytes: int | None = None
+    pane_bytes: int | None = None
+    kv_most_bytes: int | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
     reselects: int | None = None
@@ -321,6 +334,10 @@ def _row(cache: Cache, result: Result, point: Result) -> Row:
         prefill_rate=point["stretch"] / point["stretch_s"],
         prefill_all=point["total"] / point["total_s"],
         kv_device_bytes=point["kv_device_bytes"],
+        pool_bytes=point.get("pool_bytes"),  # not in results of earlier versions
+        index_bytes=point.get("index_bytes"),
+        pane_bytes=point.get("pane_bytes"),
+        kv_most_bytes=point.get("kv_most_bytes"),
         device_bytes=None if used is None or before is None else used - before,
         host_bytes=point["host_bytes"],
         reselects=point["reselects"],
@@ -337,9 +354,22 @@ def flatness(rows: Sequence[Row]) -> dict[str, float]:
     return {name: min(found) / max(found) for name, found in rates.items() if len(found) > 1}
 
 
+def beside_lru(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how fast each pool decodes and reads prompts, as a share of `lru` with the same pool and context."""
+    fitted = [row for row in rows if row.error is None and row.pool is not None]
+    plain = {(row.pool, row.context): row for row in fitted if row.variant == "lru"}
+    for name in dict.fromkeys(row.cache for row in fitted if row.variant != "lru"):
+        pairs = [(row, plain[key]) for row in fitted if row.cache == name and (key := (row.pool, row.context)) in plain]
+        for what, rate in (("Decode", "decode_rate"), ("Prefill", "prefill_all")):
+            of = [f"{getattr(a, rate) / getattr(b, rate):.2f} at {short(a.context)}" for a, b in pairs]
+            if of:
+                yield f"{what} of {name}, of lru's: {', '.join(of)}."
+
+
 _HEAD = (
-    "context", "cache", "decode tok/s", "mean", "x full", "worst/median step", "where chunks moved",
-    "prefill tok/s", "of all", "x full", "device KV MiB", "device in use MiB", "host GiB", "reselects", "pages in",
+    "context", "cache", "decode tok/s", "mean", "x full", "median step ms", "worst/median step", "where chunks moved",
+    "prefill tok/s", "of all", "x full", "device KV MiB", "pool + index + panes", "at most", "device in use MiB", "host GiB",
+    "reselects", "pages in",
 )  # fmt: skip
 
 
@@ -350,11 +380,11 @@ def as_markdown(speed: Speed, results: Results) -> str:
     errors = {(r.cache, r.error): r.context for r in reversed(rows) if r.error}
     notes = [f"{name} at {short(context)}: {error}." for (name, error), context in sorted(errors.items())]
     notes += [f"Decode of {name}, slowest/fastest over the contexts: {x:.3f}." for name, x in flatness(rows).items()]
-    notes += _loops(speed, results)
+    notes += [*beside_lru(rows), *_loops(speed, results)]
     notes.append(
         f"Decode: {speed.steps} steps at each context, from the median one; where chunks moved: the worst of those steps"
         f" and the {AFTER} next, over the median. Prefill: of the stretch from the context before, and of all so far. Device"
-        " in use: above what was before the model was loaded."
+        " KV: while decoding, and at most, prompts included. Device in use: above what was before the model was loaded."
     )
     text += "".join(f"\n{note}\n" for note in notes)
     return text + (f"\n{command(rows)}\n" if rows else "")
@@ -378,12 +408,16 @@ def _cells(r: Row) -> list[str]:
         _number(r.decode_rate, ".1f"),
         _number(r.decode_mean_rate, ".1f"),
         _number(r.decode_x, ".2f"),
+        _number(r.step_ms, ".2f"),
         _number(r.worst_ratio, ".2f"),
         _number(r.worst_moved_ratio, ".2f"),
         _number(r.prefill_rate, ",.0f"),
         _number(r.prefill_all, ",.0f"),
         _number(r.prefill_x, ".2f"),
         _number(r.kv_device_bytes, ",.1f", MIB),
+        " + ".join(f"{part / MIB:,.1f}" for part in (r.pool_bytes, r.index_bytes, r.pane_bytes) if part is not None)
+        or "-",
+        _number(r.kv_most_bytes, ",.1f", MIB),
         _number(r.device_bytes, ",.0f", MIB),
         _number(r.host_bytes, ".2f", GIB),
         _number(r.reselects, "d"),

@@ -94,12 +94,6 @@ def python_loop(kv: KVFlash, rounds: int = ROUNDS) -> dict[str, float] | None:
     return {"engine_s": median(engine), "bare_s": median(bare)}
 
 
-def device_used() -> int | None:
-    """Return the bytes in use in all GPUs' memory, whoever uses them, or None without a GPU."""
-    gpus = [d for d in devices() if d.gpu]
-    return sum(d.total - d.free for d in gpus) if gpus else None
-
-
 def near(moved: Sequence[int], n: int, after: int = AFTER) -> list[int]:
     """Return, of n steps, those at which something moved and the `after` next ones."""
     return sorted({i for at in moved for i in range(at, min(at + after + 1, n))})

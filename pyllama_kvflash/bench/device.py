@@ -1,0 +1,33 @@
+"""What an engine holds in device memory, and what all programs do."""
+
+from dataclasses import dataclass
+
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.native import devices
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKV:
+    """Device bytes of full-attention KV: the pool or the full cache, the index of its keys if that is there, the panes."""
+
+    pool: int
+    index: int
+    panes: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.pool + self.index + self.panes
+
+
+def device_kv(kv: KVFlash) -> DeviceKV:
+    """Return what the engine holds now. An index counts as far as kv.resident_bytes counts it."""
+    stats = kv.stats()
+    pool, panes = stats.kv_device_bytes, stats.pane_bytes
+    return DeviceKV(pool, kv.resident_bytes - pool - panes, panes)
+
+
+def device_used() -> int | None:
+    """Return the bytes in use in all GPUs' memory, whoever uses them, or None without a GPU."""
+    gpus = [d for d in devices() if d.gpu]
+    return sum(d.total - d.free for d in gpus) if gpus else None
