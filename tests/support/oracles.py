@@ -124,8 +124,9 @@ class Run:
         return sorted(int(c) for c in self.ctx.blocks()[0] if c >= 0)
 
     def read(self, chunk: int) -> Record:
-        """A chunk's record."""
-        record = np.full(self.ctx.pool_info().record_bytes, 0xEE, np.uint8)
+        """A chunk's record, in memory that layers can fetch guests from."""
+        record = self.ctx.host_buffer(self.ctx.pool_info().record_bytes)
+        record[:] = 0xEE
         self.ctx.read(chunk, record)
         return record
 
