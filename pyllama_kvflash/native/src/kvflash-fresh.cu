@@ -4,7 +4,7 @@
 
 #include "kvflash-gpu.h"
 
-#include "common.cuh"
+#include "ggml-cuda/common.cuh"
 
 #include <cmath>
 #include <mutex>
@@ -13,7 +13,7 @@ static constexpr uint32_t UNIT = 16, GROUP = 64, HEADS = 8; // HEADS: queries th
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
 
 static constexpr int SCORE_THREADS = 256, SCORE_WARPS = SCORE_THREADS / 32, CHOOSE_THREADS = 1024;
-static constexpr int NEAR_BLOCKS = 4, MOST_LIST = 1024;
+static constexpr int NEAR_BLOCKS = 8, MOST_LIST = 1024;
 
 //
 // the ask
@@ -160,39 +160,29 @@ static __device__ void transpose(uint32_t (&w)[4]) {
     w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// d += a*b. a: 16 positions and 32 codes. b: 32 codes and 8 heads, in shared memory where the processor has no such product
-struct queries {
-    const uint32_t * words; // [n_each][4][HEADS]
-    uint32_t         own[2];
-
-    __device__ void take(uint32_t s) {
-        for (uint32_t i = 0; i < 2; ++i) {
-            own[i] = words[((s + i) * 4 + threadIdx.x % 4) * HEADS + threadIdx.x % 32 / 4];
-        }
-    }
-    __device__ void multiply(const uint32_t (&a)[4], uint32_t s, int (&d)[4]) const {
+// d += a*b. a: 16 positions and 32 codes; b: 32 codes and 8 heads. words: [4][HEADS] of the first 16 codes, then the others
+static __device__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2], const uint32_t * words, int (&d)[4]) {
 #if __CUDA_ARCH__ >= 800 && !defined(KVF_NO_MMA)
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(own[0]), "r"(own[1]));
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
-        const uint32_t t = threadIdx.x % 4;
-        for (uint32_t h = 0; h < HEADS; ++h) {
-            const int b0 = words[(s * 4 + t) * HEADS + h], b1 = words[((s + 1) * 4 + t) * HEADS + h];
-            int       low  = __dp4a((int) a[2], b1, __dp4a((int) a[0], b0, 0));
-            int       high = __dp4a((int) a[3], b1, __dp4a((int) a[1], b0, 0));
-            for (int i = 1; i < 4; i *= 2) {
-                low += __shfl_xor_sync(~0u, low, i);
-                high += __shfl_xor_sync(~0u, high, i);
-            }
-            if (h / 2 == t) {
-                d[h % 2] += low;
-                d[h % 2 + 2] += high;
-            }
+    const uint32_t t = threadIdx.x % 4;
+    for (uint32_t h = 0; h < HEADS; ++h) {
+        const int b0 = words[t * HEADS + h], b1 = words[(4 + t) * HEADS + h];
+        int       low  = __dp4a((int) a[2], b1, __dp4a((int) a[0], b0, 0));
+        int       high = __dp4a((int) a[3], b1, __dp4a((int) a[1], b0, 0));
+        for (int i = 1; i < 4; i *= 2) {
+            low += __shfl_xor_sync(~0u, low, i);
+            high += __shfl_xor_sync(~0u, high, i);
         }
-#endif
+        if (h / 2 == t) {
+            d[h % 2] += low;
+            d[h % 2 + 2] += high;
+        }
     }
-};
+#endif
+}
 
 struct score_memory {
     float    parts[SCORE_WARPS][HEADS][2];
@@ -200,7 +190,19 @@ struct score_memory {
     uint32_t words[2][kvf_gpu_form::MOST * HEADS]; // of the queries, upper and lower digits
 };
 
-// the queries' components times their steps, as whole numbers of two digits of base 254
+// sums += x*y
+static __device__ void add_scaled(float (&sums)[HEADS], float x, const float * y) {
+#pragma unroll
+    for (uint32_t i = 0; i < HEADS; i += 4) {
+        const float4 four = *(const float4 *) (y + i);
+        sums[i] += x * four.x;
+        sums[i + 1] += x * four.y;
+        sums[i + 2] += x * four.z;
+        sums[i + 3] += x * four.w;
+    }
+}
+
+// q: [d][HEADS]. the queries' components times their steps, as whole numbers of two digits of base 254
 static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & index, uint32_t head, uint32_t n_h,
         const float * q, float * x, float * part, score_memory & m) {
     const uint32_t n_comp = p.form.n_comp, n_row = max(1u, blockDim.x / n_comp), tid = threadIdx.x;
@@ -210,13 +212,12 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
         const uint32_t c = i % n_comp, r = i / n_comp;
 
         float sums[HEADS] = {};
+#pragma unroll 8
         for (uint32_t j = r * p.d / n_row; j < (r + 1) * p.d / n_row; ++j) {
             const float b = basis[(uint64_t) j * n_comp + c];
-#pragma unroll
-            for (uint32_t h = 0; h < HEADS; ++h) {
-                sums[h] += b * q[h * p.d + j];
-            }
+            add_scaled(sums, b, q + j * HEADS);
         }
+#pragma unroll
         for (uint32_t h = 0; h < HEADS; ++h) {
             part[h * n_row * n_comp + i] = sums[h];
         }
@@ -237,7 +238,7 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
     if (h < HEADS) {
         float base = 0, most = 0;
         for (uint32_t j = lane; j < p.d; j += 32) {
-            base += q[h * p.d + j] * index.mean[head * p.d + j];
+            base += q[j * HEADS + h] * index.mean[head * p.d + j];
         }
         for (uint32_t c = lane; c < n_comp; c += 32) {
             base -= x[h * n_comp + c] * middle(p.form, c);
@@ -283,7 +284,7 @@ static __device__ void put_parts(const kvf_gpu_layer & p, score_memory & m, uint
     dst[1]      = all.sum;
 }
 
-// the keys of common cells as they are
+// the keys of common cells as they are. q: [d][HEADS]. a warp takes eight positions, four lanes each
 static __device__ void score_near(const kvf_gpu_layer & p, const int32_t * s, int32_t pos, uint32_t head, const float * q,
         score_memory & m, uint32_t block) {
     constexpr uint32_t PIECE = 8;
@@ -293,37 +294,37 @@ static __device__ void score_near(const kvf_gpu_layer & p, const int32_t * s, in
 
     sum_of_powers all[HEADS];
     for (uint32_t i = block * SCORE_WARPS + warp; i < s[kvf_gpu_ask::N_COMMON] * n_piece; i += NEAR_BLOCKS * SCORE_WARPS) {
-        const int32_t * c     = common + i / n_piece * kvf_gpu_ask::LEN_COMMON;
-        const int32_t   first = i % n_piece * PIECE;
-        const int32_t   last  = min(min(first + (int32_t) PIECE, c[kvf_gpu_ask::N]), pos - c[kvf_gpu_ask::FIRST] + 1);
-        for (int32_t j = first; j < last; ++j) {
-            const char * row = p.k.data + (uint64_t) (c[kvf_gpu_ask::CELL] + j) * p.row_size;
+        const int32_t * c  = common + i / n_piece * kvf_gpu_ask::LEN_COMMON;
+        const int32_t   j  = i % n_piece * PIECE + lane / 4;
+        const bool      is = j < c[kvf_gpu_ask::N] && c[kvf_gpu_ask::FIRST] + j <= pos;
+        const char *    row = p.k.data + (uint64_t) (c[kvf_gpu_ask::CELL] + (is ? j : 0)) * p.row_size;
 
-            float sums[HEADS] = {};
-            for (uint32_t e = lane; e < p.d; e += 32) {
-                const float x = key_value(p.type_k, row, head * p.d + e);
-#pragma unroll
-                for (uint32_t h = 0; h < HEADS; ++h) {
-                    sums[h] += x * q[h * p.d + e];
-                }
-            }
-#pragma unroll
-            for (uint32_t h = 0; h < HEADS; ++h) {
-                all[h].add(logit(p, warp_sum(sums[h])));
-            }
+        float sums[HEADS] = {};
+#pragma unroll 8
+        for (uint32_t e = lane % 4; e < p.d; e += 4) {
+            add_scaled(sums, key_value(p.type_k, row, head * p.d + e), q + e * HEADS);
         }
-    }
-    if (lane == 0) {
 #pragma unroll
         for (uint32_t h = 0; h < HEADS; ++h) {
-            m.parts[warp][h][0] = all[h].top;
-            m.parts[warp][h][1] = all[h].sum;
+            float x = sums[h] + __shfl_xor_sync(~0u, sums[h], 1);
+            x += __shfl_xor_sync(~0u, x, 2);
+            if (is) { all[h].add(logit(p, x)); }
+        }
+    }
+#pragma unroll
+    for (uint32_t h = 0; h < HEADS; ++h) {
+        const float top = warp_most(all[h].top), sum = warp_sum(all[h].sum * exp2f(all[h].top - top)) / 4;
+        if (lane == 0) {
+            m.parts[warp][h][0] = top;
+            m.parts[warp][h][1] = sum;
         }
     }
 }
 
 // A warp takes a group of 64 positions at a time. Lane 4*g + t has four nibbles of positions 4*g + x and 32 + 4*g + x, x = 0
 // ... 3, which are two rows of the product of each x; and of what comes out, heads 2*t and 2*t + 1 of the same positions.
+// N_EACH: words of a lane, 0: as many as there are
+template <uint32_t N_EACH>
 static __device__ void score_far(const kvf_gpu_layer & p, const kvf_gpu_index & index, const int32_t * s, uint32_t asker,
         uint32_t head, uint32_t first, uint32_t n_h, uint32_t n_split, score_memory & m) {
     const uint32_t   warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -332,35 +333,53 @@ static __device__ void score_far(const kvf_gpu_layer & p, const kvf_gpu_index & 
 
     const float base[2] = {m.base[2 * t], m.base[2 * t + 1]}, unit[2] = {m.unit[2 * t], m.unit[2 * t + 1]};
 
-    queries upper = {m.words[0], {}}, lower = {m.words[1], {}};
+    // of each word: where its rows begin, shift and mask, and the queries' digits. they stay in registers, if they can
+    constexpr uint32_t KEPT = N_EACH ? N_EACH : 1;
+    uint32_t           at[KEPT], shift[KEPT], mask[KEPT], digits[KEPT / 2 + 1][2][2];
+    const auto         take = [&](uint32_t e, uint32_t to) {
+        const uint32_t w = e * 4 + t;
+        at[to]           = p.form.quad[w] * 128;
+        shift[to]        = p.form.shift[w];
+        mask[to]         = p.form.mask[w];
+        for (uint32_t i = 0; i < 2; ++i) {
+            digits[to / 2][i][e % 2] = m.words[i][w * HEADS + g];
+        }
+    };
+#pragma unroll
+    for (uint32_t e = 0; e != N_EACH; ++e) {
+        take(e, e);
+    }
 
     sum_of_powers all[2];
     for (uint32_t group = blockIdx.x * SCORE_WARPS + warp; group < n_group; group += n_split * SCORE_WARPS) {
         const uint8_t * codes = index.codes + ((uint64_t) group * p.n_head_kv + head) * p.form.n_nibble * 32 + 4 * g;
 
         int sums[2][4][4] = {};
-        for (uint32_t e = 0; e < p.form.n_each; e += 2) {
+#pragma unroll(N_EACH ? N_EACH / 2 : 1)
+        for (uint32_t e = 0; e < (N_EACH ? N_EACH : p.form.n_each); e += 2) {
             uint32_t a[4][4]; // [x][register]
+#pragma unroll
             for (uint32_t i = 0; i < 2; ++i) {
-                const uint32_t w = (e + i) * 4 + t, shift = p.form.shift[w], mask = p.form.mask[w];
-                uint32_t       rows[4];
+                const uint32_t own = N_EACH ? e + i : 0;
+                if (!N_EACH) { take(e + i, 0); }
+                uint32_t rows[4];
 #pragma unroll
                 for (uint32_t r = 0; r < 4; ++r) {
-                    rows[r] = *(const uint32_t *) (codes + (p.form.quad[w] * 4 + r) * 32);
+                    rows[r] = *(const uint32_t *) (codes + at[own] + r * 32);
                 }
                 transpose(rows);
 #pragma unroll
                 for (uint32_t x = 0; x < 4; ++x) {
-                    a[x][2 * i]     = rows[x] >> shift & mask;
-                    a[x][2 * i + 1] = rows[x] >> (shift + 4) & mask;
+                    a[x][2 * i]     = rows[x] >> shift[own] & mask[own];
+                    a[x][2 * i + 1] = rows[x] >> (shift[own] + 4) & mask[own];
                 }
             }
-            upper.take(e);
-            lower.take(e);
 #pragma unroll
-            for (uint32_t x = 0; x < 4; ++x) {
-                upper.multiply(a[x], e, sums[0][x]);
-                lower.multiply(a[x], e, sums[1][x]);
+            for (uint32_t i = 0; i < 2; ++i) {
+#pragma unroll
+                for (uint32_t x = 0; x < 4; ++x) {
+                    multiply(a[x], digits[N_EACH ? e / 2 : 0][i], m.words[i] + e * 4 * HEADS, sums[i][x]);
+                }
             }
         }
 
@@ -431,10 +450,11 @@ static __global__ void __launch_bounds__(SCORE_THREADS)
     const uint32_t head = blockIdx.y / n_tile, at = blockIdx.y % n_tile * HEADS;
     const uint32_t first = head * n_share + at, n_h = min(HEADS, n_share - at);
 
-    float * mine = memory; // [HEADS][d]
+    float * mine = memory; // [d][HEADS]
     for (uint32_t i = threadIdx.x; i < HEADS * p.d; i += blockDim.x) {
-        const uint32_t h = i / p.d;
-        mine[i]          = h < n_h ? *(const float *) (q + (first + h) * q_head + who[kvf_gpu_ask::ROW] * q_row + i % p.d * 4) : 0;
+        const uint32_t h = i / p.d, e = i % p.d;
+        mine[e * HEADS + h] =
+                h < n_h ? *(const float *) (q + (first + h) * q_head + who[kvf_gpu_ask::ROW] * q_row + e * 4) : 0;
     }
     __syncthreads();
 
@@ -444,7 +464,11 @@ static __global__ void __launch_bounds__(SCORE_THREADS)
         const auto & index = p.index[who[kvf_gpu_ask::SEQ]];
         float *      x     = mine + HEADS * p.d;
         prepare(p, index, head, n_h, mine, x, x + HEADS * p.form.n_comp, m);
-        score_far(p, index, s, asker, head, first, n_h, n_split, m);
+        if (p.form.n_each == 4) { // keys of 64 or 128 values, by default
+            score_far<4>(p, index, s, asker, head, first, n_h, n_split, m);
+        } else {
+            score_far<0>(p, index, s, asker, head, first, n_h, n_split, m);
+        }
     }
     put_parts(p, m, asker, first, n_h);
 }
@@ -458,14 +482,23 @@ static __global__ void kvf_add(const __grid_constant__ kvf_gpu_layer p, const in
     const uint32_t  n_unit = s[kvf_gpu_ask::N_UNIT], n_asker = ask[kvf_gpu_ask::N_ASKER];
     if (!has_turn(p, s) || blockIdx.x * blockDim.x >= n_unit) { return; }
 
-    for (uint32_t i = threadIdx.x / 32; i < n_asker * p.n_head; i += blockDim.x / 32) {
-        const float * part = p.parts + (uint64_t) i * KVF_GPU_PARTS * 2;
-        sum_of_powers all;
-        for (uint32_t j = threadIdx.x % 32; j < n_part; j += 32) {
-            if (part[2 * j + 1] > 0) { all.add(part[2 * j], part[2 * j + 1]); }
+    for (uint32_t i = threadIdx.x / 8; i < GGML_PAD(n_asker * p.n_head, 4); i += blockDim.x / 8) { // whole warps
+        const bool     is   = i < n_asker * p.n_head;
+        const float2 * part = (const float2 *) p.parts + (uint64_t) (is ? i : 0) * KVF_GPU_PARTS;
+        float          top  = NOWHERE, sum = 0;
+        for (uint32_t j = threadIdx.x % 8; j < n_part; j += 8) {
+            top = fmaxf(top, part[j].x);
         }
-        const float top = warp_most(all.top), sum = warp_sum(all.sum * exp2f(all.top - top));
-        if (threadIdx.x % 32 == 0) { total[i] = sum > 0 ? top + log2f(sum) : 0; }
+        for (int j = 4; j > 0; j /= 2) {
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, j));
+        }
+        for (uint32_t j = threadIdx.x % 8; j < n_part; j += 8) {
+            sum += part[j].y * exp2f(part[j].x - top);
+        }
+        for (int j = 4; j > 0; j /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, j);
+        }
+        if (is && threadIdx.x % 8 == 0) { total[i] = sum > 0 ? top + log2f(sum) : 0; }
     }
     __syncthreads();
     if (u >= n_unit) { return; }
@@ -748,10 +781,15 @@ static void kvf_choose_node(ggml_tensor * dst, void * on) {
     const uint32_t n_asker = std::min<int64_t>(q->ne[2], p.ask.n_asker);
     const uint32_t most = KVF_GPU_PARTS - NEAR_BLOCKS, n_group = (p.ask.n_unit + 3) / 4;
     const uint32_t n_sm    = ggml_cuda_info().devices[ggml_cuda_get_device()].nsm;
-    const uint32_t n_split = std::max(1u, std::min({most, 4 * n_sm / (n_tile * n_asker), (n_group + SCORE_WARPS - 1) / SCORE_WARPS}));
+    // all blocks run at once, two a processor
+    const uint32_t room    = 2 * n_sm / (n_tile * n_asker), far = room > 2 * NEAR_BLOCKS ? room - NEAR_BLOCKS : NEAR_BLOCKS;
+    const uint32_t n_split = std::min({most, far, (n_group + SCORE_WARPS - 1) / SCORE_WARPS});
     const uint32_t n_row   = std::max(1u, SCORE_THREADS / p.form.n_comp);
 
     const size_t memory = HEADS * (p.d + p.form.n_comp * (1 + n_row)) * sizeof(float);
+    if (memory + sizeof(score_memory) > 48 << 10) {
+        CUDA_CHECK(cudaFuncSetAttribute(kvf_score, cudaFuncAttributeMaxDynamicSharedMemorySize, memory));
+    }
     kvf_score<<<dim3(n_split + NEAR_BLOCKS, n_tile, n_asker), SCORE_THREADS, memory, stream>>>(
             p, (const char *) q->data, q->nb[1], q->nb[2], ask);
     check_launch();
