@@ -233,7 +233,7 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
-@pytest.mark.parametrize("policy", ["lru", "qk-zmax"])
+@pytest.mark.parametrize("policy", ["lru", "qk-cos"])
 def test_any_policy(opened: Open, known: Callable[..., Chosen], wordless: None, policy: str) -> None:
     kv, full, chosen = opened(policy=policy), opened(**FULL), known()
     want, got = (chosen_alike(chosen, one, TOKENS[:600], 60) for one in (full, kv))
