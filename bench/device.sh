@@ -335,23 +335,15 @@ accepted)
 recall)
     mkdir -p $at
     case ${2:-1} in
-    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,qk-zmax,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=0 ;;
+    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,fresh,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=false ;;
     2)
-        kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,qk/qk_rerank=0
-        kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,qk/qk_rerank=0 --contexts 8K,16K,32K
+        kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,fresh
+        kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,fresh --contexts 8K,16K,32K
         ;;
     3)
         for type in q8_0 q4_0; do
             kvflash bench niah -o $at/niah-$type --variants full,qk -ctk $type -ctv $type
         done
-        variants=qk-zmax/qk_rerank=0/qk_summary=minmax,qk-zmax/qk_aggregate=layer-mean
-        for policy in qk qk-zmax; do
-            for with in qk_rerank=8 qk_rerank=0 qk_rerank=0/qk_query=last qk_rerank=0/qk_query=question \
-                qk_rerank=0/qk_summary=centroid:2 qk_rerank=0/qk_summary=centroid:8 qk_rerank=0/qk_summary=mean qk_summary=exact; do
-                variants+=,$policy/$with
-            done
-        done
-        kvflash bench niah -o $at/ablation --contexts 16K,64K --pools 1K --variants $variants
         ;;
     4)
         python3 -c 'from pyllama_kvflash import KVFlash

@@ -5,15 +5,15 @@ import re
 from dataclasses import InitVar, dataclass, replace
 from typing import Self
 
+from pyllama_kvflash import removed
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
-from pyllama_kvflash.policy import AGGREGATES, Scorer, n_queries
+from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.fresh import BITS, EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
-SUMMARY = re.compile(r"(?:centroid|runs):(?:1|2|4|8|16)|mean|minmax|exact")
 FLASH_ATTN = ("auto", "on", "off")
 PREFILL = ("exact", "pool", "auto")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
@@ -116,10 +116,6 @@ class Options:
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
     prefill_reselect: bool = True  # choose the pool between the batches of a prompt, too
-    qk_summary: str | None = None  # summary of a chunk's keys for "qk" and "qk-zmax"; None: their own (policy.Qk)
-    qk_aggregate: str = "zmax"  # how "qk-zmax" combines the heads (policy.QkZmax)
-    qk_query: str = "last:4"  # the tokens whose queries score at the end of a prompt: last, last:N or question
-    qk_rerank: int = 8  # chunks that are scored key by key there; 0: none
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
     index: int = 0  # bits for each value of a key in the index of "fresh": 1, 2 or 4; 0: by the size of a head
@@ -150,8 +146,17 @@ class Options:
     draft_model: InitVar[str | None] = None  # now scorer_model
     draft_pool: InitVar[int | None] = None  # now scorer_pool
 
-    def __post_init__(self, draft_model: str | None, draft_pool: int | None) -> None:
+    # removed: a value is an error
+    qk_summary: InitVar[object] = None
+    qk_aggregate: InitVar[object] = None
+    qk_query: InitVar[object] = None
+    qk_rerank: InitVar[object] = None
+
+    def __post_init__(self, draft_model: str | None, draft_pool: int | None, *gone: object) -> None:
         """Check every value. Raises UsageError."""
+        for keyword, value in zip(removed.KEYWORDS, gone, strict=True):
+            if value is not None:
+                raise UsageError(removed.option(removed.KEYWORDS[keyword], keyword))
         for name, value in (("scorer_model", draft_model), ("scorer_pool", draft_pool)):
             if value is not None:
                 object.__setattr__(self, name, value)
@@ -196,6 +201,8 @@ class Options:
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
         if isinstance(self.policy, str):
+            if self.policy in removed.POLICIES:
+                raise UsageError(removed.policy(self.policy))
             check_choice(self.policy, policy_names(), "policy (--kvflash-policy)")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
@@ -205,32 +212,13 @@ class Options:
                 f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
             )
             raise UsageError(msg)
-        check_range(self.tau, 0, MAX_TOKENS, "tau (--kvflash-tau)", "0 takes 2, or 64 with spec")
+        check_range(self.tau, 0, MAX_TOKENS, "tau", "0 takes 2, or 64 with spec")
         check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 32 with policy fresh")
-        check_range(self.share, 0, 1, "share (--kvflash-share)", "0.03 is usual, 0 sets no limit")
-        check_range(self.again, 0, 1, "again (--kvflash-again)", "0.03 is usual, 0 decodes no token again")
-        check_range(self.replay, 0, MAX_TOKENS, "replay (--kvflash-replay)", "0 runs nothing again")
-        self._check_summary()
+        check_range(self.share, 0, 1, "share", "0.03 is usual, 0 sets no limit")
+        check_range(self.again, 0, 1, "again", "0.03 is usual, 0 decodes no token again")
+        check_range(self.replay, 0, MAX_TOKENS, "replay", "0 runs nothing again")
         self._check_index()
-        check_choice(self.qk_aggregate, AGGREGATES, "qk_aggregate (--qk-aggregate)")
-        try:
-            n_queries(self.qk_query)
-        except UsageError as err:
-            msg = f"qk_query (--qk-query): {err}"
-            raise UsageError(msg) from None
-        check_range(self.qk_rerank, 0, MAX_TOKENS, "qk_rerank (--qk-rerank)", "8 is usual, 0 looks at summaries alone")
         check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2,048 is usual")
-
-    def _check_summary(self) -> None:
-        if self.qk_summary is not None and not SUMMARY.fullmatch(self.qk_summary):
-            msg = (
-                f"qk_summary (--qk-summary) is {self.qk_summary!r}: give runs:1, :2, :4, :8 or :16, centroid:1 to :16, mean,"
-                " minmax or exact"
-            )
-            raise UsageError(msg)
-        if self.policy == "qk" and self.qk_summary == "minmax":
-            msg = "qk_summary (--qk-summary) is 'minmax', which has no mass: give centroid:4, or policy (--kvflash-policy) qk-zmax"
-            raise UsageError(msg)
 
     def _check_index(self) -> None:
         check_choice(self.index, (0, *BITS), "index (--kvflash-index)")

@@ -2,7 +2,7 @@
 
 from importlib.metadata import EntryPoint, entry_points
 
-BUILT_IN = ("auto", "fresh", "qk", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")
+BUILT_IN = ("auto", "fresh", "qk", "qk-cos", "lru", "drafter", "crosstok")
 
 GROUP = "pyllama_kvflash.scorers"
 """Group of entry points, each of which names a callable without arguments that returns a Scorer."""

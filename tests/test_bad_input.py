@@ -28,6 +28,7 @@ from support.commands import (
 )
 
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.removed import OPTIONS
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
 
@@ -96,27 +97,12 @@ environment = commands.environment
         (("--kvflash-chunk", "48"), ("--kvflash-chunk", "'48'", "64")),
         (
             ("--kvflash-policy", "best"),
-            ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-zmax, qk-cos, lru, drafter, crosstok"),
+            ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-cos, lru, drafter, crosstok"),
         ),
         (("--kvflash-swaps", "-1"), ("--kvflash-swaps", "is -1")),
-        (("--kvflash-tau", "-64"), ("--kvflash-tau", "-64")),
-        (("--kvflash-tau", "often"), ("--kvflash-tau", "'often'")),
-        (("--kvflash-tau", "99999999999"), ("--kvflash-tau", "99,999,999,999")),
-        (("--kvflash-share", "-0.1"), ("--kvflash-share", "-0.1")),
-        (("--kvflash-share", "5"), ("--kvflash-share", "is 5, ")),
-        (("--kvflash-share", "nan"), ("--kvflash-share", "nan")),
-        (("--kvflash-share", "half"), ("--kvflash-share", "'half'")),
-        (("--kvflash-again", "-0.1"), ("--kvflash-again", "-0.1")),
-        (("--kvflash-again", "5"), ("--kvflash-again", "is 5, ")),
-        (("--kvflash-again", "nan"), ("--kvflash-again", "nan")),
-        (("--kvflash-again", "once"), ("--kvflash-again", "'once'")),
-        (("--kvflash-replay", "-1"), ("--kvflash-replay", "-1")),
-        (("--kvflash-replay", "all"), ("--kvflash-replay", "'all'")),
-        (("--qk-summary", "centroid:3"), ("--qk-summary", "'centroid:3'", "minmax")),
-        (("--qk-summary", ""), ("--qk-summary", "''")),
-        (("--qk-aggregate", "sum"), ("--qk-aggregate", "'sum'", "zmax")),
-        (("--qk-query", "last:0"), ("--qk-query", "'last:0'", "question")),
-        (("--qk-query", "none"), ("--qk-query", "'none'", "question")),
+        (("--kvflash-policy", "qk-zmax"), ("policy (--kvflash-policy) 'qk-zmax' was removed: give qk, ",)),
+        *(((name, "4"), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
+        *(((f"{name}=x",), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
         (("--scorer-pool", "0"), ("--scorer-pool", "is 0")),
         (("--pin-prefix", "-1"), ("pin 0:-1", "give")),
         (("--pin-prefix", "some"), ("--pin-prefix", "'some'")),

@@ -45,10 +45,10 @@ def count_words(text: str) -> int:
 
 
 def test_variant_is_a_policy_with_options_of_its_own() -> None:
-    text = "qk/replay=0/qk_summary=exact/share=0.25/prefill_reselect=false"
+    text = "qk/replay=0/type_k=q8_0/share=0.25/prefill_reselect=false"
     variant = Variant.parse(text)
     assert (variant.label, variant.policy, variant.full) == (text, "qk", False)
-    assert variant.options == {"replay": 0, "qk_summary": "exact", "share": 0.25, "prefill_reselect": False}
+    assert variant.options == {"replay": 0, "type_k": "q8_0", "share": 0.25, "prefill_reselect": False}
     assert variant.options["prefill_reselect"] is False
     assert Variant.parse("full/type_k=q8_0") == Variant("full/type_k=q8_0", "full", {"type_k": "q8_0"})
     assert Variant.parse("full").full
@@ -58,10 +58,16 @@ def test_variant_is_a_policy_with_options_of_its_own() -> None:
 @pytest.mark.parametrize("text", ["", "nope", "nope/replay=0", " lru", "FULL", "/replay=0"])
 def test_variant_of_no_policy(text: str) -> None:
     with pytest.raises(
-        UsageError, match=r"is no policy: there are full, oracle, auto, fresh, qk, qk-zmax, qk-cos, lru"
+        UsageError, match=r"is no policy: there are full, oracle, auto, fresh, qk, qk-cos, lru"
     ) as error:
         Variant.parse(text)
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["qk-zmax", "qk-zmax/replay=0", "qk/qk_rerank=0", "full/qk_summary=mean"])
+def test_a_variant_of_what_was_removed(text: str) -> None:
+    with pytest.raises(UsageError, match=r"was removed: .*(leave it out|leave the policy out)$"):
+        Variant.parse(text)
 
 
 @pytest.mark.parametrize("part", ["", "replay", "replays=1", "=1", "x=1", "__class__=1", "replay =1"])

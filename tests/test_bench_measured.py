@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import benches
-from support.benches import FORGETFUL, ONE_THREAD, ignore
+from support.benches import ONE_THREAD, ignore
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall
@@ -23,7 +23,7 @@ from pyllama_kvflash.bench.kld import KldSweep, LongTask
 from pyllama_kvflash.bench.recall import BLAMES, open_variant, run_cell
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
-from pyllama_kvflash.policy import Qk, QkZmax, Scorer
+from pyllama_kvflash.policy import Qk, Scorer
 
 pytestmark = pytest.mark.native
 
@@ -165,8 +165,12 @@ class Runs:
         return self._known[key]
 
 
-def opened(variant: str, n_ctx: int = 2048, session: int = 0) -> KVFlash:
-    return open_variant(BUNDLED_MODEL, Variant.parse(variant), n_ctx + QUESTION_ROOM * (session + 1), 1024, ONE_THREAD)
+FORGETFUL: Any = Variant("forgetful", Qk("mean", rerank=0), {"prefill": "pool", "share": 0, "tau": 64})  # type: ignore[arg-type]
+
+
+def opened(variant: str | Variant, n_ctx: int = 2048, session: int = 0) -> KVFlash:
+    variant = Variant.parse(variant) if isinstance(variant, str) else variant
+    return open_variant(BUNDLED_MODEL, variant, n_ctx + QUESTION_ROOM * (session + 1), 1024, ONE_THREAD)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +200,7 @@ def test_the_oracle_finds_what_lru_loses(runs: Runs) -> None:
 def test_a_summary_that_cannot_find_it_is_blamed(runs: Runs) -> None:
     with opened(FORGETFUL) as kv:
         mine = kv.scorer
-        assert isinstance(mine, QkZmax)
+        assert isinstance(mine, Qk)
         found = run_cell(kv, runs.prompt(2048), ignore)
         assert kv.scorer is mine, "its own scorer is back"
         again = run_cell(kv, runs.prompt(2048), ignore)
@@ -223,11 +227,9 @@ class FakeEngine:
         self.ends.append(end)
 
 
-@pytest.mark.parametrize("mine", [Qk(), QkZmax(), QkZmax(aggregate="layer-mean")], ids=["mass", "zmax", "layer-mean"])
 @pytest.mark.parametrize("blame", BLAMES)
-def test_blame_is_the_first_mending_that_finds_it(
-    blame: str, mine: Qk | QkZmax, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blame_is_the_first_mending_that_finds_it(blame: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Qk()
     kv: Any = FakeEngine(mine)
     n = BLAMES.index(blame) + 1 if blame != "prefill" else None
     asked: list[set[int]] = []

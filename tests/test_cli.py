@@ -460,7 +460,7 @@ def test_off_equals_a_pool_that_holds_everything(long_file: Path) -> None:
 
 @pytest.mark.parametrize("chunk", ["16", "32", "64"])
 def test_chunk_sizes(long_file: Path, chunk: str) -> None:
-    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-chunk", chunk, "--kvflash-replay", "0")
+    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-chunk", chunk, "--kvflash-policy", "lru")
     assert found["stats"]["stored"] == found["stats"]["n_prompt"] // int(chunk)
 
 

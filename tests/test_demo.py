@@ -46,15 +46,15 @@ def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyP
     announce(monkeypatch)
     res = good(*args)
     nothing, first, lru, last = re.split(r"RUN \w+\n", res.stdout)
-    assert re.findall(r"RUN (\w+)\n", res.stdout) == ["qk", "lru", "full"]
+    assert re.findall(r"RUN (\w+)\n", res.stdout) == ["fresh", "lru", "full"]
     assert (nothing, lru) == ("", "")
-    assert "pool, qk" in first
+    assert "pool, fresh" in first
     assert "full cache" not in first
     assert re.search(r"found[│ ]+3 of 3[│ ]+\n", first)
-    assert re.search(r"full cache[┃ ]+pool, lru[┃ ]+pool, qk", last)
+    assert re.search(r"full cache[┃ ]+pool, lru[┃ ]+pool, fresh", last)
     codes = re.findall(r"(\d{7}) ✓ │\n", first)
     assert len(codes) == 3
-    for name in ("qk", "lru", "full cache"):
+    for name in ("fresh", "lru", "full cache"):
         assert f"kvflash: {name} answers 1/3\n" in res.stderr
     assert re.findall(r"(\d{7}) ✓ │\n", last) == codes
 
@@ -77,5 +77,5 @@ def test_the_pool_s_answers_stay_after_an_interrupt(
 def test_json_is_written_at_the_end(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch)
     *names, line = good(*args, "--json").stdout.splitlines()
-    assert names == ["RUN qk", "RUN lru", "RUN full"]
-    assert [run["name"] for run in json.loads(line)["runs"]] == ["full cache", "pool, lru", "pool, qk"]
+    assert names == ["RUN fresh", "RUN lru", "RUN full"]
+    assert [run["name"] for run in json.loads(line)["runs"]] == ["full cache", "pool, lru", "pool, fresh"]

@@ -194,8 +194,9 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def option_names(command: Any) -> set[str]:
-    """Of a click command, its own."""
-    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"-h", "--help"}
+    """Of a click command, its own, without those that were removed."""
+    shown = [param for param in command.params if not getattr(param, "hidden", False)]
+    return {name for param in shown for name in (*param.opts, *param.secondary_opts)} | {"-h", "--help"}
 
 
 def all_option_names(command: Any) -> set[str]:
@@ -234,7 +235,7 @@ def test_an_option_that_is_not_known_is_found():
     pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
     from pyllama_kvflash.cli import main  # noqa: PLC0415
 
-    text = """`--kvflash-nothing 4`, `--kvflash-tau 1 --nothing`, `kvflash bench niah --docs 3 --quick`, `python x.py --y`, `--vocab-only`
+    text = """`--kvflash-nothing 4`, `--kvflash-swaps 1 --nothing`, `kvflash bench niah --docs 3 --quick`, `python x.py --y`, `--vocab-only`
 
 ```
 kvflash run model.gguf -f long.txt --kvflash 4K \\

@@ -343,7 +343,7 @@ def test_lru_keeps_the_most_recent(opened: Open) -> None:
     assert resident.tolist() == [0, *range(n_chunk - (n_block - 2), n_chunk)]
 
 
-@pytest.mark.parametrize("policy", ["qk", "lru", "qk-zmax"])
+@pytest.mark.parametrize("policy", ["qk", "lru", "qk-cos"])
 def test_pins_stay(opened: Open, policy: str) -> None:
     """Those that were read, and those of the prompt itself."""
     kv = opened(policy=policy, pins=((100, 101), (900, 950)), pool=2 * N_POOL)

@@ -219,7 +219,7 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
-@pytest.mark.parametrize("policy", ["lru", "qk-zmax", "fresh"])
+@pytest.mark.parametrize("policy", ["lru", "qk-cos", "fresh"])
 def test_any_policy(opened: Open, known: Callable[..., Chosen], wordless: None, policy: str) -> None:
     kv, full, chosen = opened(policy=policy), opened(**FULL), known()
     want, got = (chosen_alike(chosen, one, TOKENS[:600], 60) for one in (full, kv))
@@ -413,9 +413,13 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_how_far_it_looks() -> None:
-    assert Options(opening=0).n_lookahead(recurrent=False) == 0
-    assert Options().n_lookahead(recurrent=False) == LOOKAHEAD
-    assert Options().n_lookahead(recurrent=True) == 0
+    assert Options().n_lookahead(recurrent=False) == Options(policy="qk", opening=0).n_lookahead(recurrent=False) == 0
+    assert (
+        Options(policy="qk").n_lookahead(recurrent=False)
+        == Options(opening=32).n_lookahead(recurrent=False)
+        == LOOKAHEAD
+    )
+    assert Options(policy="qk").n_lookahead(recurrent=True) == 0
     assert Options(exact=True).n_lookahead(recurrent=False) == LOOKAHEAD
     assert Options(exact=True).n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
     assert Options(exact=True, n_ubatch=4).n_lookahead(recurrent=False) == 3

@@ -244,7 +244,9 @@ def test_a_bound_that_holds_changes_nothing(opened: Open, wordless: None) -> Non
 @pytest.mark.parametrize("options", [ALWAYS, {"min_agreement": 1.0, "meter": 1.0}], ids=["meter", "bound"])
 def test_cut_off_at_every_line(opened: Open, wordless: None, options: dict[str, Any]) -> None:
     """Ctrl-C anywhere in an answer: what is left is the beginning of a text, and it goes on."""
-    want = [*TOKENS[:400].tolist(), *ids(answer(opened(), TOKENS[:400], 24))]
+    plain = opened()
+    read(plain, 399)
+    want = [*TOKENS[:400].tolist(), *ids(answer(plain, TOKENS[399:400], 24, append=True))]
 
     def fresh() -> KVFlash:
         kv = opened(**options)

@@ -6,17 +6,17 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllama_kvflash import errors, events
+from pyllama_kvflash import errors, events, removed
 from pyllama_kvflash.errors import KVFlashError, UsageError, number
 from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.policy import AGGREGATES, Lru
+from pyllama_kvflash.policy import Lru
 
 if TYPE_CHECKING:
     from pyllama_kvflash.options import Options
@@ -97,18 +97,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("again", math.inf, "inf"),
     ("replay", -1, "-1"),
     ("replay", BIG, str(BIG)),
-    ("qk_summary", "centroid:3", "'centroid:3'"),
-    ("qk_summary", "centroid", "'centroid'"),
-    ("qk_summary", "runs:3", "'runs:3'"),
-    ("qk_summary", "runs", "'runs'"),
-    ("qk_summary", "mean ", "'mean '"),
-    ("qk_summary", "", "''"),
-    ("qk_aggregate", "max", "'max'"),
-    ("qk_query", "last:0", "'last:0'"),
-    ("qk_query", "last:1000", "'last:1000'"),
-    ("qk_query", "first", "'first'"),
-    ("qk_rerank", -1, "-1"),
-    ("qk_rerank", BIG, str(BIG)),
     ("scorer_pool", 0, "0"),
     ("scorer_pool", BIG, str(BIG)),
     ("type_k", "f17", "'f17'"),
@@ -167,7 +155,7 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"auto_cap": cap} for cap in (1, 16_384, 1 << 30)),
         {"sinks": 0, "tail": 1},
         *({"chunk": n} for n in (16, 32, 64)),
-        *({"policy": name} for name in ("auto", "qk", "fresh", "qk-zmax", "qk-cos", "lru", "drafter", "crosstok")),
+        *({"policy": name} for name in ("auto", "qk", "fresh", "qk-cos", "lru", "drafter", "crosstok")),
         {"policy": Lru()},
         {"n_batch": 0},
         {"tau": 0},
@@ -182,12 +170,6 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         {"replay": 0},
         {"replay": 1 << 30},
         {"prefill_reselect": False},
-        *({"qk_summary": f"{kind}:{n}"} for kind in ("centroid", "runs") for n in (1, 2, 4, 8, 16)),
-        *({"qk_summary": kind} for kind in (None, "mean", "exact")),
-        *({"qk_summary": "minmax", "policy": name} for name in ("qk-zmax", "drafter")),
-        *({"qk_aggregate": name} for name in AGGREGATES),
-        *({"qk_query": query} for query in ("last", "last:1", "last:999", "question")),
-        {"qk_rerank": 0},
         {"scorer_model": "other.gguf", "scorer_pool": 1},
         {"type_k": "q8_0", "type_v": "q4_0"},
         *({"flash_attn": mode} for mode in ("auto", "on", "off")),
@@ -201,14 +183,6 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
 def test_values_at_the_limits_are_taken(options: Callable[..., object], good: dict[str, Any]) -> None:
     made = options(**good)
     assert {name: getattr(made, name) for name in good} == good
-
-
-@pytest.mark.native
-def test_a_bound_is_no_summary_of_mass(options: type["Options"]) -> None:
-    """Only where nothing but qk was asked for: other policies may fall back to it, and have its own summary then."""
-    with pytest.raises(UsageError, match=r"'minmax', which has no mass: give centroid:4, or policy .* qk-zmax"):
-        options(policy="qk", qk_summary="minmax")
-    assert options(policy="qk-zmax", qk_summary="minmax").qk_summary == "minmax"
 
 
 @pytest.mark.native
@@ -234,7 +208,7 @@ def test_scoring_by_default(options: type["Options"]) -> None:
     from pyllama_kvflash.options import Spec  # noqa: PLC0415 (needs what is built, and some tests here do not)
 
     made = options(policy="qk")
-    assert (made.interval, made.share, made.again, made.n_swaps, made.qk_query) == (2, 0.03, 0.03, 4, "last:4")
+    assert (made.interval, made.share, made.again, made.n_swaps) == (2, 0.03, 0.03, 4)
     assert options(spec=Spec(kind="ngram")).interval == 64
     for tau in (1, 2, 64, 100):
         assert options(tau=tau).interval == options(tau=tau, spec=Spec(kind="ngram")).interval == tau
@@ -275,6 +249,23 @@ def test_former_names_still_work(options: type["Options"]) -> None:
     assert (again.scorer_model, again.scorer_pool) == ("small.gguf", 1024)
     with pytest.raises(UsageError, match=r"scorer_pool .* is 0"):
         options(draft_pool=0)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", removed.KEYWORDS)
+@pytest.mark.parametrize("value", ["mean", 0, False])
+def test_removed_options_say_what_to_do(options: type["Options"], name: str, value: object) -> None:
+    """Whatever their value, and replace() goes on without them."""
+    with pytest.raises(UsageError, match=rf"^{name} \(--qk-\w+\) was removed: .*; leave it out$"):
+        options(**{name: value})
+    assert name not in {field.name for field in fields(options)}
+    assert replace(options(tau=3), swaps=2).tau == 3
+
+
+@pytest.mark.native
+def test_a_removed_policy_says_what_to_do(options: type["Options"]) -> None:
+    with pytest.raises(UsageError, match=r"^policy \(--kvflash-policy\) 'qk-zmax' was removed: give qk, .*$"):
+        options(policy="qk-zmax")
 
 
 @pytest.mark.native

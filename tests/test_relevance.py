@@ -48,7 +48,7 @@ def recall(document: NeedlePrompt, **options: Any) -> list[bool]:
 
 def test_what_the_full_cache_finds_is_found_through_a_quarter_of_it(document: NeedlePrompt) -> None:
     assert all(recall(document, pool="off"))
-    assert all(recall(document, policy="qk-zmax", share=0.05))
+    assert all(recall(document, policy="fresh", prefill="exact"))
 
 
 def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
@@ -59,27 +59,10 @@ def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
 QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
 
 
-@pytest.mark.parametrize("policy", ["qk", "qk-zmax"])
+@pytest.mark.parametrize("policy", ["qk", "fresh"])
 @pytest.mark.parametrize("cache", ["q8_0", "q4_0"])
 def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str, policy: str) -> None:
     assert all(recall(short, **QUARTER, policy=policy, type_k=cache, type_v=cache))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"qk_summary": "exact"},
-        {
-            "qk_summary": "minmax",
-            "tau": 4,
-        },  # a bound: asked more often, it takes the code away before all of it is told
-        {"qk_query": "question"},
-        {"chunk": 16},
-    ],
-    ids=str,
-)
-def test_other_ways_of_zmax_find_them_too(short: NeedlePrompt, options: dict[str, Any]) -> None:
-    assert all(recall(short, **QUARTER, policy="qk-zmax", **options))
 
 
 def test_the_scores_find_them_in_the_short_text_too(short: NeedlePrompt) -> None:
@@ -101,7 +84,7 @@ def test_controls_find_what_lies_in_their_window_and_by_chance(document: NeedleP
 
 
 def test_a_question_brings_back_the_chunk_of_its_code(document: NeedlePrompt) -> None:
-    with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_ctx": 4224, "policy": "qk-zmax"}) as kv:
+    with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_ctx": 4224, "prefill": "exact"}) as kv:
         spans = positions(kv, document)
         for _ in kv.prefill(kv.tokenize(document.text)):
             pass

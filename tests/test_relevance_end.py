@@ -29,7 +29,7 @@ from pyllama_kvflash import Token
 from pyllama_kvflash.errors import NativeError, RecordError
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import State
+from pyllama_kvflash.policy import Qk, State
 
 pytestmark = pytest.mark.native
 
@@ -140,15 +140,16 @@ def test_short_prompts_after_a_long_text(opened: Open, monkeypatch: pytest.Monke
     [
         {"replay": 1 << 20, "n_batch": 0, "pool": 2048},
         {"replay": 1 << 20, "n_batch": 1024, "n_ubatch": 64, "tail": 16, "pool": 3072},
-        {"replay": 1, "qk_query": "last:1"},
-        {"replay": 64, "qk_query": "question"},
-        {"replay": 0, "qk_query": "question"},
-        {"replay": 2, "qk_query": "last:999"},
+        {"replay": 1, "query": "last:1"},
+        {"replay": 64, "query": "question"},
+        {"replay": 0, "query": "question"},
+        {"replay": 2, "query": "last:999"},
     ],
     ids=str,
 )
 def test_replay_of_any_length(opened: Open, name: str, options: dict[str, Any]) -> None:
-    kv = opened(name, **options)
+    more = {name_: value for name_, value in options.items() if name_ != "query"}
+    kv = opened(name, **more, policy=Qk(query=options.get("query", "last:4")))
     end = options.get("pool", 1024) + 500
     events = read(kv, end)
     assert len(reselects(events, "question")) == 1

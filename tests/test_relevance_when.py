@@ -269,7 +269,7 @@ def test_a_reselect_tells_what_it_did(opened: Open) -> None:
     assert len(resident) + len(gone) == len(rated), "by hand, all of it is done at once"
 
 
-@pytest.mark.parametrize("policy", ["qk", "qk-zmax", "qk-cos"])
+@pytest.mark.parametrize("policy", ["qk", "qk-cos"])
 def test_on_a_cpu_the_pool_changes_at_the_token_that_was_asked(opened: Open, policy: str) -> None:
     """Every tau tokens, by the queries of the token just decoded, and nothing is under way after it. Once: what comes after a token
     was decoded again is tested in test_again.py.
@@ -332,7 +332,7 @@ def test_the_share_of_what_is_no_candidate_is_known(opened: Open) -> None:
     assert scorer.views[-1].n_whole == 2100 // 64
 
 
-@pytest.mark.parametrize("policy", ["qk", "qk-zmax"])
+@pytest.mark.parametrize("policy", ["qk", "qk-cos"])
 def test_what_was_scored_and_is_no_candidate_now_has_no_score(opened: Open, policy: str) -> None:
     """Pinned in between: what is left of its score is nobody's."""
     kv = opened(policy=policy, tau=4)
@@ -409,7 +409,7 @@ def test_lru_is_never_asked(opened: Open) -> None:
 
 
 def test_reselect_by_hand(opened: Open) -> None:
-    kv = opened(tau=1 << 20, policy="qk-zmax")  # whose scores are of now, and not of what was before
+    kv = opened(tau=1 << 20, policy="qk-cos")  # whose scores are of now, and not of what was before
     read(kv, 2000)
     first = kv.reselect()
     assert first is not None

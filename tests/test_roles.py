@@ -21,6 +21,7 @@ from pyllama_kvflash.bench.shapes import kept_file
 from pyllama_kvflash.cli import fetch, main, roles
 from pyllama_kvflash.convert import source as drafter_source
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.removed import OPTIONS
 from pyllama_kvflash.snapshot.file import SnapshotFile
 
 pytestmark = pytest.mark.native
@@ -44,7 +45,8 @@ def module(name: str) -> ModuleType:
 COMMANDS = dict(leaves(main))
 TEXTS = {
     *("prompt", "stop", "system", "grammar", "json_schema", "api_key", "alias", "host", "hf_repo"),
-    *("qk_summary", "qk_query", "variants", "tasks", "names"),
+    *("variants", "tasks", "names"),
+    *(name.removeprefix("--").replace("-", "_") for name in OPTIONS),  # a value is an error
 }
 """Parameters that are plain text. Another one that is must be added here, if it does not name a file."""
 

@@ -14,7 +14,7 @@ from support.properties import CHECK
 from support.views import CHUNK, OUT, Floats, Keys, Rows, check_scores, random_queries, random_rows, view
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.policy import AGGREGATES, Lru, Qk, QkCos, QkZmax, Queries, n_queries
+from pyllama_kvflash.policy import Lru, Qk, QkCos, Queries, ZMax, n_queries
 
 #
 # qk
@@ -92,7 +92,7 @@ def test_the_shares_of_a_query_sum_up_to_one(n_layer: int, n_head: int) -> None:
     kept = np.isfinite(some)
     assert np.flatnonzero(~kept).tolist() == [0, 7, 11]
     np.testing.assert_allclose(some[kept], every[kept], rtol=1e-5)
-    assert not any(getattr(scorer, "shares", False) for scorer in (Lru(), QkZmax(), QkCos()))
+    assert not any(getattr(scorer, "shares", False) for scorer in (Lru(), ZMax(), QkCos()))
 
 
 def test_mass_prefers_what_is_looked_at_to_what_stands_out() -> None:
@@ -109,7 +109,7 @@ def test_mass_prefers_what_is_looked_at_to_what_stands_out() -> None:
     rows.rows[0, 8, 7, 0, 0] = 4
     seen = view(rows, queries, (0,), n_whole=n)
     assert int(np.argmax(Qk().score(seen))) == 3
-    assert int(np.argmax(QkZmax().score(seen))) == 8
+    assert int(np.argmax(ZMax().score(seen))) == 8
 
 
 def test_what_is_no_candidate_takes_its_share() -> None:
@@ -345,7 +345,7 @@ def test_each_layer_takes_the_query_that_wants_a_chunk_most() -> None:
 def test_other_scorers_do_not_look_at_shares() -> None:
     rows = random_rows()
     queries, mass_ = random_queries(rows), attended(1, 12, 4)
-    for scorer in (QkZmax(), QkCos(), Lru()):
+    for scorer in (ZMax(), QkCos(), Lru()):
         np.testing.assert_array_equal(
             scorer.score(view(rows, queries, mass=mass_)), scorer.score(view(rows, queries)), strict=True
         )
@@ -409,7 +409,7 @@ def test_lru_is_the_time_of_last_use() -> None:
 )
 def test_the_number_of_queries(query: str, n: int | None) -> None:
     assert n_queries(query) == n
-    assert Qk(query=query).query == QkZmax(query=query).query == query
+    assert Qk(query=query).query == query
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_the_number_of_queries(query: str, n: int | None) -> None:
     ["", "last:", "last:0", "last:01", "last:1000", "last:-1", "last:x", "last ", "first", "Question", "question\n"],
 )
 def test_a_choice_of_queries_that_there_is_not(query: str) -> None:
-    for ask in (n_queries, lambda query: Qk(query=query), lambda query: QkZmax(query=query)):
+    for ask in (n_queries, lambda query: Qk(query=query)):
         with pytest.raises(UsageError, match=r"^'.*' is no choice of queries: give last, last:N .* or question$"):
             ask(query)
 
@@ -426,23 +426,13 @@ def test_a_bound_is_no_summary_of_mass() -> None:
     """Minima and maxima of keys are no keys: what is summed up of them says nothing."""
     with pytest.raises(UsageError, match="minmax"):
         Qk("minmax")
-    assert QkZmax("minmax").summary == "minmax"
-
-
-@pytest.mark.parametrize("aggregate", ["", "mean", "ZMAX", "max"])
-def test_an_aggregate_that_there_is_not(aggregate: str) -> None:
-    with pytest.raises(
-        UsageError, match=f"the aggregate of qk-zmax is '{aggregate}', and must be one of zmax, layer-mean"
-    ):
-        QkZmax(aggregate=aggregate)
 
 
 def test_names_and_what_is_asked_for() -> None:
-    assert [(s.name, s.summary, n_queries(s.query)) for s in (Lru(), Qk(), QkZmax(), QkCos())] == [
+    assert [(s.name, s.summary, n_queries(s.query)) for s in (Lru(), Qk(), ZMax(), QkCos())] == [
         ("lru", None, 1),
         ("qk", "centroid:4", 4),
-        ("qk-zmax", "centroid:4", 4),
+        ("zmax", "centroid:4", 4),
         ("qk-cos", "direction", 1),
     ]
-    assert AGGREGATES == ("zmax", "layer-mean")
-    assert Qk("mean").summary == QkZmax("mean").summary == "mean"
+    assert Qk("mean").summary == "mean"

@@ -1,4 +1,4 @@
-"""qk-zmax against plain numpy: the score of every chunk, and what may not change it."""
+"""How a scorer model's attention is read, against plain numpy: the score of every chunk, and what may not change it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from support.properties import CHECK
 from support.views import OUT, Rows, check_scores, products, random_queries, random_rows, view
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.policy import Lru, Qk, QkCos, QkZmax, Queries, Scorer, scorers
+from pyllama_kvflash.policy import Lru, Qk, QkCos, Queries, Scorer, ZMax, scorers
 
 
 def zmax(rows: Rows, queries: Sequence[Queries], candidates: Sequence[int]) -> dict[int, float]:
@@ -30,8 +30,8 @@ def zmax(rows: Rows, queries: Sequence[Queries], candidates: Sequence[int]) -> d
     return {c: max(best[c], best.get(c - 1, -math.inf) - 0.5, best.get(c + 1, -math.inf) - 0.5) for c in candidates}
 
 
-SCORERS = [Qk(), QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()]
-SCORER_IDS = ["mass", "zmax", "layer-mean", "cos"]
+SCORERS = [Qk(), ZMax(), QkCos()]
+SCORER_IDS = ["mass", "zmax", "cos"]
 
 
 @pytest.mark.parametrize("out", OUT.values(), ids=OUT.keys())
@@ -40,7 +40,7 @@ def test_zmax_is_what_it_says(out: tuple[int, ...], n_query: int) -> None:
     rows = random_rows(len(out))
     queries = random_queries(rows, n_query)
     candidates = [c for c in range(12) if c not in out]
-    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, candidates))
+    check_scores(ZMax().score(view(rows, queries, out)), zmax(rows, queries, candidates))
 
 
 @given(data=st.data(), seed=st.integers(0, 10**6), n=st.integers(3, 20))
@@ -50,7 +50,7 @@ def test_zmax_is_what_it_says_whatever_is_pinned(data: st.DataObject, seed: int,
     out = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 2))
     assume(n - len(out) > 1)
     queries = random_queries(rows, 2, seed)
-    check_scores(QkZmax().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
+    check_scores(ZMax().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
 
 
 def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
@@ -60,9 +60,9 @@ def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
     scores = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scorers, "HALO", np.inf)
-        scores["mask"] = QkZmax().score(view(rows, queries, (0, 5, 11)))
+        scores["mask"] = ZMax().score(view(rows, queries, (0, 5, 11)))
         kept = [c for c in range(11) if c != 5]
-        scores["slice"] = QkZmax().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
+        scores["slice"] = ZMax().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
     np.testing.assert_allclose(scores["mask"][kept[1:]], scores["slice"][1:], rtol=1e-5)
     assert len(scores["slice"]) == 10
 
@@ -70,37 +70,23 @@ def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
 def test_pins_do_not_count_in_the_mean_nor_as_neighbours() -> None:
     rows = random_rows()
     queries = random_queries(rows)
-    scores = QkZmax().score(view(rows, queries, (5,)))
+    scores = ZMax().score(view(rows, queries, (5,)))
     rows.rows[:, 5] *= 1e3
-    assert np.array_equal(QkZmax().score(view(rows, queries, (5,))), scores)
-    assert not np.array_equal(QkZmax().score(view(rows, queries, (4,))), scores)
+    assert np.array_equal(ZMax().score(view(rows, queries, (5,))), scores)
+    assert not np.array_equal(ZMax().score(view(rows, queries, (4,))), scores)
 
 
 def test_a_neighbour_of_the_best_is_half_a_deviation_below_it() -> None:
     rows = Rows(np.zeros((1, 9, 1, 1, 2)), 1)
     rows.rows[0, 4] = 1
-    scores = QkZmax().score(view(rows, [[np.ones((1, 2), np.float32)]]))
+    scores = ZMax().score(view(rows, [[np.ones((1, 2), np.float32)]]))
     best = math.sqrt(8)  # of nine, one is one and the others zero
     low = -1 / best
     assert scorers.HALO == 0.5
     np.testing.assert_allclose(scores, [low, low, low, best - 0.5, best, best - 0.5, low, low, low], rtol=1e-5)
-    assert QkZmax(aggregate="layer-mean").score(view(rows, [[np.ones((1, 2), np.float32)]])).tolist().count(0) == 8
 
 
-@pytest.mark.parametrize("out", [(), (0, 5, 11)])
-def test_layer_mean_is_what_it_says(out: tuple[int, ...]) -> None:
-    """The mean over layers of the maximum over heads; no halo."""
-    rows = random_rows()
-    queries = random_queries(rows, 2)
-    best = np.max([products(rows, q).max(axis=1).mean(axis=0) for q in queries], axis=0)
-    check_scores(
-        QkZmax(aggregate="layer-mean").score(view(rows, queries, out)), {c: best[c] for c in range(12) if c not in out}
-    )
-
-
-@pytest.mark.parametrize(
-    "scorer", [QkZmax(), QkZmax(aggregate="layer-mean"), QkCos()], ids=["zmax", "layer-mean", "cos"]
-)
+@pytest.mark.parametrize("scorer", [ZMax(), QkCos()], ids=["zmax", "cos"])
 def test_of_several_queries_the_best_counts(scorer: Scorer) -> None:
     rows = random_rows()
     queries = random_queries(rows, 4)
@@ -110,7 +96,7 @@ def test_of_several_queries_the_best_counts(scorer: Scorer) -> None:
     assert np.array_equal(scorer.score(view(rows, queries[::-1], (0, 6))), np.max(each, axis=0))
 
 
-def test_what_one_head_looks_for_is_found_by_zmax_and_drowned_in_the_mean() -> None:
+def test_what_one_head_looks_for_is_found() -> None:
     """One of 32 heads retrieves; the others have large scores that say nothing, in its layer too."""
     rng = np.random.default_rng(4)
     n_layer, n, n_head, d = 4, 40, 8, 16
@@ -119,9 +105,7 @@ def test_what_one_head_looks_for_is_found_by_zmax_and_drowned_in_the_mean() -> N
     quiet = rng.standard_normal(d).astype(np.float32)
     queries[0][2][5] = quiet / np.linalg.norm(quiet)  # small, as all its scores are
     rows.rows[2, 17, 5, 0] = 8 * queries[0][2][5]  # the key that it looks for
-    assert int(np.argmax(QkZmax().score(view(rows, queries)))) == 17
-    mean = QkZmax(aggregate="layer-mean").score(view(rows, queries))
-    assert np.count_nonzero(mean > mean[17]) > 5
+    assert int(np.argmax(ZMax().score(view(rows, queries)))) == 17
 
 
 def test_a_chunk_that_is_no_candidate_has_no_score() -> None:
@@ -161,14 +145,14 @@ def test_a_single_candidate_has_a_finite_score(scorer: Scorer, chunk: int) -> No
     scores = scorer.score(view(rows, random_queries(rows), [c for c in range(12) if c != chunk]))
     assert np.isfinite(scores[chunk])
     assert int(np.argmax(scores)) == chunk
-    assert scores[chunk] == 0 or not isinstance(scorer, QkZmax) or scorer.aggregate != "zmax"
+    assert scores[chunk] == 0 or not isinstance(scorer, ZMax)
 
 
 def test_chunks_that_are_alike_have_the_same_finite_score() -> None:
     """No deviation at all in any head."""
     rows = random_rows()
     rows.rows[:] = rows.rows[:, :1]
-    scores = QkZmax().score(view(rows, random_queries(rows), (0, 5)))
+    scores = ZMax().score(view(rows, random_queries(rows), (0, 5)))
     found = scores[np.isfinite(scores)]
     assert len(found) == 10
     assert np.ptp(found) < 1e-3

@@ -130,7 +130,7 @@ def test_what_follows_is_what_would_have_followed(
 @pytest.mark.parametrize(
     ("name", "policy", "beside"),
     [
-        *((name, "qk-zmax", True) for name in MODELS),
+        *((name, "qk-cos", True) for name in MODELS),
         *((name, "shares", False) for name in MODELS),
         ("qwen3", "qk", False),
         ("qwen3", "lru", True),
@@ -185,14 +185,14 @@ def test_what_was_under_way_on_a_gpu_goes_on_without_one(
     monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
     monkeypatch.setattr(Context, "pinned", property(lambda _self: True))
     monkeypatch.setattr(Schedule, "_behind", lambda _self: 4)  # as if to score took three tokens
-    kv = opened(policy="qk-zmax")
+    kv = opened(policy="qk-cos")
     answer(read(kv, 1500), MORE[:70], 1 + under_way)
     assert (kv.sequence.selector._ticket is not None, kv.sequence.selector._job is not None, bool(kv.pager.flights.in_motion)) == (
         under_way == 16, under_way == 17, under_way == 20
     )  # fmt: skip
     kv.save(snap)
     monkeypatch.setattr(Context, "pinned", property(lambda _self: False))
-    new = opened(policy="qk-zmax")
+    new = opened(policy="qk-cos")
     new.restore(snap)
     events = list(new.generate([], max_tokens=40, sampling=GREEDY, append=True))
     positions = [event.pos - 1570 for event in events if isinstance(event, Reselect)]

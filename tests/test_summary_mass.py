@@ -30,6 +30,7 @@ from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.errors import KVFlashError, UsageError
 from pyllama_kvflash.native import Layer, Summaries
 from pyllama_kvflash.native.summary import SLAB
+from pyllama_kvflash.policy import Qk
 
 pytestmark = pytest.mark.native
 
@@ -339,8 +340,8 @@ def test_a_live_sequence_has_the_summaries_of_its_records(tiny_path: Callable[[s
 def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], name: str, type_k: str) -> None:
     """The softmax of the queries from the tap and the keys from the records, with the scale that the graph has; made in numpy."""
     tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 900).astype(np.int32)
-    options: dict[str, Any] = {"n_ctx": 4096, "pool": 512, "chunk": 16, "n_threads": 1, "qk_summary": "exact"}
-    with KVFlash.from_file(tiny_path(name), policy="qk", type_k=type_k, type_v=type_k, **options) as kv:
+    options: dict[str, Any] = {"n_ctx": 4096, "pool": 512, "chunk": 16, "n_threads": 1}
+    with KVFlash.from_file(tiny_path(name), policy=Qk("exact"), type_k=type_k, type_v=type_k, **options) as kv:
         for _ in kv.prefill(tokens):
             pass
         pager, layers = kv.pager, kv.ctx.layers()
@@ -371,7 +372,7 @@ def test_the_scale_is_that_of_the_metadata(tmp_path: Path, scale: float) -> None
     tiny.families.dense_layers(writer)
     writer.close()
     tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 40).astype(np.int32)
-    with KVFlash.from_file(path, n_ctx=1024, pool=512, chunk=16, n_threads=1) as kv:
+    with KVFlash.from_file(path, policy="qk", n_ctx=1024, pool=512, chunk=16, n_threads=1) as kv:
         kv.decode(tokens)
         d = kv.ctx.layers()[0].n_embd_head_k
         assert kv.ctx.query_scales().tolist() == pytest.approx([scale or d**-0.5] * 2)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from pyllama_kvflash import __version__
+from pyllama_kvflash import __version__, removed
 from pyllama_kvflash.errors import OutputError, UsageError
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
@@ -57,6 +57,8 @@ class Variant:
         The option answer=full makes it a control. Raises UsageError.
         """
         policy, *parts = text.split("/")
+        if policy in removed.POLICIES:
+            raise UsageError(removed.policy(policy))
         known = ("full", "oracle", *policy_names())
         if policy not in known:
             msg = f"{policy!r} in {text!r} is no policy: there are {', '.join(known)}"
@@ -71,6 +73,8 @@ class Variant:
 
 def _option(part: str, text: str) -> tuple[str, Any]:
     name, equals, value = part.partition("=")
+    if name in removed.KEYWORDS:
+        raise UsageError(removed.option(removed.KEYWORDS[name], name))
     if not equals or name not in _SETTABLE or name in _FIXED:
         msg = (
             f"{part!r} in {text!r} is no option: give name=value, the name a field of Options such as replay or type_k"

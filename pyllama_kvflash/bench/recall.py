@@ -13,7 +13,7 @@ from pyllama_kvflash.bench.grid import Variant, machine
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import Qk, QkZmax, Scorer, Scores, State, View
+from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
 
 BLAMES = ("replay", "summary", "query", "scorer", "prefill")
 
@@ -78,7 +78,7 @@ def run_cell(
         kv.rollback(end)
     answer_s = (time.perf_counter() - begin) / len(prompt.needles)
     stats = kv.stats()
-    if isinstance(kv.scorer, Qk | QkZmax):
+    if isinstance(kv.scorer, Qk):
         missed = [i for i, hit in enumerate(found) if not hit]
         lost = {str(i): _blame(kv, prompt.needles[i].question, prompt.needles[i].answer, spans[i], end) for i in missed}
     return {
@@ -128,11 +128,10 @@ def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: 
     prefill: nothing finds it, because the text was read without the chunk.
     """
     mine = kv.scorer
-    kind = QkZmax if isinstance(mine, QkZmax) else Qk
     rounds: list[tuple[str, Scorer]] = [
         *([("replay", mine)] if mine is not None else []),
-        ("summary", kind("exact")),
-        ("query", kind("exact", query="question")),
+        ("summary", Qk("exact")),
+        ("query", Qk("exact", query="question")),
         ("scorer", Oracle()),
     ]
     res = "prefill"

@@ -10,12 +10,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from pyllama_kvflash import removed
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
-from pyllama_kvflash.policy import AGGREGATES
 from pyllama_kvflash.policy.sizing import AUTO_CAP
 from pyllama_kvflash.registry import policy_names
 
@@ -95,7 +95,9 @@ class Policy(click.ParamType[str]):
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the name, or fail with the names that there are."""
+        """Check the name, or fail with the names that there are. Raises UsageError for one that there was."""
+        if value in removed.POLICIES:
+            raise UsageError(removed.policy(value))
         if value not in policy_names():
             self.fail(f"{value!r} is no policy: there are {', '.join(policy_names())}", param, ctx)
         return str(value)
@@ -225,6 +227,17 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
 
 
+def _gone(name: str) -> Callable[[Any], Any]:
+    """Return an option that was removed, which help does not show: a value is an error that says what to do now."""
+
+    def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise UsageError(removed.option(name))
+
+    own = name.removeprefix("--").removeprefix("kvflash-").upper().replace("-", "_")
+    return click.option(name, hidden=True, expose_value=False, envvar=f"KVFLASH_{own}", callback=refuse)
+
+
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     ctx.meta[f"kvflash.{param.name}"] = value  # for cli/fetch.py, so that no command has to pass it on
     return value
@@ -335,9 +348,6 @@ POOL = options(
                  " for all layers; drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
                  " lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that a package"
                  " registered."),
-    click.option("--kvflash-tau", "tau", type=TokenCount(), default=0, show_default="2; 64 with --spec",
-                 envvar="KVFLASH_TAU",
-                 help="Tokens from one scoring of all chunks to the next; more where scoring would cost too much."),
     click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=0,
                  show_default="32 guests a layer with policy fresh; else 4 chunks", envvar="KVFLASH_SWAPS",
                  help="Most chunks that come back after a scoring while decoding. With policy fresh: most guests (16 tokens"
@@ -346,13 +356,6 @@ POOL = options(
                  show_default="2 for heads of up to 96 values, 1 for larger ones", envvar="KVFLASH_INDEX",
                  help="With policy fresh: bits for each value of a key in the index by which layers choose, 1, 2 or 4. It is"
                  " in host memory; more bits choose better, and take more of it. 0: the default."),
-    click.option("--kvflash-share", "share", type=float, default=0.03, show_default=True, envvar="KVFLASH_SHARE",
-                 help="Largest share of the decode time that scoring may take, 0: no limit."),
-    click.option("--kvflash-again", "again", type=float, default=0.03, show_default=True, envvar="KVFLASH_AGAIN",
-                 help="Decode a token again if it missed chunks with more than this share of its attention, 0: never."),
-    click.option("--kvflash-replay", "replay", type=TokenCount(), default=64, show_default=True,
-                 envvar="KVFLASH_REPLAY",
-                 help="Tokens at the end of the prompt to run again once the pool is chosen for them, 0: none."),
     click.option("--pin-prefix", metavar="N", type=TokenCount(), default=0, show_default=True,
                  help="Keep the first N tokens on the device."),
     click.option("--pin-spans", metavar="A:B,C:D", type=Spans(), default="",
@@ -361,15 +364,6 @@ POOL = options(
 )  # fmt: skip
 
 SCORERS = options(
-    click.option("--qk-summary", metavar="KIND", default=None, envvar="KVFLASH_QK_SUMMARY",
-                 help="Summary of a chunk's keys that qk and qk-zmax keep: centroid:N or runs:N (1, 2, 4, 8, 16), mean,"
-                 " exact or, for qk-zmax, minmax.  [default: centroid:4]"),
-    click.option("--qk-aggregate", type=click.Choice(AGGREGATES), default="zmax", show_default=True,
-                 envvar="KVFLASH_QK_AGGREGATE", help="How qk-zmax combines the heads' scores."),
-    click.option("--qk-query", metavar="WHICH", default="last:4", show_default=True, envvar="KVFLASH_QK_QUERY",
-                 help="Tokens whose queries score: last, last:N or question (all that are run again)."),
-    click.option("--qk-rerank", type=int, default=8, show_default=True, envvar="KVFLASH_QK_RERANK",
-                 help="At the end of the prompt, rerank this many times the pool's chunks by all their keys, 0: none."),
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
                  help="Small model that reads along, for policy drafter, which it makes the default.  [default:"
@@ -378,6 +372,7 @@ SCORERS = options(
     click.option("--scorer-pool", "--draft-pool", "scorer_pool", type=TokenCount(), default=2048, show_default=True,
                  envvar=["KVFLASH_SCORER_POOL", "KVFLASH_DRAFT_POOL"],
                  help="Pool size of the scorer model in tokens."),
+    *(_gone(name) for name in removed.OPTIONS),
 )  # fmt: skip
 
 SPEC = options(

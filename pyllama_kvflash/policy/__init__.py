@@ -4,23 +4,21 @@ from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, S
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
 from pyllama_kvflash.policy.schedule import Schedule, Scoring
 from pyllama_kvflash.policy.scorers import (
-    AGGREGATES,
     MOST_LAYERS,
     UNSCORED,
     Fresh,
     Lru,
     Qk,
     QkCos,
-    QkZmax,
     Queries,
     Scorer,
     View,
+    ZMax,
     n_queries,
 )
 from pyllama_kvflash.policy.sizing import Geometry, PoolShape, PoolSize, auto_pool, resolve_pool
 
 __all__ = [
-    "AGGREGATES",
     "MOST_LAYERS",
     "UNSCORED",
     "Blocks",
@@ -34,7 +32,6 @@ __all__ = [
     "PoolSize",
     "Qk",
     "QkCos",
-    "QkZmax",
     "Queries",
     "Schedule",
     "Scorer",
@@ -42,6 +39,7 @@ __all__ = [
     "Scoring",
     "State",
     "View",
+    "ZMax",
     "auto_pool",
     "bring_in",
     "make_room",

@@ -171,9 +171,7 @@ class Qk:
         alone. Raises UsageError.
         """
         if summary == "minmax":
-            msg = (
-                "the summary of qk is 'minmax', which bounds products and has no mass: give centroid:N, or use qk-zmax"
-            )
+            msg = "the summary of qk is 'minmax', which bounds products and has no mass: give centroid:N"
             raise UsageError(msg)
         n_queries(query)
         self.summary: str | None = summary or CENTROIDS
@@ -264,53 +262,34 @@ def _closer(
     _lend(view, scores, best, first, last)
 
 
-AGGREGATES = ("zmax", "layer-mean")
 HALO = 0.5
 """Most standard deviations by which a chunk may be colder than its neighbour."""
 
 
-class QkZmax:
-    """Queries against a summary of each chunk's keys, by the head that stands out most: best where one fact is asked
-    for.
+class ZMax:
+    """How the attention of a scorer model is read (policies "drafter" and "crosstok"): by the head that stands out most.
 
-    A head's score of a chunk is the largest q·c/√d over the rows c of its summary. "zmax" z-normalises each head's
-    scores over the candidates and takes the maximum over layers and heads, since few heads retrieve and a mean drowns
-    them. "layer-mean", for comparison, is the mean over layers of the maximum over heads. Of several queries, the
-    maximum counts.
+    A head's score of a chunk is the largest q·c/√d over the rows c of its summary. Each head's scores are z-normalised
+    over the candidates, and the maximum over layers and heads counts, since few heads of a small model retrieve and a
+    mean drowns them. Of several queries, the maximum counts.
 
-    What a query looks for may lie across the border of two chunks, and only one of them may look like it. So with
-    "zmax" a chunk's score is at least that of its better neighbour less HALO.
-
-    At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
-    their keys: four centroids of 64 keys can miss the one that matters. docs/RESULTS.md has the measurements.
+    What a query looks for may lie across the border of two chunks, and only one of them may look like it. So a chunk's
+    score is at least that of its better neighbour less HALO.
     """
 
-    name = "qk-zmax"
-
-    def __init__(
-        self, summary: str | None = None, aggregate: str = "zmax", query: str = "last:4", rerank: int = 8
-    ) -> None:
-        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank: 0: rank by the summaries alone. Raises
-        UsageError.
-        """
-        if aggregate not in AGGREGATES:
-            msg = f"the aggregate of qk-zmax is {aggregate!r}, and must be one of {', '.join(AGGREGATES)}"
-            raise UsageError(msg)
-        n_queries(query)
-        self.summary: str | None = summary or CENTROIDS
-        self.aggregate = aggregate
-        self.query = query
-        self.rerank = rerank
+    name = "zmax"
+    summary: str | None = CENTROIDS
+    query = "last:4"
 
     def score(self, view: View) -> Scores:
         """Return the candidates' scores, (n_chunks,) float64; -inf for other chunks."""
-        queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
-        if self.aggregate != "zmax":
-            return _of_candidates(view, queries, _layer_mean)
-        scores = _with_halo(_of_candidates(view, queries, _zmax), view.candidates)
-        if self.rerank and view.keys is not None and self.summary != "exact":
-            return _rerank(view, view.keys, queries, scores, self.rerank * view.room)
-        return scores
+        scores = np.full(len(view.candidates), -np.inf)
+        n = _n_scored(view)
+        if n and view.queries:
+            queries = [[x / np.sqrt(x.shape[1]) for x in q] for q in view.queries]
+            found = np.max([_zmax(view, q, n) for q in queries], axis=0)
+            scores[:n] = np.where(view.candidates[:n], found, -np.inf)
+        return _with_halo(scores, view.candidates)
 
 
 class QkCos:
@@ -341,44 +320,6 @@ def n_queries(query: str) -> int | None:
         msg = f"{query!r} is no choice of queries: give last, last:N (1 to 999) or question"
         raise UsageError(msg)
     return None if query == "question" else int(match[1] or 1)
-
-
-def _of_candidates(view: View, queries: Sequence[Queries], score: Callable[[View, Queries, int], Floats]) -> Scores:
-    scores = np.full(len(view.candidates), -np.inf)
-    n = _n_scored(view)
-    if n and queries:
-        found = np.max([score(view, q, n) for q in queries], axis=0)
-        scores[:n] = np.where(view.candidates[:n], found, -np.inf)
-    return scores
-
-
-def _rerank(view: View, keys: AllKeys, queries: Sequence[Queries], scores: Scores, n: int) -> Scores:
-    """Rank the n best again by all their keys, each head z-normalised over them. The rest stay below, in their
-    order.
-    """
-    n_best = min(n, int(np.count_nonzero(view.candidates)))
-    best = sorted(int(c) for c in np.argsort(-scores, kind="stable")[:n_best])
-    if len(best) <= view.room or not queries:
-        return scores
-
-    def one(layer: int) -> Floats:
-        res: Floats = _z(keys.score(layer, np.stack([q[layer] for q in queries]), best)).max(axis=0)
-        return res
-
-    closer = np.full(len(scores), -np.inf)
-    closer[best] = np.max(list(view.each(one, range(len(queries[0])))), axis=0)
-    among = np.isfinite(closer)
-    closer = _with_halo(closer, among)
-    rest = view.candidates & ~among
-    closer[rest] = scores[rest] - scores[rest].max(initial=-np.inf) + closer[best].min() - HALO
-    return closer
-
-
-def _z(x: Floats) -> Floats:
-    """Return rows of scores (n_head, n) normalised to mean 0 and variance 1."""
-    y = x - x.mean(axis=1, keepdims=True)
-    res: Floats = y / np.sqrt(np.einsum("hc,hc->h", y, y) / x.shape[1] + 1e-12)[:, None]
-    return res
 
 
 def _with_halo(scores: Scores, candidates: Mask) -> Scores:

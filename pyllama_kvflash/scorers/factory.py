@@ -7,7 +7,7 @@ from pyllama_kvflash import registry
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, QkZmax, Scorer
+from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, Scorer
 from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
 
@@ -24,8 +24,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
         return policy
     o = options
     built_in: dict[str, Callable[[], Scorer]] = {
-        "qk": lambda: Qk(o.qk_summary, o.qk_query, o.qk_rerank),
-        "qk-zmax": lambda: QkZmax(o.qk_summary, o.qk_aggregate, o.qk_query, o.qk_rerank),
+        "qk": Qk,
         "qk-cos": QkCos,
         "lru": Lru,
         "fresh": Fresh,

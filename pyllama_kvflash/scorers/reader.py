@@ -11,14 +11,14 @@ import numpy.typing as npt
 from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, UsageError
 from pyllama_kvflash.native import Model, Summaries, Tokens
 from pyllama_kvflash.options import MAX_TOKENS, Options
-from pyllama_kvflash.policy import QkZmax, Queries, Scores, View
+from pyllama_kvflash.policy import Queries, Scores, View, ZMax
 from pyllama_kvflash.scorers.crosstok import Retokenizer, char_spans, spread
 
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 """File names of a scorer's model, next to its target or in the cache folder."""
 
 _CONTEXT = 8  # positions of the small model, in multiples of the target's
-_TAIL = 4  # last tokens whose queries score, as in QkZmax
+_TAIL = 4  # last tokens whose queries score
 
 
 class SmallEngine(Protocol):
@@ -83,8 +83,8 @@ def find_scorer_model(given: str | None, target: Path) -> Path:
 
 
 class Reader:
-    """The scorer of policies "drafter" and "crosstok": the attention of a small model's last tokens, z-normalised as in
-    `QkZmax`.
+    """The scorer of policies "drafter" and "crosstok": the attention of a small model's last tokens, read as
+    `ZMax` does.
 
     The small model is loaded on first use. It runs in a pool of its own and keeps what it has read, so that scoring
     again costs only the new tokens. If its tokenizer differs from the target's ("crosstok"), it reads the target's text
@@ -153,7 +153,7 @@ class Reader:
                 n_threads=o.n_threads,
                 pool=o.scorer_pool,
                 prefill="pool",
-                policy=QkZmax(),
+                policy=ZMax(),
                 prefill_reselect=False,
                 replay=0,
             )
@@ -198,7 +198,7 @@ class Reader:
         candidates = np.ones(n, np.bool_)
         candidates[: kv.options.sinks] = False
         view = View(kv.tokens, kv.options.chunk, np.zeros(n, np.int64), candidates, self._queries, summaries)
-        scores = QkZmax().score(view)
+        scores = ZMax().score(view)
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:

@@ -1,0 +1,34 @@
+"""What there once was: options and a policy that were removed. Whoever still gives one is told what to do now."""
+
+OPTIONS = {
+    "--kvflash-tau": "fresh chooses at every token, and qk scores as often as pays",
+    "--kvflash-share": "fresh needs no time for it, and qk scores in at most 3 % of the time",
+    "--kvflash-again": "fresh chooses before a token attends, and qk decodes a token again by itself",
+    "--kvflash-replay": "where the end of a prompt must run again, it does by itself",
+    "--qk-summary": "qk keeps four centroids of each chunk's keys",
+    "--qk-aggregate": "it was for policy qk-zmax, which is gone, too",
+    "--qk-query": "qk scores by the queries of the last four tokens",
+    "--qk-rerank": "qk looks at the best eight times as many chunks as fit by itself",
+}
+"""Options of the command line, each with why nobody needs it any more."""
+
+KEYWORDS = {
+    "qk_summary": "--qk-summary",
+    "qk_aggregate": "--qk-aggregate",
+    "qk_query": "--qk-query",
+    "qk_rerank": "--qk-rerank",
+}
+"""Fields of Options that went with them."""
+
+POLICIES = {"qk-zmax": "give qk, which keeps more of what an answer needs, or leave the policy out"}
+"""Policies, each with what to do instead."""
+
+
+def option(name: str, keyword: str = "") -> str:
+    """Return the sentence for an option. keyword: its name in Python, if it was given there."""
+    return f"{f'{keyword} ({name})' if keyword else name} was removed: {OPTIONS[name]}; leave it out"
+
+
+def policy(name: str) -> str:
+    """Return the sentence for a policy."""
+    return f"policy (--kvflash-policy) {name!r} was removed: {POLICIES[name]}"
