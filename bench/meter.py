@@ -15,6 +15,7 @@ import numpy as np
 
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.options import Options
 
 
 def truth(kv: KVFlash, prompt: Any, ids: list[int]) -> float:
@@ -37,14 +38,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.05])
+    parser.add_argument("--policy", default=Options().policy)
+    parser.add_argument("-t", dest="threads", type=int, default=None)
     parser.add_argument("-fa", dest="flash_attn", default="auto")
     args = parser.parse_args()
-    print(f"{hardware()}\n\n{args.model.name}, context {args.context:,}, pool {args.pool:,}, -fa {args.flash_attn}\n")
+    print(
+        f"{hardware()}\n\n{args.model.name}, context {args.context:,}, {args.policy} with a pool of {args.pool:,}, -fa {args.flash_attn}\n"
+    )
     print(
         "| text | share | checked | the meter says | KLD | the full cache says | of the time | tok/s |\n"
         "|---|---:|---:|---:|---:|---:|---:|---:|"
     )
-    options: dict[str, Any] = {"n_ctx": args.context, "flash_attn": args.flash_attn, "opening": 0}
+    options: dict[str, Any] = {
+        "n_ctx": args.context,
+        "n_threads": args.threads,
+        "flash_attn": args.flash_attn,
+        "opening": 0,
+    }
     sums: dict[float, list[list[float]]] = {share: [] for share in args.shares}
     for text in args.texts:
         data = text.read_text(errors="replace")
@@ -52,7 +62,7 @@ def main() -> None:
             part = data[len(data) * i // args.prompts :][: args.context * 8]
             found = []
             for share in args.shares:
-                with KVFlash.from_file(args.model, **options, pool=args.pool, meter=share) as kv:
+                with KVFlash.from_file(args.model, **options, policy=args.policy, pool=args.pool, meter=share) as kv:
                     prompt = kv.tokenize(part)[: args.context - args.tokens - 16]
                     events = list(kv.generate(prompt, max_tokens=args.tokens, sampling=Sampling(temperature=0)))
                     found.append((share, [e.id for e in events if isinstance(e, Token)], events[-1].stats))  # type: ignore[union-attr]

@@ -404,10 +404,11 @@ def test_kld_figure_is_a_picture() -> None:
     pytest.importorskip("matplotlib")
     quantised = [kld_row("full cache, quantised", s, v) for s, v in ((0.53, 1e-4), (0.28, 0.02))]
     pool = [kld_row("pool, qk", s, v) for s, v in ((0.5, 0.01), (0.25, 0.1))]
-    assert png(kld_figure([*quantised, *pool], "t")).size > 0
-    assert png(kld_figure(quantised[:1], "t")).size > 0
-    assert png(kld_figure([kld_row("full cache, quantised", 1.0, 0.0), *pool], "t")).size > 0
-    assert kld_figure(quantised, "t") != kld_figure(pool, "t")
+    assert png(kld_figure(([*quantised, *pool], "t"))).size > 0
+    assert png(kld_figure((quantised[:1], "t"))).size > 0
+    assert png(kld_figure(([kld_row("full cache, quantised", 1.0, 0.0), *pool], "t"))).size > 0
+    assert kld_figure((quantised, "t")) != kld_figure((pool, "t"))
+    assert png(kld_figure((quantised, "a"), (pool, "b"))).shape[1] > 1.9 * png(kld_figure((pool, "b"))).shape[1]
 
 
 def test_kld_figure_marks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,13 +429,13 @@ def test_kld_figure_marks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(kld_row("pool, fresh", 0.125, 0.02), variant="fresh", pool=256),
         replace(kld_row("pool, lru", 0.13, 0.2), variant="lru", pool=256),
     ]
-    kld_figure([replace(r, kv_device_bytes=int(r.share * (100 << 20))) for r in rows], "t")
+    kld_figure(([replace(r, kv_device_bytes=int(r.share * (100 << 20))) for r in rows], "t"))
     assert {"q8_0", "q8_0/q4_0", "12.5 %\n12.5 MiB", "53.1 %\n53.1 MiB", "pool, fresh, 2K"} <= set(said)
     assert not [t for t in said if t.startswith("13 %")], "too near to the mark before"
-    kld_figure([rows[0], replace(rows[2], n_ctx=4096)], "t")
+    kld_figure(([rows[0], replace(rows[2], n_ctx=4096)], "t"))
     assert "12.5 %" in said
 
 
 def test_kld_figure_of_nothing_but_zeros_is_a_picture() -> None:
     pytest.importorskip("matplotlib")
-    assert png(kld_figure([kld_row("full cache, quantised", 1.0, 0.0)], "t")).size > 0
+    assert png(kld_figure(([kld_row("full cache, quantised", 1.0, 0.0)], "t"))).size > 0

@@ -52,10 +52,20 @@ def heat_map(rows: Sequence[Row], title: str) -> bytes:
     return _png(fig)
 
 
-def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
-    """Plot the mean KLD against device memory, a line for each kind of row: a PNG. Full caches of fewer bits say their types."""
-    fig = figure(width=7.5, height=5)
-    axis = fig.subplots()
+def kld_figure(*panels: tuple[Sequence["KldRow"], str]) -> bytes:
+    """Plot the mean KLD against device memory: a PNG. panels: rows, and the title above them; a panel has a line for each kind
+    of row, and full caches of fewer bits say their types.
+    """
+    fig = figure(width=7.5 * len(panels), height=5)
+    axes = fig.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axis, (rows, title) in zip(axes.flat, panels, strict=True):
+        _kld_panel(axis, rows)
+        axis.set_title(title, fontsize=10)
+    axes[0][0].set_ylabel("mean KLD to the full cache, nats (less is better)")
+    return _png(fig)
+
+
+def _kld_panel(axis: Any, rows: Sequence["KldRow"]) -> None:
     contexts = sorted({r.n_ctx for r in rows})
     colours = {kind: f"C{i}" for i, kind in enumerate(dict.fromkeys(r.kind for r in rows))}
     for n_ctx, style in zip(contexts, ("o-", "s--", "^:", "v-.") * len(contexts), strict=False):
@@ -71,12 +81,9 @@ def kld_figure(rows: Sequence["KldRow"], title: str) -> bytes:
         axis.set_yscale("log")
     _memory_ticks(axis, rows)
     axis.set_xlabel("device memory for KV, panes and an index that is there too, of the full f16 cache")
-    axis.set_ylabel("mean KLD to the full cache, nats (less is better)")
-    axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     if axis.lines:
         axis.legend(fontsize=8)
-    return _png(fig)
 
 
 def _types(variant: str) -> str:

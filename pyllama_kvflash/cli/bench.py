@@ -261,9 +261,8 @@ def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **opti
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
-    picture(
-        results, reporter, lambda: kld_figure(rows, f"{model.stem}, {f'{n_score} tokens' if task is None else task}")
-    )
+    title = f"{model.stem}, {f'{n_score} tokens' if task is None else task}"
+    picture(results, reporter, lambda: kld_figure((rows, title)))
 
 
 _QUICK = {"contexts": (4096,), "pools": (768,), "docs": 1, "tasks": "single_2,multikey_1,in_turn,fwe"}
