@@ -119,12 +119,14 @@ def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: P
 
 
 def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
-    """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left."""
+    """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left. An index is
+    written whole: see test_snapshot_fresh.py.
+    """
     size = opened().pager.records.record_bytes
     cache, text, n_written = PrefixCache(tmp_path, LARGE), RNG.integers(0, 4000, 2560).astype(np.int32), []
     before: set[tuple[int, int]] = set()
     for n in range(1280, 2560, 64):
-        kv = opened(n_ctx=8192)
+        kv = opened(n_ctx=8192, policy="qk")
         assert cache.restore(kv, text[:n]) == (n - 64 if n > 1280 else 0)
         for _ in kv.prefill(text[kv.n_tokens : n]):
             pass
@@ -133,7 +135,7 @@ def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
         now = {entry.mark for entry in cache.entries()}
         n_written.append(sum(mark[1] for mark in now - before) // size)
         before = now
-        file, new = SnapshotFile(path), opened(n_ctx=8192)
+        file, new = SnapshotFile(path), opened(n_ctx=8192, policy="qk")
         assert len(file.contents.sources) <= 5
         assert new.restore(path) == n
         for chunk in range(n // 64):
@@ -151,7 +153,7 @@ def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
 
 def test_two_conversations_share_what_they_begin_with(opened: Open, tmp_path: Path) -> None:
     """Nothing is removed that one of them needs, until neither was used for long."""
-    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    kv, cache = opened(policy="qk"), PrefixCache(tmp_path, LARGE)
     root = cache.save(read(kv, TEXT[:1280]))
     assert root
     leaves = []
@@ -277,9 +279,9 @@ def test_damage_of_what_comes_back_at_once_is_a_miss(opened: Open, tmp_path: Pat
 
 
 def test_damage_that_is_found_later_has_the_text_read_anew(opened: Open, tmp_path: Path) -> None:
-    """Records are checked when they are used."""
-    cold = say(opened(), np.concatenate([TEXT[:1500], OTHER[:70]]), append=False)
-    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    """Records are checked when they are used; a fresh pool uses all of them at once."""
+    cold = say(opened(policy="qk"), np.concatenate([TEXT[:1500], OTHER[:70]]), append=False)
+    kv, cache = opened(policy="qk"), PrefixCache(tmp_path, LARGE)
     path = cache.save(read(kv, TEXT[:1500]))
     assert path
     damage(path, State.OUT)

@@ -63,8 +63,8 @@ def refused(res: httpx.Response, status: int, *words: str) -> None:
 
 @pytest.fixture
 def read() -> Iterator[Running]:
-    """A server whose first sequence has more than the pool holds."""
-    with Running(n_batch=256) as running:
+    """A server whose first sequence has more than the pool holds, with chunks that are scored."""
+    with Running(n_batch=256, policy="qk") as running:
         ask(running, long_text(3000))
         until(running.idle)
         yield running
@@ -213,7 +213,7 @@ def test_a_full_cache_is_said_to_be_one() -> None:
 
 def test_two_answers_at_once_tell_what_was_chosen() -> None:
     """Steps in a shared batch, too, say what moved."""
-    with scheduling(n_parallel=2, prefill="pool", opening=0) as scheduler:
+    with scheduling(n_parallel=2, policy="qk", prefill="pool", opening=0) as scheduler:
         both = [Asked(scheduler, tokens_of(2600, seed), 40) for seed in (1, 2)]
         assert all(asked.done.n_answer for asked in both)
         seen = scheduler.ask(lambda slots: [slot.reselect for slot in slots]).result(30)

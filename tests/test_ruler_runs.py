@@ -465,7 +465,7 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         5,
         tuple(TASKS),
     )
-    assert [v.label for v in whole.variants] == ["full", "lru", "qk"]
+    assert [v.label for v in whole.variants] == ["full", "lru", "qk", "fresh"]
 
 
 @pytest.mark.parametrize(

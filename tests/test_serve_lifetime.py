@@ -106,7 +106,7 @@ def test_metrics(server: Running) -> None:
     assert 18 <= gained["decode_tokens_total"] <= 20
     assert gained['prefix_cache_hits_total{source="memory"}'] >= 1
     assert gained['prefix_cache_tokens_total{source="memory"}'] > 2500
-    assert gained["pages_out_total"] > 5
+    assert gained["guests_fetched_total"] > 5
     assert after["pool_cells"] == 2048
     assert after["context"] == 4096
     assert after["chunks"] >= after["chunks_resident"] > 0

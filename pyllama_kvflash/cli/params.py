@@ -235,7 +235,8 @@ def _gone(name: str) -> Callable[[Any], Any]:
             raise UsageError(removed.option(name))
 
     own = name.removeprefix("--").removeprefix("kvflash-").upper().replace("-", "_")
-    return click.option(name, hidden=True, expose_value=False, envvar=f"KVFLASH_{own}", callback=refuse)
+    says = removed.option(name)
+    return click.option(name, hidden=True, expose_value=False, envvar=f"KVFLASH_{own}", callback=refuse, help=says)
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
