@@ -104,7 +104,7 @@ build)
     fi
     # an image may name a compiler that links libstdc++ statically into each library: they then crash in each other's copy
     [ -x /usr/bin/g++ ] && export CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++
-    CMAKE_ARGS="-DGGML_CUDA=${KVFLASH_DEVICE_CUDA:-ON} -DCMAKE_CUDA_ARCHITECTURES=$arch" \
+    CMAKE_ARGS="-DGGML_CUDA=${KVFLASH_DEVICE_CUDA:-ON} -DCMAKE_CUDA_ARCHITECTURES=$arch -DKVFLASH_GPU_CHOICE=${KVFLASH_GPU_CHOICE:-OFF}" \
         python3 -m pip install --no-index --no-deps --no-build-isolation --editable . >build.log 2>&1 \
         || { tail -40 build.log; exit 1; }
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"

@@ -99,7 +99,7 @@ struct cpu_chooser : kvf_chooser {
     std::atomic<uint64_t> fetched = 0;
 };
 
-}
+} // namespace
 
 std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh) { return std::make_unique<cpu_chooser>(fresh); }
 
@@ -300,9 +300,9 @@ void cpu_chooser::score(const node & at, const sequence & s, choice & o, const g
                 near[j] = capped(near[j] * at.scale);
                 top     = std::max(top, near[j]);
             }
-            const float all = l.cap > 0
-                                      ? sum_capped(of, common, n_unit, x, at.scale, l.cap, top, sums.data())
-                                      : sum_units(of, common, n_unit, x.base * at.scale - top, x.unit * at.scale, sums.data());
+            const float all =
+                    l.cap > 0 ? sum_capped(of, common, n_unit, x, at.scale, l.cap, top, sums.data())
+                              : sum_units(of, common, n_unit, x.base * at.scale - top, x.unit * at.scale, sums.data());
             add_scaled(sums.data(), n_unit, 1 / (all + sum_all(near.data(), n_near, top)),
                     o.shares.data() + (size_t) (first + i) * n_unit);
         }
@@ -371,7 +371,7 @@ void cpu_chooser::fetch(uint32_t i_layer, const sequence & s, uint32_t slot, uin
 
     const auto &   l    = fresh.layers[i_layer];
     const uint32_t each = fresh.n_chunk / UNIT, part = unit % each, cell = fresh.cell_of(s, slot);
-    const char *   rec  = s.records[unit / each];
+    const char *   rec = s.records[unit / each];
 
     const auto rows = [&](const ggml_tensor * t, size_t at) {
         const size_t size = UNIT * ggml_row_size(t->type, t->ne[0]);

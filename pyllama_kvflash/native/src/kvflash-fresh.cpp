@@ -23,14 +23,15 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
     std::map<ggml_backend_dev_t, kvf_chooser *> made; // null: the CPU
     for (auto & l : layers) {
         auto * buf = l.k->buffer;
-        auto * dev = ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+        auto * dev =
+                ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
         auto & chooser = made[dev];
         if (!chooser) {
             choosers.push_back(dev ? kvf_gpu_chooser(*this, buf) : kvf_cpu_chooser(*this));
             chooser = choosers.back().get();
             if (!chooser) {
-                throw kvf_failure(KVF_E_UNSUPPORTED,
-                        "each layer's choice is made on the CPU and by CUDA so far, and the KV cache is another device's");
+                throw kvf_failure(
+                        KVF_E_UNSUPPORTED, "each layer's choice is made on the CPU so far, and the KV cache is a GPU's");
             }
         }
         l.chooser = chooser;
@@ -179,7 +180,6 @@ void llama_kvflash::show_guests(const llama_kv_cache & kv, ggml_tensor * dst, co
     }
 }
 
-
 //
 // the C API
 //
@@ -203,8 +203,8 @@ static const kvf_fresh::layer & layer_of(const kvf_fresh & fresh, uint32_t layer
     return fresh.layers[layer];
 }
 
-int kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean,
-        float * cov) {
+int kvf_index_moments(
+        struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
     return kvf_guard([&] {
         auto & fresh = fresh_of(ctx, 0);
         kvf_check(records && n > 0 && mean && cov, "records and room for the result are needed");

@@ -28,8 +28,8 @@ struct kvf_index {
     kvf_index(const kvf_layer & layer, const form & f);
 
     // of the keys in n records
-    static void moments(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean,
-            float * cov);
+    static void moments(
+            const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov);
 
     // mean: [n_head_kv][d]. basis: [n_head_kv][d][n_comp]. step: [n_head_kv][n_comp]. forgets all codes
     void fit(const float * mean, const float * basis, const float * step);
@@ -66,8 +66,8 @@ private:
 
 struct kvf_fresh;
 
-// Where the layers of one device choose: on the CPU (kvflash-choice.cpp), or by kernels on a GPU (kvflash-gpu.cpp). A layer is
-// given by its number in the cache.
+// Where the layers of one device choose: on the CPU (kvflash-choice.cpp), or by kernels on a GPU (kvflash-gpu.cpp). A layer
+// is given by its number in the cache.
 struct kvf_chooser {
     virtual ~kvf_chooser() = default;
 
@@ -150,14 +150,14 @@ struct kvf_fresh {
         std::vector<uint32_t>     blocks;
 
         // of the ubatch
-        std::vector<uint32_t>                       tokens;        // its rows
-        std::vector<std::pair<uint32_t, llama_pos>> asking;        // those whose queries choose, and their positions
-        std::vector<std::pair<llama_pos, int32_t>>  cells;         // positions that all layers hold, and where
-        std::vector<uint8_t>                        common;        // of each unit: whether they are among these
-        uint32_t                                    n_visible = 0; // slots
-        uint32_t                                    n_step    = 0; // of turns
-        bool                                        all     = true; // every layer chooses, whosever turn it is
-        bool                                        changed = true; // so it will the next time
+        std::vector<uint32_t>                       tokens;           // its rows
+        std::vector<std::pair<uint32_t, llama_pos>> asking;           // those whose queries choose, and their positions
+        std::vector<std::pair<llama_pos, int32_t>>  cells;            // positions that all layers hold, and where
+        std::vector<uint8_t>                        common;           // of each unit: whether they are among these
+        uint32_t                                    n_visible = 0;    // slots
+        uint32_t                                    n_step    = 0;    // of turns
+        bool                                        all       = true; // every layer chooses, whosever turn it is
+        bool                                        changed   = true; // so it will the next time
 
         uint32_t n_unit() const { return n / UNIT; }
     };

@@ -7,8 +7,8 @@
 #include "llama-impl.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <mutex>
+#include <unordered_map>
 
 namespace {
 
@@ -86,16 +86,15 @@ struct gpu_chooser : kvf_chooser {
     std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
     std::vector<own>           owns;
 
-    memory       fixed; // what is always there
-    size_t       at_index = 0, at_records = 0, at_blocks = 0, n_record = 0;
-    memory       scratch; // of keys as floats
-    float *      mean = nullptr;
-    float *      cov  = nullptr;
-    ggml_tensor  view = {}; // of the fixed memory, for the scheduler
-    std::mutex   mutex;
+    memory      fixed; // what is always there
+    size_t      at_index = 0, at_records = 0, at_blocks = 0, n_record = 0;
+    memory      scratch; // of keys as floats
+    float *     mean = nullptr;
+    float *     cov  = nullptr;
+    ggml_tensor view = {}; // of the fixed memory, for the scheduler
+    std::mutex  mutex;
 
     std::unordered_map<const void *, const char *> seen; // where the device has the records that are being put
-
 };
 
 // the words of an ask, as an input of the graph
@@ -125,7 +124,9 @@ kvf_gpu_form make_form(const kvf_index::form & f) {
                 if (nibble < res.n_nibble && shift % n_bit == 0) { mask |= ((1u << n_bit) - 1) << 8 * b; }
             }
             if (!mask) { continue; }
-            if (n == kvf_gpu_form::MOST) { throw kvf_failure(KVF_E_UNSUPPORTED, "the index has too many components for a GPU"); }
+            if (n == kvf_gpu_form::MOST) {
+                throw kvf_failure(KVF_E_UNSUPPORTED, "the index has too many components for a GPU");
+            }
             res.quad[n]   = quad;
             res.shift[n]  = shift;
             res.mask[n++] = mask;
@@ -135,7 +136,7 @@ kvf_gpu_form make_form(const kvf_index::form & f) {
     return res;
 }
 
-}
+} // namespace
 
 std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf) {
     auto *     dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
@@ -151,10 +152,10 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     const uint32_t n_seq = owns.size(), n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
     const uint32_t n_slot = n_block * (fresh.n_chunk / UNIT);
 
-    n_record                  = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
-    const kvf_gpu_ask ask     = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * (fresh.n_chunk / UNIT)};
-    const auto &      f       = fresh.its.form;
-    uint32_t          n_head  = 0, n_value = 0, n_cov = 0;
+    n_record                 = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
+    const kvf_gpu_ask ask    = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * (fresh.n_chunk / UNIT)};
+    const auto &      f      = fresh.its.form;
+    uint32_t          n_head = 0, n_value = 0, n_cov = 0;
     for (const auto & l : fresh.layers) {
         n_head  = std::max(n_head, l.info.n_head);
         n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
@@ -162,7 +163,7 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     }
 
     places     in;
-    const auto at_lse = in.take(sizeof(float) * ask.n_asker * n_head * ask.n_unit);
+    const auto at_lse   = in.take(sizeof(float) * ask.n_asker * n_head * ask.n_unit);
     const auto at_parts = in.take(2 * sizeof(float) * ask.n_asker * n_head * KVF_GPU_PARTS);
     const auto at_score = in.take(sizeof(float) * n_seq * ask.n_unit);
     const auto at_moves = in.take(2 * sizeof(int32_t) * n_seq * n_slot), at_n_moves = in.take(sizeof(int32_t) * n_seq);
@@ -210,7 +211,8 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
         if (l.v && !fresh.v_trans) { to.v = {(char *) l.v->data, size(l.v), 1, 0, l.info.offs_v, 0}; }
         if (l.v && fresh.v_trans) {
             const size_t el = ggml_type_size(l.v->type);
-            to.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
+            to.v            = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v,
+                               fresh.n_chunk * el};
         }
         to.form      = form;
         to.ask       = ask;
@@ -300,8 +302,8 @@ void gpu_chooser::take_scratch() {
 
 template <typename F>
 void gpu_chooser::each_keys(uint32_t layer, const void * const * records, uint32_t n, uint32_t every, const F & go) {
-    const auto &   l        = layers[layer];
-    const uint32_t n_chunk  = fresh.n_chunk, n_value = l.n_head_kv * l.d;
+    const auto &   l       = layers[layer];
+    const uint32_t n_chunk = fresh.n_chunk, n_value = l.n_head_kv * l.d;
     const uint32_t at_once  = std::min(kvf_gpu_keys::MOST, kvf_index::MOST_SAMPLES / n_chunk);
     uint32_t       n_before = 0; // keys
     for (uint32_t first = 0; first < n; first += at_once) {
@@ -349,21 +351,24 @@ void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t first, const vo
     reserve(seq, (first + n) * fresh.n_chunk, first == 0);
     take_scratch();
     each_keys(layer, records, n, 1, [&](uint32_t at, uint32_t some) {
-        gpu.encode((const float *) scratch.at(), some, first * fresh.n_chunk + at, l.n_head_kv, l.d, l.form, index(seq, layer));
+        gpu.encode(
+                (const float *) scratch.at(), some, first * fresh.n_chunk + at, l.n_head_kv, l.d, l.form, index(seq, layer));
     });
 }
 
 void gpu_chooser::cover(llama_seq_id seq) {
     const auto & hosts = fresh.of(seq).records;
     auto &       had   = owns[seq].records;
-    const size_t n_had = std::mismatch(had.begin(), had.begin() + std::min(had.size(), hosts.size()), hosts.begin()).first - had.begin();
+    const size_t n_had =
+            std::mismatch(had.begin(), had.begin() + std::min(had.size(), hosts.size()), hosts.begin()).first - had.begin();
 
     std::vector<const char *> more;
     for (size_t i = n_had; i < hosts.size(); ++i) {
         more.push_back(device_record(hosts[i]));
     }
     if (!more.empty()) {
-        gpu.upload(fixed.at(at_records + (seq * n_record + n_had) * sizeof(void *)), more.data(), more.size() * sizeof(void *));
+        gpu.upload(
+                fixed.at(at_records + (seq * n_record + n_had) * sizeof(void *)), more.data(), more.size() * sizeof(void *));
     }
     had = hosts;
     seen.clear();
@@ -453,7 +458,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
     const A &            shape = layers[0].ask;
     std::vector<int32_t> res(shape.size(), 0);
     for (size_t seq = 0; seq < owns.size(); ++seq) {
-        const auto & s = fresh.sequences[seq];
+        const auto & s  = fresh.sequences[seq];
         int32_t *    to = res.data() + A::LEN + A::LEN_ASKER * shape.n_asker + seq * shape.seq_size();
         if (!s.n_visible) { continue; }
 
@@ -476,7 +481,8 @@ std::vector<int32_t> gpu_chooser::ask() const {
         int32_t * common = blocks + shape.n_block;
         for (const auto & [pos, cell] : s.cells) {
             int32_t * last = common + A::LEN_COMMON * (to[A::N_COMMON] - 1);
-            if (to[A::N_COMMON] && pos % fresh.n_chunk && last[A::CELL] + last[A::N] == cell && last[A::FIRST] + last[A::N] == pos) {
+            if (to[A::N_COMMON] && pos % fresh.n_chunk && last[A::CELL] + last[A::N] == cell &&
+                    last[A::FIRST] + last[A::N] == pos) {
                 last[A::N]++;
                 continue;
             }
@@ -510,8 +516,8 @@ void gpu_chooser::build(
     }
 
     ggml_tensor * args[] = {q, words};
-    ggml_tensor * node   = ggml_custom_inplace(
-            ctx, &view, args, 2, (ggml_custom_op_t) gpu.choose, kvf_gpu::LAUNCHES, &layers[layer]);
+    ggml_tensor * node =
+            ggml_custom_inplace(ctx, &view, args, 2, (ggml_custom_op_t) gpu.choose, kvf_gpu::LAUNCHES, &layers[layer]);
     ggml_format_name(node, "fresh_choose-%u", layer);
     ggml_build_forward_expand(gf, node);
 }

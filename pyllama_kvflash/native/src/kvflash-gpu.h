@@ -26,11 +26,11 @@ struct kvf_gpu_rows {
 
 // of a layer and a sequence
 struct kvf_gpu_index {
-    uint8_t * codes; // as in kvf_index
-    float *   mean;
-    float *   basis;
-    float *   step;
-    int32_t * table;              // [n_slot]
+    uint8_t *            codes; // as in kvf_index
+    float *              mean;
+    float *              basis;
+    float *              step;
+    int32_t *            table;   // [n_slot]
     const char * const * records; // of all chunks
 };
 

@@ -278,8 +278,8 @@ static void add_product(const float * x, uint32_t d, float * cov) {
     }
 }
 
-void kvf_index::moments(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean,
-        float * cov) {
+void kvf_index::moments(
+        const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n, float * mean, float * cov) {
     const uint32_t d = layer.n_embd_head_k, n_head = layer.n_head_kv;
     const uint32_t every = (n * n_chunk + MOST_SAMPLES - 1) / MOST_SAMPLES, n_all = (n * n_chunk + every - 1) / every;
 

@@ -285,16 +285,16 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
 struct kvf_index_info {
     uint64_t bytes;        // of the sequence's index, in all layers
     uint64_t device_bytes; // of all sequences' indexes and what choosing takes, on GPUs
-    uint32_t n;         // positions in it
-    uint32_t n_block;   // of guests
-    uint32_t n_slot;    // guests of a layer
-    uint64_t n_fetched; // guests that were copied from records, of all sequences and layers
+    uint32_t n;            // positions in it
+    uint32_t n_block;      // of guests
+    uint32_t n_slot;       // guests of a layer
+    uint64_t n_fetched;    // guests that were copied from records, of all sequences and layers
 };
 
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
 // n_embd_head_k]. of 4,096 keys at most, evenly spread. any thread
-LLAMA_API int kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
-        float * mean, float * cov);
+LLAMA_API int kvf_index_moments(
+        struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov);
 // begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
