@@ -266,8 +266,8 @@ class Options:
 
     @property
     def n_opening(self) -> int:
-        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32; "fresh" needs none."""
-        return self.opening if self.opening >= 0 else 0 if self.policy in _CHOOSING else 32
+        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32; none with "fresh" by name."""
+        return self.opening if self.opening >= 0 else 0 if self.policy == "fresh" else 32
 
     @property
     def n_swaps(self) -> int:

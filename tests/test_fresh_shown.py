@@ -167,7 +167,7 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
     [
         ((*FRESH, "--kvflash-index", "3"), "index (--kvflash-index) is 3, and must be one of 0, 1, 2, 4"),
         (
-            ("--kvflash-index", "2"),
+            ("--kvflash-policy", "qk", "--kvflash-index", "2"),
             "index (--kvflash-index) is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
         ),
         (
@@ -199,8 +199,8 @@ def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch
 def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
     for default in (
-        "(32; 0 with policy fresh)",
-        "(4 chunks; 32 guests a layer with policy fresh)",
+        "(0 with policy fresh; else 32)",
+        "(32 guests a layer with policy fresh; else 4 chunks)",
         "(2 for heads of up to 96 values, 1 for larger ones)",
     ):
         assert f"[default: {default}]" in text

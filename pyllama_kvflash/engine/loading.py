@@ -298,10 +298,14 @@ def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams 
 
 
 def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with policy "auto" resolved: "fresh" where each layer can choose, else "qk"."""
+    """Return the options with policy "auto" resolved: "fresh" where each layer can choose, else "qk". Both have an opening:
+    RULER has not shown yet that fresh can do without.
+    """
     if options.policy != "auto":
         return options
-    return replace(options, policy="fresh") if seen.unchosen is None else replace(options, policy="qk", index=0)
+    if seen.unchosen is not None:
+        return replace(options, policy="qk", index=0)
+    return replace(options, policy="fresh", opening=options.n_opening)
 
 
 def probe(model: Model, options: Options) -> Probe:
