@@ -199,7 +199,7 @@ def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch
 def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
     for default in (
-        "(0 with policy fresh; else 32)",
+        "(32; 0 with policy fresh by name)",
         "(32 guests a layer with policy fresh; else 4 chunks)",
         "(2 for heads of up to 96 values, 1 for larger ones)",
     ):

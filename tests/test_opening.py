@@ -196,8 +196,8 @@ def test_it_is_said(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("A secret code. " * 300)
     args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0")
-    assert "of an answer are lossless" not in good(*args).stderr
-    assert "the first 32 tokens of an answer are lossless" in good(*args, "--kvflash-policy", "qk").stderr
+    assert "the first 32 tokens of an answer are lossless" in good(*args).stderr
+    assert "of an answer are lossless" not in good(*args, "--kvflash-policy", "fresh").stderr
     assert "the first 5 tokens" in good(*args, "--kvflash-opening", "5").stderr
     assert "of an answer are lossless" not in good(*args, "--kvflash-opening", "0").stderr
 

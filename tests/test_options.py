@@ -216,7 +216,7 @@ def test_scoring_by_default(options: type["Options"]) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    ("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 0), ("auto", 32, 0)]
+    ("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 0), ("auto", 32, 32)]
 )
 def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str, n_swaps: int, n_opening: int) -> None:
     """How much is exchanged, and how an answer opens; what is asked for stays."""

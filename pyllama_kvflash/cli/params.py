@@ -307,7 +307,7 @@ POOL = options(
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
     click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=-1,
-                 show_default="0 with policy fresh; else 32", envvar="KVFLASH_OPENING",
+                 show_default="32; 0 with policy fresh by name", envvar="KVFLASH_OPENING",
                  help="The first N tokens of an answer are decoded as with --kvflash-exact, so that short answers are the"
                  " full cache's, and the pool then holds what they looked at. 0: none; -1: the default. Models with a"
                  " recurrent state, and --kvflash-prefill pool, have none."),
