@@ -199,7 +199,7 @@ static kvf_fresh & idle_fresh_of(llama_context * ctx, llama_seq_id seq) {
 }
 
 static const kvf_fresh::layer & layer_of(const kvf_fresh & fresh, uint32_t layer) {
-    kvf_check(layer < fresh.layers.size(), "there is no such layer in the attention cache");
+    kvf_check(layer < fresh.layers.size(), "the attention cache has no such layer");
     return fresh.layers[layer];
 }
 

@@ -19,6 +19,7 @@ struct memory {
     memory() = default;
     memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
         if (!buf) { throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index are not free", size)); }
+        ggml_backend_buffer_clear(buf.get(), 0); // a group of the index has positions that nobody puts
     }
 
     char * at(size_t offset = 0) const { return (char *) ggml_backend_buffer_get_base(buf.get()) + offset; }
