@@ -17,7 +17,6 @@ static_assert(kvf_fresh::UNIT == LANES, "a unit's positions are lanes of a vecto
 
 namespace {
 
-using layer    = kvf_fresh::layer;
 using sequence = kvf_fresh::sequence;
 
 struct cpu_chooser : kvf_chooser {

@@ -7,6 +7,7 @@
 #include "llama-impl.h"
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <unordered_map>
 
@@ -71,9 +72,11 @@ struct gpu_chooser : kvf_chooser {
     void            upload_index(llama_seq_id seq, uint32_t layer);
     void            reserve(llama_seq_id seq, uint32_t n, bool anew);
     size_t          codes_size(uint32_t layer, uint32_t n) const;
-    bool            mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
-    const char *    device_record(const void * record);
-    void            take_scratch();
+    // an index of n positions: its pieces on the device, in the order of kvf_index::get()
+    std::array<std::pair<void *, size_t>, 4> parts(llama_seq_id seq, uint32_t layer, uint32_t n);
+    bool                                     mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
+    const char *                             device_record(const void * record);
+    void                                     take_scratch();
 
     // go over the keys in records, as floats on the device, so many at a time
     template <typename F>
@@ -228,9 +231,7 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
         layers.push_back(to);
     }
     const std::vector<int32_t> none((size_t) n_layer * n_seq * n_slot, -1);
-    const uint64_t             zero = 0;
     gpu.upload(fixed.at(at_table), none.data(), none.size() * sizeof(int32_t));
-    gpu.upload(fixed.at(at_n_fetched), &zero, sizeof(zero));
     gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));
 
     // a tensor that is there already: what is computed "in its place" is computed on its device
@@ -246,10 +247,16 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
 //
 
 size_t gpu_chooser::codes_size(uint32_t layer, uint32_t n) const {
-    // kernels read four nibbles at a time, and so beyond the last one
     return (size_t) fresh.layers[layer].info.n_head_kv * ((n + kvf_index::GROUP - 1) / kvf_index::GROUP) *
-                   fresh.its.form.n_nibble() * 32 +
-           256;
+           fresh.its.form.n_nibble() * 32;
+}
+
+std::array<std::pair<void *, size_t>, 4> gpu_chooser::parts(llama_seq_id seq, uint32_t layer, uint32_t n) {
+    const auto & l       = layers[layer];
+    const auto & its     = index(seq, layer);
+    const size_t n_value = (size_t) l.n_head_kv * l.d, n_comp = fresh.its.form.n_comp();
+    return {{{its.mean, sizeof(float) * n_value}, {its.basis, sizeof(float) * n_value * n_comp},
+            {its.step, sizeof(float) * l.n_head_kv * n_comp}, {its.codes, codes_size(layer, n)}}};
 }
 
 const char * gpu_chooser::device_record(const void * record) {
@@ -277,14 +284,15 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     places              in;
     std::vector<size_t> at;
     for (uint32_t i = 0; i < layers.size(); ++i) {
-        at.push_back(in.take(mine(i) ? codes_size(i, room) : 0));
+        // kernels read four nibbles at a time, and so beyond the last one
+        at.push_back(in.take(mine(i) ? codes_size(i, room) + 256 : 0));
     }
     o.n_room = 0;
     memory made(buft, in.end);
     for (uint32_t i = 0; i < layers.size(); ++i) {
         if (!mine(i)) { continue; }
         auto & codes = index(seq, i).codes;
-        if (!anew && codes) { gpu.copy(made.at(at[i]), codes, codes_size(i, fresh.of(seq).n) - 256); }
+        if (!anew && codes) { gpu.copy(made.at(at[i]), codes, codes_size(i, fresh.of(seq).n)); }
         codes = (uint8_t *) made.at(at[i]);
         upload_index(seq, i);
     }
@@ -337,12 +345,11 @@ void gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t
 void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
     const std::lock_guard<std::mutex> lock(mutex);
 
-    const auto & l      = layers[layer];
-    const auto & to     = index(seq, layer);
-    const size_t n_comp = fresh.its.form.n_comp();
-    gpu.upload(to.mean, mean, sizeof(float) * l.n_head_kv * l.d);
-    gpu.upload(to.basis, basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
-    gpu.upload(to.step, step, sizeof(float) * l.n_head_kv * n_comp);
+    const float * src[] = {mean, basis, step};
+    const auto    to    = parts(seq, layer, 0);
+    for (size_t i = 0; i < 3; ++i) {
+        gpu.upload(to[i].first, src[i], to[i].second);
+    }
 }
 
 void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
@@ -377,32 +384,18 @@ void gpu_chooser::cover(llama_seq_id seq) {
 }
 
 void gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
-    const auto & l      = layers[layer];
-    const auto & from   = index(seq, layer);
-    const size_t n_comp = fresh.its.form.n_comp();
-    const auto   part   = [&](const void * src, size_t size) {
-        if (size) { gpu.download(dst, src, size); }
+    for (const auto & [from, size] : parts(seq, layer, n)) {
+        if (size) { gpu.download(dst, from, size); }
         dst += size;
-    };
-    part(from.mean, sizeof(float) * l.n_head_kv * l.d);
-    part(from.basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
-    part(from.step, sizeof(float) * l.n_head_kv * n_comp);
-    part(from.codes, codes_size(layer, n) - 256);
+    }
 }
 
 void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
-    const auto & l      = layers[layer];
-    const size_t n_comp = fresh.its.form.n_comp();
     reserve(seq, n, true);
-    const auto & to   = index(seq, layer);
-    const auto   part = [&](void * dst, size_t size) {
-        if (size) { gpu.upload(dst, src, size); }
+    for (const auto & [to, size] : parts(seq, layer, n)) {
+        if (size) { gpu.upload(to, src, size); }
         src += size;
-    };
-    part(to.mean, sizeof(float) * l.n_head_kv * l.d);
-    part(to.basis, sizeof(float) * l.n_head_kv * l.d * n_comp);
-    part(to.step, sizeof(float) * l.n_head_kv * n_comp);
-    part(to.codes, codes_size(layer, n) - 256);
+    }
 }
 
 //
