@@ -45,7 +45,7 @@ def fit(guests: Guests, form: IndexForm, records: list[Record]) -> None:
 
 
 class Fresh(NamedTuple):
-    """A run whose chunks FIRST to LAST_OUT - 1 are out, and may be guests."""
+    """A run whose chunks FIRST to LAST_OUT - 1 are out, and may be guests. Layers fetch from the records: they are kept."""
 
     run: Run
     guests: Guests
@@ -130,9 +130,10 @@ def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> 
 
 def test_layers_attend_to_their_own(cell: tuple[Model, Cache, int]) -> None:
     model, cache, chunk = cell
-    run, guests, _ = fresh_run(model, cache, chunk=chunk)
+    made = fresh_run(model, cache, chunk=chunk)
+    run, guests = made.run, made.guests
     with run:
-        blocks, _ = guests.tables()
+        blocks = guests.tables()[0]
         units = some_units(len(guests.layers), guests.info().n_slot)
         guests.place(units)
         logits = run.feed(20, 1)
@@ -147,9 +148,10 @@ def test_layers_attend_to_their_own(cell: tuple[Model, Cache, int]) -> None:
 
 def test_the_same_in_every_layer_is_a_pool(tiny_model: Callable[[str], Model]) -> None:
     model, cache = tiny_model("qwen3"), CACHES["f16"]
-    run, guests, _ = fresh_run(model, cache)
+    made = fresh_run(model, cache)
+    run, guests = made.run, made.guests
     with run:
-        blocks, _ = guests.tables()
+        blocks = guests.tables()[0]
         units = np.concatenate([np.arange(4 * c, 4 * c + 4) for c in (5, 3, 8, 2)]).astype(np.int32)
         guests.place(np.tile(units, (len(guests.layers), 1)))
         logits = run.feed(20, 1)

@@ -413,13 +413,11 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_how_far_it_looks() -> None:
-    assert Options().n_lookahead(recurrent=False) == Options(policy="qk", opening=0).n_lookahead(recurrent=False) == 0
-    assert (
-        Options(policy="qk").n_lookahead(recurrent=False)
-        == Options(opening=32).n_lookahead(recurrent=False)
-        == LOOKAHEAD
-    )
-    assert Options(policy="qk").n_lookahead(recurrent=True) == 0
+    for none in (Options(policy="fresh"), Options(opening=0)):
+        assert none.n_lookahead(recurrent=False) == 0
+    for some in (Options(), Options(policy="qk"), Options(policy="fresh", opening=32)):
+        assert some.n_lookahead(recurrent=False) == LOOKAHEAD
+        assert some.n_lookahead(recurrent=True) == 0
     assert Options(exact=True).n_lookahead(recurrent=False) == LOOKAHEAD
     assert Options(exact=True).n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
     assert Options(exact=True, n_ubatch=4).n_lookahead(recurrent=False) == 3

@@ -48,7 +48,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running() as running:
+    """Its chunks are in the pool for all layers, or out."""
+    with Running(policy="qk") as running:
         yield running
 
 
@@ -418,6 +419,22 @@ def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
     assert "to score" in figures["Last choice"]
     assert "--kvflash-meter" in figures["Agreement"]
     assert "2,048 tokens on the device, chosen by qk" in page.text("#summary")
+
+
+def test_layers_choose_for_themselves(driver: Chrome, document: NeedlePrompt) -> None:
+    with Running(policy="fresh") as running:
+        page = Page(driver, running.url)
+        page.open()
+        read(page, document)
+        figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+        assert "Choices" in figures
+        assert "Last choice" not in figures, "there is none between two tokens"
+        found = sequence(running, 2300)
+        layers = found["layers"]
+        some = next(chunk for chunk, n in enumerate(layers) if n and found["state"][chunk] == "0")
+        grid = page.one("#grid")
+        grid.send_keys(Keys.HOME, Keys.ARROW_RIGHT * some)
+        assert f"in the pool for {layers[some]:g} of 6 layers" in grid.get_attribute("aria-valuetext")
 
 
 def test_a_full_cache_is_said_to_be_one(driver: Chrome) -> None:
