@@ -285,6 +285,7 @@ int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const u
               float * dst);
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
                     size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
+void kvf_set_host_kernels(const void * kernels);
 int  kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean,
         float * cov);
 int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,

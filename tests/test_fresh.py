@@ -6,6 +6,9 @@ scores in numpy, from the index's own bytes.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +17,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support import tiny
+from support.kernels import build_kernels, host_kernels
 from support.models import NAMES
 from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, rows
 
@@ -28,6 +33,24 @@ Units = npt.NDArray[np.int32]
 
 N_READ = 1000  # tokens before guests begin: 15 chunks of 64 are full
 FIRST, LAST_OUT = 1, 9  # chunks that leave the pool
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@contextmanager
+def choosing(request: pytest.FixtureRequest, how: str) -> Iterator[None]:
+    """Layers choose by the CPU's node, or by the kernels of GPUs, on the CPU."""
+    with host_kernels(request.getfixturevalue("library")) if how == "kernels" else nullcontext():
+        yield
+
+
+@pytest.fixture(params=["node", "kernels"])
+def chooser(request: pytest.FixtureRequest) -> Iterator[None]:
+    with choosing(request, request.param):
+        yield
 
 
 def form_of(model: Model) -> IndexForm:
@@ -120,12 +143,18 @@ def forged_run(
         return run.feed(n_steps, 1)
 
 
+BY_NODE = [(name, cache, 64) for name in NAMES for cache in CACHES] + [("qwen3", "f16", 16), ("qwen3", "f16-nofa", 32)]
+BY_KERNELS = [("qwen3", cache, 64) for cache in CACHES] + [("gemma4", "f16", 64), ("qwen3", "f16", 16)]
+
+
 @pytest.fixture(
-    params=[(n, c, 64) for n in NAMES for c in CACHES] + [("qwen3", "f16", 16), ("qwen3", "f16-nofa", 32)], ids=str
+    params=[(*cell, "node") for cell in BY_NODE] + [(*cell, "kernels") for cell in BY_KERNELS],
+    ids=lambda cell: "-".join(map(str, cell)),
 )
-def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> tuple[Model, Cache, int]:
-    name, cache, chunk = request.param
-    return tiny_model(name), CACHES[cache], chunk
+def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> Iterator[tuple[Model, Cache, int]]:
+    name, cache, chunk, how = request.param
+    with choosing(request, how):
+        yield tiny_model(name), CACHES[cache], chunk
 
 
 def test_layers_attend_to_their_own(cell: tuple[Model, Cache, int]) -> None:
@@ -146,7 +175,7 @@ def test_layers_attend_to_their_own(cell: tuple[Model, Cache, int]) -> None:
         assert not np.array_equal(forged_run(model, cache, blocks, other, chunk=chunk), want)
 
 
-def test_the_same_in_every_layer_is_a_pool(tiny_model: Callable[[str], Model]) -> None:
+def test_the_same_in_every_layer_is_a_pool(chooser: None, tiny_model: Callable[[str], Model]) -> None:
     model, cache = tiny_model("qwen3"), CACHES["f16"]
     made = fresh_run(model, cache)
     run, guests = made.run, made.guests
@@ -184,7 +213,7 @@ class Index(NamedTuple):
         return np.asarray(self.mean + np.einsum("nhc,hdc->nhd", parts, self.basis), np.float32)
 
 
-def unpacked(raw: bytes, form: IndexForm, layer: Layer, n: int) -> Index:
+def unpacked(raw: Record, form: IndexForm, layer: Layer, n: int) -> Index:
     """Read the bytes of a layer's index of n positions, as kvflash-fresh.h lays them out."""
     h, d, c = layer.n_head_kv, layer.n_embd_head_k, form.n_comp
     floats = np.frombuffer(raw, np.float32, h * d + h * d * c + h * c)
@@ -217,12 +246,15 @@ def shares(
     keys: npt.NDArray[np.float32],
     known: npt.NDArray[np.float32],
     common: npt.NDArray[np.bool_],
+    cap: float,
 ) -> npt.NDArray[np.float64]:
     """Each unit's share of the attention of q (n_head, d), summed over heads: of keys by the index, and of known ones."""
     group = len(q) // keys.shape[1]
     res = np.zeros(len(keys) // UNIT)
     for h, query in enumerate(q.astype(np.float64)):
-        far, near = keys[:, h // group] @ query * scale, known[:, h // group] @ query * scale
+        far, near = (x[:, h // group] @ query * scale for x in (keys, known))
+        if cap:
+            far, near = (cap * np.tanh(x / cap) for x in (far, near))
         far[np.repeat(common, UNIT)] = -np.inf
         top = max(far.max(), near.max())
         mass = np.exp(far - top).reshape(-1, UNIT).sum(1)
@@ -231,14 +263,14 @@ def shares(
 
 
 @pytest.fixture
-def chooses(tiny_model: Callable[[str], Model]) -> Iterator[Fresh]:
+def chooses(chooser: None, tiny_model: Callable[[str], Model]) -> Iterator[Fresh]:
     """A run with 24 of 32 units as guests, and 3 exchanged a token."""
     made = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True)
     with made.run:
         yield made
 
 
-def scored(made: Fresh, n_known: int) -> list[npt.NDArray[np.float64]]:
+def scored(made: Fresh, n_known: int, cap: float = 0) -> list[npt.NDArray[np.float64]]:
     """The shares that the token that was decoded last has in each layer, in numpy."""
     run, guests, records = made
     form = form_of(run.ctx.model)
@@ -253,14 +285,18 @@ def scored(made: Fresh, n_known: int) -> list[npt.NDArray[np.float64]]:
         kept = np.ones(len(every), bool)
         kept[FIRST * 64 : LAST_OUT * 64] = False
         q, scale = run.ctx.queries()[i], float(run.ctx.query_scales()[i])
-        res.append(shares(q, scale, index.keys, every[kept], common))
+        res.append(shares(q, scale, index.keys, every[kept], common, cap))
     return res
 
 
 def test_empty_slots_are_filled_with_the_best(chooses: Fresh) -> None:
-    run, guests, _ = chooses
+    fills_empty_slots_with_the_best(chooses)
+
+
+def fills_empty_slots_with_the_best(made: Fresh, cap: float = 0) -> None:
+    run, guests, _ = made
     run.feed(1, 1)
-    for units, score in zip(guests.tables()[1], scored(chooses, run.pos), strict=True):
+    for units, score in zip(guests.tables()[1], scored(made, run.pos, cap), strict=True):
         assert len(set(units.tolist())) == 24
         out = set(range(FIRST * 4, LAST_OUT * 4)) - set(units.tolist())
         assert len(out) == 8, "a guest is common, or twice there"
@@ -268,11 +304,58 @@ def test_empty_slots_are_filled_with_the_best(chooses: Fresh) -> None:
 
 
 def test_the_worst_go_for_the_best(chooses: Fresh) -> None:
-    run, guests, _ = chooses
+    the_worst_go_for_the_best(chooses)
+
+
+CAP = 2.0
+
+
+def capped(w: tiny.Writer) -> None:
+    """Of gemma2's architecture: logits of the attention are less than CAP, as tanh has it."""
+    n_embd, n_head, n_head_kv, d = 64, 2, 1, 64
+    w.geometry(n_layer=2, n_embd=n_embd, n_ff=64, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=d, rope=1e4)
+    w.keys(attention__sliding_window=256, attn_logit_softcapping=CAP)
+    w.random("token_embd.weight", n_embd, tiny.N_VOCAB)
+    w.norm("output_norm.weight", n_embd)
+    for i in range(2):
+        blk = f"blk.{i}."
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            w.norm(f"{blk}{name}.weight", n_embd)
+        for name, n_out in (("q", n_head * d), ("k", n_head_kv * d), ("v", n_head_kv * d)):
+            w.random(f"{blk}attn_{name}.weight", n_embd, n_out, scale=2)
+        w.random(blk + "attn_output.weight", n_head * d, n_embd)
+        w.ffn(blk, n_embd, 64)
+
+
+def headed(n_head: int, n_head_kv: int, d: int) -> Callable[[tiny.Writer], None]:
+    return partial(tiny.qwen3, n_layer=2, n_embd=64, n_ff=64, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=d)
+
+
+@pytest.mark.parametrize(
+    ("arch", "make", "cap"),
+    [
+        ("qwen3", headed(*heads), 0)
+        for heads in ((1, 1, 128), (5, 1, 64), (9, 1, 128), (3, 3, 80), (2, 1, 96), (2, 2, 256))
+    ]
+    + [("gemma2", capped, CAP)],
+)
+def test_heads_of_all_kinds(
+    chooser: None, tmp_path: Path, arch: str, make: Callable[[tiny.Writer], None], cap: float
+) -> None:
+    tiny.write_worded(tmp_path / "model.gguf", arch, make)
+    with Model.load(tmp_path / "model.gguf") as model:
+        made = fresh_run(model, CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True)
+        with made.run:
+            fills_empty_slots_with_the_best(made, cap)
+            the_worst_go_for_the_best(made, cap)
+
+
+def the_worst_go_for_the_best(made: Fresh, cap: float = 0) -> None:
+    run, guests, _ = made
     every = list(range(FIRST * 4, LAST_OUT * 4))
     guests.place(np.tile(np.array(every[:24], np.int32), (len(guests.layers), 1)))
     run.feed(1, 1)
-    for units, score in zip(guests.tables()[1], scored(chooses, run.pos), strict=True):
+    for units, score in zip(guests.tables()[1], scored(made, run.pos, cap), strict=True):
         came, went = set(units.tolist()) - set(every[:24]), set(every[:24]) - set(units.tolist())
         assert len(came) == len(went) <= 3
         others = [u for u in every[24:] if u not in came]
@@ -285,7 +368,7 @@ def test_the_worst_go_for_the_best(chooses: Fresh) -> None:
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_what_is_chosen_is_what_is_seen(tiny_model: Callable[[str], Model], *, exchanged: bool) -> None:
+def test_what_is_chosen_is_what_is_seen(chooser: None, tiny_model: Callable[[str], Model], *, exchanged: bool) -> None:
     """The token for which guests were fetched already attends to them, and not to what was there before."""
     model, cache = tiny_model("qwen3"), CACHES["f16"]
     run, guests, _ = fresh_run(model, cache, n_exchange=3, n_blocks=4)
@@ -314,7 +397,7 @@ def test_nothing_is_twice_there(chooses: Fresh) -> None:
     assert all(len(set(row.tolist())) == 20 for row in units)
 
 
-def test_fewer_out_than_slots(tiny_model: Callable[[str], Model]) -> None:
+def test_fewer_out_than_slots(chooser: None, tiny_model: Callable[[str], Model]) -> None:
     """Slots that nothing can fill are not seen. All that is out is there then, and so the logits are the full cache's."""
     run, guests, _ = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=2)
     with run:
@@ -377,6 +460,22 @@ def test_guests_take_free_blocks_alone(chooses: Fresh) -> None:
     guests.resize(n)
     with pytest.raises(PoolError):
         run.decode(64)  # a new chunk, and no block
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q4_1", "q5_0", "q5_1", "iq4_nl"])
+def test_kernels_read_all_types(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model], kind: str) -> None:
+    """Of the same records the kernels find the moments, and so the index, that the node finds."""
+    cache = Cache(kind, "on", None)
+    found = []
+    for how in ("node", "kernels"):
+        with choosing(request, how):
+            made = fresh_run(tiny_model("qwen3"), cache)
+        with made.run:
+            found.append([part for i in range(2) for part in made.guests.moments(i, made.records)])
+            chosen = made.run.feed(1, 1)
+    for node, kernels in zip(*found, strict=True):
+        assert np.allclose(node, kernels, rtol=1e-4, atol=1e-4 * np.abs(node).max())
+    assert np.isfinite(chosen).all()
 
 
 def test_what_an_index_cannot_be(tiny_model: Callable[[str], Model]) -> None:

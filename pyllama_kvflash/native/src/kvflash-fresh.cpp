@@ -27,7 +27,8 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
                 ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
         auto & chooser = made[dev];
         if (!chooser) {
-            choosers.push_back(dev ? kvf_gpu_chooser(*this, buf) : kvf_cpu_chooser(*this));
+            auto found = kvf_gpu_chooser(*this, buf);
+            choosers.push_back(found || dev ? std::move(found) : kvf_cpu_chooser(*this));
             chooser = choosers.back().get();
             if (!chooser) {
                 throw kvf_failure(

@@ -15,6 +15,8 @@ namespace {
 
 using kernels = const kvf_gpu;
 
+kernels * g_host_kernels = nullptr;
+
 // device memory
 struct memory {
     memory() = default;
@@ -41,6 +43,9 @@ struct places {
 
 struct gpu_chooser : kvf_chooser {
     gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf);
+
+    kvf_gpu_layer lay_out();
+    kvf_gpu_layer of_layer(const kvf_gpu_layer & all, uint32_t i) const;
 
     void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override;
     void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override;
@@ -91,8 +96,9 @@ struct gpu_chooser : kvf_chooser {
     std::vector<own>           owns;
 
     memory      fixed; // what is always there
-    size_t      at_index = 0, at_records = 0, at_blocks = 0, n_record = 0;
-    memory      scratch; // of keys as floats
+    size_t      at_index = 0, at_records = 0, at_blocks = 0;
+    uint32_t    n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
+    memory      scratch;                   // of keys as floats
     float *     mean = nullptr;
     float *     cov  = nullptr;
     ggml_tensor view = {}; // of the fixed memory, for the scheduler
@@ -146,92 +152,20 @@ std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buf
     auto *     dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
     auto *     reg  = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
     const auto find = reg ? (kernels * (*) ()) ggml_backend_reg_get_proc_address(reg, "kvflash_gpu") : nullptr;
-    return find ? std::make_unique<gpu_chooser>(fresh, *find(), buf) : nullptr;
+    auto *     gpu  = find ? find() : ggml_backend_buffer_is_host(buf) ? g_host_kernels : nullptr;
+    return gpu ? std::make_unique<gpu_chooser>(fresh, *gpu, buf) : nullptr;
 }
+
+void kvf_set_host_kernels(const void * gpu) { g_host_kernels = (kernels *) gpu; }
 
 gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf) :
     fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), owns(fresh.sequences.size()) {
-    constexpr uint32_t UNIT = kvf_fresh::UNIT;
-
-    const uint32_t n_seq = owns.size(), n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
-    const uint32_t n_slot = n_block * (fresh.n_chunk / UNIT);
-
-    n_record                 = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
-    const kvf_gpu_ask ask    = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * (fresh.n_chunk / UNIT)};
-    const auto &      f      = fresh.its.form;
-    uint32_t          n_head = 0, n_value = 0, n_cov = 0;
-    for (const auto & l : fresh.layers) {
-        n_head  = std::max(n_head, l.info.n_head);
-        n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
-        n_cov   = std::max(n_cov, l.info.n_head_kv * l.info.n_embd_head_k * l.info.n_embd_head_k);
+    const auto all = lay_out();
+    for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
+        layers.push_back(of_layer(all, i));
     }
-
-    places     in;
-    const auto at_lse   = in.take(sizeof(float) * ask.n_asker * n_head * ask.n_unit);
-    const auto at_parts = in.take(2 * sizeof(float) * ask.n_asker * n_head * KVF_GPU_PARTS);
-    const auto at_score = in.take(sizeof(float) * n_seq * ask.n_unit);
-    const auto at_moves = in.take(2 * sizeof(int32_t) * n_seq * n_slot), at_n_moves = in.take(sizeof(int32_t) * n_seq);
-    const auto at_spare = in.take(2 * sizeof(int32_t) * n_seq * n_slot), at_n_fetched = in.take(sizeof(uint64_t));
-    const auto at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
-    const auto at_table = in.take(sizeof(int32_t) * n_layer * n_seq * n_slot);
-    std::vector<size_t> at_mean_of, at_basis_of, at_step_of;
-    for (uint32_t i = 0; i < n_layer * n_seq; ++i) {
-        const auto & l = fresh.layers[i / n_seq].info;
-        at_mean_of.push_back(in.take(sizeof(float) * l.n_head_kv * l.n_embd_head_k));
-        at_basis_of.push_back(in.take(sizeof(float) * l.n_head_kv * l.n_embd_head_k * f.n_comp()));
-        at_step_of.push_back(in.take(sizeof(float) * l.n_head_kv * f.n_comp()));
-    }
-    at_records = in.take(sizeof(void *) * n_seq * n_record);
-    at_blocks  = in.take(sizeof(int32_t) * n_block);
-    at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
-    fixed      = memory(buft, in.end);
-    mean       = (float *) fixed.at(at_mean);
-    cov        = (float *) fixed.at(at_cov);
-
-    const auto form = make_form(f);
-    for (uint32_t i = 0; i < n_layer; ++i) {
-        const auto & l = fresh.layers[i];
-        for (uint32_t seq = 0; seq < n_seq; ++seq) {
-            const uint32_t at = i * n_seq + seq;
-            indexes.push_back({nullptr, (float *) fixed.at(at_mean_of[at]), (float *) fixed.at(at_basis_of[at]),
-                    (float *) fixed.at(at_step_of[at]), (int32_t *) fixed.at(at_table) + (size_t) at * n_slot,
-                    (const char * const *) fixed.at(at_records) + (size_t) seq * n_record});
-        }
-        const auto size = [&](const ggml_tensor * t) { return UNIT * ggml_row_size(t->type, t->ne[0]); };
-
-        kvf_gpu_layer to = {};
-        to.i             = i;
-        to.n_turn        = fresh.its.n_turn;
-        to.n_head        = l.info.n_head;
-        to.n_head_kv     = l.info.n_head_kv;
-        to.d             = l.info.n_embd_head_k;
-        to.n_chunk       = fresh.n_chunk;
-        to.n_slot        = n_slot;
-        to.n_exchange    = fresh.its.n_exchange;
-        to.type_k        = l.info.type_k;
-        to.row_size      = ggml_row_size(l.k->type, l.k->ne[0]);
-        to.cap           = l.cap;
-        to.k             = {(char *) l.k->data, size(l.k), 1, 0, l.info.offs_k, 0};
-        if (l.v && !fresh.v_trans) { to.v = {(char *) l.v->data, size(l.v), 1, 0, l.info.offs_v, 0}; }
-        if (l.v && fresh.v_trans) {
-            const size_t el = ggml_type_size(l.v->type);
-            to.v            = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v,
-                               fresh.n_chunk * el};
-        }
-        to.form      = form;
-        to.ask       = ask;
-        to.index     = (const kvf_gpu_index *) fixed.at(at_index) + (size_t) i * n_seq;
-        to.lse       = (float *) fixed.at(at_lse);
-        to.parts     = (float *) fixed.at(at_parts);
-        to.score     = (float *) fixed.at(at_score);
-        to.moves     = (int32_t *) fixed.at(at_moves);
-        to.n_moves   = (int32_t *) fixed.at(at_n_moves);
-        to.spare     = (int32_t *) fixed.at(at_spare);
-        to.n_fetched = (uint64_t *) fixed.at(at_n_fetched);
-        layers.push_back(to);
-    }
-    const std::vector<int32_t> none((size_t) n_layer * n_seq * n_slot, -1);
-    gpu.upload(fixed.at(at_table), none.data(), none.size() * sizeof(int32_t));
+    const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
+    gpu.upload(indexes[0].table, none.data(), none.size() * sizeof(int32_t));
     gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));
 
     // a tensor that is there already: what is computed "in its place" is computed on its device
@@ -240,6 +174,99 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     view.data   = fixed.at();
     view.ne[0] = view.ne[1] = view.ne[2] = view.ne[3] = 1;
     view.nb[0] = view.nb[1] = view.nb[2] = view.nb[3] = sizeof(float);
+}
+
+// take the fixed memory. returns what all layers have in common
+kvf_gpu_layer gpu_chooser::lay_out() {
+    const uint32_t n_seq = owns.size(), n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
+    const uint32_t each = fresh.n_chunk / kvf_fresh::UNIT, n_comp = fresh.its.form.n_comp();
+    uint32_t       n_head = 0, n_cov = 0;
+    for (const auto & l : fresh.layers) {
+        n_head  = std::max(n_head, l.info.n_head);
+        n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
+        n_cov   = std::max(n_cov, l.info.n_head_kv * l.info.n_embd_head_k * l.info.n_embd_head_k);
+    }
+    n_record = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
+
+    kvf_gpu_layer res = {};
+    res.n_turn        = fresh.its.n_turn;
+    res.n_chunk       = fresh.n_chunk;
+    res.n_slot        = n_block * each;
+    res.n_exchange    = fresh.its.n_exchange;
+    res.form          = make_form(fresh.its.form);
+    res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
+    res.n_room        = 2 * std::max(res.ask.n_unit, res.n_slot);
+
+    places     in;
+    const auto at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
+    const auto at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
+    const auto at_score   = in.take(sizeof(float) * n_seq * res.ask.n_unit);
+    const auto at_moves   = in.take(2 * sizeof(int32_t) * n_seq * res.n_slot);
+    const auto at_n_moves = in.take(sizeof(int32_t) * n_seq);
+    const auto at_room    = in.take(sizeof(kvf_pair) * n_seq * res.n_room);
+    const auto at_lists   = in.take(2 * sizeof(kvf_pair) * n_seq * res.n_slot);
+    const auto at_counts  = in.take(2 * sizeof(uint64_t));
+    const auto at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
+    const auto at_table = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
+    const auto at_own   = in.end; // a mean, a basis and steps of each layer and sequence
+    for (const auto & l : fresh.layers) {
+        const size_t n = l.info.n_head_kv * l.info.n_embd_head_k;
+        in.take(n_seq * sizeof(float) * (n + n * n_comp + l.info.n_head_kv * n_comp));
+    }
+    at_records = in.take(sizeof(void *) * n_seq * n_record);
+    at_blocks  = in.take(sizeof(int32_t) * n_block);
+    at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
+    fixed      = memory(buft, in.end);
+    mean       = (float *) fixed.at(at_mean);
+    cov        = (float *) fixed.at(at_cov);
+
+    places own = {at_own};
+    for (uint32_t i = 0; i < n_layer; ++i) {
+        const auto & l  = fresh.layers[i].info;
+        const size_t n  = l.n_head_kv * l.n_embd_head_k;
+        float *      at = (float *) fixed.at(own.take(n_seq * sizeof(float) * (n + n * n_comp + l.n_head_kv * n_comp)));
+        for (uint32_t seq = 0; seq < n_seq; ++seq) {
+            float * basis = at + n;
+            float * step  = basis + n * n_comp;
+            indexes.push_back({nullptr, at, basis, step, (int32_t *) fixed.at(at_table) + indexes.size() * res.n_slot,
+                    (const char * const *) fixed.at(at_records) + (size_t) seq * n_record});
+            at = step + l.n_head_kv * n_comp;
+        }
+    }
+    res.lse       = (float *) fixed.at(at_lse);
+    res.parts     = (float *) fixed.at(at_parts);
+    res.score     = (float *) fixed.at(at_score);
+    res.moves     = (int32_t *) fixed.at(at_moves);
+    res.n_moves   = (int32_t *) fixed.at(at_n_moves);
+    res.room      = (kvf_pair *) fixed.at(at_room);
+    res.lists     = (kvf_pair *) fixed.at(at_lists);
+    res.n_fetched = (uint64_t *) fixed.at(at_counts);
+    res.n_arrived = (unsigned long long *) fixed.at(at_counts) + 1;
+    return res;
+}
+
+kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const {
+    constexpr uint32_t UNIT = kvf_fresh::UNIT;
+
+    const auto & l    = fresh.layers[i];
+    const auto   size = [&](const ggml_tensor * t) { return UNIT * ggml_row_size(t->type, t->ne[0]); };
+
+    kvf_gpu_layer res = all;
+    res.i             = i;
+    res.n_head        = l.info.n_head;
+    res.n_head_kv     = l.info.n_head_kv;
+    res.d             = l.info.n_embd_head_k;
+    res.type_k        = l.info.type_k;
+    res.row_size      = ggml_row_size(l.k->type, l.k->ne[0]);
+    res.cap           = l.cap;
+    res.k             = {(char *) l.k->data, size(l.k), 1, 0, l.info.offs_k, 0};
+    if (l.v && !fresh.v_trans) { res.v = {(char *) l.v->data, size(l.v), 1, 0, l.info.offs_v, 0}; }
+    if (l.v && fresh.v_trans) {
+        const size_t el = ggml_type_size(l.v->type);
+        res.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
+    }
+    res.index = (const kvf_gpu_index *) fixed.at(at_index) + (size_t) i * owns.size();
+    return res;
 }
 
 //
@@ -302,10 +329,6 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
 
 void gpu_chooser::take_scratch() {
     if (scratch.size) { return; }
-    uint32_t n_value = 0;
-    for (const auto & l : fresh.layers) {
-        n_value = std::max(n_value, l.info.n_head_kv * l.info.n_embd_head_k);
-    }
     scratch = memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES);
 }
 

@@ -16,6 +16,8 @@ struct ggml_tensor;
 
 // how a layer's rows lie in its cache and in a record. size: bytes of a unit; a unit's rows of V are n_run pieces
 struct kvf_gpu_rows {
+    static constexpr uint32_t PIECE = 2048; // bytes that a warp copies at once
+
     char *   data;
     uint64_t size;       // of a run of a unit
     uint32_t n_run;      // 1, or one of each value where V is transposed
@@ -59,6 +61,11 @@ struct kvf_gpu_ask {
     KVF_BOTH uint32_t size() const { return LEN + LEN_ASKER * n_asker + n_seq * seq_size(); }
 };
 
+// what may come or go, and by which it is chosen
+struct kvf_pair {
+    uint32_t key, what;
+};
+
 struct kvf_gpu_layer {
     uint32_t     i, n_turn;
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
@@ -77,8 +84,12 @@ struct kvf_gpu_layer {
     float *    score;   // [n_seq][n_unit]
     int32_t *  moves;   // [n_seq][n_slot][2]: slot, unit
     int32_t *  n_moves; // [n_seq]
-    int32_t *  spare;   // [n_seq][2][n_slot]
+    kvf_pair * room;    // [n_seq][n_room]
+    uint32_t   n_room;
+    kvf_pair * lists; // [n_seq][2][n_slot]: what comes, what goes
     uint64_t * n_fetched;
+
+    unsigned long long * n_arrived; // blocks of all launches, at the places where they wait for each other
 };
 
 static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most

@@ -291,6 +291,9 @@ struct kvf_index_info {
     uint64_t n_fetched;    // guests that were copied from records, of all sequences and layers
 };
 
+// for tests: pools in host memory that are made from now on choose by these kernels (struct kvf_gpu), null: by the CPU's node
+LLAMA_API void kvf_set_host_kernels(const void * kernels);
+
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
 // n_embd_head_k]. of 4,096 keys at most, evenly spread. any thread
 LLAMA_API int kvf_index_moments(

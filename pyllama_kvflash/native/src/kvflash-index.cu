@@ -1,0 +1,203 @@
+// The index of kvflash-fresh.h in a GPU's memory, a part of the backend's library: made of keys in records; and the table of
+// functions that kvflash-gpu.cpp calls.
+
+#include "kvflash-kernels.cuh"
+
+#include <mutex>
+
+// a stream of ours for each device
+static cudaStream_t stream_on(const void * on) {
+    static std::mutex   mutex;
+    static cudaStream_t streams[GGML_CUDA_MAX_DEVICES];
+
+    cudaPointerAttributes at;
+    CUDA_CHECK(cudaPointerGetAttributes(&at, on));
+    ggml_cuda_set_device(at.device);
+
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!streams[at.device]) { CUDA_CHECK(cudaStreamCreateWithFlags(&streams[at.device], cudaStreamNonBlocking)); }
+    return streams[at.device];
+}
+
+// x: [n][n_value]. grid: positions
+static __global__ void kvf_decode(const __grid_constant__ kvf_gpu_keys keys, uint32_t skip, uint32_t every, float * dst) {
+    char * const   row = &shared<char>();
+    const uint32_t at = skip + blockIdx.x * every, n = keys.n_head_kv * keys.d;
+    copy_bytes(row, keys.records[at / keys.n_chunk] + keys.offs + at % keys.n_chunk * keys.row_size, keys.row_size,
+            threadIdx.x, blockDim.x);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
+        dst[(uint64_t) blockIdx.x * n + i] = key_value(keys.type, row, i);
+    }
+}
+
+// grid: blocks of 256 values
+static __global__ void kvf_mean(const float * x, uint32_t n, uint32_t n_value, float * mean) {
+    const uint32_t i = blockIdx.x * 32 + threadIdx.x % 32, part = threadIdx.x / 32;
+    auto & sums = shared<float[32][33]>();
+
+    float sum = 0;
+    for (uint32_t t = part; t < n && i < n_value; t += 32) {
+        sum += x[(uint64_t) t * n_value + i];
+    }
+    sums[part][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (part == 0 && i < n_value) {
+        for (uint32_t j = 1; j < 32; ++j) {
+            sum += sums[j][threadIdx.x];
+        }
+        mean[i] = sum / n;
+    }
+}
+
+static constexpr uint32_t TILE = 32;
+
+// grid: tiles of rows and of columns of a covariance; heads. 16 x 16 threads, each 2 x 2 values
+static __global__ void kvf_cov(const float * x, uint32_t n, uint32_t n_head, uint32_t d, const float * mean, float * cov) {
+    auto & a = shared<float[TILE][TILE + 1]>(), & b = shared<float[TILE][TILE + 1]>(sizeof(a)); // [position][value]
+
+    const uint32_t head = blockIdx.z, tx = threadIdx.x, ty = threadIdx.y, tid = ty * 16 + tx;
+    const float *  from = x + head * d;
+    mean += head * d;
+
+    float sums[2][2] = {};
+    for (uint32_t t0 = 0; t0 < n; t0 += TILE) {
+        for (uint32_t i = tid; i < TILE * TILE; i += 256) {
+            const uint32_t t = i / TILE, ia = blockIdx.x * TILE + i % TILE, ib = blockIdx.y * TILE + i % TILE;
+            const float *  key = from + (uint64_t) (t0 + t) * n_head * d;
+            a[t][i % TILE]     = t0 + t < n && ia < d ? key[ia] - mean[ia] : 0;
+            b[t][i % TILE]     = t0 + t < n && ib < d ? key[ib] - mean[ib] : 0;
+        }
+        __syncthreads();
+#pragma unroll
+        for (uint32_t t = 0; t < TILE; ++t) {
+            for (uint32_t i = 0; i < 2; ++i) {
+                for (uint32_t j = 0; j < 2; ++j) {
+                    sums[i][j] += a[t][ty + 16 * i] * b[t][tx + 16 * j];
+                }
+            }
+        }
+        __syncthreads();
+    }
+    for (uint32_t i = 0; i < 2; ++i) {
+        for (uint32_t j = 0; j < 2; ++j) {
+            const uint32_t ia = blockIdx.x * TILE + ty + 16 * i, ib = blockIdx.y * TILE + tx + 16 * j;
+            if (ia < d && ib < d) { cov[((uint64_t) head * d + ia) * d + ib] = sums[i][j] / n; }
+        }
+    }
+}
+
+// the codes of positions pos ... pos + n, whole units. grid: units; heads. x of a unit in shared memory, and its components
+static __global__ void kvf_encode(const float * x, uint32_t pos, uint32_t n_head, uint32_t d,
+        const __grid_constant__ kvf_gpu_form f, const __grid_constant__ kvf_gpu_index index) {
+    float * const  keys = &shared<float>(); // [d][UNIT], and then [n_comp][UNIT]
+    const uint32_t unit = blockIdx.x, head = blockIdx.y, n_comp = f.n_comp, tid = threadIdx.x;
+    float *        comps = keys + d * UNIT;
+
+    for (uint32_t i = tid; i < UNIT * d; i += blockDim.x) {
+        const uint32_t t = i / d, j = i % d;
+        keys[j * UNIT + t] = x[((uint64_t) (unit * UNIT + t) * n_head + head) * d + j] - index.mean[head * d + j];
+    }
+    __syncthreads();
+    const float * basis = index.basis + (uint64_t) head * d * n_comp;
+    for (uint32_t i = tid; i < n_comp * (UNIT / 4); i += blockDim.x) {
+        const uint32_t c = i % n_comp, t = i / n_comp * 4;
+
+        float4 sum = {};
+        for (uint32_t j = 0; j < d; ++j) {
+            const float  b   = basis[(uint64_t) j * n_comp + c];
+            const float4 key = *(const float4 *) (keys + j * UNIT + t);
+            sum.x += key.x * b;
+            sum.y += key.y * b;
+            sum.z += key.z * b;
+            sum.w += key.w * b;
+        }
+        *(float4 *) (comps + c * UNIT + t) = sum;
+    }
+    __syncthreads();
+
+    // a byte has a position and the one that is 32 further on: another unit, which may be written at the same time
+    const uint32_t first = pos + unit * UNIT, group = first / GROUP, shift = first % GROUP < 32 ? 0 : 4;
+    uint8_t *      codes = index.codes + ((uint64_t) group * n_head + head) * f.n_nibble * 32;
+    for (uint32_t i = tid; i < f.n_nibble * (UNIT / 4); i += blockDim.x) {
+        const uint32_t nibble = i / (UNIT / 4), t = i % (UNIT / 4) * 4;
+
+        uint32_t word = 0;
+        for (uint32_t b = 0; b < 4; ++b) {
+            for (uint32_t low = 0; low < 4; ++low) {
+                const int c = component(f, nibble, low);
+                if (c < 0) { continue; }
+                const float mid = middle(f, c), step = index.step[head * n_comp + c];
+                const float v = step > 0 ? roundf(comps[c * UNIT + t + b] / step + mid) : mid;
+                word |= (uint32_t) fminf(fmaxf(v, 0), 2 * mid) << (8 * b + shift + low);
+            }
+        }
+        uint32_t * dst = (uint32_t *) (codes + nibble * 32 + first % 32 + t);
+        atomicAnd(dst, ~(0x0f0f0f0fu << shift));
+        atomicOr(dst, word);
+    }
+}
+
+static void upload(void * dst, const void * src, size_t size) {
+    const auto stream = stream_on(dst);
+    CUDA_CHECK(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+static void download(void * dst, const void * src, size_t size) {
+    const auto stream = stream_on(src);
+    CUDA_CHECK(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+static void copy(void * dst, const void * src, size_t size) {
+    const auto stream = stream_on(dst);
+    CUDA_CHECK(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToDevice, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+static const char * pinned(const char * host) {
+    void * res = nullptr;
+    if (cudaHostGetDevicePointer(&res, (void *) host, 0) != cudaSuccess) {
+        (void) cudaGetLastError();
+        return nullptr;
+    }
+    return (const char *) res;
+}
+
+static void decode(const kvf_gpu_keys & keys, uint32_t skip, uint32_t every, float * dst, uint32_t n) {
+    launch(kvf_decode, dim3(n), dim3(128), GGML_PAD(keys.row_size, 16), stream_on(dst), false, keys, skip, every, dst);
+}
+
+static void moments(const float * x, uint32_t n, uint32_t n_head, uint32_t d, float * mean, float * cov) {
+    const auto     stream = stream_on(x);
+    const uint32_t n_tile = (d + TILE - 1) / TILE, n_value = n_head * d;
+    launch(kvf_mean, dim3((n_value + 31) / 32), dim3(1024), sizeof(float[32][33]), stream, false, x, n, n_value, mean);
+    launch(kvf_cov, dim3(n_tile, n_tile, n_head), dim3(16, 16), 2 * sizeof(float[TILE][TILE + 1]), stream, false, x, n, n_head,
+            d, (const float *) mean, cov);
+}
+
+static void encode(const float * x, uint32_t n, uint32_t pos, uint32_t n_head, uint32_t d, const kvf_gpu_form & form,
+        const kvf_gpu_index & index) {
+    launch(kvf_encode, dim3(n / UNIT, n_head), dim3(256), (d + form.n_comp) * UNIT * sizeof(float), stream_on(x), false, x,
+            pos, n_head, d, form, index);
+}
+
+static void fetch_of(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks) {
+    kvf_fetch_units(l, seq, blocks, stream_on(l.moves));
+}
+
+static void wait(const void * on) { CUDA_CHECK(cudaStreamSynchronize(stream_on(on))); }
+
+bool kvflash_launches(const ggml_tensor * node) {
+    return ((const ggml_custom_op_params *) node->op_params)->n_tasks == kvf_gpu::LAUNCHES;
+}
+
+void kvflash_launch(ggml_tensor * node, void * stream) {
+    ((void (*)(ggml_tensor *, void *)) ((const ggml_custom_op_params *) node->op_params)->fun)(node, stream);
+}
+
+const kvf_gpu * kvflash_gpu() {
+    static const kvf_gpu res = {kvf_choose_node, upload, download, copy, pinned, decode, moments, encode, fetch_of, wait};
+    return &res;
+}

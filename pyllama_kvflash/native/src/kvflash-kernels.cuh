@@ -1,0 +1,113 @@
+#pragma once
+
+// what the kernels of kvflash-fresh.cu and kvflash-index.cu have in common
+
+#include "kvflash-gpu.h"
+
+#include "ggml-cuda/common.cuh"
+
+#include <utility>
+
+static constexpr uint32_t UNIT = 16, GROUP = 64; // as in kvf_fresh and kvf_index
+
+// what a block shares, whatever the kernel
+extern __shared__ uint4 kvf_shared[];
+
+template <typename T> static inline __device__ T & shared(size_t offset = 0) { return *(T *) ((char *) kvf_shared + offset); }
+
+template <typename... P, typename... A>
+static void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, bool at_once, A &&... args) {
+    cudaLaunchAttribute at_all = {};
+    at_all.id                  = cudaLaunchAttributeCooperative; // all blocks run at the same time
+    at_all.val.cooperative     = 1;
+
+    cudaLaunchConfig_t config = {};
+    config.gridDim            = grid;
+    config.blockDim           = block;
+    config.dynamicSmemBytes   = memory;
+    config.stream             = stream;
+    config.attrs              = &at_all;
+    config.numAttrs           = at_once ? 1 : 0;
+    if (memory > 48 << 10) { CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory)); }
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<A>(args)...));
+}
+
+//
+// keys, of all types of a cache
+//
+
+static inline __device__ float key_value(int32_t type, const char * row, uint32_t i) {
+    const uint32_t b = i / 32, j = i % 32, low = j % 16, bits = j < 16 ? 0 : 4;
+    switch (type) {
+        case GGML_TYPE_F32: return ((const float *) row)[i];
+        case GGML_TYPE_F16: return __half2float(((const half *) row)[i]);
+        case GGML_TYPE_BF16: return __uint_as_float((uint32_t) ((const uint16_t *) row)[i] << 16);
+        case GGML_TYPE_Q8_0: {
+            const auto & x = ((const block_q8_0 *) row)[b];
+            return __half2float(x.d) * x.qs[j];
+        }
+        case GGML_TYPE_Q4_0: {
+            const auto & x = ((const block_q4_0 *) row)[b];
+            return __half2float(x.d) * ((int) (x.qs[low] >> bits & 15) - 8);
+        }
+        case GGML_TYPE_Q4_1: {
+            const auto & x = ((const block_q4_1 *) row)[b];
+            return __low2float(x.dm) * (x.qs[low] >> bits & 15) + __high2float(x.dm);
+        }
+        case GGML_TYPE_Q5_0: {
+            const auto & x  = ((const block_q5_0 *) row)[b];
+            const int    hi = x.qh[j / 8] >> j % 8 & 1;
+            return __half2float(x.d) * ((int) (x.qs[low] >> bits & 15) + 16 * hi - 16);
+        }
+        case GGML_TYPE_Q5_1: {
+            const auto & x  = ((const block_q5_1 *) row)[b];
+            const int    hi = x.qh[j / 8] >> j % 8 & 1;
+            return __low2float(x.dm) * ((int) (x.qs[low] >> bits & 15) + 16 * hi) + __high2float(x.dm);
+        }
+        case GGML_TYPE_IQ4_NL: {
+            const auto & x = ((const block_iq4_nl *) row)[b];
+            return __half2float(x.d) * kvalues_iq4nl[x.qs[low] >> bits & 15];
+        }
+    }
+    return 0;
+}
+
+// n bytes, by n_thread threads
+static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t n, uint32_t thread, uint32_t n_thread) {
+    const uint64_t all = (uint64_t) dst | (uint64_t) src | n;
+    if (all % 16 == 0) {
+#pragma unroll 4
+        for (uint64_t i = thread; i < n / 16; i += n_thread) {
+            ((uint4 *) dst)[i] = ((const uint4 *) src)[i];
+        }
+    } else if (all % 4 == 0) {
+        for (uint64_t i = thread; i < n / 4; i += n_thread) {
+            ((uint32_t *) dst)[i] = ((const uint32_t *) src)[i];
+        }
+    } else {
+        for (uint64_t i = thread; i < n; i += n_thread) {
+            dst[i] = src[i];
+        }
+    }
+}
+
+//
+// the index
+//
+
+// which component has these bits of a nibble; -1: none
+static inline __device__ int component(const kvf_gpu_form & f, uint32_t nibble, uint32_t shift) {
+    if (nibble < f.n_four) { return shift ? -1 : (int) nibble; }
+    nibble -= f.n_four;
+    if (nibble < f.n_two / 2) { return shift % 2 ? -1 : (int) (f.n_four + 2 * nibble + shift / 2); }
+    nibble -= f.n_two / 2;
+    return nibble < f.n_one / 4 ? (int) (f.n_four + f.n_two + 4 * nibble + shift) : -1;
+}
+
+static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
+    return comp < f.n_four ? 7.5f : comp < f.n_four + f.n_two ? 1.5f : 0.5f;
+}
+
+// of kvflash-fresh.cu, see kvf_gpu
+void kvf_choose_node(ggml_tensor * dst, void * stream);
+void kvf_fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks, cudaStream_t stream);

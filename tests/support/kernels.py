@@ -1,0 +1,47 @@
+"""The kernels of GPUs by which layers choose, compiled for the CPU: tests/native/cuda says how."""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from pyllama_kvflash.native.lib import ffi, lib
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "pyllama_kvflash" / "native" / "src"
+GGML = ROOT / "vendor" / "llama.cpp" / "ggml"
+
+
+def build_kernels(folder: Path) -> Path:
+    """Compile the kernels, and return the library. Some seconds.
+
+    What they do where there are many units they do from 4 on.
+    """
+    library, source = folder / "kernels.so", (SOURCES / "kvflash-fresh.cu").read_text()
+    changed = source.replace("FEW = 512", "FEW = 4")
+    assert changed != source
+    (folder / "kvflash-fresh.cu").write_text(changed)
+    options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
+    ours = Path(
+        str(import_module("pyllama_kvflash.native._kvflash").__file__)
+    ).parent  # the loader has the library of this name already
+    paths = [folder, ROOT / "tests" / "native" / "cuda", SOURCES, GGML / "include", GGML / "src"]
+    command: list[str | Path] = [os.environ.get("CXX", "c++"), *options, *(f"-I{path}" for path in paths)]
+    command += [ROOT / "tests" / "native" / "kernels.cpp", ours / "libggml-base.so", "-o", library]
+    subprocess.run(command, check=True)
+    return library
+
+
+@contextmanager
+def host_kernels(library: Path) -> Iterator[None]:
+    """Pools in host memory that are made meanwhile choose by the kernels."""
+    kernels = ctypes.CDLL(str(library)).kvflash_host_kernels
+    kernels.restype = ctypes.c_void_p
+    lib.kvf_set_host_kernels(ffi.cast("void *", kernels()))
+    try:
+        yield
+    finally:
+        lib.kvf_set_host_kernels(ffi.NULL)
