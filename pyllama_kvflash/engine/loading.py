@@ -156,9 +156,8 @@ def _probed(model: Model, options: Options) -> Probe:
 
 def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
     seen = _probed(model, options)
-    chosen = with_policy(options, seen)
-    other = (f"policy qk, not fresh: {seen.unchosen}",) if chosen.policy != options.policy and seen.unchosen else ()
-    options = chosen
+    other = (f"policy qk, not fresh: {seen.unchosen}",) if options.policy == "auto" and seen.unchosen else ()
+    options = with_policy(options, seen)
     size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
     if options.pool != "off":
         size = pool_size(options, device_memory(seen.geometry, options))
