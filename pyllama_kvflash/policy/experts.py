@@ -11,7 +11,7 @@ class Holding:
     """A device, and the part of the model that it is to hold. Sizes are in bytes.
 
     free: free memory before the model is loaded.
-    fixed: weights other than experts, and states that do not grow with the context.
+    fixed: what does not grow with the pool: weights other than experts, states, and what layers choose by on a GPU.
     token_bytes: KV of one token.
     experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device.
     copy: the largest expert tensor. A prompt batch copies it here if it lies on the host.
