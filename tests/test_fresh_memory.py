@@ -25,7 +25,8 @@ from pyllama_kvflash.bench.control import device_bytes
 from pyllama_kvflash.bench.device import device_kv
 from pyllama_kvflash.bench.grid import Variant
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
-from pyllama_kvflash.engine import memory
+from pyllama_kvflash.engine import memory, placement
+from pyllama_kvflash.engine.loading import probe
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Context, Device, Model, guests
@@ -220,6 +221,20 @@ def test_an_automatic_pool_leaves_room_for_the_index(
         assert kv.n_pool == 2048 - 256
 
 
+@pytest.mark.parametrize("policy", ["fresh", "lru"])
+def test_experts_leave_room_for_the_index(
+    tiny_path: Callable[[str], Path], gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    gpus(8 << 30)
+    monkeypatch.setattr(placement, "devices", memory.devices)
+    path, options = tiny_path("qwen3moe"), Options(n_ctx=4096, pool=1024, n_threads=1, policy=policy)
+    with Model.load(path, no_alloc=True) as model:
+        (held,) = placement.holdings(model, probe(model, options).geometry, options)
+    assert held.index == held.parts(0, 1024).get("index of fresh", 0)
+    assert held.index == (choice_of(path, 4096, 1024) if policy == "fresh" else 0)
+    assert held.need(0, 1024) == replace(held, index=0).need(0, 1024) + held.index
+
+
 def test_inspect_says_whose_memory_the_index_takes(gpus: Callable[..., None]) -> None:
     args = ("inspect", "-c", "32K", "--kvflash", "2K")
     host = json.loads(good(*args, "--json").stdout)
@@ -227,13 +242,15 @@ def test_inspect_says_whose_memory_the_index_takes(gpus: Callable[..., None]) ->
     gpus(24 << 30)
     found, text = json.loads(good(*args, "--json").stdout), " ".join(good(*args).stdout.split())
     size, there = found["index_bytes"], found["index_device_bytes"]
-    assert size == host["index_bytes"] < there == found["devices"][0]["index"]
+    assert size == host["index_bytes"] < there < found["devices"][0]["index"], (
+        "of an automatic pool, which may be larger"
+    )
     assert (
         f" {size / MIB:.1f} MiB of device memory for the context (6.5 % of its f16 cache), {there / MIB:.1f} MiB with"
         in text
     )
     need = found["memory"][0]
-    assert 0 < need["index"] < there, "that of an automatic pool, which may be larger"
+    assert need["index"] == there
     assert f" + {need['index'] / MIB:.1f} MiB index of fresh + " in text
     assert "MiB index of fresh" not in good(*args, "--kvflash-policy", "lru").stdout
     other = json.loads(good(*args, "--kvflash-policy", "lru", "--json").stdout)

@@ -88,8 +88,9 @@ def _look(model: Model, options: Options) -> Findings:
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
     index = sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
-    there = sum(index_bytes(seen.geometry, replace(options, policy="fresh", pool="auto")).values()) if heads else 0
     taken, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
+    asked = replace(options, policy="fresh", pool="auto")
+    there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
         model=model,
         n_ctx=options.n_ctx,

@@ -63,13 +63,14 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
             Holding(
                 name=found[i].name,
                 free=found[i].free,
-                fixed=others + state + (copy if some else 0) + sum(exact.get(i, ())) + index.get(i, 0),
+                fixed=others + state + (copy if some else 0) + sum(exact.get(i, ())),
                 token_bytes=token_bytes.get(i, 0),
                 experts=experts,
                 copy=0 if some else copy,
                 compute=compute,
                 token_compute=token_compute,
                 drafter=draft,
+                index=index.get(i, 0),
                 gpu=found[i].gpu,
             )
         )
