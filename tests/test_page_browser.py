@@ -444,7 +444,8 @@ def test_layers_choose_for_themselves(
         some = next(chunk for chunk, n in enumerate(layers) if n and found["state"][chunk] == "0")
         grid = page.one("#grid")
         grid.send_keys(Keys.HOME, Keys.ARROW_RIGHT * some)
-        assert f"in the pool for {layers[some]:g} of 6 layers" in grid.get_attribute("aria-valuetext")
+        text = f"in the pool for {layers[some]:g} of 6 layers"
+        page.until(lambda: text in grid.get_attribute("aria-valuetext"))  # once the page has asked again
 
 
 def test_a_full_cache_is_said_to_be_one(driver: Chrome) -> None:
