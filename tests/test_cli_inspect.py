@@ -118,9 +118,11 @@ def test_inspect_several_devices() -> None:
     assert table["auto pool"].startswith("auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB")
 
     found = json.loads(good("inspect", "-c", "32K", "--json").stdout)
+    index = found["index_device_bytes"] // 2  # each has half of the layers
+    assert index > 0
     assert found["devices"] == [
-        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False},
-        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False},
+        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "index": index},
+        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "index": index},
     ]
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384

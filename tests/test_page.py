@@ -195,6 +195,8 @@ def test_what_layers_chose_is_told() -> None:
         until(lambda: running.metrics()["sequences_busy"] == 0)
         metrics = running.metrics()
         assert metrics["index_bytes"] == found["index_bytes"]
+        assert metrics["index_device_bytes"] == found["index_device_bytes"] == stats[0].index_device_bytes
+        assert metrics["kv_device_bytes"] == found["device_kv_bytes"] == stats[0].device_kv_bytes
         assert metrics["guests_fetched_total"] == found["guests_fetched"]
         check_all(running.scheduler)
 

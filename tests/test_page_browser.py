@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support import serving
 from support.browser import Page, chromium, needs_browser
 from support.serving import N_CODE, Running, until
 
+from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.needle import NeedlePrompt
 
 pytestmark = [pytest.mark.native, needs_browser()]
@@ -421,20 +423,29 @@ def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
     assert "2,048 tokens on the device, chosen by qk" in page.text("#summary")
 
 
-def test_layers_choose_for_themselves(driver: Chrome, document: NeedlePrompt) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_layers_choose_for_themselves(
+    driver: Chrome, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, *, on_device: bool
+) -> None:
+    """The index is said to be where it is: of the host's memory, or as on a GPU, of the device's."""
+    info = Guests.info
+    monkeypatch.setattr(Guests, "info", lambda its: replace(info(its), device_bytes=on_device << 23))
     with Running(policy="fresh") as running:
         page = Page(driver, running.url)
         page.open()
         read(page, document)
         figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
         assert "Choices" in figures
+        assert (", 8.0 MiB of it for the index; " in figures["KV on the device"]) == on_device
+        assert (", index " in figures["Host records"]) != on_device
         assert "Last choice" not in figures, "there is none between two tokens"
         found = sequence(running, 2300)
         layers = found["layers"]
         some = next(chunk for chunk, n in enumerate(layers) if n and found["state"][chunk] == "0")
         grid = page.one("#grid")
         grid.send_keys(Keys.HOME, Keys.ARROW_RIGHT * some)
-        assert f"in the pool for {layers[some]:g} of 6 layers" in grid.get_attribute("aria-valuetext")
+        text = f"in the pool for {layers[some]:g} of 6 layers"
+        page.until(lambda: text in grid.get_attribute("aria-valuetext"))  # once the page has asked again
 
 
 def test_a_full_cache_is_said_to_be_one(driver: Chrome) -> None:

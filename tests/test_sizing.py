@@ -222,6 +222,17 @@ def test_auto_says_how_it_came_to_its_number() -> None:
     )
 
 
+def test_auto_keeps_free_what_layers_choose_by() -> None:
+    """On each device its own; one that holds less beside it is the tightest."""
+    free = RESERVE + (64 << 20) + (3 << 20)
+    tokens, note = auto_pool([DeviceMemory("CUDA0", free, 1536, index=64 << 20), DeviceMemory("b", free, 1536)], 32_768)
+    assert tokens == 1024
+    assert note.startswith(
+        "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for fresh's index) / 1.50"
+    )
+    assert auto_pool([DeviceMemory("CUDA0", free, 1536, index=free)], 32_768)[0] == 0
+
+
 GIB = 1 << 30
 
 
@@ -516,6 +527,11 @@ def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> 
 def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, bool]], panes: int) -> None:
     devices = [DeviceMemory("a device", free, KIB, host=host) for free, host in memory]
     assert n_panes(0, pool, devices, N_CTX, N_LAYER) == panes
+
+
+def test_panes_leave_room_for_what_layers_choose_by() -> None:
+    for free, panes in ((ENOUGH + 100, N_LAYER), (ENOUGH + 98, LEAST_PANES)):
+        assert n_panes(0, "auto", [DeviceMemory("GPU", free, KIB, index=100)], N_CTX, N_LAYER) == panes
 
 
 def test_a_model_of_one_layer_may_have_two_panes() -> None:

@@ -69,9 +69,11 @@ def before_answer(kv: KVFlash, variant: Variant) -> None:
 
 
 def device_bytes(kv: KVFlash, variant: Variant, pool: int | None) -> int:
-    """Return the device bytes of the KV, with the panes of an exact pass; for a control, those of the pool through which
-    its prompt is read.
+    """Return the device bytes of the KV, with an index that is there and the panes of an exact pass; for a control, those of
+    the pool through which its prompt is read.
     """
     if not variant.control or pool is None or kv.n_pool is None:
         return kv.resident_bytes
-    return kv.resident_bytes * (pool_size(kv.options, pool).n_pool or kv.n_pool) // kv.n_pool
+    stats = kv.stats()
+    own = stats.kv_device_bytes * (pool_size(kv.options, pool).n_pool or kv.n_pool) // kv.n_pool
+    return own + stats.device_kv_bytes - stats.kv_device_bytes

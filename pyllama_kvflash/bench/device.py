@@ -8,7 +8,7 @@ from pyllama_kvflash.native import devices
 
 @dataclass(frozen=True, slots=True)
 class DeviceKV:
-    """Device bytes of full-attention KV: the pool or the full cache, the index of its keys if that is there, the panes."""
+    """Device bytes of full-attention KV: the pool or the full cache, the index of its keys if that is there and what choosing by it takes, the panes."""
 
     pool: int
     index: int
@@ -21,10 +21,9 @@ class DeviceKV:
 
 
 def device_kv(kv: KVFlash) -> DeviceKV:
-    """Return what the engine holds now. An index counts as far as kv.resident_bytes counts it."""
+    """Return what the engine holds now."""
     stats = kv.stats()
-    pool, panes = stats.kv_device_bytes, stats.pane_bytes
-    return DeviceKV(pool, kv.resident_bytes - pool - panes, panes)
+    return DeviceKV(stats.kv_device_bytes, stats.index_device_bytes, stats.pane_bytes)
 
 
 def device_used() -> int | None:

@@ -22,8 +22,9 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import check_extra
-from pyllama_kvflash.engine.loading import check_file
+from pyllama_kvflash.engine.loading import check_file, why_unchosen
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.options import Options
 
 HELP = """Compare the answers of pools with the full cache's.
 
@@ -34,7 +35,7 @@ A variant is a policy, with options of its own after slashes: full, lru, fresh, 
 that holds the answer), qk/replay=0, fresh/index=4, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler also
 take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
 Answers are decoded through the pool from their first token on; qk/opening=32 begins losslessly, as `kvflash run` does
-with qk.
+with qk. Where layers cannot choose their chunks, fresh is left out of the default variants.
 """
 
 NIAH_HELP = """Ask for codes hidden at even depths of long texts, one by one.
@@ -376,7 +377,25 @@ def _common(kind: str, options: dict[str, Any]) -> tuple[Path, Path, dict[str, A
     variants = _variants(options["variants"])
     reads_scorer_models(variants, options["scorer_model"], model)
     names = ("type_k", "type_v", "n_batch", "scorer_model", "n_threads", "n_gpu_layers", "n_cpu_moe")
-    return model, folder, {n: options[n] for n in names}, variants, reporter
+    common = {n: options[n] for n in names}
+    return model, folder, common, feasible(variants, model, common, reporter), reporter
+
+
+def feasible(
+    variants: tuple[Variant, ...], model: Path, common: dict[str, Any], reporter: Reporter
+) -> tuple[Variant, ...]:
+    """Return the variants that run, and say which do not: of the default ones, fresh where layers cannot choose. Variants
+    that were asked for are all returned: what cannot run ends with its refusal.
+
+    common: options of all variants. Raises as loading the model.
+    """
+    if not _untyped("variants") or not any(v.policy == "fresh" for v in variants):
+        return variants
+    why = why_unchosen(model, Options(**common))
+    if why is None:
+        return variants
+    reporter.note(f"variant fresh is left out: {why}")
+    return tuple(v for v in variants if v.policy != "fresh")
 
 
 def results_folder(kind: str, given: str | None) -> Path:

@@ -1,7 +1,7 @@
 """`kvflash inspect`: show what of a model can be pooled, and what it costs."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
-from pyllama_kvflash.engine.memory import device_memory
+from pyllama_kvflash.engine.memory import device_memory, index_bytes
 from pyllama_kvflash.engine.planning import Need, needs
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
@@ -52,6 +52,7 @@ class Findings:
     exact_compute_bytes: int
     form: IndexForm  # of fresh's index
     index_bytes: int  # of that index, for the context
+    index_device_bytes: int  # of a GPU's memory, for it and for choosing by it; 0: it is host memory
     needs: list[Need]  # of the devices that hold anything
     n_pool: int | None  # what the options come to; None: the full cache
 
@@ -81,16 +82,30 @@ def _look(model: Model, options: Options) -> Findings:
     seen = probe(model, options)
     options = with_policy(options, seen)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    found = device_memory(seen.geometry, options)
+    found = device_memory(seen.geometry, replace(options, pool="auto"))
     tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
-    form = IndexForm.of(seen.head, options.index)
-    index = sum(form.n_bytes(*head, options.n_ctx) for head in seen.heads) if seen.unchosen is None else 0
-    there, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
-    there = [need for need in there if need.total]
+    form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
+    index = sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
+    taken, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
+    asked = replace(options, policy="fresh", pool="auto")
+    there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
-        model, options.n_ctx, seen, sizes, found, tokens, note, panes, compute, form, index, there, size.n_pool
+        model=model,
+        n_ctx=options.n_ctx,
+        probe=seen,
+        token_bytes=sizes,
+        devices=found,
+        auto_tokens=tokens,
+        auto_note=note,
+        pane_bytes=panes,
+        exact_compute_bytes=compute,
+        form=form,
+        index_bytes=index,
+        index_device_bytes=there,
+        needs=[need for need in taken if need.total],
+        n_pool=size.n_pool,
     )
 
 
@@ -130,6 +145,7 @@ def _table(f: Findings) -> Table:
         parts = {
             "weights": need.weights,
             what: need.kv,
+            "index of fresh": need.index,
             "states": need.states,
             "layers of an exact pass": need.panes,
             "buffers": need.buffers,
@@ -145,10 +161,13 @@ def _index(f: Findings) -> str:
     if f.probe.unchosen is not None:
         return f"none: {f.probe.unchosen}"
     share = 100 * f.index_bytes / (f.token_bytes["f16"] * f.n_ctx)
-    per_token = f"{number(f.form.n_bits * sum(n for n, _ in f.probe.heads) / 8)} bytes a token"
+    geometry = f.probe.geometry
+    per_token = f"{number(f.form.n_bits * sum(h.n_kv for h in geometry.heads) / 8)} bytes a token"
+    memory = "device" if f.index_device_bytes else "host"
+    choosing = f", {mib(f.index_device_bytes)} with what choosing takes" if f.index_device_bytes else ""
     return (
-        f"{bits_a_value(f.form.n_bits / f.probe.head)}: {per_token}, {mib(f.index_bytes)} of host memory for the context"
-        f" ({share:.1f} % of its f16 cache)"
+        f"{bits_a_value(f.form.n_bits / geometry.head)}: {per_token}, {mib(f.index_bytes)} of {memory} memory for the context"
+        f" ({share:.1f} % of its f16 cache){choosing}"
     )
 
 
@@ -174,6 +193,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
         "index_bytes": f.index_bytes,
+        "index_device_bytes": f.index_device_bytes,
         "n_pool": f.n_pool,
         "memory": [{**asdict(need), "total": need.total} for need in f.needs],
     }

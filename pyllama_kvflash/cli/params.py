@@ -356,7 +356,8 @@ POOL = options(
     click.option("--kvflash-index", "index", metavar="BITS", type=int, default=0,
                  show_default="2 for heads of up to 96 values, 1 for larger ones", envvar="KVFLASH_INDEX",
                  help="With policy fresh: bits for each value of a key in the index by which layers choose, 1, 2 or 4. It is"
-                 " in host memory; more bits choose better, and take more of it. 0: the default."),
+                 " in host memory, or in a GPU's where layers choose there; more bits choose better, and take more of it."
+                 " 0: the default."),
     click.option("--pin-prefix", metavar="N", type=TokenCount(), default=0, show_default=True,
                  help="Keep the first N tokens on the device."),
     click.option("--pin-spans", metavar="A:B,C:D", type=Spans(), default="",

@@ -211,13 +211,13 @@ def banner(kv: KVFlash) -> list[str]:
 
 
 def _index(kv: KVFlash, s: Stats) -> str:
-    """Return what fresh's index takes of the host; nothing with other policies."""
+    """Return what fresh's index takes; nothing with other policies."""
     room = kv.pager.guests
     if room is None:
         return ""
     size = kv.options.n_parallel * room.n_bytes(kv.options.n_ctx)
     share = f"{100 * size / s.kv_full_bytes:.1f} % of the full cache"
-    return f" (index of {bits_a_value(room.bits)}: {mib(size)} of host memory at the full context, {share})"
+    return f" (index of {bits_a_value(room.bits)}: {mib(size)} of {s.index_memory} memory at the full context, {share})"
 
 
 def closing_line(s: Stats, reason: str) -> str:
@@ -230,16 +230,22 @@ def closing_line(s: Stats, reason: str) -> str:
         parts.append(f"device KV {mib(s.kv_device_bytes)} (full cache)")
     else:
         share = 100 * s.device_kv_bytes / s.kv_full_bytes
-        panes = f" + {mib(s.pane_bytes)} to read prompts" if s.pane_bytes else ""
-        parts.append(f"device KV {mib(s.kv_device_bytes)}{panes}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
-        index = f" + {mib(s.index_bytes)} of index" if s.index_bytes else ""
-        parts.append(f"host {mib(s.host_bytes)}{index}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
+        device = (
+            mib(s.kv_device_bytes) + _more(s.index_device_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
+        )
+        parts.append(f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
+        host = mib(s.host_bytes) + _more(s.index_host_bytes, "of index")
+        parts.append(f"host {host}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
     if s.agreement is not None:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
     return f"{reason}: " + " · ".join(parts)
+
+
+def _more(n: int, what: str) -> str:
+    return f" + {mib(n)} {what}" if n else ""
 
 
 def stats_table(s: Stats) -> Table:
@@ -264,7 +270,9 @@ def stats_table(s: Stats) -> Table:
     ]
     if s.guest_blocks or s.index_bytes:
         guests = f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens"
-        index = f"{s.index_bytes:,} bytes ({mib(s.index_bytes)}) of host memory"
+        index = f"{s.index_bytes:,} bytes ({mib(s.index_bytes)}) of {s.index_memory} memory"
+        if s.index_device_bytes:
+            index += f"; {mib(s.index_device_bytes)} with those of other sequences, and what choosing takes"
         rows[-1:-1] = [("index", index), ("guests", guests)]
     if n := s.draft_steps + s.plain_steps:
         right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pyllama_kvflash.bench import speed as speed_bench
 from pyllama_kvflash.bench.curves import paging_figure, speed_figure
 from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.bench import Numbers, picture, reads_scorer_models, results_folder
+from pyllama_kvflash.cli.bench import Numbers, feasible, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, writes
@@ -38,7 +38,7 @@ attention with 2 KV heads of 256; tiny, tiny-hybrid and tiny-moe: for a first tr
 
 A variant is a policy, with options of its own after slashes: full, lru, qk/share=0/tau=64 (a schedule that does not
 look at the clock), full/type_k=f16 ... The variant lru/write_back=0 writes no records and so loses what leaves the
-pool: it shows what prefill could reach.
+pool: it shows what prefill could reach. Where layers cannot choose their chunks, fresh is left out of the default variants.
 
 It writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
 """
@@ -141,23 +141,30 @@ def speed(**options: Any) -> None:
     contexts = tuple(sorted(options["contexts"]))
     plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common)
     results = Results(folder)
-    missing, n = plan.missing(results), len(plan.caches())
-    if missing:
-        with source.file(reporter) as path, native.interruptible(), reporter.counting("speed", n) as bar:
-            bar.skip(n - len(missing))
-            for cache in missing:
-                result = speed_bench.measure(plan, cache, path, bar.prefill(cache.label))
-                results.add(plan.key(cache), result)
-                for warning in dict.fromkeys(result["warnings"]):
-                    reporter.warn(f"{cache.label}: {warning}")
-                speed_bench.write(plan, results)
-                bar.done()
+    if plan.missing(results):
+        with source.file(reporter) as path:
+            plan = replace(plan, variants=feasible(variants, path, common, reporter))
+            _measure(plan, results, path, reporter)
     rows = speed_bench.summarise(plan, results)
     if all(row.error for row in rows):
         raise NativeError(str(rows[0].error))
     click.echo(speed_bench.write(plan, results), nl=False)
     title = f"{source.name}, {common['type_k']}/{common['type_v']} cache"
     picture(results, reporter, lambda: speed_figure(rows, title))
+
+
+def _measure(plan: speed_bench.Speed, results: Results, path: Path, reporter: Reporter) -> None:
+    """Measure what is missing, and write what is known after each cache."""
+    missing, n = plan.missing(results), len(plan.caches())
+    with native.interruptible(), reporter.counting("speed", n) as bar:
+        bar.skip(n - len(missing))
+        for cache in missing:
+            result = speed_bench.measure(plan, cache, path, bar.prefill(cache.label))
+            results.add(plan.key(cache), result)
+            for warning in dict.fromkeys(result["warnings"]):
+                reporter.warn(f"{cache.label}: {warning}")
+            speed_bench.write(plan, results)
+            bar.done()
 
 
 @click.command(

@@ -280,8 +280,11 @@ class KVFlash:
         return self.decoder.drafts.n_max if self.decoder.drafts else 0
 
     @property
+    @guarded
     def resident_bytes(self) -> int:
-        """Device bytes allocated for full-attention KV: the pool and the panes, or the whole context."""
+        """Device bytes allocated for full-attention KV: the pool, the index if it is there and the panes, or the whole
+        context.
+        """
         return self.sequence.resident_bytes
 
     @property

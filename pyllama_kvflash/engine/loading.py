@@ -18,7 +18,7 @@ from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, Scorer, resolve_pool
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.fresh import Heads, IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
@@ -85,13 +85,7 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    heads: tuple[tuple[int, int], ...] = ()  # of each layer: KV heads, values of a key
     unchosen: str | None = None  # why its layers cannot choose their chunks (policy "fresh"); None if they can
-
-    @property
-    def head(self) -> int:
-        """Values of a key, in the layer that has the fewest."""
-        return min((d for _, d in self.heads), default=0)
 
 
 def load(
@@ -156,9 +150,8 @@ def _probed(model: Model, options: Options) -> Probe:
 
 def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
     seen = _probed(model, options)
-    chosen = with_policy(options, seen)
-    other = (f"policy qk, not fresh: {seen.unchosen}",) if chosen.policy != options.policy and seen.unchosen else ()
-    options = chosen
+    other = (f"policy qk, not fresh: {seen.unchosen}",) if options.policy == "auto" and seen.unchosen else ()
+    options = with_policy(options, seen)
     size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
     if options.pool != "off":
         size = pool_size(options, device_memory(seen.geometry, options))
@@ -179,7 +172,11 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
             # an automatic one is chosen by the memory that is left
             size = pool_size(options, device_memory(seen.geometry, options))
     n_batch = batch_of(size, options)
-    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.head) if size.n_pool is not None else None
+    pool = (
+        pool_params(model, options, size.n_pool, q_tap, q_every, seen.geometry.head)
+        if size.n_pool is not None
+        else None
+    )
     ctx = parts.enter_context(open_context(model, options, n_batch, pool))
     draft_model = _draft_model(ctx, options, options.drafter_batch(n_batch))
     if draft_model is not None:
@@ -308,6 +305,18 @@ def with_policy(options: Options, seen: Probe) -> Options:
     return replace(options, policy="fresh", opening=options.n_opening)
 
 
+def why_unchosen(path: Path, options: Options) -> str | None:
+    """Return why the layers of a model that can be pooled cannot choose their chunks here (policy "fresh"); None: they can.
+
+    Loads no weights. Raises as load().
+    """
+    for server in options.rpc:
+        add_rpc(server)
+    with Model.load(path, **where(options), no_alloc=True) as model:
+        seen = probe(model, options)
+    return seen.unchosen if seen.refusal is None else None
+
+
 def probe(model: Model, options: Options) -> Probe:
     """Look at a model's memory through small contexts: a stock one, and those that try to be pools.
 
@@ -325,13 +334,12 @@ def probe(model: Model, options: Options) -> Probe:
     kind = "encoder" if memory_class == _NO_MEMORY else model.refusal
     refusal = of_model(kind) if kind else None
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
-    geometry = Geometry(rows, tuple(layer.device for layer in layers))
-    heads = tuple((layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
-    seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal, heads)
+    heads = tuple(Heads(layer.n_head, layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
+    geometry = Geometry(rows, tuple(layer.device for layer in layers), heads)
+    seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
     pool = PoolParams(n_pool=256)
-    unchosen = (
-        _refused(model, pool=_indexed(pool, options, seen.head), **small, **types) if heads else "no layer is pooled"
-    )
+    chosen = _indexed(pool, options, geometry.head)
+    unchosen = _refused(model, pool=chosen, **small, **types) if layers else "no layer is pooled"
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
     return replace(seen, refusal=refusal, unchosen=unchosen)

@@ -1,17 +1,44 @@
 """Device memory before something is made of it: what is free, and whether it is enough."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.sizing import DeviceMemory
+from pyllama_kvflash.policy.fresh import GpuChoice, IndexForm
+from pyllama_kvflash.policy.sizing import CELLS, DeviceMemory
 
 
 def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
-    """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now."""
-    return _beside(geometry.by_device(row_bytes, *_types(options)))
+    """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now, and what
+    policy "fresh" will take there for its index.
+    """
+    index = index_bytes(geometry, options)
+    return _beside(geometry.by_device(row_bytes, *_types(options)), index)
+
+
+def index_bytes(geometry: Geometry, options: Options, n_pool: int | None = None) -> dict[int, int]:
+    """Return the most device memory that layers take to choose, by the index of the GPU: nothing unless the policy is
+    "fresh". Elsewhere the index is host memory, and takes nothing of what a pool may have.
+
+    options: resolved. n_pool: cells of the pool; None: as many as may be requested.
+    """
+    found = devices()
+    gpus = {i for i in geometry.devices if found[i].gpu}
+    if options.policy != "fresh" or options.pool == "off" or not gpus:
+        return {}
+    requested = options.auto_cap if isinstance(options.pool, str) else options.pool
+    choice = GpuChoice(
+        form=IndexForm.of(geometry.head, options.index),
+        heads=geometry.heads,
+        n_ctx=-(-options.n_ctx // CELLS) * CELLS,
+        n_seq=options.n_parallel,
+        n_pool=n_pool or requested,
+        chunk=options.chunk,
+    )
+    return {gpu: choice.n_bytes([i for i, device in enumerate(geometry.devices) if device == gpu]) for gpu in gpus}
 
 
 def pane_memory(geometry: Geometry, options: Options, n_pane: int) -> list[DeviceMemory]:
@@ -23,10 +50,13 @@ def _types(options: Options) -> tuple[int, int]:
     return CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
 
 
-def _beside(token_bytes: Mapping[int, int]) -> list[DeviceMemory]:
-    """Return the memory of the devices that take so many bytes a token, by device index."""
+def _beside(token_bytes: Mapping[int, int], index: Mapping[int, int] = MappingProxyType({})) -> list[DeviceMemory]:
+    """Return the memory of the devices that take so many bytes a token, and for an index, by device index."""
     found = devices()
-    return [DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu) for i, n in token_bytes.items()]
+    return [
+        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu, index=index.get(i, 0))
+        for i, n in token_bytes.items()
+    ]
 
 
 def check_memory(memory: Sequence[DeviceMemory], n_ctx: int, what: str, way_out: str) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from pyllama_kvflash.engine.exactly import exact_bytes
+from pyllama_kvflash.engine.memory import index_bytes
 from pyllama_kvflash.engine.speculation import drafter_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
@@ -49,6 +50,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
+    index = index_bytes(geometry, options)
     exact = {} if options.prefill == "pool" else exact_bytes(model, geometry, options)
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
     some = any(
@@ -68,6 +70,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
                 compute=compute,
                 token_compute=token_compute,
                 drafter=draft,
+                index=index.get(i, 0),
                 gpu=found[i].gpu,
             )
         )

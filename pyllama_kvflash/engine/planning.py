@@ -18,7 +18,7 @@ from pyllama_kvflash.engine.loading import (
     where,
     with_policy,
 )
-from pyllama_kvflash.engine.memory import device_memory
+from pyllama_kvflash.engine.memory import device_memory, index_bytes
 from pyllama_kvflash.engine.placement import on_host
 from pyllama_kvflash.native import CACHE_TYPES, Model, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
@@ -31,14 +31,15 @@ from pyllama_kvflash.scorers.factory import make_scorer
 class Need:
     """Bytes that a device is to hold.
 
-    kv: of full attention: the pool, or the full cache. states: sliding windows and recurrent states. panes: of an exact pass.
-    buffers: of the computation.
+    kv: of full attention: the pool, or the full cache. index: by which layers choose on a GPU, with a whole context in it.
+    states: sliding windows and recurrent states. panes: of an exact pass. buffers: of the computation.
     """
 
     name: str
     gpu: bool
     weights: int
     kv: int
+    index: int
     states: int
     panes: int
     buffers: int
@@ -46,7 +47,7 @@ class Need:
     @property
     def total(self) -> int:
         """All of it. What a driver takes for itself is not known beforehand."""
-        return self.weights + self.kv + self.states + self.panes + self.buffers
+        return self.weights + self.kv + self.index + self.states + self.panes + self.buffers
 
 
 def needs(path: Path, options: Options) -> tuple[list[Need], PoolSize]:
@@ -69,13 +70,14 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
     if options.pool != "off" and seen.refusal is None:
         q_tap, q_every = _tapped(model, seen, options)
         size, exact = _pool(model, seen, options, weights, q_tap, q_every)
-    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.head) if size.n_pool else None
+    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.geometry.head) if size.n_pool else None
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     token_bytes = seen.geometry.by_device(row_bytes, *types)
     n_all = size.n_pool or options.n_ctx * options.n_parallel
     with open_context(model, options, batch_of(size, options), pool) as ctx:
         held = ctx.kv_bytes()
         buffers = [ctx.compute_bytes(i) for i in range(len(devices()))]
+    index = index_bytes(seen.geometry, options, size.n_pool) if size.n_pool else {}
     holds_states = next(iter(token_bytes), 0)
     return [
         Need(
@@ -83,6 +85,7 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
             gpu=device.gpu,
             weights=weights[i],
             kv=token_bytes.get(i, 0) * n_all,
+            index=index.get(i, 0),
             states=(held.swa + held.recurrent if i == holds_states else 0) + exact.get(i, ExactBytes()).states,
             panes=exact.get(i, ExactBytes()).panes,
             buffers=buffers[i] + exact.get(i, ExactBytes()).buffers,

@@ -30,6 +30,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         reselect_s=selector.seconds if selector else 0.0,
         summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
         index_bytes=guests.bytes if guests else 0,
+        index_device_bytes=guests.device_bytes if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
         guests_fetched=guests.n_fetched if guests else 0,
         **{"n_prompt": 0, "n_generated": 0, "prefill_s": 0.0, "decode_s": 0.0, "seed": None, **counts},

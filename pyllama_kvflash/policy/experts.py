@@ -18,6 +18,7 @@ class Holding:
     compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
     drafter: everything that the drafter takes.
+    index: what layers choose by there (policy "fresh" on a GPU).
     gpu: False for the host.
     """
 
@@ -30,6 +31,7 @@ class Holding:
     compute: int = 0
     token_compute: int = 0
     drafter: int = 0
+    index: int = 0
     gpu: bool = True
 
     def need(self, n_host: int, tokens: int) -> int:
@@ -46,6 +48,7 @@ class Holding:
             f"KV of {tokens:,} tokens": tokens * self.token_bytes,
             "computation": self.compute + tokens * self.token_compute,
             "drafter": self.drafter,
+            "index of fresh": self.index,
             "a copy for prompts": self.copy if n_host else 0,
             "reserve": RESERVE,
         }

@@ -1,6 +1,8 @@
 """The index by which each layer chooses its guests, under policy "fresh": how a key becomes a few bits."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ SMALL_HEAD = 96
 """Heads of up to so many values have 2 bits a value in their index; larger ones, whose values say less each, have 1."""
 GROUP = 64
 """Positions whose codes lie together in an index."""
+UNIT = 16
+"""Positions of a guest."""
 REACH = {4: 2.7, 2: 1.6, 1: 0.8}
 """Standard deviations of a component that its codes reach, by its bits: near Max (1960)'s best for normal values."""
 
@@ -65,3 +69,76 @@ class IndexForm:
         reach = np.array([REACH[int(b)] / ((2.0**b - 1) / 2) for b in bits])
         spread = np.sqrt(np.maximum(values[:, ::-1][:, : self.n_comp], 0))
         return vectors[:, :, ::-1][:, :, : self.n_comp].astype(np.float32), (spread * reach).astype(np.float32)
+
+
+class Heads(NamedTuple):
+    """The heads of a layer: how many have queries, how many have keys, and the values of a key."""
+
+    n_query: int
+    n_kv: int
+    n_embd: int
+
+
+# of native/src: kvf_fresh::MOST_ASKING, KVF_GPU_PARTS, kvf_index::MOST_SAMPLES, and where pieces of device memory begin
+_ASKING, _PARTS, _SAMPLES, _ALIGNED = 8, 512, 4096, 256
+_WORD, _POINTER = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class GpuChoice:
+    """What a GPU takes of its memory so that layers choose there: the pieces that native/src/kvflash-gpu.cpp takes.
+
+    heads: of all layers, wherever they are. n_ctx: positions of a sequence. n_seq: sequences. n_pool: cells of the pool.
+    """
+
+    form: IndexForm
+    heads: tuple[Heads, ...]
+    n_ctx: int
+    n_seq: int
+    n_pool: int
+    chunk: int
+
+    def n_bytes(self, here: Collection[int]) -> int:
+        """Return the most bytes that a GPU with these layers takes: with a whole context of each sequence in its index."""
+        codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
+        pieces = [*self._scratch(), *self._tables(), *self.n_seq * [n for h in self.heads for n in self._basis(h)]]
+        return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
+
+    def _codes(self, heads: Heads) -> int:
+        """Kernels read four nibbles at a time, and so beyond the last one."""
+        return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * self.form.n_bits // 8 + _ALIGNED
+
+    def _basis(self, heads: Heads) -> list[int]:
+        """Of the keys of a sequence in a layer: mean, basis and steps."""
+        return [_WORD * heads.n_kv * n for n in (heads.n_embd, heads.n_embd * self.form.n_comp, self.form.n_comp)]
+
+    def _scratch(self) -> list[int]:
+        """Of the layer that chooses: shares of the attention, what is best, what is fetched; of a new index: moments."""
+        n_unit, n_asking = self._n_chunks * self.chunk // UNIT, max(self.n_seq, _ASKING)
+        n_query = max(h.n_query for h in self.heads)
+        shares = [n_asking * n_query * n_unit, 2 * n_asking * n_query * _PARTS, self.n_seq * n_unit]
+        moves = [2 * self.n_seq * self._n_slot, self.n_seq, 2 * self.n_seq * self._n_slot, 2]
+        cov = max(h.n_kv * h.n_embd**2 for h in self.heads)
+        return [_WORD * n for n in (*shares, *moves, self._n_value, cov)]
+
+    def _tables(self) -> list[int]:
+        """Of all layers: units in slots, where indexes are; of all: where records are, and the blocks of guests."""
+        n_index = self.n_seq * len(self.heads)
+        slots, blocks = _WORD * n_index * self._n_slot, _WORD * (self.n_pool // self.chunk)
+        return [slots, 6 * _POINTER * n_index, _POINTER * self.n_seq * self._n_chunks, blocks]
+
+    @property
+    def _n_chunks(self) -> int:
+        return -(-self.n_ctx // self.chunk)
+
+    @property
+    def _n_slot(self) -> int:
+        return self.n_pool // self.chunk * (self.chunk // UNIT)
+
+    @property
+    def _n_value(self) -> int:
+        return max(h.n_kv * h.n_embd for h in self.heads)
+
+
+def _padded(n: int) -> int:
+    return -(-n // _ALIGNED) * _ALIGNED

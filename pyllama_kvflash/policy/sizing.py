@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pyllama_kvflash.policy.fresh import Heads
+
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
@@ -13,10 +15,19 @@ SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadloc
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each of its layers."""
+    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each of its layers.
+
+    devices: of each layer's rows; (): one device for all. heads: of each layer; (): not asked for.
+    """
 
     rows: tuple[tuple[int, int], ...]
-    devices: tuple[int, ...] = ()  # device of each layer's rows; (): one device for all
+    devices: tuple[int, ...] = ()
+    heads: tuple[Heads, ...] = ()
+
+    @property
+    def head(self) -> int:
+        """Values of a key, in the layer that has the fewest."""
+        return min((h.n_embd for h in self.heads), default=0)
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
         """Return the bytes of one token. row_bytes(type, elements) is ggml's."""
@@ -49,17 +60,24 @@ class DeviceMemory:
     """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there.
 
     host: whether it is the host's memory, where the records are, too.
+    index: bytes that are kept free for layers to choose there (policy "fresh" on a GPU).
     """
 
     name: str
     free: int
     token_bytes: int
     host: bool = False
+    index: int = 0
+
+    @property
+    def half(self) -> int:
+        """Half of the free bytes, less the reserve and what layers choose by."""
+        return max(0, self.free - RESERVE - self.index) // 2
 
     @property
     def tokens(self) -> int:
-        """Tokens that half of (free - reserve) holds."""
-        return max(0, (self.free - RESERVE) // 2) // self.token_bytes
+        """Tokens that half of the free bytes holds."""
+        return self.half // self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +136,15 @@ class PoolShape:
 def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
     """Return the automatic pool in tokens, and the arithmetic in words.
 
-    It is half of (free - reserve) device bytes over the bytes of a token, at most cap and n_ctx. Of several devices,
-    each with its own layers, the one that holds the fewest tokens decides.
+    It is half of (free - reserve - index) device bytes over the bytes of a token, at most cap and n_ctx. Of several
+    devices, each with its own layers, the one that holds the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
     tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
+    index = f" - {device.index / 2**20:.0f} MiB for fresh's index" if device.index else ""
     note = (
-        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve) /"
+        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{index}) /"
         f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (--kvflash-auto-cap) and the"
         f" context of {n_ctx:,}: {tokens:,}"
     )
@@ -182,13 +201,13 @@ def n_panes(
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
     All of them, so that nothing is streamed, if the pool is automatic and the rows of n_ctx positions fit half of (free -
-    reserve) on each device, on the host with the records. Also if they fit the host, no device has KV, and each few tokens
+    reserve - index) on each device, on the host with the records. Also if they fit the host, no device has KV, and each few tokens
     are checked (`lossless`): the host has the rows anyway. Where not all fit, checks still gain by each that need not be
     streamed, so they get as many as fit. Otherwise 2: while a prompt is read, the copies cost no time.
     """
     if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
         return request or LEAST_PANES
-    shares = ((d.free - RESERVE) // 2 / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
+    shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
         return max(LEAST_PANES, n_layer)

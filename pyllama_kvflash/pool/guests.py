@@ -40,7 +40,7 @@ class GuestRoom:
         self._threads.shutdown()
 
     def n_bytes(self, n: int) -> int:
-        """Return the host bytes that the index of n positions takes."""
+        """Return the bytes of the index of n positions, wherever it is."""
         return sum(self.form.n_bytes(layer.n_head_kv, layer.n_embd_head_k, n) for layer in self.native.layers)
 
     @property

@@ -122,8 +122,12 @@ class PooledSequence:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of the full-attention KV that is allocated: the pool and the panes, or the whole context."""
-        return self.ctx.kv_bytes().attn + (self.exact.n_bytes if self.exact else 0)
+        """Device bytes that are allocated for full-attention KV: the pool, the index if it is there and the panes, or the
+        whole context.
+        """
+        guests = self.pager.guests if self.pager else None
+        index = guests.native.info().device_bytes if guests else 0
+        return self.ctx.kv_bytes().attn + index + (self.exact.n_bytes if self.exact else 0)
 
     @property
     def host_bytes(self) -> int:

@@ -41,6 +41,7 @@ class Figures:
     chunks_resident: int = 0
     host_bytes: int = 0
     index_bytes: int = 0
+    index_device_bytes: int = 0
     kv_device_bytes: int = 0
     sequences: int = 0
     sequences_busy: int = 0
@@ -53,8 +54,9 @@ _GAUGES = {
     "chunks": "Chunks of all sequences.",
     "chunks_resident": "Of these, in the pool.",
     "host_bytes": "Host memory taken for the records of chunks.",
-    "index_bytes": "Host memory of the indexes by which layers choose their chunks, with policy fresh.",
-    "kv_device_bytes": "Device memory of the KV cache: the pool and what reads prompts, or the full cache.",
+    "index_bytes": "Size of the indexes by which layers choose their chunks, with policy fresh.",
+    "index_device_bytes": "Device memory for these indexes and for choosing by them, 0: they are in host memory.",
+    "kv_device_bytes": "Device memory of the KV cache: the pool, its index if that is there and what reads prompts, or the full cache.",
     "sequences": "Sequences on the pool.",
     "sequences_busy": "Of these, with a request.",
     "queue": "Requests that wait for a sequence.",
@@ -123,6 +125,7 @@ class Metrics:
             chunks_resident=sum(s.resident for s in stats),
             host_bytes=stats[0].host_bytes,
             index_bytes=sum(s.index_bytes for s in stats),
+            index_device_bytes=stats[0].index_device_bytes,
             kv_device_bytes=stats[0].device_kv_bytes,
             sequences=len(stats),
             sequences_busy=busy,

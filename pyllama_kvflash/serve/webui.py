@@ -217,6 +217,7 @@ class _Pool:
             "full_kv_bytes": stats.kv_full_bytes,
             "host_bytes": stats.host_bytes,
             "index_bytes": sum(s.stats.index_bytes for s in found),
+            "index_device_bytes": stats.index_device_bytes,
             "disk_bytes": stats.disk_bytes,
             "queue": max(0, scheduler.n_admitted - sum(s.busy for s in found)),
             "pages_in": int(total("pages_in")),

@@ -203,13 +203,15 @@ function sequences() {
 
 function figures() {
   const s = seen.sequences[shown];
-  const rows = [["KV on the device", `${bytes(seen.device_kv_bytes)}; the full cache takes ${bytes(seen.full_kv_bytes)}`]];
+  const onDevice = seen.index_device_bytes ? `, ${bytes(seen.index_device_bytes)} of it for the index` : "";
+  const rows = [["KV on the device", `${bytes(seen.device_kv_bytes)}${onDevice}; the full cache takes ${bytes(seen.full_kv_bytes)}`]];
   if (seen.pool_cells !== null) {
     const disk = seen.disk_bytes ? `, ${bytes(seen.disk_bytes)} on disk` : "";
+    const index = seen.index_bytes && !onDevice ? `, index ${bytes(seen.index_bytes)}` : "";
     const last = s.reselect;
     rows.push(
       ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${seen.chunk} tokens`],
-      ["Host records", `${bytes(seen.host_bytes)}${disk}${seen.index_bytes ? `, index ${bytes(seen.index_bytes)}` : ""}`],
+      ["Host records", `${bytes(seen.host_bytes)}${disk}${index}`],
       ["Moved", moved(s)],
       ["Choices", choices(s)],
     );
