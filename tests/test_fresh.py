@@ -25,7 +25,7 @@ from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, 
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.native import Context, Layer, Model, PoolParams, Record
 from pyllama_kvflash.native.guests import UNIT, Guests
-from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.fresh import GpuChoice, Heads, IndexForm
 
 pytestmark = pytest.mark.native
 
@@ -476,6 +476,21 @@ def test_kernels_read_all_types(request: pytest.FixtureRequest, tiny_model: Call
     for node, kernels in zip(*found, strict=True):
         assert np.allclose(node, kernels, rtol=1e-4, atol=1e-4 * np.abs(node).max())
     assert np.isfinite(chosen).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("chunk", "n_seq"), [(64, 1), (16, 2)])
+def test_kernels_take_what_is_kept_free(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Model], name: str, chunk: int, n_seq: int
+) -> None:
+    """With a whole context in the index of one sequence; the others' have nothing."""
+    with choosing(request, "kernels"):
+        made = fresh_run(tiny_model(name), CACHES["f16"], chunk=chunk, n_seq=n_seq, n_ctx=1024)
+    with made.run:
+        heads = tuple(Heads(at.n_head, at.n_head_kv, at.n_embd_head_k) for at in made.guests.layers)
+        want = GpuChoice(form_of(tiny_model(name)), heads, 1024, n_seq, 1024, chunk)
+        codes = (n_seq - 1) * (want.n_bytes(range(len(heads))) - want.n_bytes([])) // n_seq
+        assert made.guests.info().device_bytes == want.n_bytes(range(len(heads))) - codes
 
 
 def test_what_an_index_cannot_be(tiny_model: Callable[[str], Model]) -> None:

@@ -1,11 +1,10 @@
 """The memory of policy fresh's index where layers choose on a GPU: what is kept free for it, and where it is shown.
 
-No GPU is needed: the formula is held against the source that takes the memory, and figures against a native library that says
-it took some.
+No GPU is needed: test_fresh.py holds the formula against what the kernels take, and figures are held against a native library
+that says it took some.
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from support import commands
 from support.commands import POOLED, good, summary
 from support.runs import BY_SIXTEEN, TOKENS, Open
 
-import pyllama_kvflash.native
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.control import device_bytes
 from pyllama_kvflash.bench.device import device_kv
@@ -31,7 +29,7 @@ from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Context, Device, Model, guests
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Geometry, fresh
+from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.fresh import GpuChoice, Heads, IndexForm
 from pyllama_kvflash.policy.sizing import RESERVE
 from pyllama_kvflash.serve.metrics import Metrics
@@ -41,7 +39,6 @@ pytestmark = pytest.mark.native
 environment = commands.environment
 long_file = commands.long_file
 
-SOURCE = Path(pyllama_kvflash.native.__file__).parent / "src"
 MIB = 1 << 20
 SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh"}
 
@@ -50,39 +47,6 @@ SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh"}
 #
 
 LLAMA_8B = Heads(32, 8, 128), 36  # of each layer, and layers
-TINY = Heads(6, 2, 64), 6
-LARGE = Heads(16, 2, 256), 10
-
-
-def taken(choice: GpuChoice, here: int) -> int:
-    """What the constructor of gpu_chooser, reserve() and take_scratch() of kvflash-gpu.cpp take, in their order."""
-
-    def pad(n: int) -> int:
-        return (n + 255) // 256 * 256
-
-    heads, n_layer, n_seq, form = choice.heads[0], len(choice.heads), choice.n_seq, choice.form
-    n_block, n_record = choice.n_pool // choice.chunk, (choice.n_ctx + choice.chunk - 1) // choice.chunk
-    n_slot, n_unit, n_asker = n_block * choice.chunk // 16, n_record * choice.chunk // 16, max(n_seq, 8)
-    n_value, n_comp = heads.n_kv * heads.n_embd, form.n_four + form.n_two + form.n_one
-    fixed = [4 * n_asker * heads.n_query * n_unit, 8 * n_asker * heads.n_query * 512, 4 * n_seq * n_unit]
-    fixed += [8 * n_seq * n_slot, 4 * n_seq, 8 * n_seq * n_slot, 8, 4 * n_value, 4 * n_value * heads.n_embd]
-    fixed += [4 * n_layer * n_seq * n_slot]
-    fixed += n_layer * n_seq * [4 * n_value, 4 * n_value * n_comp, 4 * heads.n_kv * n_comp]
-    fixed += [8 * n_seq * n_record, 4 * n_block, 48 * n_layer * n_seq]
-    n_nibble = form.n_four + form.n_two // 2 + form.n_one // 4
-    codes = heads.n_kv * ((n_record * choice.chunk + 63) // 64) * n_nibble * 32 + 256
-    return sum(map(pad, fixed)) + n_seq * here * pad(codes) + 4 * n_value * 4096
-
-
-@pytest.mark.parametrize("bits", [0, 1, 4])
-@pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("n_seq", [1, 3, 12])
-@pytest.mark.parametrize(("heads", "n_layer"), [LLAMA_8B, TINY, LARGE])
-def test_a_gpu_takes_what_is_kept_free(heads: Heads, n_layer: int, n_seq: int, chunk: int, bits: int) -> None:
-    """With all layers on it, with some of them, and with none of the codes."""
-    choice = GpuChoice(IndexForm.of(heads.n_embd, bits), (heads,) * n_layer, 10_240, n_seq, 2048, chunk)
-    assert choice.n_bytes(range(n_layer)) == taken(choice, n_layer)
-    assert choice.n_bytes([1, 4]) == taken(choice, 2)
 
 
 def test_what_is_kept_free_follows_the_shape() -> None:
@@ -96,26 +60,6 @@ def test_what_is_kept_free_follows_the_shape() -> None:
     one = wide.n_bytes([]) - choice.n_bytes([])
     assert one > 2 * MIB
     assert wide.n_bytes([5]) - wide.n_bytes([]) == choice.n_bytes([5]) - choice.n_bytes([])
-
-
-def test_the_formula_knows_all_pieces() -> None:
-    """Whoever takes another piece of device memory, or another constant, meets this: the formula is to count it, too."""
-    gpu = (SOURCE / "kvflash-gpu.cpp").read_text("utf-8")
-    headers = "".join((SOURCE / f"kvflash-{name}.h").read_text("utf-8") for name in ("fresh", "gpu"))
-    assert gpu.count("in.take(") == 17
-    assert len(re.findall(r"memory\(buft,|made\(buft,", gpu)) == 3
-    for name, value in (
-        ("MOST_ASKING ", fresh._ASKING),
-        ("KVF_GPU_PARTS", fresh._PARTS),
-        ("MOST_SAMPLES", fresh._SAMPLES),
-        ("UNIT       ", fresh.UNIT),
-        ("GROUP", fresh.GROUP),
-    ):
-        assert re.search(rf"{name} *= {value};", headers), name
-    index = re.search(r"struct kvf_gpu_index \{(.*?)\};", headers, re.DOTALL)
-    assert index is not None
-    assert index[1].count(";") == 6, "pointers"
-    assert guests.UNIT == fresh.UNIT
 
 
 #

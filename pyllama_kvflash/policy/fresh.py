@@ -101,25 +101,27 @@ class GpuChoice:
     def n_bytes(self, here: Collection[int]) -> int:
         """Return the most bytes that a GPU with these layers takes: with a whole context of each sequence in its index."""
         codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
-        pieces = [*self._scratch(), *self._tables(), *self.n_seq * [n for h in self.heads for n in self._basis(h)]]
+        pieces = [*self._scratch(), *self._tables(), *(self._basis(h) for h in self.heads)]
         return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
 
     def _codes(self, heads: Heads) -> int:
         """Kernels read four nibbles at a time, and so beyond the last one."""
         return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * self.form.n_bits // 8 + _ALIGNED
 
-    def _basis(self, heads: Heads) -> list[int]:
-        """Of the keys of a sequence in a layer: mean, basis and steps."""
-        return [_WORD * heads.n_kv * n for n in (heads.n_embd, heads.n_embd * self.form.n_comp, self.form.n_comp)]
+    def _basis(self, heads: Heads) -> int:
+        """Of the keys of all sequences in a layer: means, bases and steps."""
+        n_comp = self.form.n_comp
+        return _WORD * self.n_seq * heads.n_kv * (heads.n_embd + heads.n_embd * n_comp + n_comp)
 
     def _scratch(self) -> list[int]:
         """Of the layer that chooses: shares of the attention, what is best, what is fetched; of a new index: moments."""
         n_unit, n_asking = self._n_chunks * self.chunk // UNIT, max(self.n_seq, _ASKING)
         n_query = max(h.n_query for h in self.heads)
         shares = [n_asking * n_query * n_unit, 2 * n_asking * n_query * _PARTS, self.n_seq * n_unit]
-        moves = [2 * self.n_seq * self._n_slot, self.n_seq, 2 * self.n_seq * self._n_slot, 2]
+        moves = [2 * self.n_seq * self._n_slot, self.n_seq]
+        pairs = [4 * self.n_seq * max(n_unit, self._n_slot), 4 * self.n_seq * self._n_slot]
         cov = max(h.n_kv * h.n_embd**2 for h in self.heads)
-        return [_WORD * n for n in (*shares, *moves, self._n_value, cov)]
+        return [_WORD * n for n in (*shares, *moves, *pairs, 4, self._n_value, cov)]
 
     def _tables(self) -> list[int]:
         """Of all layers: units in slots, where indexes are; of all: where records are, and the blocks of guests."""
