@@ -112,6 +112,7 @@ class Options:
     )
     tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
     swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
+    turns: int = 1  # with policy fresh, layers choose at every n-th token, by turns: less time, and further from the full cache
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
@@ -214,6 +215,7 @@ class Options:
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau", "0 takes 2, or 64 with spec")
         check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 32 with policy fresh")
+        check_range(self.turns, 1, MAX_TOKENS, "turns", "with 1 all layers choose at each token")
         check_range(self.share, 0, 1, "share", "0.03 is usual, 0 sets no limit")
         check_range(self.again, 0, 1, "again", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay", "0 runs nothing again")

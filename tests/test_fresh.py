@@ -8,6 +8,7 @@ scores in numpy, from the index's own bytes.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -380,6 +381,26 @@ def test_what_is_chosen_is_what_is_seen(chooser: None, tiny_model: Callable[[str
         blocks, units = guests.tables()
     assert not np.array_equal(units, before)
     assert_equal(logits, forged_run(model, cache, blocks, units, n_steps=1))
+
+
+def test_layers_choose_by_turns(chooser: None, tiny_model: Callable[[str], Model]) -> None:
+    made = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_exchange=4, n_turn=2)
+    run, guests = made.run, made.guests
+    with run:
+        run.feed(1, 1)
+        seen = [guests.tables()[1]]
+        assert (seen[0] >= 0).all(), "what is empty all layers fill"
+        for _ in range(8):
+            run.feed(1, 1)
+            seen.append(guests.tables()[1])
+    chose = [{i for i in range(3) if not np.array_equal(now[i], before[i])} for before, now in pairwise(seen)]
+    for some, others in (({0, 2}, {1}), ({1}, {0, 2})):
+        if all(layers <= some for layers in chose[::2]):
+            assert all(layers <= others for layers in chose[1::2])
+            break
+    else:
+        pytest.fail(f"layers chose out of turn: {chose}")
+    assert {0, 1, 2} == set().union(*chose)
 
 
 def test_nothing_is_twice_there(chooses: Fresh) -> None:
