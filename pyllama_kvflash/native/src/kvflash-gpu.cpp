@@ -21,7 +21,12 @@ kernels * g_host_kernels = nullptr;
 struct memory {
     memory() = default;
     memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
-        if (!buf) { throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index are not free", size)); }
+        if (!buf) {
+            throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index by which layers choose are not "
+                                                   "free: use --kvflash-index 1, a "
+                                                   "smaller -c/--ctx-size, or a smaller pool",
+                                                    size));
+        }
         ggml_backend_buffer_clear(buf.get(), 0); // a group of the index has positions that nobody puts
     }
 
