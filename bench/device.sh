@@ -18,6 +18,7 @@
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill beside the full cache's, with copies and without
 #   bench/device.sh lossless  there: lossless decoding beside the full cache, with drafts that are right so often as is said
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
+#   bench/device.sh kernels   there: what chooses chunks on a GPU (KVFLASH_GPU_CHOICE=ON bench/device.sh build): tests, compute-sanitizer
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
 #   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in processes beside each other, for S seconds; again:
@@ -27,7 +28,7 @@
 #   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
 #   bench/device.sh fresh F [S] there: policy fresh beside others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
-#                             seconds; again: what is missing. WHAT=picture: KLD against device memory
+#                             seconds; again: what is missing. WHAT=picture: KLD against device memory; WHAT=turns: by turns
 #   bench/device.sh guests [SHAPE] there: policy fresh beside lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
@@ -205,6 +206,13 @@ sanitize)
             python3 -m pytest -q -p no:cacheprovider tests/test_transfers.py "${@:2}" 2>&1 | tail -15
     done
     ;;
+kernels)
+    python3 -m pytest -q -p no:cacheprovider tests/test_fresh*.py tests/test_snapshot_fresh.py "${@:2}" || true
+    for tool in memcheck racecheck; do
+        timeout 150 compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all python3 -m pytest -q -p no:cacheprovider \
+            tests/test_fresh.py -k "node and (qwen3-f16-64 or qwen3-q4_0 or worst or twice)" 2>&1 | tail -15
+    done
+    ;;
 pieces)
     rm -rf .dev/m[0-9][0-9]
     split -b 46M -d -a 2 "$2" .dev/piece.
@@ -296,6 +304,12 @@ fresh)
                     --variants fresh,fresh/index=1,fresh/index=4,fresh/swaps=4,fresh/swaps=16,fresh/swaps=1000,fresh/chunk=16/tail=16/sinks=4
             done
             ;;
+        turns)
+            for text in prose code; do
+                job turns-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
+                    --variants fresh,fresh/swaps=8,fresh/turns=2,fresh/turns=2/swaps=8,fresh/turns=4,fresh/turns=8
+            done
+            ;;
         forms)
             for task in list turns copy; do
                 job kld-$task kld "$model" --task $task --contexts 16K --shares 12.5 --variants lru,qk,fresh
@@ -320,7 +334,7 @@ guests)
     mkdir -p $at
     shape=${2:-8b}
     kvflash bench speed --shape "$shape" --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 8K,64K,128K,256K --pools 4K \
-        --variants full,lru,fresh -o "$at/guests-$shape" "${@:3}"
+        --variants full,lru,fresh,fresh/turns=2,fresh/turns=4 -ctk q8_0 -ctv q8_0 -o "$at/guests-$shape" "${@:3}"
     results
     ;;
 accepted)
