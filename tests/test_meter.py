@@ -267,7 +267,7 @@ def test_cut_off_at_every_line(opened: Open, wordless: None, options: dict[str, 
         assert kv.decoder.lossless is None
         read(kv, 399)
 
-    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "61")))
+    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
     assert len(places) > 20
     assert len({place.partition(":")[0] for place in places}) > 5, "cut off in few files"
 
