@@ -1,6 +1,6 @@
 """tests/native/fuzz.cpp on the tiny models, under AddressSanitizer (with leaks) and UndefinedBehaviorSanitizer.
 
-Its oracles can fail: each of the mutants, small changes to our C++, makes them. Tried are those whose file has changed since
+It is run where our C++ has changed. Its oracles can fail: each of the mutants, small changes to our C++, makes them. Tried are those whose file has changed since
 the commit that support.changes.base_commit() tells; with KVFLASH_MUTANTS=all (`make mutants`), all.
 """
 
@@ -18,7 +18,7 @@ if sys.platform != "linux":
 
 from support import asan
 from support.changes import Changes
-from support.mutants import MUTANTS, SEEDS, Mutant
+from support.mutants import MUTANTS, SEEDS, SHARED, Mutant
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 
@@ -38,6 +38,7 @@ def fuzz(build: asan.Build, model: Path, *options: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.nightly(SHARED, r"pyllama_kvflash/native/src/.*")
 @pytest.mark.parametrize("cache", ["f16", "q8_0", "q4_0", "f16 --no-fa"])
 @pytest.mark.parametrize("model", ["qwen3", "qwen35", "gemma4"])
 def test_fuzz(build: asan.Build, tiny_path: Callable[[str], Path], model: str, cache: str) -> None:

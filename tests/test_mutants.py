@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fcntl")  # support.asan locks with it
 
-from support.changes import ROOT, SERVE, Changes, base_commit, leave_out_nightly
+from support.changes import ROOT, SERVE, Changes, base_commit, crossed, leave_out_nightly
 from support.mutants import MUTANTS
 
 POOL, MOVE = (next(mutant for mutant in MUTANTS if mutant.file == name) for name in ("pool", "move"))
@@ -159,6 +159,17 @@ def test_nightly_tests_are_run_where_their_files_have_changed(
     leave_out_nightly([server, daily], Changes("0123456789abcdef", frozenset(changed)))
     assert (server.get_closest_marker("skip") is None) == runs
     assert daily.get_closest_marker("skip") is None
+
+
+def test_of_crossed_values_those_are_daily_that_differ_in_one() -> None:
+    params = crossed("ab", [1, 2], {"x": 1, "y": 2})
+    assert len(params) == 8
+    assert [param.values for param in params if not param.marks] == [
+        ("a", 1, "x"),
+        ("a", 1, "y"),
+        ("a", 2, "x"),
+        ("b", 1, "x"),
+    ]
 
 
 def test_patterns_of_nightly_tests_match_files() -> None:

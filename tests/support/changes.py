@@ -1,9 +1,13 @@
-"""Which files have changed since a commit, and which tests are left out where theirs have not. No native code."""
+"""Which files have changed since a commit, and which tests are left out: those that are nightly, where theirs have not. No native code."""
 
+import itertools
+import operator
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +62,17 @@ class Changes:
     def touch(self, *patterns: str) -> bool:
         """Whether a file has changed whose whole name, from the root on, matches a regular expression."""
         return any(re.fullmatch(pattern, name) for pattern in patterns for name in self.names)
+
+
+def crossed(*values: Iterable[Any]) -> list[Any]:
+    """All combinations of values, for pytest.mark.parametrize. Those that differ from the first ones in more than one are nightly:
+    each value is tried, and the parts that it reaches are those of the first combination.
+    """
+    first, *others = itertools.product(*values)
+    return [
+        pytest.param(*found, marks=[pytest.mark.nightly] if sum(map(operator.ne, found, first)) > 1 else [])
+        for found in (first, *others)
+    ]
 
 
 def leave_out_nightly(items: list[pytest.Item], since: Changes) -> None:
