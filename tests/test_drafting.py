@@ -21,7 +21,7 @@ from support.scorers import shuffled
 
 from pyllama_kvflash import Done
 from pyllama_kvflash.native import ALL
-from pyllama_kvflash.pool.step import advance
+from pyllama_kvflash.pool.step import Part, advance
 
 pytestmark = pytest.mark.native
 
@@ -116,7 +116,7 @@ def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., fl
         for kv in kvs:
             batch = rng.integers(0, 500, N_MAX + 1).astype(np.int32)
             batch[:n] = TOKENS[start : start + n]
-            advance([(kv.sequence, batch)], ALL, lambda i, n=n: (None, i + 1 < n))
+            advance([Part(kv.sequence, batch, lambda i, n=n: (None, i + 1 < n))], ALL)
             assert kv.n_tokens == start + n
             rows.append(kv.logits())
         assert np.array_equal(rows[0], rows[1])
@@ -180,12 +180,12 @@ def test_queries_are_of_the_last_token_that_stands(opened: Open, monkeypatch: py
     for n in range(1, N_MAX + 1):
         start = kv.n_tokens
         batch = np.concatenate([TOKENS[start : start + n], TOKENS[3000 : 3000 + N_MAX + 1 - n]])
-        advance([(kv.sequence, batch)], ALL, lambda i, n=n: (None, i + 1 < n))
+        advance([Part(kv.sequence, batch, lambda i, n=n: (None, i + 1 < n))], ALL)
         for at in range(start, start + n):
             control.decode(TOKENS[at : at + 1])
         assert apart(kv.queries(), control.queries()) < 0.02
         if n == 1:
-            advance([(rejected.sequence, batch)], ALL, lambda i: (None, i < N_MAX))
+            advance([Part(rejected.sequence, batch, lambda i: (None, i < N_MAX))], ALL)
             assert apart(rejected.queries(), control.queries()) > 0.2
 
     prompt, script = TOKENS[:300], TOKENS[300:370].tolist()

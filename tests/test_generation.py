@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, TOKENS, Open, turn
 
 from pyllama_kvflash import KVFlash, Prefill, Token
@@ -132,6 +133,84 @@ def test_a_step_that_failed_can_be_taken_again(opened: Open, monkeypatch: pytest
     assert got == want
     assert n_failed == N - 1
     assert kv.tokens.tolist() == [*prompt.tolist(), *want[:-1]]
+
+
+#
+# several, with drafts
+#
+
+SPEC = Spec(kind="ngram", n_max=4, gate=0)
+
+
+def begun(kv: KVFlash, prompts: list[Any]) -> list[Generation]:
+    """An answer of each sequence, with its first token."""
+    runs = []
+    for sequence, prompt in zip(kv.sequences, prompts, strict=True):
+        sequence.clear()
+        runs.append(sequence.generation(prompt, max_tokens=N, sampling=GREEDY))
+        finish_reading(runs[-1])
+    return runs
+
+
+def together(runs: list[Generation]) -> None:
+    """To the end, in as few batches as can be."""
+    while going := [run for run in runs if not run.ended]:
+        alone = [run.draft() for run in going]
+        assert not any(alone), "what n-grams draft shares a batch"
+        step_together(going)
+
+
+def test_drafts_of_several_are_checked_in_one_batch(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, plain = opened("needle", n_parallel=3, spec=SPEC), opened("needle")
+    prompts = [copied(kv, seed) for seed in (1, 2, 3)]
+    want = []
+    for prompt in prompts:
+        want.append(generated(plain, prompt))
+        plain.clear()
+    advance, shared = decoder.advance, []
+
+    def counted(parts: Any, *args: Any) -> Any:
+        shared.append(sum(part.accept is not None for part in parts))
+        return advance(parts, *args)
+
+    monkeypatch.setattr(decoder, "advance", counted)
+    runs = begun(kv, prompts)
+    shared.clear()
+    together(runs)
+    assert [s.tokens[len(prompt) :].tolist() for s, prompt in zip(kv.sequences, prompts, strict=True)] == [
+        tokens[:-1] for tokens in want
+    ]
+    assert max(shared) == 3
+    assert len(shared) < N - 1, "copied text takes fewer steps than it has tokens"
+
+
+def test_a_step_of_several_is_cut_off_at_every_line(opened: Open) -> None:
+    """Wherever that is, the sequences go on, and say the same when they are asked again."""
+    kv = opened("needle", n_parallel=2, spec=SPEC)
+    prompts = [copied(kv, seed) for seed in (1, 2)]
+    runs = begun(kv, prompts)
+    together(runs)
+    want = [s.tokens.tolist() for s in kv.sequences]
+
+    def prepare(kv: KVFlash) -> None:
+        runs[:] = begun(kv, prompts)
+
+    def check(kv: KVFlash) -> None:
+        for s, text in zip(kv.sequences, want, strict=True):
+            s.check_integrity()
+            assert s.tokens.tolist() == text[: s.n_tokens], "only what stands is kept"
+        kv.decode_each({0: 17, 1: 23})
+        for s in kv.sequences:
+            s.check_integrity()
+
+    files = ("step.py", "generation.py", "decoder.py", "sequence.py")
+    _, places = cut_off_at_every_line(
+        lambda: kv, lambda _: step_together(runs), check, prepare=prepare, files=files, step=5
+    )
+    assert any("step.py" in place for place in places)
+    prepare(kv)
+    together(runs)
+    assert [s.tokens.tolist() for s in kv.sequences] == want
 
 
 @pytest.mark.parametrize("when", ["reading", "before", "after"])

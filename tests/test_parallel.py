@@ -171,7 +171,7 @@ class Mirror:
     def step(self, pos: list[int]) -> Logits:
         """A token of each."""
         self.forget()
-        self.ctx.decode_each(range(N_SEQ), pos, [int(TOKENS[i, p]) for i, p in enumerate(pos)])
+        self.ctx.decode_each(range(N_SEQ), pos, [TOKENS[i, p : p + 1] for i, p in enumerate(pos)])
         return np.array([self.ctx.sequence(i).logits() for i in range(N_SEQ)])
 
 

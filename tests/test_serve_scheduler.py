@@ -145,7 +145,7 @@ def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pyte
         written = type(victim.pager).written
 
         def fails(parts: Any, *rest: Any) -> Any:
-            late = any(s is victim.sequence for s, _ in parts) and victim.n_tokens > len(questions[1])
+            late = any(part.sequence is victim.sequence for part in parts) and victim.n_tokens > len(questions[1])
             if late and when == "before":
                 raise PoolError("no room")
             res = advance(parts, *rest)
@@ -336,7 +336,7 @@ def test_damage_that_is_found_in_an_answer(
         advance, broken = decoder.advance, []
 
         def damaged(parts: Any, *rest: Any) -> Any:
-            lengths = {sequence.seq: sequence.n_tokens for sequence, _ in parts}
+            lengths = {part.sequence.seq: part.sequence.n_tokens for part in parts}
             if lengths.get(1, 0) == 310 and len(broken) < 2:  # with the other one, and again when tried alone
                 broken.append(lengths)
                 if after:

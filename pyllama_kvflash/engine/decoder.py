@@ -15,7 +15,7 @@ from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.sequence import PooledSequence
-from pyllama_kvflash.pool.step import Accept, advance, advance_exactly
+from pyllama_kvflash.pool.step import Accept, Part, advance, advance_exactly
 from pyllama_kvflash.snapshot.saved import SavedSequence
 
 _ROUNDS = 3  # most times that one token is decoded again
@@ -130,7 +130,7 @@ class Decoder:
         ctx = self.sequence.ctx
         if drafts:
             drafts.before(ctx, start, len(tokens))
-        paged = advance([(self.sequence, tokens)], outputs, accept)[0]
+        paged = advance([Part(self.sequence, tokens, accept)], outputs)[0]
         if drafts:
             drafts.decoded(ctx, tokens[: self.sequence.n_tokens - start], start)
         return paged
@@ -172,7 +172,7 @@ class Decoder:
     def decode_exactly(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> list[Event]:
         """Decode one batch (n,) int32 against everything before it; the pool then holds what the last token attends to.
 
-        accept: as for advance(); None: all tokens stand. Returns what happened. Raises as advance_exactly().
+        accept: as for a Part; None: all tokens stand. Returns what happened. Raises as advance_exactly().
         """
         sequence, selector = self.sequence, self.sequence.selector
         n_sealed = sequence.paged.ledger.n_sealed
@@ -349,18 +349,19 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
     return list(zip(np.split(tokens, cuts), wanted, strict=True))
 
 
-def decode_each(parts: Sequence[tuple[Decoder, int]]) -> list[list[Event]]:
-    """Decode one token of each of several sequences in one batch, then score and move chunks as each schedule says.
+def decode_each(parts: Sequence[tuple[Decoder, Tokens, Accept | None]]) -> list[list[Event]]:
+    """Decode tokens (n,) int32 of each of several sequences in one batch, then score and move chunks as each schedule says.
 
     Returns what happened to each, in the same order. Decodes no token again. Raises as advance().
     """
-    for decoder, _ in parts:
-        decoder.check_fits(1, decoder.sequence.n_tokens)
+    for decoder, tokens, _ in parts:
+        decoder.check_fits(len(tokens), decoder.sequence.n_tokens)
         if decoder.lossless and decoder.lossless_now:
             msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
             raise UsageError(f"{msg} sequence at a time")
-    moved = advance([(decoder.sequence, np.array([token], np.int32)) for decoder, token in parts])
+    starts = [decoder.sequence.n_tokens for decoder, *_ in parts]
+    moved = advance([Part(decoder.sequence, tokens, accept) for decoder, tokens, accept in parts], native.ALL)
     return [
-        [*([paged] if paged else []), *decoder.sequence.tick(1)]
-        for (decoder, _), paged in zip(parts, moved, strict=True)
+        [*([paged] if paged else []), *decoder.sequence.tick(decoder.sequence.n_tokens - start)]
+        for (decoder, *_), start, paged in zip(parts, starts, moved, strict=True)
     ]

@@ -188,7 +188,8 @@ class KVFlash:
                 raise UsageError(msg)
         for i in tokens:
             self.sequences[i].decoder.claim()
-        happened = decode_each([(self.sequences[i].decoder, token) for i, token in tokens.items()])
+        one = [np.array([token], np.int32) for token in tokens.values()]
+        happened = decode_each([(self.sequences[i].decoder, t, None) for i, t in zip(tokens, one, strict=True)])
         return dict(zip(tokens, happened, strict=True))
 
     @guarded

@@ -228,29 +228,35 @@ class Generation:
         return self._claim.run(self._step)
 
     def _step(self) -> list[Event]:
-        drafts = self.decoder.drafts
         if lossless := self.decoder.lossless_now:
             return [*self._step_exactly(lossless), *self.answer.shown()]
         self.begin_check()
-        guesses, width = self._guessed() if drafts else (None, 1)
-        if guesses is not None and len(guesses):
-            events = self._check(guesses, width)
+        self.go_back()
+        batch, n_guessed = self.next_batch()
+        begin, start = time.perf_counter(), self.decoder.sequence.n_tokens
+        if n_guessed:
+            events = self.decoder.check(batch, self.accept(batch[: n_guessed + 1]))
         else:
-            begin = time.perf_counter()
-            self.go_back()
-            events = self.decoder.decode(np.array([self.answer.token], np.int32))
+            events = self.decoder.decode(batch)
             self.take()
-            if drafts:
-                drafts.plain(time.perf_counter() - begin)
+        self.checked(start, n_guessed, time.perf_counter() - begin, len(batch))
         found = self.compare()  # before the tokens are taken out: it may be cut off
         return [*events, *self.answer.shown(), *found]
 
-    def _guessed(self) -> tuple[Tokens | None, int]:
-        """Return the guesses that the next step checks, and the width of its batch."""
+    def next_batch(self, room: int | None = None) -> tuple[Tokens, int]:
+        """Return the tokens (n,) int32 that the next step decodes: the last one, and guesses of what follows. Returns how many
+        these are, too: the rest is padding, so that the graph stays the same.
+
+        room: the most tokens; None: as many as a batch has.
+        """
         self._draft()
         width, n_most = self._limits()
         guesses, self._guesses = self._guesses, None
-        return None if guesses is None else guesses[: n_most - 1], width
+        n = 0 if guesses is None else min(len(guesses), n_most - 1, (room or width) - 1)
+        batch = np.full(min(width, room or width) if n else 1, self.token, np.int32)
+        if guesses is not None:
+            batch[1 : n + 1] = guesses[:n]
+        return batch, n
 
     def go_back(self) -> None:
         """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
@@ -273,6 +279,7 @@ class Generation:
             return True
         if drafts is None:
             return False
+        alone = drafts.reads_features or sequence.recurrent
         if self._guesses is None:
             self.go_back()
             begin = time.perf_counter()
@@ -280,7 +287,7 @@ class Generation:
             none = np.empty(0, np.int32)
             self._guesses = drafts.guess(sequence.history, self.token, n_most - 1) if n_most > 1 else none
             self._guessing_s = time.perf_counter() - begin
-        return bool(len(self._guesses)) or drafts.reads_features
+        return alone and (bool(len(self._guesses)) or drafts.reads_features)
 
     def _limits(self) -> tuple[int, int]:
         """Return the width of a batch that checks a draft, and how many of its tokens may stand; (1, 1): no draft."""
@@ -293,20 +300,16 @@ class Generation:
         width, n_most = sequence.draft_limits(width)
         return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
 
-    def _check(self, guesses: Tokens, width: int) -> list[Event]:
-        """Decode the last token with guesses, in a batch of `width` tokens. Keep what plain decoding would produce."""
-        sequence, drafts = self.decoder.sequence, self.decoder.drafts
-        begin = time.perf_counter() - self._guessing_s
-        start, n = sequence.n_tokens, 1 + len(guesses)
-        batch = np.full(width, self.token, np.int32)  # padded, so that the graph stays the same
-        batch[1:n] = guesses
-        events = self.decoder.check(batch, self._accept(batch[:n]))
-        if drafts:
-            n_right, seconds = sequence.n_tokens - start - 1, time.perf_counter() - begin
-            drafts.checked(len(guesses), n_right, seconds, self._guessing_s, width)
-        return events
+    def checked(self, start: int, n_guessed: int, seconds: float, width: int) -> None:
+        """Tell the drafter of a step from position `start` on, with guesses or without. It took `seconds`, without guessing."""
+        if drafts := self.decoder.drafts:
+            if n_guessed:
+                n_right = self.decoder.sequence.n_tokens - start - 1
+                drafts.checked(n_guessed, n_right, self._guessing_s + seconds, self._guessing_s, width)
+            else:
+                drafts.plain(seconds)
 
-    def _accept(self, batch: Tokens) -> Accept:
+    def accept(self, batch: Tokens) -> Accept:
         """Return what takes the tokens that follow those of a batch, as long as they are the batch's."""
         sequence, answer, start = self.decoder.sequence, self.answer, self.decoder.sequence.n_tokens
 
@@ -330,7 +333,7 @@ class Generation:
         guesses, events = lossless.draft(self.token, n, self._sampler)
         begin = time.perf_counter()
         batch = np.array([self.token, *guesses], np.int32)
-        events += self.decoder.decode_exactly(batch, native.ALL, self._accept(batch))
+        events += self.decoder.decode_exactly(batch, native.ALL, self.accept(batch))
         lossless.checked(len(guesses), self.decoder.sequence.n_tokens - start - 1, time.perf_counter() - begin)
         return events
 
@@ -370,8 +373,8 @@ class Generation:
 
 
 def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
-    """Decode the last token of each of several answers in one batch, and let each take its next one. Returns what happened to
-    each, without text.
+    """Decode the last token of each of several answers in one batch, perhaps with guesses, and let each take what comes next.
+    Returns what happened to each, without text.
 
     Raises as decode_each(), and InUseError, before anything is decoded, if one of them has lost its sequence. An answer that
     took no token then does so in a step of its own.
@@ -382,15 +385,25 @@ def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
 
 
 def _step_together(generations: Sequence[Generation]) -> list[list[Event]]:
-    begin = time.perf_counter()
     for generation in generations:
         generation.check()
     for generation in generations:
         generation.go_back()
         generation.begin_check()
-    happened = decode_each([(g.decoder, g.token) for g in generations])
+    room = max(1, generations[0].decoder.sequence.options.n_ubatch // len(generations))
+    batches = [generation.next_batch(room) for generation in generations]
+    starts = [generation.decoder.sequence.n_tokens for generation in generations]
+    begin = time.perf_counter()
+    happened = decode_each(
+        [
+            (g.decoder, batch, g.accept(batch[: n + 1]) if n else None)
+            for g, (batch, n) in zip(generations, batches, strict=True)
+        ]
+    )
     missed = []
-    for generation, events in zip(generations, happened, strict=True):
+    for generation, (_, n), events in zip(generations, batches, happened, strict=True):
+        if n:
+            continue  # it has taken its tokens
         if generation.decoder.missed(events):
             missed.append((generation, events))
         else:
@@ -398,7 +411,7 @@ def _step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     for generation, events in missed:  # last, because this overwrites the logits of the others
         events.extend(list(generation.decoder.again(events)))
         generation.take()
-    for generation in generations:
-        if generation.decoder.drafts:
-            generation.decoder.drafts.plain((time.perf_counter() - begin) / len(generations))
+    seconds = (time.perf_counter() - begin) / len(generations)
+    for generation, start, (batch, n) in zip(generations, starts, batches, strict=True):
+        generation.checked(start, n, seconds, len(batch))
     return [[*events, *generation.compare()] for generation, events in zip(generations, happened, strict=True)]

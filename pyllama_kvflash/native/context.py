@@ -91,7 +91,6 @@ class Context:
         compute(lib.kvf_context_new, made_of[0], p_params, p_pool, p_panes, out)
         self._shared = Handle(owned(out[0], lib.llama_free, *made_of))
         self.seq = 0
-        self._batch = 0, 0  # first position and number of tokens of the last one
         self.n_seq = n_seq
         self.n_ubatch = n_ubatch
         self.model = model
@@ -151,7 +150,7 @@ class Context:
         buf = ffi.from_buffer("int32_t[]", tokens)
         compute(lib.kvf_decode, self.handle, self.seq, pos, buf, len(tokens), outputs)
         self.computed(self.handle, len(tokens))
-        self._batch = pos, len(tokens)
+        self._shared.batch = {self.seq: (pos, len(tokens))}
 
     def computed(self, native: Any, n: int, n_batch: int | None = None) -> None:
         """Record that a native context, this one or a paned one, computed a batch of this sequence, whose first n tokens
@@ -162,20 +161,26 @@ class Context:
         self._shared.computed(native, {self.seq: (n - 1, (n_batch or n) - n)})
 
     def keep(self, n: int) -> None:
-        """Keep only the first n tokens of the last batch, all of whose tokens got logits. Raises as seq_rm() does."""
-        start, n_batch = self._batch
+        """Keep only the first n of the sequence's tokens in the last batch, all of which got logits. Raises as seq_rm()."""
+        start, n_batch = self._shared.batch[self.seq]
         if n < n_batch:
             self.seq_rm(start + n)
-        self.computed(self.handle, n, n_batch)
+        self._shared.kept(self.seq, n_batch - n)
 
-    def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[int]) -> None:
-        """Decode one token of each of several sequences in one batch, at the given positions. All get logits.
+    def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[Tokens]) -> None:
+        """Decode tokens (n,) int32 of each of several sequences in one batch, from the given positions on. All get logits.
 
-        Raises as decode() does.
+        At most n_ubatch tokens in all. Raises as decode() does.
         """
-        n = len(seqs)
-        compute(lib.kvf_decode_each, self.handle, list(seqs), list(pos), list(tokens), n)
-        self._shared.computed(self.handle, {seq: (i, n - 1 - i) for i, seq in enumerate(seqs)})
+        sizes = [len(part) for part in tokens]
+        ends = np.cumsum(sizes)
+        n = int(ends[-1])
+        where = np.concatenate([np.arange(at, at + size) for at, size in zip(pos, sizes, strict=True)])
+        each = np.repeat(seqs, sizes).tolist(), where.tolist(), np.concatenate(tokens).tolist()
+        compute(lib.kvf_decode_each, self.handle, *each, n)
+        places = zip(seqs, ends.tolist(), sizes, strict=True)
+        self._shared.computed(self.handle, {seq: (end - 1, n - end, end - size) for seq, end, size in places})
+        self._shared.batch = dict(zip(seqs, zip(pos, sizes, strict=True), strict=True))
 
     @property
     def output(self) -> Output:
@@ -202,14 +207,12 @@ class Context:
         lib.llama_synchronize(self.output.native)
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last
-        token.
+        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: of its last one.
 
         Raises UsageError if the batch gave it none.
         """
-        native, at, _ = self.output
-        i = at if i == -1 else i
-        ptr = lib.llama_get_logits_ith(native, i)
+        output = self.output
+        ptr = lib.llama_get_logits_ith(output.native, output.row(i))
         if ptr == ffi.NULL:
             msg = f"token {i} of the last batch has no logits"
             raise errors.UsageError(msg)
@@ -413,7 +416,7 @@ class Context:
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
-        native, _, at = self.output
+        native, _, at, _ = self.output
         check(lib.kvf_q(native, at + back, dst, into.size, ticket))
         return int(ticket[0])
 

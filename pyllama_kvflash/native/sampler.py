@@ -125,11 +125,10 @@ class Sampler:
         return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token from the logits of token i of the last batch (-1: this sequence's last), and record it in the
+        """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the
         chain. Raises UsageError (the grammar lets nothing through that the model has).
         """
-        native, at, _ = ctx.output
-        i = at if i == -1 else i
+        native, i = ctx.output.native, ctx.output.row(i)
         if self._grammar:
             chain, handle = ffi.NULL if self._plain else self._handle, self._grammar.handle
             status = lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)

@@ -5,6 +5,7 @@ in the history or pending, and the next step first removes what this one left be
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pyllama_kvflash import native
 from pyllama_kvflash.events import Paged
@@ -17,36 +18,46 @@ Accept = Callable[[int], tuple[int | None, bool]]
 text ends), and whether that is token i + 1 of the batch, which then stands, too.
 """
 
-Part = tuple[PooledSequence, Tokens]
 
+class Part(NamedTuple):
+    """The tokens of a sequence in a batch, (n,) int32.
 
-def advance(parts: Sequence[Part], outputs: int = native.LAST, accept: Accept | None = None) -> list[Paged | None]:
-    """Decode one batch: one sequence with its tokens, or one token of each of several. Returns each one's moves.
-
-    accept: decides how many tokens of a single sequence stand; None: all do. The others leave no trace: the ledger does
-    not hear of them, and no chunk is sealed for them.
-    outputs: which tokens get logits.
-
-    Raises PoolError, HostMemoryError, Interrupted and NativeError.
+    accept: decides how many of them stand; None: all do. The others leave no trace: the ledger does not hear of them, and no
+    chunk is sealed for them.
     """
-    first, tokens = parts[0]
+
+    sequence: PooledSequence
+    tokens: Tokens
+    accept: Accept | None = None
+
+
+def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | None]:
+    """Decode one batch of one sequence or of several. Returns each one's moves.
+
+    outputs: which tokens of a single sequence get logits; all of several do.
+
+    Raises PoolError, HostMemoryError, Interrupted and NativeError. A sequence whose tokens were not asked about until then has
+    none of them, and its last token is still pending.
+    """
+    first = parts[0].sequence
     first.recover()
-    places = [sequence.n_tokens for sequence, _ in parts]
+    places = [part.sequence.n_tokens for part in parts]
     plans = _make_room(parts)
     if len(parts) == 1:
-        first.ctx.decode(tokens, places[0], outputs)
+        first.ctx.decode(parts[0].tokens, places[0], outputs)
     else:
-        first.ctx.decode_each([sequence.seq for sequence, _ in parts], places, [int(t[0]) for _, t in parts])
+        first.ctx.decode_each([part.sequence.seq for part in parts], places, [part.tokens for part in parts])
     # a GPU is computing by now, so the rest costs it no time
-    if accept is not None:
-        _keep(first, tokens, accept)
-    else:
-        for sequence, tokens in parts:
+    for sequence, tokens, accept in parts:
+        if accept is None:
             sequence.stand(tokens)  # first, because a recurrent state cannot go back
             if pager := sequence.pager:
                 pager.flights.go_on(len(tokens))
                 pager.written(len(tokens))
             sequence.consistent = True
+    for sequence, tokens, accept in parts:
+        if accept is not None:
+            _keep(sequence, tokens, accept)
     return [Paged(pos, plan.drops, plan.page_ins) if plan else None for pos, plan in zip(places, plans, strict=True)]
 
 
@@ -54,7 +65,7 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
     """Make room in the pool for the batch. Returns the moves of each part, None without a pool."""
     plans: list[Plan | None] = []
     n_blocks = n_records = 0  # taken by the parts before
-    for sequence, tokens in parts:
+    for sequence, tokens, _ in parts:
         sequence.consistent = False
         pager = sequence.pager
         if pager is None:
@@ -105,7 +116,7 @@ def advance_exactly(
 ) -> Paged | None:
     """Decode tokens (n,) int32, at most a batch of `exact`, against everything before them. Returns what moved.
 
-    accept, outputs: as for advance(). The pool then holds the chunk that is being written; settle_in() brings in others.
+    accept: as for a Part. outputs: as for advance(). The pool then holds the chunk that is being written; settle_in() brings in others.
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """

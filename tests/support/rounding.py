@@ -55,8 +55,7 @@ class Chosen:
             return
         apart = self.distance(row, self.rows[key])
         assert apart <= self.limit, f"logits differ by {apart:.3g}, and rounding by {self.limit:.3g} at most"
-        native, last, _ = ctx.output
-        ptr = lib.llama_get_logits_ith(native, last if i == -1 else i)
+        ptr = lib.llama_get_logits_ith(ctx.output.native, ctx.output.row(i))
         ffi.memmove(ptr, self.rows[key], self.rows[key].nbytes)
         self.n_held += 1
 

@@ -387,7 +387,7 @@ int kvf_decode_each(
     return kvf_guard([&] {
         kvf_check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
         check_not_paned(ctx);
-        kvf_check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "there are 1 to n_ubatch sequences in a batch");
+        kvf_check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "a batch of several sequences has 1 to n_ubatch tokens");
 
         std::vector<llama_pos>      p(pos, pos + n);
         std::vector<llama_seq_id>   s(seqs, seqs + n);
@@ -397,7 +397,9 @@ int kvf_decode_each(
         for (int32_t i = 0; i < n; ++i) {
             check_seq(ctx, s[i]);
             kvf_check(p[i] >= 0 && p[i] < INT32_MAX, "positions are from 0 to 2^31 - 1");
-            kvf_check(std::count(s.begin(), s.end(), s[i]) == 1, "a sequence has one token in such a batch");
+            const bool goes_on = i > 0 && s[i] == s[i - 1] && p[i] == p[i - 1] + 1;
+            kvf_check(goes_on || std::find(s.begin(), s.begin() + i, s[i]) == s.begin() + i,
+                    "the tokens of a sequence follow each other in a batch");
             to[i] = &s[i];
         }
 

@@ -170,7 +170,8 @@ LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
 LLAMA_API int kvf_decode(
         struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
 
-// decode one token of each of n sequences, tokens[i] at position pos[i] of sequence seqs[i], which differ; all get logits
+// decode n tokens (at most n_ubatch) of several sequences: tokens[i] at position pos[i] of sequence seqs[i]. those of a
+// sequence follow each other. all get logits
 LLAMA_API int kvf_decode_each(
         struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n);
 
