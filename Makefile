@@ -14,6 +14,9 @@ WHEEL ?= $(filter-out $(wildcard dist/*+cu*),$(wildcard dist/*.whl))
 # where ccache is installed, CMake uses it: a clone elsewhere compiles the same
 export CCACHE_BASEDIR ?= $(CURDIR)
 
+# compiled files are kept where a shell forbids it, too: else each command that a test runs compiles the package anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run quick test test-all mutants lint format build build-cuda wheel wheel-cuda wheel-test vendor vendor-check patches bench docs clean
 
 help:               ## this list

@@ -187,8 +187,14 @@ class Missing(Shares):
         return res
 
 
-@pytest.mark.parametrize(("name", "step"), [("qwen3", 1), ("gemma4", 3)], ids=["qwen3", "gemma4"])
-@pytest.mark.parametrize("at", [325, 336, 337], ids=list(PLACES))
+@pytest.mark.parametrize(
+    ("name", "at", "step"),
+    [
+        pytest.param(name, at, step, id=f"{name}-{place}")
+        for name, steps in {"qwen3": (1, 3, 3), "gemma4": (5, 5, 5)}.items()
+        for at, place, step in zip((325, 336, 337), PLACES, steps, strict=True)
+    ],
+)
 def test_cut_off_at_every_line_of_a_token_that_is_decoded_again(
     opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, step: int, at: int
 ) -> None:

@@ -182,7 +182,7 @@ def test_a_warm_turn_is_the_cold_one(opened: Open, snap: Path, name: str, where:
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen35", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("qwen3", "gemma4"))])
 def test_turns_go_on_warm(opened: Open, tmp_path: Path, name: str) -> None:
     """Three turns, each saved to a prefix cache, from which another engine takes the next one: it is as if there were one engine."""
     kv, cache = opened(name, snapshots=True), PrefixCache(tmp_path, 1 << 40)

@@ -114,7 +114,7 @@ def test_sequences_take_turns(opened: Open, known: Callable[..., Chosen], wordle
     assert all(run.draft_stats and run.draft_stats.drafted for run in runs)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.nightly), "qwen35"])
 def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

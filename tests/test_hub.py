@@ -22,6 +22,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from click.testing import CliRunner
 from support import commands, hubs
 from support.commands import INTERRUPTED, RUNTIME, SCRIPT, TIMEOUT, USAGE
+from support.forks import forked
 from support.hubs import MIB, Hub, Repo
 
 from pyllama_kvflash import hub
@@ -199,9 +200,8 @@ Done = subprocess.CompletedProcess[str]
 
 
 def process(environ: dict[str, str], *args: str, **more: str) -> Done:
-    return subprocess.run(
-        [SCRIPT, *args], env=environ | more, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    res = forked(list(args), b"", TIMEOUT, environ | more)
+    return Done(res.args, res.returncode, res.stdout.decode(), res.stderr.decode())
 
 
 def good(environ: dict[str, str], *args: str, **more: str) -> Done:

@@ -99,7 +99,13 @@ class Batches:
 #
 
 
-@pytest.mark.parametrize(("name", "seed"), crossed(MODELS, [None, 1, 2, 3]))
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *crossed(MODELS, [None, 1]),
+        *(pytest.param(name, seed, marks=pytest.mark.nightly) for name in MODELS for seed in (2, 3)),
+    ],
+)
 def test_the_text_is_the_full_caches(
     opened: Open, known: Callable[..., Chosen], wordless: None, name: str, seed: int | None
 ) -> None:
@@ -346,7 +352,7 @@ def test_it_goes_on_from_a_snapshot(
         check_residency(one, CHUNK)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS[:-1], pytest.param(MODELS[-1], marks=pytest.mark.nightly)])
 def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

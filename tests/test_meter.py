@@ -241,7 +241,13 @@ def test_a_bound_that_holds_changes_nothing(opened: Open, wordless: None) -> Non
 #
 
 
-@pytest.mark.parametrize("options", [ALWAYS, {"min_agreement": 1.0, "meter": 1.0}], ids=["meter", "bound"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ALWAYS, marks=pytest.mark.nightly, id="meter"),
+        pytest.param({"min_agreement": 1.0, "meter": 1.0}, id="bound"),
+    ],
+)
 def test_cut_off_at_every_line(opened: Open, wordless: None, options: dict[str, Any]) -> None:
     """Ctrl-C anywhere in an answer: what is left is the beginning of a text, and it goes on."""
     plain = opened()

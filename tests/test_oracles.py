@@ -118,7 +118,7 @@ def test_rollback(tiny_model: Callable[[str], Model], name: str) -> None:
 # eviction
 #
 
-N_LONG = 6000
+N_LONG = 3000
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_eviction(case: Case) -> None:
         resident = run.resident()
     case.assert_replayed(logits, schedule, 1024, n_batch=256)
     n_drops = sum(len(step.drops) for step in schedule)
-    assert n_drops > 50, f"{n_drops} drops"
-    assert resident == [0, *range(96 - 15, 96)], str(resident)
+    assert n_drops > 30, f"{n_drops} drops"
+    assert resident == [0, *range(49 - 15, 49)], str(resident)
     widths = [info.n_kv for info in infos]
     assert widths == [256, 512, 768] + [1024] * (len(widths) - 3), str(widths)
     assert {info.n_pool for info in infos} == {1024}
@@ -142,7 +142,7 @@ def test_eviction_of_smaller_chunks(f16_case: Case, chunk: int) -> None:
         logits, schedule, _ = run.feed_through(1500, 100)
     f16_case.assert_replayed(logits, schedule, 512, n_batch=128, chunk=chunk)
     n_drops = sum(len(step.drops) for step in schedule)
-    assert n_drops > 50 * 16 // chunk, f"{n_drops} drops"
+    assert n_drops > 30 * 16 // chunk, f"{n_drops} drops"
 
 
 def test_sliding_window_is_not_pooled(tiny_model: Callable[[str], Model]) -> None:

@@ -50,6 +50,7 @@ def test_its_own_chat_template(full: KVFlash) -> None:
     assert ids.count(begin) == 3, "system, user and assistant"
 
 
+@pytest.mark.nightly
 def test_a_long_text_through_a_small_pool(model: Path) -> None:
     """Bounded on the device, nothing lost on the host, and the same text for the same seed."""
     with KVFlash.from_file(model, n_ctx=2048, pool=768, n_threads=THREADS, share=0) as kv:

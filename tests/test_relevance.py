@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import crossed
 from support.runs import GREEDY, MODELS, SCORED, Open, check_residency, feed, out, plain, read, reselects, text_of
 from support.scorers import Given, oldest, shuffled
 
@@ -59,8 +60,7 @@ def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
 QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
 
 
-@pytest.mark.parametrize("policy", ["qk", "fresh"])
-@pytest.mark.parametrize("cache", ["q8_0", "q4_0"])
+@pytest.mark.parametrize(("cache", "policy"), crossed(["q8_0", "q4_0"], ["qk", "fresh"]))
 def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str, policy: str) -> None:
     assert all(recall(short, **QUARTER, policy=policy, type_k=cache, type_v=cache))
 
@@ -128,8 +128,7 @@ def test_scoring_changes_nothing_where_all_is_resident(opened: Open, name: str) 
             assert policy.views == []
 
 
-@pytest.mark.parametrize("again", [0, 0.03])
-@pytest.mark.parametrize("share", [0, 0.05])
+@pytest.mark.parametrize(("share", "again"), crossed([0, 0.05], [0, 0.03]))
 def test_the_same_seed_gives_the_same_events(
     opened: Open, short: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, share: float, again: float
 ) -> None:

@@ -134,23 +134,26 @@ def test_what_follows_is_what_would_have_followed(
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("where", ["here", "elsewhere", "unsaved"])
 @pytest.mark.parametrize(
-    ("name", "policy", "beside"),
-    [
-        *((name, "qk-cos", True) for name in MODELS),
-        *((name, "shares", False) for name in MODELS),
-        ("qwen3", "qk", False),
-        ("qwen3", "lru", True),
-        ("qwen3", "fresh", False),
-    ],
+    ("how", "where"),
+    crossed(
+        [
+            *((name, "qk-cos", True) for name in MODELS),
+            *((name, "shares", False) for name in MODELS),
+            ("qwen3", "qk", False),
+            ("qwen3", "lru", True),
+            ("qwen3", "fresh", False),
+        ],
+        ["elsewhere", "here", "unsaved"],
+    ),
 )
 def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
-    opened: Open, snap: Path, name: str, policy: str, beside: bool, where: str, monkeypatch: pytest.MonkeyPatch
+    opened: Open, snap: Path, how: tuple[str, str, bool], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any token: before a scoring, when its queries are being copied, while it is under way, and while its plan is. Where it is
     all at one token, as on a CPU, there is nothing under way between two of them, but some tokens are decoded twice.
     """
+    name, policy, beside = how
     monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
     monkeypatch.setattr(Context, "pinned", property(lambda _self: beside))
     monkeypatch.setattr(Schedule, "_behind", lambda _self: 4)  # as if to score took three tokens
@@ -315,7 +318,9 @@ def test_single_tokens_go_on(opened: Open, snap: Path) -> None:
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("to", [1999, 1984, 1930, 777, 64, 1, 0])
+@pytest.mark.parametrize(
+    "to", [1999, 777, 64, 0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1984, 1930, 1))]
+)
 def test_what_was_restored_can_be_rolled_back(opened: Open, saved: Path, to: int) -> None:
     """And goes another way then, as what it is of does."""
     kv, new = read(opened(), 2000), opened()

@@ -11,11 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pyllama_kvflash.native import devices
+
 # streams and pipes are passed by number; the child's exit is that of a script that ends with main()
 PARENT = """
 import json, os, signal, sys
 import pyllama_kvflash.engine.engine, pyllama_kvflash.serve
 from pyllama_kvflash.cli import main
+assert "huggingface_hub" not in sys.modules, "it looks at the environment as it is imported"
 asked, answers = os.fdopen(int(sys.argv[1]), "rb", 0), int(sys.argv[2])
 while line := asked.readline():
     ask = json.loads(line)
@@ -32,6 +35,9 @@ while line := asked.readline():
         sys.exit(main())
     os.write(answers, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+
+
+SCRIPT = Path(sys.executable).with_name("kvflash")
 
 
 class Parent(NamedTuple):
@@ -53,8 +59,9 @@ def parent() -> Parent:
     their_asked, ask = os.pipe()
     answers, their_answers = os.pipe()
     command = [sys.executable, "-c", PARENT, str(their_asked), str(their_answers)]
-    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    process = subprocess.Popen(command, pass_fds=(their_asked, their_answers), **nothing)  # type: ignore[call-overload]
+    process = subprocess.Popen(
+        command, pass_fds=(their_asked, their_answers), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     os.close(their_asked)
     os.close(their_answers)
     res = Parent(process, ask, os.fdopen(answers, "rb", 0))
@@ -62,8 +69,17 @@ def parent() -> Parent:
     return res
 
 
-def forked(args: list[str], stdin: bytes, timeout: int) -> subprocess.CompletedProcess[bytes]:
-    """Run a command as a script does, with this process's environment and folder. What takes too long ends by SIGALRM."""
+def forked(
+    args: list[str], stdin: bytes, timeout: int, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command as a script does, in this process's folder; and with its environment, but for what Python, or a
+    module that is imported already, makes of it as it starts. What takes too long ends by SIGALRM."""
+    environ = dict(os.environ) if environ is None else environ
+    if any(
+        device.gpu for device in devices()
+    ):  # it is used as the library starts, and a process that uses one cannot fork
+        command = [SCRIPT, *args]
+        return subprocess.run(command, input=stdin, capture_output=True, timeout=timeout, env=environ, check=False)
     with tempfile.TemporaryDirectory() as folder:
         given, out, err = (Path(folder) / name for name in ("stdin", "stdout", "stderr"))
         given.write_bytes(stdin)
@@ -71,7 +87,7 @@ def forked(args: list[str], stdin: bytes, timeout: int) -> subprocess.CompletedP
         ask = {
             "args": args,
             "streams": [(str(given), os.O_RDONLY), (str(out), write), (str(err), write)],
-            "environ": dict(os.environ),
+            "environ": environ,
             "folder": str(Path.cwd()),
             "timeout": timeout,
         }
