@@ -13,7 +13,7 @@ import pytest
 from support.serving import Running, environment, open_needle, parse_metrics, sse, until  # noqa: F401 (a fixture for all)
 
 from pyllama_kvflash.native import Model
-from pyllama_kvflash.serve import understand
+from pyllama_kvflash.serve import prompt
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -379,8 +379,8 @@ def test_a_message_that_is_too_long(server: Running, monkeypatch: pytest.MonkeyP
     res = server.post({**ASK, "messages": text}, "/v1/messages")
     assert res.status_code == 400
     assert res.json()["error"]["message"] == f"prompt is too long: {n} tokens > 4096 maximum"
-    monkeypatch.setattr(understand, "_PIECE", 2048)
-    monkeypatch.setattr(understand, "_SLACK", (1.1, 4))
+    monkeypatch.setattr(prompt, "_PIECE", 2048)
+    monkeypatch.setattr(prompt, "_SLACK", (1.1, 4))
     assert abs(n_tokens(server, messages=text) - n) < 30
     tokenized: list[int] = []
     tokenize = Model.tokenize

@@ -9,8 +9,8 @@ from typing import Any
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.native import pattern_grammar
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, one_of, text
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -31,7 +31,7 @@ _ANY = {"role", "content", "name"}
 
 
 def messages(value: Any) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raises Fault."""
+    """Return the messages of a conversation. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
@@ -46,7 +46,7 @@ def _message(value: Any, at: str, called: dict[str, str]) -> Message:
     if extra is not None:
         raise invalid(f"{at}.{extra[:100]} is not supported by this server: leave it out", at, "unsupported_parameter")
     if role == "assistant":
-        return _said(given, at, called)
+        return _assistant(given, at, called)
     res = {"role": role, "content": content(given.get("content"), f"{at}.content")}
     if role == "tool":
         res["tool_call_id"] = text(given, "tool_call_id", f"{at}.tool_call_id")
@@ -55,7 +55,7 @@ def _message(value: Any, at: str, called: dict[str, str]) -> Message:
     return res
 
 
-def _said(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
+def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
     """Return what the assistant said: a text, calls, or both."""
     calls = [
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
@@ -96,7 +96,7 @@ def _arguments(given: str) -> str:
 
 
 def content(value: Any, at: str) -> str:
-    """Return the text of a string, or of an array of parts, which must all be text (or a refusal). Raises Fault."""
+    """Return the text of a string, or of an array of parts, which must all be text (or a refusal). Raises RequestError."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -119,7 +119,7 @@ def _is_text(part: Any) -> bool:
 
 
 def tools(value: Any, parameters: str = "tools[{}].function.parameters") -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. parameters: what its schema is called in messages. Raises Fault."""
+    """Return the tools of a request. parameters: what its schema is called in messages. Raises RequestError."""
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools has {len(given)} tools, and may have {MAX_TOOLS}", "tools", "invalid_value")
@@ -154,7 +154,7 @@ def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, An
     if given is not None and not isinstance(given, dict | bool):
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
     if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
-        with _faults_of(name):
+        with _schema_errors(name):
             refuse_loosened(check_arguments(given, pattern_grammar))
     return {} if given is None else given
 
@@ -162,16 +162,16 @@ def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, An
 def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
     """Return a JSON schema of the answer, checked. name: of its field. strict: whatever cannot be enforced is refused.
 
-    Raises Fault, which names the place in the schema.
+    Raises RequestError, which names the place in the schema.
     """
     if not isinstance(value, dict | bool):
         raise invalid(f"{name} is {kind(value)}: give a JSON schema, an object", name, "invalid_type")
-    with _faults_of(name):
+    with _schema_errors(name):
         return check(value, pattern_grammar, strict=strict)
 
 
 @contextmanager
-def _faults_of(name: str) -> Iterator[None]:
+def _schema_errors(name: str) -> Iterator[None]:
     """Make a fault of a schema's error. name: of its field."""
     try:
         yield
@@ -180,7 +180,7 @@ def _faults_of(name: str) -> Iterator[None]:
 
 
 def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:
-    """Return which tools may be called: "auto", "none", "required", or the one that must be. Raises Fault."""
+    """Return which tools may be called: "auto", "none", "required", or the one that must be. Raises RequestError."""
     if value is None:
         return "auto" if given else "none"
     if isinstance(value, dict):
@@ -196,8 +196,8 @@ def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str
     return choice if given else "none"
 
 
-def no_tools() -> Fault:
-    """Return the Fault for tools that the model's template cannot show to the model."""
+def no_tools() -> RequestError:
+    """Return the RequestError for tools that the model's template cannot show to the model."""
     msg = (
         "the model's chat template has no tools: leave them out, or start the server with --chat-template-file and a"
         " template that has"

@@ -9,9 +9,9 @@ from typing import Self
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pyllama_kvflash.serve.fault import Fault
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.replies import Reply
+from pyllama_kvflash.serve.openai_response import Reply
+from pyllama_kvflash.serve.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 _ALIVE_SECONDS = 10.0  # between two signs of life on a stream
@@ -75,7 +75,7 @@ class Exchange:
         self._updates.put_nowait(None)
 
     async def whole(self, reply: Reply, receive: Receive) -> Finished | None:
-        """Let a reply hear everything. Returns the last end; None: the client is gone. Raises Fault."""
+        """Let a reply hear everything. Returns the last end; None: the client is gone. Raises RequestError."""
         done: Finished | None = None
         async with aclosing(self.updates(receive)) as updates:
             async for update in updates:
@@ -89,8 +89,8 @@ class Exchange:
         return None if self._n_left else done
 
 
-def _fault(failed: Failed) -> Fault:
-    return Fault(failed.status, failed.message)
+def _fault(failed: Failed) -> RequestError:
+    return RequestError(failed.status, failed.message)
 
 
 class Stream(Response):

@@ -1,4 +1,4 @@
-"""Fields of JSON objects, checked one by one. Each function raises Fault for a value of the wrong kind."""
+"""Fields of JSON objects, checked one by one. Each function raises RequestError for a value of the wrong kind."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pyllama_kvflash.errors import UsageError, encoded, out_of_range
-from pyllama_kvflash.serve.fault import invalid
+from pyllama_kvflash.serve.request_error import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
 
@@ -23,7 +23,7 @@ _KINDS: dict[type, str] = {
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises Fault."""
+    """Return the JSON object in a body. Raises RequestError."""
     try:
         value = _decoded(body)
     except RecursionError:
@@ -44,7 +44,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 def _check_unicode(value: Any, at: str, param: str | None) -> None:
-    """Raise Fault for a text in a value that is not Unicode. at: the value's name. param: the field that it is in."""
+    """Raise RequestError for a text in a value that is not Unicode. at: the value's name. param: the field that it is in."""
     if isinstance(value, str):
         try:
             encoded(value, at)

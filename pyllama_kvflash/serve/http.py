@@ -15,20 +15,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyllama_kvflash.serve import anthropic
-from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve import anthropic_response
+from pyllama_kvflash.serve.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
 
 
 async def body_of(request: Request, limit: int) -> bytes:
-    """Return a request's body. Raises Fault.
+    """Return a request's body. Raises RequestError.
 
     It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
-        raise Fault(415, msg, code="unsupported_media_type")
+        raise RequestError(415, msg, code="unsupported_media_type")
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size) > limit:
         raise _too_large(limit)
@@ -40,14 +40,14 @@ async def body_of(request: Request, limit: int) -> bytes:
                 if len(body) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        raise Fault(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+        raise RequestError(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
     except ClientDisconnect:
-        raise Fault(400, "the client left before it had sent the body") from None
+        raise RequestError(400, "the client left before it had sent the body") from None
     return bytes(body)
 
 
-def _too_large(limit: int) -> Fault:
-    return Fault(
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
         413, f"the body is larger than {limit:,} bytes: shorten it, or raise --max-body", code="body_too_large"
     )
 
@@ -57,30 +57,30 @@ def _too_large(limit: int) -> Fault:
 #
 
 
-def _response(path: str, fault: Fault) -> Response:
+def _response(path: str, err: RequestError) -> Response:
     """Return the response to send for a fault, in the form of the protocol that was spoken."""
     if path.startswith("/v1/messages"):
-        return Response(json.dumps(anthropic.error(fault)), fault.status, fault.headers, "application/json")
-    return fault.response()
+        return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
+    return err.response()
 
 
-async def on_fault(request: Request, fault: Fault) -> Response:
+async def on_request_error(request: Request, err: RequestError) -> Response:
     """Answer a request that is refused."""
-    return _response(request.url.path, fault)
+    return _response(request.url.path, err)
 
 
 async def on_http(request: Request, err: HTTPException) -> Response:
     """Answer a request for what there is not."""
     path = request.url.path
     if err.status_code == 404:  # noqa: PLR2004
-        return _response(path, Fault(404, f"there is no {path[:200]} here", code="not_found"))
+        return _response(path, RequestError(404, f"there is no {path[:200]} here", code="not_found"))
     msg = f"{path[:200]} does not take {request.method}: {err.detail}"
-    return _response(path, Fault(err.status_code, msg, code="method_not_allowed", headers=err.headers))
+    return _response(path, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
 
 
 async def on_error(request: Request, _err: Exception) -> Response:
     """Answer a request that failed for a reason that nobody thought of."""
-    return _response(request.url.path, Fault(500, "an error in the server: its log has the details"))
+    return _response(request.url.path, RequestError(500, "an error in the server: its log has the details"))
 
 
 #
@@ -97,23 +97,23 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
-        fault = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
-        app = self._app if fault is None else _response(scope["path"], fault)
+        err = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
+        app = self._app if err is None else _response(scope["path"], err)
         await app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> Fault | None:
+    def _refused(self, scope: Scope) -> RequestError | None:
         headers = dict(reversed(scope["headers"]))  # the first of each name
         if self._digest is None:
-            return _of_others(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
+            return _foreign_host(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
         bearer = headers.get(b"authorization", b"")
         given = bearer[7:] if bearer[:7] == b"Bearer " else headers.get(b"x-api-key", b"")
         if hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):  # digests hide even the key's length
             return None
         msg = "no valid API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-        return Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return RequestError(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None:
+def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestError | None:
     """Return why a request is refused that reached this machine's own address by the name of another.
 
     A foreign page may have its name resolved to 127.0.0.1 (DNS rebinding); for the browser the server is then the page's own,
@@ -126,7 +126,7 @@ def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None
         ipaddress.ip_address(name)
         return None
     msg = f"the Host header names {name[:100]!r}, not this machine: use localhost, or start the server with --api-key"
-    return Fault(403, msg, code="unknown_host")
+    return RequestError(403, msg, code="unknown_host")
 
 
 def _is_loopback(address: str) -> bool:

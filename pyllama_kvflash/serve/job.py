@@ -23,12 +23,12 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TokenLogprob:
     """How likely a token was. data: its bytes, special ones as text. top: the likeliest ones in its place."""
 
     data: bytes
     logprob: float
-    top: "tuple[Told, ...]" = ()
+    top: "tuple[TokenLogprob, ...]" = ()
 
     @property
     def text(self) -> str:
@@ -38,10 +38,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. told: of the tokens that came with it, if that was asked for."""
+    """More of the answer. logprobs: of its tokens, if the request wants them."""
 
     text: str
-    told: tuple[Told, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

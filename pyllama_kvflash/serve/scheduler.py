@@ -23,8 +23,8 @@ from pyllama_kvflash.errors import (
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.serve.job import Cache, Failed, Job, failure
 from pyllama_kvflash.serve.metrics import Metrics
+from pyllama_kvflash.serve.pool_queries import PoolQueries, Query, T
 from pyllama_kvflash.serve.prefixes import Prefixes
-from pyllama_kvflash.serve.questions import Question, Questions, T
 from pyllama_kvflash.serve.slot import Serving, Slot
 
 Open = Callable[[Callable[[float], None]], KVFlash]
@@ -61,7 +61,7 @@ class QueueFull(Exception):  # noqa: N818 (as above)
 class Scheduler:
     """Loads a model and serves requests with it, in a thread of its own.
 
-    Any thread may call admit(), leave(), submit(), cancel(), ask(), stop() and end(). Admit a request before looking at it:
+    Any thread may call admit(), leave(), submit(), cancel(), query(), stop() and end(). Admit a request before looking at it:
     its tokens are made with the model, which stays until the last request has left.
     """
 
@@ -82,7 +82,7 @@ class Scheduler:
         self._prefixes = Prefixes(self.metrics, cache, cache_min)
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._questions = Questions()
+        self._queries = PoolQueries()
         self._n_admitted = 0  # requests between admit() and their last update
         self._ending = False
         self._slots: list[Slot] = []
@@ -134,7 +134,7 @@ class Scheduler:
                 following.cancelled, following = True, following.then
             self._changed.notify_all()
 
-    def ask(self, question: Question[T]) -> Future[T]:
+    def query(self, query: Query[T]) -> Future[T]:
         """Call a function with the sequences between two turns, in the thread that may use them.
 
         Returns its result, or what it raises; NotReady if the scheduler ends before. Raises NotReady.
@@ -143,7 +143,7 @@ class Scheduler:
             if self.phase != Phase.READY:
                 raise NotReady
             self._changed.notify_all()
-            return self._questions.put(question)
+            return self._queries.put(query)
 
     def stop(self) -> None:
         """Admit no more requests; those that were admitted go on."""
@@ -209,7 +209,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait for work. Returns whether to go on."""
         while True:
-            self._questions.answer(self._slots)
+            self._queries.answer(self._slots)
             with self._changed:
                 if self._ending:
                     return False
@@ -218,11 +218,11 @@ class Scheduler:
             self._prefixes.save_all(self._slots)
             self._look()
             with self._changed:
-                if not (self._waiting or self._questions or self._ending):
+                if not (self._waiting or self._queries or self._ending):
                     self._changed.wait()
 
     def _turn(self) -> None:
-        self._questions.answer(self._slots)
+        self._queries.answer(self._slots)
         self._sweep()
         self._seat()
         self._read()
@@ -309,7 +309,7 @@ class Scheduler:
             alone = together + alone
         else:
             for (slot, serving), events in zip(together, happened, strict=True):
-                self._tell(slot, serving, [*events, *serving.generation.answer.shown()])
+                self._send(slot, serving, [*events, *serving.generation.answer.shown()])
         for slot, serving in alone:
             self._step(slot, serving)
         n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
@@ -337,12 +337,12 @@ class Scheduler:
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, serving.job, err)
         else:
-            self._tell(slot, serving, events)
+            self._send(slot, serving, events)
 
-    def _tell(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
+    def _send(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
         slot.note(events)
         try:
-            serving.tell(events)
+            serving.send(events)
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, serving.job, err)
         else:
@@ -420,7 +420,7 @@ class Scheduler:
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
-        self._questions.refuse(NotReady())
+        self._queries.refuse(NotReady())
         for job in jobs:
             self._left("error")
             job.notify(answer)

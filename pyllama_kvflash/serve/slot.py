@@ -9,7 +9,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, Told
+from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, TokenLogprob
 from pyllama_kvflash.text import n_common
 
 
@@ -21,18 +21,18 @@ class Serving:
     generation: Generation
     n_cached: int
 
-    def tell(self, events: Iterable[Event]) -> None:
+    def send(self, events: Iterable[Event]) -> None:
         """Send the text among these events."""
         tokens = tuple(event for event in events if isinstance(event, Token))
         text = "".join(token.text for token in tokens)
-        told = tuple(self._told(token.id, token.probs) for token in tokens if token.probs)
-        if text or told:
-            self.job.notify(Text(text, told))
+        logprobs = tuple(self._logprob(token.id, token.probs) for token in tokens if token.probs)
+        if text or logprobs:
+            self.job.notify(Text(text, logprobs))
 
-    def _told(self, token: int, probs: Probs) -> Told:
+    def _logprob(self, token: int, probs: Probs) -> TokenLogprob:
         """Return how likely a token was, with its bytes: later the model may be closed."""
         piece = partial(self.generation.decoder.sequence.ctx.model.piece, special=True)
-        return Told(piece(token), probs.logprob, tuple(Told(piece(t), p) for t, p in probs.top))
+        return TokenLogprob(piece(token), probs.logprob, tuple(TokenLogprob(piece(t), p) for t, p in probs.top))
 
 
 class Slot:
@@ -84,13 +84,13 @@ class Slot:
         events = list(serving.generation.read())
         self.note(events)
         serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text))
-        serving.tell(events)
+        serving.send(events)
         return self.seq.n_tokens - start
 
     def finish(self, serving: Serving, reason: str) -> Finished:
         """End the answer, send the rest of its text, and become idle. Returns the last update to send."""
         job, answer = serving.job, serving.generation.answer
-        serving.tell(answer.shown())
+        serving.send(answer.shown())
         if text := answer.flush():
             job.notify(Text(text))
         seconds = time.perf_counter() - job.began

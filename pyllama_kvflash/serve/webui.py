@@ -18,8 +18,8 @@ from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import Checked, Reselect, Stats
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import fields
-from pyllama_kvflash.serve.fault import Fault, invalid
-from pyllama_kvflash.serve.questions import Question, T
+from pyllama_kvflash.serve.pool_queries import Query, T
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
 from pyllama_kvflash.serve.slot import Slot
 
@@ -44,7 +44,7 @@ _FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _PIN = {"sequence": int, "chunk": int, "pinned": bool}
 
 Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises Fault unless it is declared to be JSON."""
+"""Returns a request's body. Raises RequestError unless it is declared to be JSON."""
 
 
 def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> list[Route]:
@@ -116,14 +116,14 @@ def _seen(slot: Slot, stats: Stats) -> _Sequence:
 
 
 def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
-    """Return the slot of a sequence that has this chunk. Raises Fault."""
+    """Return the slot of a sequence that has this chunk. Raises RequestError."""
     if sequence >= len(slots):
-        raise Fault(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
+        raise RequestError(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
     slot = slots[sequence]
     n = -(-slot.seq.n_tokens // slot.seq.options.chunk)
     if chunk >= n:
         msg = f"there is no chunk {chunk}: sequence {sequence} has {n} now"
-        raise Fault(404, msg, param="chunk", code="not_found")
+        raise RequestError(404, msg, param="chunk", code="not_found")
     return slot
 
 
@@ -145,15 +145,15 @@ def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> d
     slot = _slot(slots, sequence, chunk)
     if slot.seq.n_pool is None:
         msg = "there is no pool, so all chunks stay on the device: start the server with --kvflash"
-        raise Fault(409, msg, code="no_pool")
+        raise RequestError(409, msg, code="no_pool")
     if pinned != (chunk in slot.seq.pager.ledger.pins):
         if not pinned and chunk not in slot.pins:
             msg = f"chunk {chunk} is pinned by --pin-prefix or --pin-spans: start the server without them to unpin it"
-            raise Fault(409, msg, param="chunk", code="pinned_by_option")
+            raise RequestError(409, msg, param="chunk", code="pinned_by_option")
         try:
             slot.pin(chunk) if pinned else slot.unpin(chunk)
         except KVFlashError as err:
-            raise Fault(409, str(err), param="chunk", code="cannot_pin") from None
+            raise RequestError(409, str(err), param="chunk", code="cannot_pin") from None
     return {"sequence": sequence, "chunk": chunk, "pinned": pinned}
 
 
@@ -177,7 +177,7 @@ class _Pool:
             return [_seen(slot, metrics.pages(slot.seq)) for slot in slots]
 
         try:
-            found = await asyncio.wrap_future(self._scheduler.ask(seen))
+            found = await asyncio.wrap_future(self._scheduler.query(seen))
         except NotReady:
             phase = self._scheduler.phase
             status = Phase.STOPPING if phase == Phase.READY else phase  # it ended meanwhile
@@ -187,19 +187,19 @@ class _Pool:
     async def text(self, request: Request) -> Response:
         """Return the text of a chunk."""
         sequence, chunk = (_number(request.query_params.get(name), name) for name in ("sequence", "chunk"))
-        return JSONResponse(await self._ask(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
+        return JSONResponse(await self._query(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
 
     async def pin(self, request: Request) -> Response:
         """Pin or unpin a chunk."""
         wanted = _pin_of(fields.parse_json(await self._read(request)))
-        return JSONResponse(await self._ask(partial(_pin, **wanted)), headers=_FRESH)
+        return JSONResponse(await self._query(partial(_pin, **wanted)), headers=_FRESH)
 
-    async def _ask(self, question: Question[T]) -> T:
+    async def _query(self, query: Query[T]) -> T:
         try:
-            return await asyncio.wrap_future(self._scheduler.ask(question))
+            return await asyncio.wrap_future(self._scheduler.query(query))
         except NotReady:
             msg = "the model is loading, or the server is stopping: try again in a few seconds"
-            raise Fault(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
+            raise RequestError(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
 
     def _view(self, found: Sequence[_Sequence]) -> dict[str, Any]:
         scheduler, stats = self._scheduler, found[0].stats
@@ -301,7 +301,7 @@ def _number(text: str | None, name: str) -> int:
 
 
 def _pin_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Check what /kvflash/pin is sent. Raises Fault."""
+    """Check what /kvflash/pin is sent. Raises RequestError."""
     for name, kind in _PIN.items():
         if type(body.get(name)) is not kind or (kind is int and body[name] < 0):
             msg = f"{name} must be {'true or false' if kind is bool else 'a number from 0'}"

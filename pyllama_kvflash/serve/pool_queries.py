@@ -8,32 +8,32 @@ from typing import Any, TypeVar
 from pyllama_kvflash.serve.slot import Slot
 
 T = TypeVar("T")
-Question = Callable[[Sequence[Slot]], T]
+Query = Callable[[Sequence[Slot]], T]
 """Called with the sequences between two turns. It must be quick."""
 
 
-class Questions:
+class PoolQueries:
     """Questions that wait for the scheduler's thread. Any thread may put one."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Question[Any], Future[Any]]] = deque()
+        self._waiting: deque[tuple[Query[Any], Future[Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, question: Question[T]) -> Future[T]:
-        """Add a question. Returns its result to be, or what it raises."""
+    def put(self, query: Query[T]) -> Future[T]:
+        """Add a query. Returns its result to be, or what it raises."""
         future: Future[T] = Future()
-        self._waiting.append((question, future))
+        self._waiting.append((query, future))
         return future
 
     def answer(self, slots: Sequence[Slot]) -> None:
         """Answer those that wait now; those that come meanwhile wait for the next time, so that this ends."""
         for _ in range(len(self)):
-            question, future = self._waiting.popleft()
+            query, future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(question(slots))
+                    future.set_result(query(slots))
                 except BaseException as err:  # noqa: BLE001 (it concerns who asked)
                     future.set_exception(err)
 

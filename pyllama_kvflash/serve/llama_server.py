@@ -6,13 +6,13 @@ from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
 from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve.fault import invalid
+from pyllama_kvflash.serve.request_error import invalid
 
-_MOST = 4 << 20  # characters of a text that is tokenized at once: each takes some 75 bytes meanwhile
+_MOST = 4 << 20  # characters of a text that is tokenize at once: each takes some 75 bytes meanwhile
 
 
-def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer POST /tokenize: the tokens of a text. Raises Fault."""
+def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /tokenize: the tokens of a text. Raises RequestError."""
     text = body.get("content")
     if not isinstance(text, str):
         msg = "content must be a string"
@@ -31,8 +31,8 @@ def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": [{"id": t, "piece": _piece(kv, t)} for t in found] if pieces else found}
 
 
-def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer POST /detokenize: the text of tokens, with special ones. Raises Fault."""
+def detokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /detokenize: the text of tokens, with special ones. Raises RequestError."""
     tokens, n = body.get("tokens"), kv.model.n_vocab
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
         msg = f"tokens must be an array of token ids, 0 to {n - 1:,}"

@@ -9,9 +9,9 @@ from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import conversation
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
-from pyllama_kvflash.serve.schema import Ask, check_known, sampling_of, stop_of
+from pyllama_kvflash.serve.openai_request import ParsedRequest, check_known, sampling_of, stop_of
+from pyllama_kvflash.serve.request_error import invalid
 
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
@@ -25,8 +25,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
 
 
-def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> Ask:
-    """Check the body of POST /v1/messages. Raises Fault.
+def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> ParsedRequest:
+    """Check the body of POST /v1/messages. Raises RequestError.
 
     counting: it asks only how many tokens there are, and need not say max_tokens.
     """
@@ -43,7 +43,7 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
     messages = conversation.messages([*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins)])
     picked: dict[str, Any] = {k: fields[k] for k in ("temperature", "top_p", "top_k") if k in fields}
     return replace(
-        Ask(sampling=sampling_of(picked, defaults, n_vocab)),
+        ParsedRequest(sampling=sampling_of(picked, defaults, n_vocab)),
         messages=messages,
         tools=tools,
         tool_choice=choice,
@@ -83,8 +83,8 @@ class _Pins:
 def _system(value: Any, pins: _Pins) -> list[dict[str, Any]]:
     if value is None:
         return []
-    said = _texts(value, "system", pins)
-    return [{"role": "system", "content": said}] if said else []
+    content = _texts(value, "system", pins)
+    return [{"role": "system", "content": content}] if content else []
 
 
 _BILLING = "x-anthropic-billing-header:"
@@ -129,8 +129,8 @@ def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     res: dict[str, Any] = {"role": one["role"]}
     for key in ("content", "reasoning_content"):
-        if said := [m[key] for m in (one, other) if m.get(key)]:
-            res[key] = "\n".join(said)
+        if content := [m[key] for m in (one, other) if m.get(key)]:
+            res[key] = "\n".join(content)
     if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
         res["tool_calls"] = calls
     return {"content": "", **res}
@@ -141,17 +141,17 @@ def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
     given = as_object(value, at, "role and content")
     role = one_of(given, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(given, {"role", "content"}, set())
-    said = given.get("content")
-    if isinstance(said, str) or role == "system":
-        return [{"role": role, "content": _texts(said, f"{at}.content", pins)}]
-    if not isinstance(said, list) or not said:
-        what = "empty" if said == [] else kind(said)
+    content = given.get("content")
+    if isinstance(content, str) or role == "system":
+        return [{"role": role, "content": _texts(content, f"{at}.content", pins)}]
+    if not isinstance(content, list) or not content:
+        what = "empty" if content == [] else kind(content)
         raise invalid(f"{at}.content is {what}: give a string, or an array of blocks", at, "invalid_type")
-    blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(said)]
-    return (_heard if role == "user" else _said)(blocks, f"{at}.content", pins)
+    blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(content)]
+    return (_user if role == "user" else _assistant)(blocks, f"{at}.content", pins)
 
 
-def _heard(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
     """Return what the user says, after the results of tools."""
     results, texts = [], []
     for i, block in enumerate(blocks):
@@ -172,8 +172,8 @@ _UNSEEN = "image", "document", "search_result", "tool_reference"
 """What a tool may find, which the rest of a conversation can do without."""
 
 
-def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return what the assistant said."""
+def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return what the assistant content."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -231,7 +231,7 @@ def _choice(
 
 
 def _schema(fields: Mapping[str, Any]) -> Checked | None:
-    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
     form, at = obj(fields, "output_format"), "output_format"  # as it was in the beta
     if form is None:
         form, at = obj(obj(fields, "output_config") or {}, "format", "output_config.format"), "output_config.format"
@@ -242,19 +242,3 @@ def _schema(fields: Mapping[str, Any]) -> Checked | None:
     if found is None:
         raise invalid(f"{at}.schema is missing: give an object", f"{at}.schema", "missing_field")
     return conversation.schema(found, f"{at}.schema")
-
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error(fault: Fault) -> dict[str, Any]:
-    """Return the error object for a fault."""
-    usual = "api_error" if fault.status >= 500 else "invalid_request_error"  # noqa: PLR2004
-    return {"type": "error", "error": {"type": _TYPES.get(fault.status, usual), "message": fault.message}}

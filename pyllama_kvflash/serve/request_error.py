@@ -10,7 +10,7 @@ _MOST = 600  # characters of a message
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
+class RequestError(Exception):
     """An error that answers a request. status: of HTTP. param: the field at fault. code: a word for programs."""
 
     def __init__(
@@ -37,6 +37,6 @@ class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """Return the Fault for an invalid request (400)."""
-    return Fault(400, message, param=param, code=code)
+def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
+    """Return the RequestError for an invalid request (400)."""
+    return RequestError(400, message, param=param, code=code)

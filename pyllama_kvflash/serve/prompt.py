@@ -11,13 +11,13 @@ from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, encoded
 from pyllama_kvflash.native import Grammar, Rendered, Sampling, Tokens, check_grammar
-from pyllama_kvflash.serve import anthropic, schema
+from pyllama_kvflash.serve import anthropic_request, openai_request
 from pyllama_kvflash.serve.conversation import no_tools
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import parse_json
-from pyllama_kvflash.serve.schema import Ask
+from pyllama_kvflash.serve.openai_request import ParsedRequest
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 
-_PIECE = 1 << 18  # characters that are tokenized at once to see whether a prompt is far too long
+_PIECE = 1 << 18  # characters that are tokenize at once to see whether a prompt is far too long
 _SLACK = 1.1, 64  # by how much, and by how many tokens a piece, the sum over pieces may differ from the whole
 
 
@@ -30,14 +30,14 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Understood:
+class PreparedRequest:
     """A request that can be served.
 
     tokens: (n,) int32, of the prompt. sampling, stop: with what the prompt asks for, too. rendered: the prompt of a chat.
-    warnings: what schemas of the request ask for and is not enforced, a sentence each.
+    warnings: what schemas of the request parsed for and is not enforced, a sentence each.
     """
 
-    ask: Ask
+    parsed: ParsedRequest
     tokens: Tokens
     sampling: Sampling
     stop: tuple[str, ...]
@@ -45,7 +45,7 @@ class Understood:
     warnings: tuple[str, ...] = ()
 
 
-class Understanding:
+class PromptBuilder:
     """Makes prompts of bodies. Several threads may use one."""
 
     def __init__(self, defaults: Sampling, template: str | None) -> None:
@@ -53,84 +53,86 @@ class Understanding:
         self._defaults, self._source = defaults, template
         self._template: ChatTemplate | None = None
 
-    def of(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
-        """Return what a body asks for. Raises Fault."""
+    def prepare(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
+        """Return what a body asks for. Raises RequestError."""
         given, n_vocab = parse_json(body), kv.model.n_vocab
         if kind == Kind.MESSAGE:
-            ask = anthropic.parse(given, defaults=self._defaults, n_vocab=n_vocab)
+            parsed = anthropic_request.parse(given, defaults=self._defaults, n_vocab=n_vocab)
         else:
-            ask = schema.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
+            parsed = openai_request.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
         try:
-            found = _completion(kv, ask) if kind == Kind.COMPLETION else self._chat(kv, ask)
+            found = _completion(kv, parsed) if kind == Kind.COMPLETION else self._chat(kv, parsed)
             _check_length(len(found.tokens), kv.options.n_ctx)
         except KVFlashError as err:
             raise invalid(str(err), "prompt" if kind == Kind.COMPLETION else "messages") from None
         except TooLong as err:
-            raise err.fault(kind) from None
-        _compile(kv, found.sampling.grammar, _asker(ask))
+            raise err.error(kind) from None
+        _compile(kv, found.sampling.grammar, _grammar_field(parsed))
         return found
 
     def count(self, kv: KVFlash, body: bytes) -> int:
-        """Return the tokens of a message's prompt, which may be too long for the context. Raises Fault."""
-        ask = anthropic.parse(parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True)
+        """Return the tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
+        parsed = anthropic_request.parse(
+            parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True
+        )
         try:
-            prompt = self._rendered(kv, ask).prompt
+            prompt = self._rendered(kv, parsed).prompt
             encoded(prompt, "the conversation")
             if len(prompt) <= _PIECE:
                 return len(tokenize_chat(kv.model, prompt))
-            return sum(_lengths(kv, prompt))  # a text takes 75 bytes a character if it is tokenized at once
+            return sum(_lengths(kv, prompt))  # a text takes 75 bytes a character if it is tokenize at once
         except KVFlashError as err:
             raise invalid(str(err), "messages") from None
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
         """Return what the chat template can do, by llama.cpp's names; {} if it does not know it."""
         try:
-            return self._of(kv).caps
+            return self._chat_template(kv).caps
         except KVFlashError:
             return {}
 
-    def _of(self, kv: KVFlash) -> ChatTemplate:
+    def _chat_template(self, kv: KVFlash) -> ChatTemplate:
         self._template = self._template or ChatTemplate.of(kv.model, self._source)
         return self._template
 
-    def _rendered(self, kv: KVFlash, ask: Ask) -> Rendered:
-        template = self._of(kv)
-        asked: dict[str, Any] = {"chat_template_kwargs": ask.chat_template_kwargs}
-        if ask.tools:
-            if not template.takes_tools and ask.tool_choice != "none":
+    def _rendered(self, kv: KVFlash, parsed: ParsedRequest) -> Rendered:
+        template = self._chat_template(kv)
+        asked: dict[str, Any] = {"chat_template_kwargs": parsed.chat_template_kwargs}
+        if parsed.tools:
+            if not template.takes_tools and parsed.tool_choice != "none":
                 raise no_tools()
-            asked |= {"tools": list(ask.tools), "tool_choice": ask.tool_choice}
+            asked |= {"tools": list(parsed.tools), "tool_choice": parsed.tool_choice}
             asked["parallel_tool_calls"] = (
-                template.calls_at_once if ask.parallel_tool_calls is None else ask.parallel_tool_calls
+                template.calls_at_once if parsed.parallel_tool_calls is None else parsed.parallel_tool_calls
             )
-        if ask.schema is not None:
-            asked["json_schema"] = ask.schema
-        if "enable_thinking" in ask.chat_template_kwargs:
-            asked["enable_thinking"] = bool(ask.chat_template_kwargs["enable_thinking"])
-        return template.rendered(ask.messages, **asked)
+        if parsed.schema is not None:
+            asked["json_schema"] = parsed.schema
+        if "enable_thinking" in parsed.chat_template_kwargs:
+            asked["enable_thinking"] = bool(parsed.chat_template_kwargs["enable_thinking"])
+        return template.rendered(parsed.messages, **asked)
 
-    def _chat(self, kv: KVFlash, ask: Ask) -> Understood:
-        template, rendered = self._of(kv), self._rendered(kv, ask)
+    def _chat(self, kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
+        template, rendered = self._chat_template(kv), self._rendered(kv, parsed)
         check_room(kv, rendered.prompt, "the conversation")
         tokens = tokenize_chat(kv.model, rendered.prompt)
-        sampling = ask.sampling if rendered.grammar is None else replace(ask.sampling, grammar=rendered.grammar)
-        return Understood(
-            ask, tokens, sampling, (*ask.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
+        sampling = parsed.sampling if rendered.grammar is None else replace(parsed.sampling, grammar=rendered.grammar)
+        return PreparedRequest(
+            parsed, tokens, sampling, (*parsed.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
         )
 
 
-def _completion(kv: KVFlash, ask: Ask) -> Understood:
-    if isinstance(ask.prompt, str):
-        check_room(kv, ask.prompt, "the prompt")
-        tokens = kv.tokenize(ask.prompt)
+def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
+    if isinstance(parsed.prompt, str):
+        check_room(kv, parsed.prompt, "the prompt")
+        tokens = kv.tokenize(parsed.prompt)
     else:
-        tokens = np.array(ask.prompt, np.int32)
-    warnings = () if ask.schema is None else tuple(map(str, ask.schema.loosened))
-    return Understood(ask, tokens, ask.sampling, ask.stop, None, warnings)
+        tokens = np.array(parsed.prompt, np.int32)
+    warnings = () if parsed.schema is None else tuple(map(str, parsed.schema.loosened))
+    return PreparedRequest(parsed, tokens, parsed.sampling, parsed.stop, None, warnings)
 
 
 def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
-    """Compile a grammar beside the thread that computes. Raises Fault for one that cannot be used, before a sequence is made ready
+    """Compile a grammar beside the thread that computes. Raises RequestError for one that cannot be used, before a sequence is made ready
     for it. field: of the request, which asks for it.
     """
     try:
@@ -140,30 +142,30 @@ def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
         raise invalid(str(err), field, "invalid_value") from None
 
 
-def _asker(ask: Ask) -> str:
+def _grammar_field(parsed: ParsedRequest) -> str:
     """Return the field of a request that asks for a grammar."""
-    return "grammar" if ask.sampling.grammar else "response_format" if ask.schema is not None else "tools"
+    return "grammar" if parsed.sampling.grammar else "response_format" if parsed.schema is not None else "tools"
 
 
-class TooLong(Exception):  # noqa: N818 (as Fault)
+class TooLong(Exception):  # noqa: N818 (as RequestError)
     """A prompt of `n` tokens, or of more than the context has, which are n_ctx."""
 
     def __init__(self, n: int | None, n_ctx: int) -> None:
         super().__init__()
         self.n, self.n_ctx = n, n_ctx
 
-    def fault(self, kind: Kind) -> Fault:
+    def error(self, kind: Kind) -> RequestError:
         """Return the answer, in the words that clients of the protocol look for."""
         n = self.n_ctx + 1 if self.n is None else self.n
         if kind == Kind.MESSAGE:
             return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
-        told = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
-        msg = f"the prompt is {told} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
+        length = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
+        msg = f"the prompt is {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise TooLong for a text that is far too long, before all of it is tokenized: that takes 75 bytes a character."""
+    """Raise TooLong for a text that is far too long, before all of it is tokenize: that takes 75 bytes a character."""
     encoded(text, what)
     if len(text) <= _PIECE:
         return

@@ -11,8 +11,8 @@ from pyllama_kvflash.errors import number
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import MAX_BIASES, Sampling, whole_grammar
 from pyllama_kvflash.serve import conversation
-from pyllama_kvflash.serve.fault import invalid
 from pyllama_kvflash.serve.fields import get, obj, one_of, ranged
+from pyllama_kvflash.serve.request_error import invalid
 
 MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol says 4; autocompletion sends more
 MAX_ANSWERS = 128
@@ -42,7 +42,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
     tools, tool_choice, parallel_tool_calls (None: as the template can), chat_template_kwargs: of a chat.
@@ -76,8 +76,8 @@ _CHAT = {
 }  # fmt: skip
 
 
-def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int) -> Ask:
-    """Check a body. Raises Fault.
+def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int) -> ParsedRequest:
+    """Check a body. Raises RequestError.
 
     chat: whether it asks for a chat, not a completion.
     defaults: for what the request leaves open.
@@ -89,7 +89,7 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
     stream = bool(get(fields, "stream", bool))
     schema = _schema(fields)
     sampling = replace(sampling_of(fields, defaults, n_vocab), n_probs=_n_probs(fields, chat=chat))
-    res = Ask(
+    res = ParsedRequest(
         schema=schema,
         sampling=sampling if chat or schema is None else replace(sampling, grammar=whole_grammar(schema)),
         max_tokens=_max_tokens(fields, chat=chat),
@@ -101,17 +101,17 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
     return _chat(fields, res) if chat else replace(res, prompt=_prompt(fields.get("prompt"), n_vocab))
 
 
-def _chat(fields: Mapping[str, Any], ask: Ask) -> Ask:
+def _chat(fields: Mapping[str, Any], parsed: ParsedRequest) -> ParsedRequest:
     """Return a request with what is asked of a chat only."""
     tools = conversation.tools(fields.get("tools"))
     choice = conversation.tool_choice(fields.get("tool_choice"), tools)
-    if tools and choice != "none" and ask.sampling.grammar:
+    if tools and choice != "none" and parsed.sampling.grammar:
         raise invalid("tools and a grammar are given: give one of them", "grammar", "invalid_value")
     kwargs = dict(obj(fields, "chat_template_kwargs") or {})
     if effort := get(fields, "reasoning_effort", str):
         kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     return replace(
-        ask,
+        parsed,
         messages=conversation.messages(fields.get("messages")),
         tools=tools,
         tool_choice=choice,
@@ -132,7 +132,7 @@ def _n_probs(fields: Mapping[str, Any], *, chat: bool) -> int | None:
 
 
 def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = _IGNORED, at: str = "") -> None:
-    """Raise Fault for a field that is not known, or asks for what cannot be done. at: what comes before a name in messages."""
+    """Raise RequestError for a field that is not known, or asks for what cannot be done. at: what comes before a name in messages."""
     for key, value in fields.items():
         if key in known or key in ignored:
             continue
@@ -148,7 +148,7 @@ def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = 
 
 
 def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> Sampling:
-    """Return the settings that choose tokens. Raises Fault."""
+    """Return the settings that choose tokens. Raises RequestError."""
     given: dict[str, Any] = {
         "temperature": ranged(fields, "temperature", float, 0, 2),
         "top_p": ranged(fields, "top_p", float, 0, 1),
@@ -187,7 +187,7 @@ _FORMATS = "text", "json_object", "json_schema"
 
 
 def _schema(fields: Mapping[str, Any]) -> Checked | None:
-    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
     form = obj(fields, "response_format")
     asked = None if form is None else _asked_schema(form)
     given = fields.get("json_schema")
@@ -224,7 +224,7 @@ def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:
 
 
 def stop_of(value: Any, key: str = "stop") -> tuple[str, ...]:
-    """Return the strings that end an answer. Raises Fault."""
+    """Return the strings that end an answer. Raises RequestError."""
     stop = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(s, str) for s in stop) or len(stop) > MAX_STOP:
         raise invalid(f"{key} is neither a string nor an array of up to {MAX_STOP} of them", key, "invalid_type")

@@ -12,7 +12,7 @@ COMPLETE = {"eos", "stop"}
 """Reasons after which an answer is as long as the model meant it to be."""
 
 
-class Said:
+class AnswerParser:
     """One answer as it grows. calls: those so far, each with id, name and arguments."""
 
     def __init__(self, rendered: Rendered | None, stop: Collection[str] = ()) -> None:
@@ -62,8 +62,8 @@ class Said:
         if self._reply is not None:
             try:
                 return self._reply.push(text, partial=partial)
-            except UsageError:  # not what the template asks for: all that was not told yet is content
-                self._reply, text = None, self._untold()
+            except UsageError:  # not what the template asks for: all that was not sent yet is content
+                self._reply, text = None, self._unsent()
                 self.calls = [call for call in self.calls if is_object(call["arguments"])]
         return [Delta(text)] if text else []
 
@@ -72,12 +72,12 @@ class Said:
         raw, content = "".join(self._raw).lstrip(), self.content.lstrip()
         return raw[len(content) :].rstrip() if raw.startswith(content) else ""
 
-    def _untold(self) -> str:
-        """Return what comes after the content, or else the reasoning, that was told."""
+    def _unsent(self) -> str:
+        """Return what comes after the content, or else the reasoning, that was sent."""
         raw = "".join(self._raw)
-        for told in (self.content, self.reasoning):
-            if told:
-                return raw[raw.find(told) + len(told) :] if told in raw else raw
+        for sent in (self.content, self.reasoning):
+            if sent:
+                return raw[raw.find(sent) + len(sent) :] if sent in raw else raw
         return raw
 
     def _kept(self, deltas: Iterable[Delta]) -> list[Delta]:
