@@ -343,11 +343,11 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
         refused(pin(read, 1, sequence=wrong), 400, "sequence must be a number from 0")
     for wrong in (0, 1, "true", None):
         refused(pin(read, 1, pinned=wrong), 400, "pinned must be true or false")
-    refused(pin(read, 1, why="so"), 400, "why is no field of this")
+    refused(pin(read, 1, why="so"), 400, "why is not a field of this request")
     refused(pin(read, 10**30), 404, "there is no chunk")
     refused(pin(read, 1, sequence=9), 404, "there is no sequence 9")
     refused(read.http.post("/kvflash/pin", content=b"{}"), 415, "application/json")
-    refused(read.http.post("/kvflash/pin", content=b"{", headers={"Content-Type": "application/json"}), 400, "no JSON")
+    refused(read.http.post("/kvflash/pin", content=b"{", headers={"Content-Type": "application/json"}), 400, "not JSON")
     refused(read.http.post("/kvflash/pin", json=[1]), 400)
     refused(read.http.get("/kvflash/pin"), 405)
     assert "p" not in json.dumps([s["kind"] for s in pool(read)["sequences"]])

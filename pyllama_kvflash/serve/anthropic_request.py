@@ -1,4 +1,4 @@
-"""Requests of the Anthropic protocol (Messages API), as requests of the OpenAI protocol."""
+"""Requests of the Anthropic protocol (Messages API), checked and converted to the OpenAI form."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -28,14 +28,14 @@ _TTL = {"5m": 300.0, "1h": 3600.0}
 def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> ParsedRequest:
     """Check the body of POST /v1/messages. Raises RequestError.
 
-    counting: it asks only how many tokens there are, and need not say max_tokens.
+    counting: the request only counts tokens, and needs no max_tokens.
     """
     fields = {k: v for k, v in body.items() if v is not None and (k, v) != ("mcp_servers", [])}
     check_known(fields, _KNOWN, _IGNORED)
     get(fields, "model", str)  # any name: there is one model
-    limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read, for later
+    limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read
     if limit is None and not counting:
-        raise invalid("max_tokens is missing: give the most tokens of the answer", "max_tokens", "missing_field")
+        raise invalid("max_tokens is missing: give a limit for the answer", "max_tokens", "missing_field")
     pins = _Pins()
     pins.see(fields, "")
     tools = _tools(fields, pins)
@@ -58,20 +58,20 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
 
 
 def _reasoning(thinking: dict[str, Any] | None, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a template is told of how much to reason."""
+    """Return the template's settings for reasoning."""
     effort = get(config or {}, "effort", str, "output_config.effort")
     res: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"}
     return res if effort is None else {**res, "reasoning_effort": effort}
 
 
 class _Pins:
-    """How long what is marked with cache_control is to be kept."""
+    """How long the cache must keep the prompt, from its cache_control marks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def see(self, fields: Mapping[str, Any], at: str) -> None:
-        """Take the mark of an object, if it has one."""
+        """Read the mark of an object, if it has one. at: the object's name in messages."""
         name = f"{at}.cache_control".lstrip(".")
         mark = obj(fields, "cache_control", name)
         if mark is not None:
@@ -88,11 +88,11 @@ def _system(value: Any, pins: _Pins) -> list[dict[str, Any]]:
 
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of the system prompt that is not for the model, and another one in each request of Claude Code."""
+"""The beginning of a block that Claude Code adds to the system prompt. It is not for the model, and differs in each request."""
 
 
 def _texts(value: Any, at: str, pins: _Pins, unseen: Collection[str] = ()) -> str:
-    """Return the text of a string, or of blocks that must all be text. unseen: types of blocks that are only named."""
+    """Return the text of a string, or of text blocks. unseen: types of blocks of which the model sees only the type."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -118,7 +118,7 @@ def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     found = [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
     res: list[dict[str, Any]] = []
-    for message in found:  # as the protocol has it, what one says in two turns is one turn
+    for message in found:  # in this protocol, two turns of one role in a row are one turn
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
             res[-1] = _merged(res[-1], message)
         else:
@@ -137,7 +137,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return a message as those of the OpenAI protocol: each result of a tool is one of its own."""
+    """Return a message in the OpenAI form: each result of a tool becomes a separate message."""
     given = as_object(value, at, "role and content")
     role = one_of(given, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(given, {"role", "content"}, set())
@@ -152,7 +152,7 @@ def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return what the user says, after the results of tools."""
+    """Return the results of tools, and then the message of the user."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -169,11 +169,11 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[s
 
 
 _UNSEEN = "image", "document", "search_result", "tool_reference"
-"""What a tool may find, which the rest of a conversation can do without."""
+"""Blocks of a tool's result that the model cannot see, and that the server does not refuse."""
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return what the assistant content."""
+    """Return the message of the assistant."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -218,7 +218,7 @@ def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]
 def _choice(
     value: dict[str, Any] | None, tools: tuple[dict[str, Any], ...]
 ) -> tuple[str | dict[str, Any], bool | None]:
-    """Return which tools may be called, and whether several at once."""
+    """Return which tools the model may call, and whether it may call several at once."""
     if value is None:
         return conversation.tool_choice(None, tools), None
     alone = get(value, "disable_parallel_tool_use", bool, "tool_choice.disable_parallel_tool_use")

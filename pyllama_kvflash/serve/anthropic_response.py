@@ -1,4 +1,4 @@
-"""Answers as the Anthropic protocol has them: a message of content blocks, or events of a stream."""
+"""Answers in the form of the Anthropic protocol: a message of content blocks, or events of a stream."""
 
 import json
 import secrets
@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def error_body(err: RequestError) -> dict[str, Any]:
-    """Return the error object for a fault."""
+    """Return the error object to send."""
     usual = "api_error" if err.status >= 500 else "invalid_request_error"  # noqa: PLR2004
     return {"type": "error", "error": {"type": _TYPES.get(err.status, usual), "message": err.message}}
 
@@ -40,11 +40,11 @@ class AnthropicReply:
     """A Reply of the Anthropic protocol."""
 
     def __init__(self, model: str, rendered: Rendered, n_prompt: int, stop: Collection[str]) -> None:
-        """n_prompt: tokens of the prompt. stop: the strings that the request wants to end the answer."""
+        """n_prompt: tokens of the prompt. stop: the request's stop strings."""
         self._model, self._n_prompt, self._stop = model, n_prompt, stop
         self._id = f"msg_{secrets.token_hex(12)}"
         self._parser = AnswerParser(rendered, stop)
-        self._block: tuple[str, int] | None = None  # the kind of the open block, and which call it is
+        self._block: tuple[str, int] | None = None  # the type of the open block, and the index of its call
         self._n_blocks = 0
         self._done: Finished | None = None
 
@@ -54,7 +54,7 @@ class AnthropicReply:
         return _event("message_start", message=self._message([], None, None, usage))
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
+        """Add text to the answer."""
         return b"".join(self._delta(delta) for delta in self._parser.push(text.text))
 
     def end(self, done: Finished) -> bytes:
@@ -73,11 +73,11 @@ class AnthropicReply:
         return event(error_body(err), "error")
 
     def alive(self, note: str) -> bytes:  # noqa: ARG002 (clients know this event)
-        """Say that the server is at work."""
+        """Keep the stream alive."""
         return _event("ping")
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return the whole answer as one object."""
         if self._done is None:
             msg = "the answer has not ended"
             raise AssertionError(msg)
@@ -105,7 +105,7 @@ class AnthropicReply:
         }
 
     def _reason(self, done: Finished) -> tuple[str, str | None]:
-        """Return why the answer ended, and the string of the request that ended it."""
+        """Return why the answer ended, and the stop string of the request that ended it."""
         if self._parser.called(done):
             return "tool_use", None
         if done.stop in self._stop:

@@ -32,11 +32,11 @@ from pyllama_kvflash.serve.request_error import RequestError, invalid
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 
 WARNING = "KVFlash-Warning"
-"""The header of an answer that says what schemas of the request ask for and is not enforced."""
+"""The header that names the parts of the request's schemas that are not enforced."""
 
 _MAX_HEADER = 2_000  # characters of that header
-_MAX_LOGGED = 1_000  # warnings that the log has
-_READERS = 2  # requests tokenize at once: a text takes some 75 bytes per character meanwhile
+_MAX_LOGGED = 1_000  # different warnings that are logged
+_READERS = 2  # requests tokenized at once: that takes some 75 bytes a character
 
 Note = Callable[[str], None]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -46,11 +46,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Settings:
     """Settings of a server.
 
-    name: of the model, in the protocol.
+    name: the model's name in the protocol.
     sampling: the defaults for requests.
-    n_predict: the most tokens of an answer; -1: what the context holds.
+    n_predict: the most tokens of an answer; -1: until the context is full.
     max_body: the most bytes of a request's body.
-    api_key: the key that requests must send; None: anyone may.
+    api_key: the key that requests must send; None: no key is needed.
     template: a chat template in place of the model's own.
     webui: whether there is a page at /.
     """
@@ -65,7 +65,7 @@ class Settings:
 
 
 class Server:
-    """The HTTP handlers. note: called with a line about each answer."""
+    """The HTTP handlers. note: called with a line about each answer, and with warnings."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
@@ -94,12 +94,12 @@ class Server:
             read = partial(body_of, limit=s.max_body)
             routes += webui.routes(self._scheduler, s.name, read, needs_key=bool(s.api_key))
         handlers = {RequestError: on_request_error, HTTPException: on_http, Exception: on_error}
-        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # they take the subclass
+        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
         app.router.redirect_slashes = False
         return Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
 
     def close(self) -> None:
-        """End the threads that read requests, once they have read what they have."""
+        """End the threads that read requests, after the requests they have."""
         self._readers.shutdown(wait=False)
 
     #
@@ -147,7 +147,7 @@ class Server:
     async def _from_vocabulary(
         self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]
     ) -> Response:
-        """Answer from the model's vocabulary, beside the scheduler's thread."""
+        """Answer from the model's vocabulary, in a reader's thread."""
 
         def found() -> dict[str, Any]:
             try:
@@ -165,7 +165,7 @@ class Server:
     #
 
     def _answers(self, kind: Kind) -> Handler:
-        """Return the handler that answers requests of a kind."""
+        """Return the handler for requests of a kind."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -184,14 +184,14 @@ class Server:
             with exchange:
                 done = await exchange.whole(reply, request.receive)
             if done is None:
-                return Response(status_code=499)  # nobody is there to read it
+                return Response(status_code=499)  # the client is gone
             self._log(done)
             return JSONResponse(reply.whole(), headers=headers)
 
         return handle
 
     def _warned(self, warnings: Sequence[str]) -> dict[str, str]:
-        """Write warnings to the log, each once. Returns the header that tells the client."""
+        """Log each warning once. Returns the header with all of them."""
         for warning in warnings:
             if warning not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(warning)
@@ -200,7 +200,7 @@ class Server:
         return {WARNING: header if len(header) <= _MAX_HEADER else f"{header[:_MAX_HEADER]}..."} if header else {}
 
     async def _prepared(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
-        """Return what a body asks for, found out beside the event loop. Raises RequestError."""
+        """Check a body and tokenize its prompt, in a reader's thread. Raises RequestError."""
         prepare = partial(self._prompts.prepare, kv, body, kind)
         return await asyncio.get_running_loop().run_in_executor(self._readers, prepare)
 
@@ -211,7 +211,7 @@ class Server:
         return JSONResponse({"input_tokens": n})
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
-        """Return the job for a request, with one more after it for each further answer."""
+        """Return the job of a request. Each further answer is another job after it."""
         parsed, job = found.parsed, None
         for i in reversed(range(parsed.n)):
             seed = found.sampling.seed
@@ -222,7 +222,7 @@ class Server:
                 preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
             )  # fmt: skip
         if job is None:
-            msg = "a request for no answer"
+            msg = "a request without an answer"
             raise AssertionError(msg)
         return job
 
@@ -240,8 +240,8 @@ class Server:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
-        """Take a place in the queue, and yield the engine and the body. Gives the place up if the block fails."""
-        if self._scheduler.phase != Phase.READY:  # before megabytes are sent for nothing
+        """Take a place in the queue. Yields the engine and the body. If the block fails, the place is given up."""
+        if self._scheduler.phase != Phase.READY:  # before the client sends megabytes in vain
             raise _not_ready(self._scheduler.phase)
         body = await body_of(request, self._settings.max_body)
         try:
@@ -249,7 +249,7 @@ class Server:
         except NotReady:
             raise _not_ready(self._scheduler.phase) from None
         except QueueFull as full:
-            msg = f"as many requests wait as may: try again in {full.seconds} s"
+            msg = f"the queue is full: try again in {full.seconds} s"
             raise RequestError(429, msg, code="queue_full", headers={"Retry-After": str(full.seconds)}) from None
         try:
             if self._scheduler.kv is None:
@@ -260,7 +260,7 @@ class Server:
             raise
 
     def _limit(self, max_tokens: int | None) -> int:
-        """Return the most tokens of an answer; -1: as many as fit."""
+        """Return the most tokens of an answer; -1: until the context is full."""
         most = self._settings.n_predict
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens
@@ -268,7 +268,7 @@ class Server:
 
     def _log(self, done: Finished) -> None:
         self._note(
-            f"{done.n_prompt:,} tokens of prompt ({done.n_cached:,} known), {done.n_answer:,} of answer in"
+            f"{done.n_prompt:,} tokens of prompt ({done.n_cached:,} cached), {done.n_answer:,} of answer in"
             f" {done.seconds:.1f} s: {done.reason}"
         )
 

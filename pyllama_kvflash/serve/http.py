@@ -1,4 +1,4 @@
-"""HTTP around the handlers: bodies, errors, and who may ask."""
+"""HTTP around the handlers: bodies, error responses, and access."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ _BODY_SECONDS = 60.0  # within which a body must arrive
 async def body_of(request: Request, limit: int) -> bytes:
     """Return a request's body. Raises RequestError.
 
-    It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
+    Its type must be JSON: for a foreign page, a browser does not send that without asking the server first.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
+        msg = "the body is not declared as JSON: send the header Content-Type: application/json"
         raise RequestError(415, msg, code="unsupported_media_type")
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size) > limit:
@@ -40,9 +40,11 @@ async def body_of(request: Request, limit: int) -> bytes:
                 if len(body) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        raise RequestError(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+        raise RequestError(
+            408, f"the body did not arrive within {_BODY_SECONDS:.0f} s: send it again", code="timeout"
+        ) from None
     except ClientDisconnect:
-        raise RequestError(400, "the client left before it had sent the body") from None
+        raise RequestError(400, "the client left before the end of the body") from None
     return bytes(body)
 
 
@@ -53,12 +55,12 @@ def _too_large(limit: int) -> RequestError:
 
 
 #
-# errors
+# error responses
 #
 
 
 def _response(path: str, err: RequestError) -> Response:
-    """Return the response to send for a fault, in the form of the protocol that was spoken."""
+    """Return the response for an error, in the form of the path's protocol."""
     if path.startswith("/v1/messages"):
         return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
     return err.response()
@@ -70,26 +72,29 @@ async def on_request_error(request: Request, err: RequestError) -> Response:
 
 
 async def on_http(request: Request, err: HTTPException) -> Response:
-    """Answer a request for what there is not."""
+    """Answer a request for an unknown path or method."""
     path = request.url.path
     if err.status_code == 404:  # noqa: PLR2004
-        return _response(path, RequestError(404, f"there is no {path[:200]} here", code="not_found"))
+        return _response(path, RequestError(404, f"{path[:200]} is not a path of this server", code="not_found"))
     msg = f"{path[:200]} does not take {request.method}: {err.detail}"
     return _response(path, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
 
 
 async def on_error(request: Request, _err: Exception) -> Response:
-    """Answer a request that failed for a reason that nobody thought of."""
+    """Answer a request that failed by a bug."""
     return _response(request.url.path, RequestError(500, "an error in the server: its log has the details"))
 
 
 #
-# who may ask
+# access
 #
 
 
 class Guard:
-    """Refuses requests without the key, except to the paths in `free`. Without a key: those that came by a name of others."""
+    """Refuses requests without the key, except to the paths in `free`.
+
+    If the server has no key, it refuses requests that name this machine by a foreign host name.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
         self._app, self._free = app, free
@@ -102,7 +107,7 @@ class Guard:
         await app(scope, receive, send)
 
     def _refused(self, scope: Scope) -> RequestError | None:
-        headers = dict(reversed(scope["headers"]))  # the first of each name
+        headers = dict(reversed(scope["headers"]))  # the first header of each name
         if self._digest is None:
             return _foreign_host(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
         bearer = headers.get(b"authorization", b"")
@@ -114,10 +119,10 @@ class Guard:
 
 
 def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestError | None:
-    """Return why a request is refused that reached this machine's own address by the name of another.
+    """Return why to refuse a request that reached this machine's own address by a foreign name; None: it may pass.
 
-    A foreign page may have its name resolved to 127.0.0.1 (DNS rebinding); for the browser the server is then the page's own,
-    which needs no leave to read from it. It cannot do that with an address, or with localhost.
+    A foreign page may let its name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's own,
+    and lets the page read from it. That cannot happen with an address, or with localhost.
     """
     name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
     if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):
@@ -134,4 +139,4 @@ def _is_loopback(address: str) -> bool:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback  # ::ffff:127.0.0.1, if it listens on ::
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback  # ::ffff:127.0.0.1, where the server listens on ::

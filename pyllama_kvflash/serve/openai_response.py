@@ -1,4 +1,4 @@
-"""Answers as the OpenAI protocol has them: whole objects, or events of a stream."""
+"""Answers in the form of the OpenAI protocol: whole objects, or events of a stream."""
 
 import json
 import secrets
@@ -16,13 +16,13 @@ REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "leng
 
 
 class Reply(Protocol):
-    """The answers to one request, which come one after the other. Each method returns events of a stream."""
+    """The answers to one request, one after the other. Each method returns events of a stream; whole() returns an object."""
 
     def first(self) -> bytes:
         """Begin the stream."""
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
+        """Add text to the answer."""
 
     def end(self, done: Finished) -> bytes:
         """End the answer; another one may follow."""
@@ -34,10 +34,10 @@ class Reply(Protocol):
         """End the stream after an error."""
 
     def alive(self, note: str) -> bytes:
-        """Say that the server is at work, and on what."""
+        """Keep the stream alive. note: the server's present work."""
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return all answers as one object."""
 
 
 class OpenAIReply:
@@ -52,7 +52,7 @@ class OpenAIReply:
         include_usage: bool = False,
         logprobs: bool = False,
     ) -> None:
-        """stop: the strings that the request wants to end the answer."""
+        """stop: the request's stop strings. logprobs: whether the request wants log probabilities."""
         self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
         self._include_usage, self._wants_logprobs = include_usage, logprobs
         self._same = {
@@ -61,8 +61,8 @@ class OpenAIReply:
             "model": model,
         }
         self._parser = AnswerParser(rendered, stop)
-        self._logprobs: list[TokenLogprob] = []  # how likely its tokens were
-        self._start = 0  # characters of these tokens
+        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens
+        self._start = 0  # characters of their text
         self._choices: list[dict[str, Any]] = []
         self._ends: list[Finished] = []
         self._opened = False
@@ -72,7 +72,7 @@ class OpenAIReply:
         return self._opening()
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
+        """Add text to the answer."""
         found = self._parser.push(text.text)
         deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
         if text.logprobs and not deltas:
@@ -106,11 +106,11 @@ class OpenAIReply:
         return event(err.body()) + DONE
 
     def alive(self, note: str) -> bytes:
-        """Say that the server is at work, in a comment, which clients ignore."""
+        """Keep the stream alive by a comment, which clients ignore."""
         return f": {note}\n\n".encode()
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return all answers as one object."""
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._same, "object": kind, "choices": self._choices, "usage": self._usage()}
 
@@ -157,7 +157,7 @@ class OpenAIReply:
         return event({**self._same, "object": self._kind, "choices": [choice]})
 
     def _probs(self, logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any] | None:
-        """Return how likely tokens were. start: characters of the answer before them."""
+        """Return the log probabilities to send. start: characters of the answer before these tokens."""
         if not self._wants_logprobs:
             return None
         return chat_logprobs(logprobs) if self._chat else text_logprobs(logprobs, start)
@@ -175,7 +175,7 @@ def _named(call_id: str) -> dict[str, str]:
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return how likely tokens were, as a chat has it."""
+    """Return log probabilities in the form of a chat."""
 
     def shown(token: TokenLogprob) -> dict[str, Any]:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
@@ -184,7 +184,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def text_logprobs(logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
-    """Return how likely tokens were, as a completion has it. start: of their text in the answer."""
+    """Return log probabilities in the form of a completion. start: characters of the answer before these tokens."""
     return {
         "tokens": [t.text for t in logprobs],
         "token_logprobs": [t.logprob for t in logprobs],

@@ -1,4 +1,4 @@
-"""What other threads want to know of the sequences, or have done with them: only the scheduler's thread may touch them."""
+"""Work other threads queue for the scheduler: only its thread may touch the sequences."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from pyllama_kvflash.serve.slot import Slot
 
 T = TypeVar("T")
 Query = Callable[[Sequence[Slot]], T]
-"""Called with the sequences between two turns. It must be quick."""
+"""The scheduler calls it with the sequences, between two turns. It must be quick."""
 
 
 class PoolQueries:
-    """Questions that wait for the scheduler's thread. Any thread may put one."""
+    """Queries that wait for the scheduler's thread. Any thread may put one."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Query[Any], Future[Any]]] = deque()
@@ -22,23 +22,23 @@ class PoolQueries:
         return len(self._waiting)
 
     def put(self, query: Query[T]) -> Future[T]:
-        """Add a query. Returns its result to be, or what it raises."""
+        """Add a query. Returns a future with its result, or its error."""
         future: Future[T] = Future()
         self._waiting.append((query, future))
         return future
 
     def answer(self, slots: Sequence[Slot]) -> None:
-        """Answer those that wait now; those that come meanwhile wait for the next time, so that this ends."""
+        """Answer the waiting queries. Later ones wait for the next call, so that this one ends."""
         for _ in range(len(self)):
             query, future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(query(slots))
-                except BaseException as err:  # noqa: BLE001 (it concerns who asked)
+                except BaseException as err:  # noqa: BLE001 (it concerns the caller)
                     future.set_exception(err)
 
     def refuse(self, err: Exception) -> None:
-        """Fail all that wait."""
+        """Fail all waiting queries. err: the error that their futures raise."""
         while self._waiting:
             _, future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""From the body of a request to the prompt of a job."""
+"""Turns the body of a request into the prompt of a job."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from pyllama_kvflash.serve.fields import parse_json
 from pyllama_kvflash.serve.openai_request import ParsedRequest
 from pyllama_kvflash.serve.request_error import RequestError, invalid
 
-_PIECE = 1 << 18  # characters that are tokenize at once to see whether a prompt is far too long
-_SLACK = 1.1, 64  # by how much, and by how many tokens a piece, the sum over pieces may differ from the whole
+_PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
+_SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
 
 
 class Kind(Enum):
-    """What is asked: a chat or a completion of the OpenAI protocol, or a message of the Anthropic protocol."""
+    """Kind of a request: a chat or a completion of the OpenAI protocol, or a message of the Anthropic protocol."""
 
     CHAT = "messages"
     COMPLETION = "prompt"
@@ -33,8 +33,9 @@ class Kind(Enum):
 class PreparedRequest:
     """A request that can be served.
 
-    tokens: (n,) int32, of the prompt. sampling, stop: with what the prompt asks for, too. rendered: the prompt of a chat.
-    warnings: what schemas of the request parsed for and is not enforced, a sentence each.
+    tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
+    rendered: the prompt of a chat; None: it is a completion.
+    warnings: a sentence for each part of the request's schemas that is not enforced.
     """
 
     parsed: ParsedRequest
@@ -46,15 +47,15 @@ class PreparedRequest:
 
 
 class PromptBuilder:
-    """Makes prompts of bodies. Several threads may use one."""
+    """Turns bodies into prompts. Several threads may use one."""
 
     def __init__(self, defaults: Sampling, template: str | None) -> None:
-        """defaults: for what a request leaves open. template: in place of the model's own."""
+        """defaults: for the fields that a request leaves out. template: replaces the model's own; None: use that."""
         self._defaults, self._source = defaults, template
         self._template: ChatTemplate | None = None
 
     def prepare(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
-        """Return what a body asks for. Raises RequestError."""
+        """Check a body, render and tokenize its prompt. Raises RequestError."""
         given, n_vocab = parse_json(body), kv.model.n_vocab
         if kind == Kind.MESSAGE:
             parsed = anthropic_request.parse(given, defaults=self._defaults, n_vocab=n_vocab)
@@ -71,7 +72,7 @@ class PromptBuilder:
         return found
 
     def count(self, kv: KVFlash, body: bytes) -> int:
-        """Return the tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
+        """Return the number of tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
         parsed = anthropic_request.parse(
             parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True
         )
@@ -80,12 +81,12 @@ class PromptBuilder:
             encoded(prompt, "the conversation")
             if len(prompt) <= _PIECE:
                 return len(tokenize_chat(kv.model, prompt))
-            return sum(_lengths(kv, prompt))  # a text takes 75 bytes a character if it is tokenize at once
+            return sum(_lengths(kv, prompt))  # tokenizing a text at once takes 75 bytes a character
         except KVFlashError as err:
             raise invalid(str(err), "messages") from None
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
-        """Return what the chat template can do, by llama.cpp's names; {} if it does not know it."""
+        """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp does not know the template."""
         try:
             return self._chat_template(kv).caps
         except KVFlashError:
@@ -132,8 +133,9 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
 
 
 def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
-    """Compile a grammar beside the thread that computes. Raises RequestError for one that cannot be used, before a sequence is made ready
-    for it. field: of the request, which asks for it.
+    """Compile a grammar in the reader's thread, before a sequence is prepared for it. field: the request's field for it.
+
+    Raises RequestError if it cannot be used.
     """
     try:
         if grammar:
@@ -143,29 +145,29 @@ def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
 
 
 def _grammar_field(parsed: ParsedRequest) -> str:
-    """Return the field of a request that asks for a grammar."""
+    """Return the field from which a request's grammar comes."""
     return "grammar" if parsed.sampling.grammar else "response_format" if parsed.schema is not None else "tools"
 
 
-class TooLong(Exception):  # noqa: N818 (as RequestError)
-    """A prompt of `n` tokens, or of more than the context has, which are n_ctx."""
+class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
+    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
 
     def __init__(self, n: int | None, n_ctx: int) -> None:
         super().__init__()
         self.n, self.n_ctx = n, n_ctx
 
     def error(self, kind: Kind) -> RequestError:
-        """Return the answer, in the words that clients of the protocol look for."""
+        """Return the error to send, in the words that clients of the protocol search for."""
         n = self.n_ctx + 1 if self.n is None else self.n
         if kind == Kind.MESSAGE:
             return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
         length = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
-        msg = f"the prompt is {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
+        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise TooLong for a text that is far too long, before all of it is tokenize: that takes 75 bytes a character."""
+    """Raise TooLong for a text that is far too long, before tokenizing all of it: that takes 75 bytes a character."""
     encoded(text, what)
     if len(text) <= _PIECE:
         return
@@ -177,7 +179,7 @@ def check_room(kv: KVFlash, text: str, what: str) -> None:
 
 
 def _lengths(kv: KVFlash, text: str) -> Iterator[int]:
-    """Yield the tokens of each piece of a text."""
+    """Yield the number of tokens of each piece of a text."""
     for start in range(0, len(text), _PIECE):
         yield len(kv.tokenize(text[start : start + _PIECE], add_special=False, parse_special=True))
 

@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI protocol."""
+"""The error of a refused request, in the form of the OpenAI protocol."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class RequestError(Exception):
-    """An error that answers a request. status: of HTTP. param: the field at fault. code: a word for programs."""
+    """An error that answers a request. status: of HTTP. param: the wrong field. code: a word for programs. headers: to add."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        line = " ".join(message.splitlines())  # it may quote what was sent
+        line = " ".join(message.splitlines())  # it may quote the request
         super().__init__(line if len(line) <= _MOST else f"{line[:_MOST]}...")
         self.status, self.message, self.param, self.code = status, str(self), param, code
         self.headers = headers or {}
@@ -33,7 +33,7 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the response to send, in ASCII, because a message may quote half of a surrogate pair."""
+        """Return the response to send. It is ASCII, because a message may quote half of a surrogate pair."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
