@@ -89,7 +89,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return the arguments of a call as a JSON object, as templates need. Other text (of a call that was cut off) is put into one."""
+    """Return the arguments of a call as a JSON object, as templates need. Other text, as of a call cut off, is put into one."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)

@@ -56,7 +56,7 @@ _GAUGES = {
     "host_bytes": "Host memory taken for the records of chunks.",
     "index_bytes": "Size of the indexes by which layers choose their chunks, with policy fresh.",
     "index_device_bytes": "Device memory for these indexes and for choosing by them; 0: they are in host memory.",
-    "kv_device_bytes": "Device memory of the KV cache: the pool, its index if that is there and the workspace for prompts, or the full cache.",
+    "kv_device_bytes": "Device memory of the KV cache: the full cache, or the pool with its workspace for prompts and its index on the device.",
     "sequences": "Sequences on the pool.",
     "sequences_busy": "Of these, with a request.",
     "queue": "Requests that wait for a sequence.",

@@ -416,7 +416,7 @@ class Scheduler:
                     self._changed.wait(0.1)
 
     def _refuse_all(self, answer: Failed) -> None:
-        """Fail all waiting requests and questions."""
+        """Fail all waiting requests and queries."""
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()

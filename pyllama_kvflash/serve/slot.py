@@ -67,7 +67,7 @@ class Slot:
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
-        """Return the length of the common beginning with a prompt (n,) int32; at most n - 1, since the last token must give logits."""
+        """Return the length of the common beginning with a prompt (n,) int32: at most n - 1, as one token must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
     def begin(self, job: Job) -> None:

@@ -59,7 +59,7 @@ def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> l
 
 
 def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Response]]:
-    # the page is told whether there is a key: a trial request would log an error in the browser's console
+    # the page learns here whether there is a key: a trial request would log an error in the browser's console
     data = (_FOLDER / name).read_bytes().replace(b"{{needs_key}}", b"yes" if needs_key else b"no")
 
     async def answer(_request: Request) -> Response:
