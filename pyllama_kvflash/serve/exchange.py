@@ -82,14 +82,14 @@ class Exchange:
                 if isinstance(update, Text):
                     reply.text(update)
                 elif isinstance(update, Failed):
-                    raise _fault(update)
+                    raise _request_error(update)
                 elif isinstance(update, Finished):
                     reply.end(update)
                     done = update
         return None if self._n_left else done
 
 
-def _fault(failed: Failed) -> RequestError:
+def _request_error(failed: Failed) -> RequestError:
     return RequestError(failed.status, failed.message)
 
 
@@ -131,5 +131,5 @@ class Stream(Response):
                 self._finished(update)
                 return self._reply.end(update)
             case Failed():
-                return self._reply.failed(_fault(update))
+                return self._reply.failed(_request_error(update))
         return self._reply.alive("waiting")

@@ -12,7 +12,7 @@ from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.slot import Slot
 from pyllama_kvflash.text import n_common
 
-_COMMON = 64  # fewest common tokens for which a sequence is preferred to an emptier one: BOS alone is not enough
+_COMMON = 64  # fewest common tokens for which a sequence is preferred to one that is cheaper to lose: BOS is not enough
 
 _READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while it is read
 
