@@ -14,7 +14,7 @@ WHEEL ?= $(filter-out $(wildcard dist/*+cu*),$(wildcard dist/*.whl))
 # where ccache is installed, CMake uses it: a clone elsewhere compiles the same
 export CCACHE_BASEDIR ?= $(CURDIR)
 
-.PHONY: help run test mutants lint format build build-cuda wheel wheel-cuda wheel-test vendor vendor-check patches bench docs clean
+.PHONY: help run quick test test-all mutants lint format build build-cuda wheel wheel-cuda wheel-test vendor vendor-check patches bench docs clean
 
 help:               ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,8 +22,18 @@ help:               ## this list
 run: build          ## set up, then a 16K-token prompt through a 2,048-token pool, and through the full cache
 	$(BIN)/kvflash demo
 
-test: build         ## set up, then all tests, but only the mutants of C++ that has changed
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=30
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# what decides, and one test of each part below it; all else is in `make test`
+QUICK := architecture policy schedule sizing store options text generation
+
+quick: build        ## the tests of what decides, and of one generation: within a minute
+	$(PYTEST) $(QUICK:%=tests/test_%.py)
+
+test: build         ## set up, then all tests, but those nightly ones and those mutants of C++ whose files have not changed
+	KVFLASH_NIGHTLY=$${KVFLASH_NIGHTLY:-changed} $(PYTEST) --durations=30
+
+test-all: build     ## all tests, with all mutants
+	KVFLASH_NIGHTLY=all KVFLASH_MUTANTS=all $(PYTEST) --durations=30
 
 mutants: build      ## every small change to our C++ that the fuzz test must notice: some 10 minutes
 	KVFLASH_MUTANTS=all $(BIN)/python -m pytest --durations=30 tests/test_fuzz.py

@@ -290,7 +290,7 @@ int  kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * 
         float * cov);
 int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
                    const float * step);
-int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first,
+int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
                    const void * const * records, uint32_t n);
 int  kvf_index_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
 int  kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);

@@ -1,4 +1,4 @@
-"""Fixtures that most test files use, and how the tests are shared out to several processes (make test).
+"""Fixtures that most test files use, how the tests are shared out to several processes, and what `make test` leaves out.
 
 A fixture that only some files use is in tests/support: a file takes it by a name of its own, `opened = drafting.opened`.
 """
@@ -14,7 +14,7 @@ import pytest
 
 pytest.register_assert_rewrite("support")  # a failed check there shows its values, as in a test
 
-from support import tiny  # noqa: E402 (rewritten from here on)
+from support import changes, tiny  # noqa: E402 (rewritten from here on)
 
 if TYPE_CHECKING:
     from pyllama_kvflash import KVFlash
@@ -28,8 +28,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What builds begins: it takes minutes, and a file is run by one process, which keeps its models."""
+    """What builds begins: it takes minutes, and a file is run by one process, which keeps its models.
+
+    Nightly tests (see CONTRIBUTING.md) are left out where KVFLASH_NIGHTLY says so. It is a commit, or "changed", which stands for
+    changes.base_commit(): those whose files have changed since then are run.
+    """
     items.sort(key=lambda item: item.path.stem != "test_fuzz")
+    wanted = os.environ.get("KVFLASH_NIGHTLY", "all")
+    since = changes.Changes.find(changes.ROOT, None if wanted == "changed" else wanted)
+    if since:
+        changes.leave_out_nightly(items, since)
 
 
 @pytest.fixture(scope="session")

@@ -482,13 +482,10 @@ LAYER_BYTES = 4096 * NEEDLE_TOKEN_BYTES // 6  # of a context of 4K
     ("args", "n_pane"),
     [
         ((), 2),
-        (("--kvflash-prefill", "exact"), 2),
-        (("--kvflash-prefill", "auto"), 2),
+        # those of other numbers: test_sizing.py
         (("--kvflash-prefill", "exact", "--kvflash-panes", "1"), 1),
-        (("--kvflash-panes", "5"), 5),
-        (("--kvflash-panes", "6"), 6),
+        (("--kvflash-prefill", "auto", "--kvflash-panes", "5"), 5),
         (("--kvflash-panes", "100"), 6),  # as many as there are layers
-        (("--kvflash-prefill", "pool"), 0),
         (("--kvflash-prefill", "pool", "--kvflash-panes", "3"), 0),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",

@@ -26,6 +26,7 @@ pytest.importorskip("uvicorn")
 import openai
 from pydantic import BaseModel
 from support import real, serving
+from support.changes import SERVE
 from support.serving import NAME, Running
 
 from pyllama_kvflash import KVFlash
@@ -33,7 +34,7 @@ from pyllama_kvflash.native import ChatEngine, Model
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 # what others' code warns of is theirs: it differs by version
-pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.filterwarnings("default"), pytest.mark.nightly(SERVE)]
 
 environment = serving.environment
 model = real.model

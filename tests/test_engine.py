@@ -17,6 +17,7 @@ from support import tiny
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import crossed
 from support.models import Geometry, model_file
 from support.runs import GREEDY, LRU, TOKENS, Open, feed, logits_of, out, text_of
 
@@ -159,20 +160,22 @@ def test_tokens_round_trip(opened: Open) -> None:
 #
 
 
-@pytest.mark.parametrize("name", ["needle", "qwen3", "qwen35", "gemma4"])
-@pytest.mark.parametrize(("cache", "block_bytes"), [("f16", 64), ("q8_0", 34), ("q4_0", 18)])
+@pytest.mark.parametrize(
+    ("name", "cache"), crossed(["qwen3", "needle", "qwen35", "gemma4"], [("f16", 64), ("q8_0", 34), ("q4_0", 18)])
+)
 def test_device_bytes_are_those_of_the_pool(
-    opened: Open, tiny_path: Callable[[str], Path], name: str, cache: str, block_bytes: int
+    opened: Open, tiny_path: Callable[[str], Path], name: str, cache: tuple[str, int]
 ) -> None:
+    kind, block_bytes = cache
     token_bytes = Geometry.read(model_file(name, tiny_path)).token_bytes(block_bytes)
-    kv = opened(name, type_k=cache, type_v=cache, n_ctx=5000)
+    kv = opened(name, type_k=kind, type_v=kind, n_ctx=5000)
     assert kv.resident_bytes == 768 * token_bytes
     feed(kv, 1500, 64)
     stats = kv.stats()
     assert stats.kv_device_bytes == kv.resident_bytes == 768 * token_bytes
     assert stats.kv_full_bytes == 5120 * token_bytes  # in steps of 256 cells
     assert (stats.other_device_bytes > 0) == (name in {"qwen35", "gemma4"})
-    full = opened(name, type_k=cache, type_v=cache, n_ctx=5000, pool="off")
+    full = opened(name, type_k=kind, type_v=kind, n_ctx=5000, pool="off")
     assert full.stats().kv_device_bytes == full.stats().kv_full_bytes == stats.kv_full_bytes
 
 

@@ -37,7 +37,7 @@ def cells() -> list[Any]:
     lines = [line.strip("|").split("|") for line in TABLE.read_text().splitlines() if line[:1] == "|"]
     (_, *caches), _, *found = [[cell.strip(" `") for cell in line] for line in lines]
     return [
-        pytest.param(name, cache, id=f"{name}-{cache}")
+        pytest.param(name, cache, id=f"{name}-{cache}", marks=families.marks(name, cache))
         for name, *verdicts in found
         for cache, verdict in zip(caches, verdicts, strict=True)
         if verdict == "exact"

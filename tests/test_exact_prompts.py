@@ -1,5 +1,6 @@
 """Prompts that are read exactly: what the full cache says, bit for bit, and a pool chosen by what the last tokens attend to."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import crossed
 from support.cuts import cut_off, cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
@@ -76,8 +78,7 @@ def assert_same(got: Logits, want: Logits) -> None:
 #
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache"), crossed(MODELS, CACHES))
 def test_prompts_in_parts(opened: Open, name: str, cache: str) -> None:
     """4 to 6 times the pool; parts of many batches, of one that is cut anywhere, and of a token."""
     kv, full = opened(name, **CACHES[cache]), opened(name, **CACHES[cache], **FULL)
@@ -226,8 +227,7 @@ def by_turns(first: KVFlash, fulls: list[KVFlash], check: Callable[[Logits, Logi
             kv.check_integrity()
 
 
-@pytest.mark.parametrize("panes", [1, 99])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek2"])
+@pytest.mark.parametrize(("name", "panes"), crossed(["qwen3", "qwen35", "deepseek2"], [1, 99]))
 def test_two_sequences_by_turns(opened: Open, name: str, panes: int) -> None:
     """They share the panes, and each says what it would alone."""
     first = opened(name, n_parallel=2, pool=2 * N_POOL, panes=panes)
@@ -306,8 +306,7 @@ def shares(p: npt.NDArray[np.float64], n_head: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-@pytest.mark.parametrize("n", [1200, 1209, 1215])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "n"), crossed(MODELS, [1200, 1209, 1215]))
 def test_pool_is_chosen_by_what_the_last_tokens_attend_to(opened: Open, name: str, n: int) -> None:
     """Sinks, tail, and of the others those with the largest shares, computed from all keys of the records."""
     kv = opened(name, policy="qk", flash_attn="on")
@@ -541,10 +540,10 @@ FILES = (
         pytest.param("qwen3", a_batch, FILES, 1, id="qwen3-batch"),
         pytest.param("qwen3", a_batch, ("context.py", "lib.py"), 1, id="qwen3-calls"),
         pytest.param("qwen3", a_prompt, FILES, 3, id="qwen3-prompt"),
-        pytest.param("qwen35", a_batch, FILES, 2, id="qwen35-batch"),
-        pytest.param("qwen35", a_prompt, FILES, 23, id="qwen35-prompt"),
-        pytest.param("gemma4", a_batch, FILES, 2, id="gemma4-batch"),
-        pytest.param("gemma4", a_prompt, FILES, 23, id="gemma4-prompt"),
+        pytest.param("qwen35", a_batch, FILES, 3, id="qwen35-batch"),
+        pytest.param("qwen35", a_prompt, FILES, 13, id="qwen35-prompt"),
+        pytest.param("gemma4", a_batch, FILES, 3, id="gemma4-batch"),
+        pytest.param("gemma4", a_prompt, FILES, 13, id="gemma4-prompt"),
     ],
 )
 def test_cut_off_at_every_line(
@@ -575,11 +574,17 @@ def test_cut_off_at_every_line(
     assert len(places) >= 20, "nothing was cut off"
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+PLACES = ["ctx.decode_into", "ctx.restore_partial", "ctx.save_partial", "pool.restore_partial", "pool.page_in"]
+
+
+# of the three, the second alone has states to save at all of these places
 @pytest.mark.parametrize(
-    "place", ["ctx.decode_into", "ctx.restore_partial", "ctx.save_partial", "pool.restore_partial", "pool.page_in"]
+    ("when", "name", "place"),
+    [
+        *(param for name in ("qwen3", "gemma4") for param in crossed(["after", "before"], [name], PLACES)),
+        *itertools.product(["after", "before"], ["qwen35"], PLACES),
+    ],
 )
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
 def test_cut_off_between_the_contexts(
     opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, place: str, when: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting, snapshots, tiny, tiny_drafters
+from support.changes import crossed
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
@@ -153,9 +154,7 @@ def test_the_prefix_cache_keeps_the_ways_apart(opened: Open, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("panes", [1, 99])
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "where", "panes"), crossed(MODELS, ["here", "elsewhere"], [1, 99]))
 def test_a_warm_turn_is_the_cold_one(opened: Open, snap: Path, name: str, where: str, panes: int) -> None:
     """The rest of the prompt is read exactly: logits, rows and answer are those of a prompt that was read at once."""
     cold, warm = opened(name, panes=panes), opened(name, panes=panes)
@@ -245,7 +244,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, wordless: None) -> Pair
     return path, Spec(kind="dflash", model=str(drafter), n_max=4, gate=0, window=WINDOW)
 
 
-PAIRS = pytest.mark.parametrize("pair", ["eagle3", "mtp", *(f"dflash-{name}" for name in MODELS)], indirect=True)
+KINDS = ["eagle3", "mtp", *(f"dflash-{name}" for name in MODELS)]
+PAIRS = pytest.mark.parametrize("pair", KINDS, indirect=True)
 
 
 class Heard:
@@ -284,8 +284,7 @@ def rows(kv: KVFlash, chunk: int) -> Any:
     return res
 
 
-@pytest.mark.parametrize("n", [1000, 17 * N_UBATCH, 1100])
-@PAIRS
+@pytest.mark.parametrize(("pair", "n"), crossed(KINDS, [1000, 17 * N_UBATCH, 1100]), indirect=["pair"])
 def test_a_drafter_reads_what_an_exact_pass_computes(pair: Pair, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """And nothing else changes: logits, records, state, and what is in the pool are as without a drafter."""
     path, spec = pair
@@ -339,8 +338,7 @@ def test_drafts_after_an_exact_prompt_change_no_token(pair: Pair, monkeypatch: p
     assert started in [pos for pos, _ in heard.batches]
 
 
-@pytest.mark.parametrize("n", [1, 3, 60])
-@PAIRS
+@pytest.mark.parametrize(("pair", "n"), crossed(KINDS, [1, 3, 60]), indirect=["pair"])
 def test_a_drafter_reads_a_short_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     path, spec = pair
     heard = Heard(monkeypatch)

@@ -145,8 +145,14 @@ def read_table() -> dict[tuple[str, str], str]:
 #
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", FAMILIES)
+def marks_of(name: str, cache: str) -> list[pytest.MarkDecorator]:
+    return [] if (name, cache) in REFUSED else families.marks(name, cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [pytest.param(name, cache, marks=marks_of(name, cache)) for name in FAMILIES for cache in CACHES],
+)
 def test_cell(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
     assert check_cell(tiny_model(name), cache) == read_table()[name, cache]
 

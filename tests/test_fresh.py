@@ -64,7 +64,7 @@ def fit(guests: Guests, form: IndexForm, records: list[Record]) -> None:
     for i in range(len(guests.layers)):
         mean, cov = guests.moments(i, records)
         guests.fit(i, mean, *form.basis(cov))
-        guests.put(i, 0, records)
+    guests.put(range(len(guests.layers)), 0, records)
     guests.cover(0, records)
 
 

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import crossed
 from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, TOKENS, Open, feed, logits_of, read, text_of
 
@@ -52,8 +53,7 @@ def test_what_fits_is_the_full_cache(opened: Open, how: str) -> None:
     assert kv.pager.ledger.n_guests == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
-@pytest.mark.parametrize("how", ["exact", "pool"])
+@pytest.mark.parametrize(("how", "name"), crossed(["exact", "pool"], ["qwen3", "qwen35", "gemma4"]))
 def test_guests_have_what_common_chunks_leave(opened: Open, name: str, how: str) -> None:
     kv = opened(name, prefill=how)
     read(kv, 2000)

@@ -142,7 +142,7 @@ def test_cut_off_at_every_line(
         kv.clear()
         read(kv, 399)
 
-    _, places = cut_off_at_every_line(begun, act, checked, step=int(os.environ.get("KVFLASH_CUT_STEP", "151")))
+    _, places = cut_off_at_every_line(begun, act, checked, step=int(os.environ.get("KVFLASH_CUT_STEP", "61")))
     assert len({place.partition(":")[0] for place in places}) > 5, "cut off in few files"
 
 

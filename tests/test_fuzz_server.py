@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn")
 
 from support import serving
 from support.bodies import COUNT, GOOD, MESSAGE, bodies, body, fault
+from support.changes import SERVE
 from support.serving import Running, until
 
 from pyllama_kvflash.serve.fields import MAX_DEPTH
@@ -44,7 +45,7 @@ def test_what_they_are_made_of_is_good(server: Running) -> None:
         assert not fault(path, 200, res.text)
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=[pytest.mark.nightly(SERVE)])])
 def test_each_is_answered(server: Running, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     statuses: Counter[int] = Counter()
     for i, request in enumerate(bodies(N, seed)):

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import crossed
 from support.commands import check_error, good, invoke
 from support.drafting import width_noise
 from support.oracles import ON_GPU
@@ -255,10 +256,13 @@ def test_bad_grammars(kv: KVFlash, grammar: str, words: str | None) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
 @pytest.mark.parametrize(
-    "how", [{"exact": True}, {"spec": Spec(kind="ngram", n_max=4, gate=0)}, {"opening": 20}], ids=str
+    ("how", "sampling", "lazy"),
+    crossed(
+        [{"exact": True}, {"spec": Spec(kind="ngram", n_max=4, gate=0)}, {"opening": 20}],
+        [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seed 7"])
-@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "after a token"])
 def test_drafts_keep_to_it_too(kv: KVFlash, how: dict[str, Any], sampling: dict[str, Any], lazy: bool) -> None:
     """Losslessly drafted through the pool, and by n-grams: the text of plain decoding, but for what the width of a batch
     does to logits. Also where the grammar begins only after some tokens, as that of a tool's call does.

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.changes import crossed
 from support.cuts import cut_off_at_every_line
 from support.drafting import width_noise
 from support.oracles import ON_GPU
@@ -57,8 +58,7 @@ def checks(events: list[Any]) -> list[Checked]:
 #
 
 
-@pytest.mark.parametrize("spec", [None, Spec(kind="ngram", n_max=4, gate=0)], ids=["plain", "drafts"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "spec"), crossed(MODELS, [None, Spec(kind="ngram", n_max=4, gate=0)]))
 def test_all_else_is_as_without_it(opened: Open, wordless: None, name: str, spec: Spec | None) -> None:
     """Tokens, moves, scores, logits, records and what is in the pool, bit for bit, over two turns."""
     kv, control = opened(name, **ALWAYS, spec=spec), opened(name, spec=spec)
@@ -267,7 +267,7 @@ def test_cut_off_at_every_line(opened: Open, wordless: None, options: dict[str, 
         assert kv.decoder.lossless is None
         read(kv, 399)
 
-    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "61")))
+    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
     assert len(places) > 20
     assert len({place.partition(":")[0] for place in places}) > 5, "cut off in few files"
 

@@ -1,5 +1,6 @@
-"""Which mutants are tried (tests/support/mutants.py), in clones of a small repository. No native code."""
+"""Which mutants and nightly tests are run (tests/support/changes.py), in clones of a small repository. No native code."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 pytest.importorskip("fcntl")  # support.asan locks with it
 
-from support.mutants import MUTANTS, Changes, base_commit
+from support.changes import ROOT, SERVE, Changes, base_commit, crossed, leave_out_nightly
+from support.mutants import MUTANTS
 
 POOL, MOVE = (next(mutant for mutant in MUTANTS if mutant.file == name) for name in ("pool", "move"))
 
@@ -36,7 +38,7 @@ def commit(root: Path, *names: str) -> str:
 def tried(root: Path, wanted: str | None = None) -> list[bool]:
     """Whether POOL is tried, and whether MOVE is."""
     changes = Changes.find(root, wanted)
-    return [changes is None or changes.touch(mutant) for mutant in (POOL, MOVE)]
+    return [mutant.is_hidden_by(changes) for mutant in (POOL, MOVE)]
 
 
 @pytest.fixture
@@ -135,3 +137,41 @@ def test_every_mutant_is_of_a_file() -> None:
     root = Path(__file__).parent.parent
     assert all((root / mutant.source).is_file() for mutant in MUTANTS)
     assert len({mutant.breaks for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        ([], False),
+        (["README.md", "pyllama_kvflash/engine/serve.py"], False),
+        (["README.md", "pyllama_kvflash/serve/app.py"], True),
+        (["tests/test_mutants.py"], True),
+        (["tests/test_clients.py"], False),
+    ],
+)
+def test_nightly_tests_are_run_where_their_files_have_changed(
+    request: pytest.FixtureRequest, changed: list[str], runs: bool
+) -> None:
+    server, daily = (
+        pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None) for name in ("a", "b")
+    )
+    server.add_marker(pytest.mark.nightly("pyllama_kvflash/serve/.*"))
+    leave_out_nightly([server, daily], Changes("0123456789abcdef", frozenset(changed)))
+    assert (server.get_closest_marker("skip") is None) == runs
+    assert daily.get_closest_marker("skip") is None
+
+
+def test_of_crossed_values_those_are_daily_that_differ_in_one() -> None:
+    params = crossed("ab", [1, 2], {"x": 1, "y": 2})
+    assert len(params) == 8
+    assert [param.values for param in params if not param.marks] == [
+        ("a", 1, "x"),
+        ("a", 1, "y"),
+        ("a", 2, "x"),
+        ("b", 1, "x"),
+    ]
+
+
+def test_patterns_of_nightly_tests_match_files() -> None:
+    names = [path.relative_to(ROOT).as_posix() for path in (ROOT / "pyllama_kvflash").rglob("*.py")]
+    assert sum(bool(re.fullmatch(SERVE, name)) for name in names) > 20

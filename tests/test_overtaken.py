@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import crossed
 from support.runs import GREEDY, LRU, SCORED, TOKENS, Open, spell, turn
 
 from pyllama_kvflash import KVFlash, Prefill, Token
@@ -180,8 +181,7 @@ def batches(events: Iterator[Any]) -> Iterator[Prefill]:
     return (e for e in events if isinstance(e, Prefill))
 
 
-@pytest.mark.parametrize("name", OVERTAKES)
-@pytest.mark.parametrize("prefill", ["pool", "exact"])
+@pytest.mark.parametrize(("prefill", "name"), crossed(["pool", "exact"], OVERTAKES))
 def test_a_prompt_between_its_batches(opened: Open, tmp_path: Path, prefill: str, name: str) -> None:
     """As prefill(), generate() and a generation read it."""
     kv, file = opened(prefill=prefill, n_ubatch=64), tmp_path / "text.kvsnap"

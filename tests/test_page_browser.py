@@ -18,12 +18,13 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 from support import serving
 from support.browser import Page, chromium, needs_browser
+from support.changes import SERVE
 from support.serving import N_CODE, Running, until
 
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = [pytest.mark.native, needs_browser()]
+pytestmark = [pytest.mark.native, needs_browser(), pytest.mark.nightly(SERVE)]
 
 environment = serving.environment
 document = serving.document

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import crossed
 from support.runs import (
     GREEDY,
     MODELS,
@@ -42,12 +43,12 @@ def document() -> NeedlePrompt:
     return needles.document(4096, n_needles=8)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("n_batch", "replay"), [(64, 64), (256, 128), (64, 32)])
+@pytest.mark.parametrize(("name", "sizes"), crossed(MODELS, [(64, 64), (256, 128), (64, 32)]))
 def test_the_end_is_run_as_on_a_pool_that_was_chosen_before(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, n_batch: int, replay: int
+    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, sizes: tuple[int, int]
 ) -> None:
     """Bit for bit where no state is kept beside the chunks: the first run of the end leaves nothing behind."""
+    n_batch, replay = sizes
     start, end = 1472, 1472 + replay
     kv = opened(name, policy=Given(oldest), n_batch=n_batch, replay=replay, prefill_reselect=False)
     seen = Decoded(kv, monkeypatch)
@@ -118,8 +119,7 @@ def test_what_was_resident_is_not_run_again(opened: Open, monkeypatch: pytest.Mo
     assert seen.n_tokens == 2500
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("n", [1, 2, 10, 64, 65])
+@pytest.mark.parametrize(("n", "name"), crossed([1, 2, 10, 64, 65], MODELS))
 def test_short_prompts_after_a_long_text(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, n: int) -> None:
     """A replay longer than the prompt runs all of it again, and no more."""
     kv = opened(name, replay=64, policy=shuffled(2))
@@ -134,19 +134,17 @@ def test_short_prompts_after_a_long_text(opened: Open, monkeypatch: pytest.Monke
     assert np.all(np.isfinite(kv.logits()))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"replay": 1 << 20, "n_batch": 0, "pool": 2048},
-        {"replay": 1 << 20, "n_batch": 1024, "n_ubatch": 64, "tail": 16, "pool": 3072},
-        {"replay": 1, "query": "last:1"},
-        {"replay": 64, "query": "question"},
-        {"replay": 0, "query": "question"},
-        {"replay": 2, "query": "last:999"},
-    ],
-    ids=str,
-)
+OF_ANY_LENGTH = [
+    {"replay": 64, "query": "question"},
+    {"replay": 1 << 20, "n_batch": 0, "pool": 2048},
+    {"replay": 1 << 20, "n_batch": 1024, "n_ubatch": 64, "tail": 16, "pool": 3072},
+    {"replay": 1, "query": "last:1"},
+    {"replay": 0, "query": "question"},
+    {"replay": 2, "query": "last:999"},
+]
+
+
+@pytest.mark.parametrize(("name", "options"), crossed(MODELS, OF_ANY_LENGTH))
 def test_replay_of_any_length(opened: Open, name: str, options: dict[str, Any]) -> None:
     more = {name_: value for name_, value in options.items() if name_ != "query"}
     kv = opened(name, **more, policy=Qk(query=options.get("query", "last:4")))

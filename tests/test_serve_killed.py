@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from support import serving, tiny
+from support.changes import SERVE
 from support.processes import server_process
 from support.serving import begun, parse_metrics, tokens_of, until
 
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = [pytest.mark.native, pytest.mark.slow]
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.nightly(SERVE)]
 
 environment = serving.environment
 N_PROMPT, N_TURN = 1500, 500

@@ -28,6 +28,7 @@ pytest.importorskip("uvicorn")
 import httpx
 from click.testing import CliRunner
 from support import serving
+from support.changes import SERVE
 from support.commands import SCRIPT
 from support.processes import server_process
 from support.serving import Asked, Running, begun, check_all, long_text, open_needle, sse, stream, tokens_of, until
@@ -364,6 +365,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(SERVE)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it looks at the memory of this process")
 def test_soak(document: NeedlePrompt) -> None:
     """Clients that come and go: every answer is whole, or an error, memory does not grow, and all is idle at the end."""

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles, snapshots
+from support.changes import crossed
 from support.rounding import Chosen, held, relative_rms
 from support.runs import MODELS, Open
 from support.snapshots import (
@@ -83,7 +84,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def is_daily(case: Case) -> bool:
+    """Of the long texts, and of the quantised caches, one of each policy: the short ones are of all models."""
+    return case.name == "qwen3" or (case.n < 8192 and case.cache == "f16")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if is_daily(c) else [pytest.mark.nightly], id=str(c)) for c in CASES]
+)
 @pytest.mark.usefixtures("wordless")
 def test_what_follows_is_what_would_have_followed(
     opened: Open, other: Other, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -378,8 +386,7 @@ def test_two_sequences_of_a_pool_restore_the_same_file(opened: Open, document: N
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("pool", [768, 2048])
+@pytest.mark.parametrize(("pool", "name"), crossed([768, 2048], MODELS))
 def test_another_pool_has_the_hottest(opened: Open, snap: Path, name: str, pool: int) -> None:
     """What must be there, and the best of the rest."""
     kv, new = opened(name, policy="qk"), opened(name, policy="qk", pool=pool)

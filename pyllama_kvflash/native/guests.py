@@ -76,10 +76,10 @@ class Guests:
         parts = [ffi.from_buffer("float[]", np.ascontiguousarray(x, np.float32)) for x in (mean, basis, step)]
         check(lib.kvf_index_fit(self._ctx.handle, self._ctx.seq, layer, *parts))
 
-    def put(self, layer: int, first: int, records: Sequence[Record]) -> None:
-        """Put chunks first, first + 1, ... into a layer's index. Threads may do different layers."""
-        at = _addresses(records)
-        compute(lib.kvf_index_put, self._ctx.handle, self._ctx.seq, layer, first, at, len(at))
+    def put(self, layers: range, first: int, records: Sequence[Record]) -> None:
+        """Put chunks first, first + 1, ... into the index of consecutive layers. Threads may do different layers."""
+        at, where = _addresses(records), (layers.start, len(layers))
+        compute(lib.kvf_index_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
 
     def forget(self) -> None:
         """Empty the index, to begin it anew: the slots of all guests are empty then."""

@@ -66,8 +66,9 @@ class GuestRoom:
             self.native.forget()
         records = [self._record(c) for c in range(have, n)]
         try:
-            each = self._threads.map(lambda i: self._put(i, have, records), range(len(self.native.layers)))
-            deque(each, maxlen=0)
+            if not have:
+                deque(self._threads.map(lambda i: self._fit(i, records), range(len(self.native.layers))), maxlen=0)
+            deque(self._threads.map(lambda layers: self.native.put(layers, have, records), self._parts()), maxlen=0)
         except MemoryError:
             msg = (
                 f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index 1)"
@@ -76,11 +77,14 @@ class GuestRoom:
         self.native.cover(have, records)
         self.n_fitted = self.n_fitted if have else n
 
-    def _put(self, layer: int, first: int, records: list[Record]) -> None:
-        if first == 0:
-            mean, cov = self.native.moments(layer, records)
-            self.native.fit(layer, mean, *self.form.basis(cov))
-        self.native.put(layer, first, records)
+    def _fit(self, layer: int, records: list[Record]) -> None:
+        mean, cov = self.native.moments(layer, records)
+        self.native.fit(layer, mean, *self.form.basis(cov))
+
+    def _parts(self) -> list[range]:
+        """Return layers whose index one thread goes on with: a GPU has one stream for that, and calls of it cost more than it."""
+        n = len(self.native.layers)
+        return [range(n)] if self.native.info().device_bytes else [range(i, i + 1) for i in range(n)]
 
     def restore(self, n: int, index: Sequence[Record], n_fitted: int) -> None:
         """Put back the index of the first n chunks, which have their records. index: from saved_index(), of as many or more.

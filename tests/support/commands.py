@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.native import devices
 from support import needles
+from support.forks import forked
 
 SCRIPT = Path(sys.executable).with_name("kvflash")
+ON_GPU = any(device.gpu for device in devices())
 TIMEOUT = 60  # seconds; the slowest command takes about ten, and what takes longer hangs
 RUNTIME, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -67,7 +70,11 @@ class Ended(NamedTuple):
 
 def kvflash(*args: str | Path | bytes, stdin: bytes = b"", command: tuple[str | Path, ...] = (SCRIPT,)) -> Ended:
     """Run a command."""
-    res = subprocess.run([*command, *args], input=stdin, capture_output=True, timeout=TIMEOUT, check=False)
+    # a process cannot fork once it uses a GPU; how Python encodes is settled as it starts
+    if command == (SCRIPT,) and not ON_GPU and "PYTHONIOENCODING" not in os.environ:
+        res = forked([os.fsdecode(arg) for arg in args], stdin, TIMEOUT)
+    else:
+        res = subprocess.run([*command, *args], input=stdin, capture_output=True, timeout=TIMEOUT, check=False)
     return Ended(res.returncode, res.stdout.decode("utf-8", "replace"), res.stderr.decode("utf-8", "replace"))
 
 

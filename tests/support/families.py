@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
+
+from support.models import NAMES
 
 if TYPE_CHECKING:
     from support.tiny import Writer
@@ -302,3 +305,10 @@ MODELS: dict[str, Callable[["Writer"], None]] = {
 """The models by their name, which is their architecture but for those in ARCHS."""
 
 ARCHS = {"laguna-swa": "laguna"}
+
+
+def marks(name: str, cache: str) -> list[pytest.MarkDecorator]:
+    """Of a cell of families and caches. Each family is run with two caches, and one family of each kind of memory with each
+    cache; all of them nightly.
+    """
+    return [] if name in NAMES or cache in {"f16", "q8_0"} else [pytest.mark.nightly]

@@ -4,11 +4,11 @@ Only .cpp files are changed: llama.cpp includes the headers. What lies in patche
 """
 
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from support import asan
+from support.changes import Changes
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Mutant:
     def source(self) -> str:
         """Its file, as git names it."""
         return f"{asan.NATIVE}/kvflash-{self.file}.cpp"
+
+    def is_hidden_by(self, changes: Changes | None) -> bool:
+        """Whether it may no longer be found, after these changes, or after unknown ones."""
+        return changes is None or changes.touch(re.escape(self.source), SHARED)
 
     def apply(self, folder: Path) -> None:
         """Write the changed file to a folder."""
@@ -185,52 +189,8 @@ MUTANTS = [
 # which
 #
 
-SHARED = re.compile(
+SHARED = (
     r"CMakeLists\.txt|patches/.*|vendor/llama\.cpp\.lock|.*/kvflash[\w-]*\.h"
-    r"|tests/(native/fuzz\.cpp|test_fuzz\.py|support/(asan|mutants|tiny)\.py)"
+    r"|tests/(native/fuzz\.cpp|test_fuzz\.py|support/(asan|changes|mutants|tiny)\.py)"
 )
 """What finds mutants, and what all of our C++ includes or is compiled into: a change there may hide any of them."""
-
-
-def git(root: Path, *args: str) -> str | None:
-    """What git says of a repository. None: it does not know, or there is no git."""
-    try:
-        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def base_commit(root: Path) -> str | None:
-    """The commit whose mutants count as found: where this branch left the main branch; on the main branch, the commit before.
-
-    None where that is not known: in a shallow clone, which may lack the commit, and without git, as in an unpacked sdist.
-    """
-    if git(root, "rev-parse", "--show-toplevel", "--is-shallow-repository") != f"{root}\nfalse":
-        return None
-    fork = git(root, "merge-base", "HEAD", "origin/HEAD")
-    if fork and fork != git(root, "rev-parse", "HEAD"):
-        return fork
-    return git(root, "rev-parse", "--verify", "--quiet", "HEAD~1")
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The files that differ between a commit and the work tree, those included that git was not told of."""
-
-    base: str
-    names: frozenset[str]
-
-    @classmethod
-    def find(cls, root: Path, wanted: str | None = None) -> "Changes | None":
-        """Since a commit, or else since base_commit(). None: not known, or "all" is wanted."""
-        base = wanted or base_commit(root)
-        if base is None or base == "all":
-            return None
-        lists = git(root, "diff", "--name-only", base), git(root, "ls-files", "--others", "--exclude-standard")
-        if None in lists:
-            return None
-        return cls(base, frozenset(name for text in lists if text for name in text.splitlines()))
-
-    def touch(self, mutant: Mutant) -> bool:
-        """Whether a mutant may no longer be found."""
-        return mutant.source in self.names or any(map(SHARED.fullmatch, self.names))

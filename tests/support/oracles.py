@@ -18,6 +18,7 @@ import pytest
 
 from pyllama_kvflash.native import ALL, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record, devices
 from support import tiny
+from support.changes import crossed
 from support.models import NAMES
 from support.rounding import n_flips
 
@@ -273,8 +274,9 @@ class Case:
 
 
 def params(names: Sequence[str] = NAMES, caches: Sequence[str] = tuple(CACHES)) -> list[Any]:
-    """All pairs of models and caches, for a fixture."""
-    return [pytest.param((name, cache), id=f"{name}-{cache}") for name in names for cache in caches]
+    """All pairs of models and caches, for a fixture; see crossed(). test_families.py runs each model with each cache."""
+    pairs = crossed(names, caches)
+    return [pytest.param(pair.values, id="-".join(map(str, pair.values)), marks=pair.marks) for pair in pairs]
 
 
 HEAD = struct.Struct("<IHHQQQiIIiiIII")

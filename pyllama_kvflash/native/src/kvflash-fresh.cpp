@@ -222,12 +222,14 @@ int kvf_index_fit(
     });
 }
 
-int kvf_index_put(
-        llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
+int kvf_index_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
+        const void * const * records, uint32_t n) {
     return kvf_guard([&] {
         auto & fresh = fresh_of(ctx, seq);
         kvf_check(records, "records are needed");
-        layer_of(fresh, layer).chooser->put(seq, layer, first, records, n);
+        for (uint32_t i = layer; i < layer + n_layer; ++i) {
+            layer_of(fresh, i).chooser->put(seq, i, first, records, n);
+        }
     });
 }
 

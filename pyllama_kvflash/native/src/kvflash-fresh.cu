@@ -192,7 +192,9 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
     __syncthreads();
 }
 
-// the keys of common cells as they are. q: [d][HEADS]. a warp takes eight positions, four lanes each; lane 4*i + h adds head h
+// the keys of common cells as they are. q: [d][HEADS]. a warp takes eight positions, four lanes each; lane 4*i + h adds head h.
+// TYPE: of the cache, -1: p.type_k. where it is known, many values are on their way at once
+template <int TYPE>
 static __device__ void score_near(const kvf_gpu_layer & p, const score_task & task, const float * q, sum_of_powers & all) {
     constexpr uint32_t PIECE = 8;
 
@@ -206,9 +208,9 @@ static __device__ void score_near(const kvf_gpu_layer & p, const score_task & ta
         const char *    row = p.k.data + (uint64_t) (c[kvf_gpu_ask::CELL] + (is ? j : 0)) * p.row_size;
 
         float sums[HEADS] = {};
-#pragma unroll 8
+#pragma unroll(TYPE < 0 ? 1 : 16)
         for (uint32_t e = lane % 4; e < p.d; e += 4) {
-            add_scaled(sums, key_value(p.type_k, row, task.head * p.d + e), q + e * HEADS);
+            add_scaled(sums, key_value(TYPE < 0 ? p.type_k : TYPE, row, task.head * p.d + e), q + e * HEADS);
         }
         float x = 0;
 #pragma unroll
@@ -379,7 +381,11 @@ static __device__ void score(const kvf_gpu_layer & p, const char * q, uint64_t q
 
         const auto &  index = p.index[who[kvf_gpu_ask::SEQ]];
         sum_of_powers all;
-        score_near(p, task, mine, all);
+        switch (p.type_k) {
+            case GGML_TYPE_F16: score_near<GGML_TYPE_F16>(p, task, mine, all); break;
+            case GGML_TYPE_Q8_0: score_near<GGML_TYPE_Q8_0>(p, task, mine, all); break;
+            default: score_near<-1>(p, task, mine, all);
+        }
         prepare(p, index, task, mine, x, x + HEADS * p.form.n_comp, m);
         if (p.form.n_each == 4) { // keys of 64 or 128 values, by default
             score_far<4>(p, index, task, m, all);

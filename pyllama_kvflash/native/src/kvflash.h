@@ -291,7 +291,8 @@ struct kvf_index_info {
     uint64_t n_fetched;    // guests that were copied from records, of all sequences and layers
 };
 
-// for tests: pools in host memory that are made from now on choose by these kernels (struct kvf_gpu), null: by the CPU's node
+// for tests: pools in host memory that are made from now on choose by these kernels (struct kvf_gpu), null: by the CPU's
+// node
 LLAMA_API void kvf_set_host_kernels(const void * kernels);
 
 // the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
@@ -302,8 +303,9 @@ LLAMA_API int kvf_index_moments(
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
         const float * basis, const float * step);
-// put chunks first, first + 1, ... of a layer into it, from their records. layers may be done by different threads
-LLAMA_API int kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t first,
+// put chunks first, first + 1, ... of layers layer ... layer + n_layer into it, from their records. layers may be done by
+// different threads
+LLAMA_API int kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
         const void * const * records, uint32_t n);
 // the index of all layers has these chunks now: they may be guests. their records stay where they are until the sequence is
 // cut to fewer positions
