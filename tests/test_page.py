@@ -218,7 +218,7 @@ def test_two_answers_at_once_tell_what_was_chosen() -> None:
     with scheduling(n_parallel=2, policy="qk", prefill="pool", opening=0) as scheduler:
         both = [Asked(scheduler, tokens_of(2600, seed), 40) for seed in (1, 2)]
         assert all(asked.done.n_answer for asked in both)
-        seen = scheduler.ask(lambda slots: [slot.reselect for slot in slots]).result(30)
+        seen = scheduler.query(lambda slots: [slot.reselect for slot in slots]).result(30)
     assert all(event and event.reason == "decode" for event in seen)
 
 
@@ -343,11 +343,11 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
         refused(pin(read, 1, sequence=wrong), 400, "sequence must be a number from 0")
     for wrong in (0, 1, "true", None):
         refused(pin(read, 1, pinned=wrong), 400, "pinned must be true or false")
-    refused(pin(read, 1, why="so"), 400, "why is no field of this")
+    refused(pin(read, 1, why="so"), 400, "why is not a field of this request")
     refused(pin(read, 10**30), 404, "there is no chunk")
     refused(pin(read, 1, sequence=9), 404, "there is no sequence 9")
     refused(read.http.post("/kvflash/pin", content=b"{}"), 415, "application/json")
-    refused(read.http.post("/kvflash/pin", content=b"{", headers={"Content-Type": "application/json"}), 400, "no JSON")
+    refused(read.http.post("/kvflash/pin", content=b"{", headers={"Content-Type": "application/json"}), 400, "not JSON")
     refused(read.http.post("/kvflash/pin", json=[1]), 400)
     refused(read.http.get("/kvflash/pin"), 405)
     assert "p" not in json.dumps([s["kind"] for s in pool(read)["sequences"]])
@@ -360,14 +360,14 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
 
 def test_whoever_asks_is_answered_between_turns() -> None:
     with scheduling() as scheduler:
-        assert scheduler.ask(len).result(30) == 2
+        assert scheduler.query(len).result(30) == 2
         asked = Asked(scheduler, tokens_of(1500), 30)
-        counts = [scheduler.ask(lambda slots: slots[0].seq.n_tokens).result(30) for _ in range(20)]
+        counts = [scheduler.query(lambda slots: slots[0].seq.n_tokens).result(30) for _ in range(20)]
         assert counts == sorted(counts)
         assert asked.done.n_answer == 30
         with pytest.raises(ZeroDivisionError):
-            scheduler.ask(lambda _: 1 // 0).result(30)
-        assert scheduler.ask(len).result(30) == 2, "it goes on"
+            scheduler.query(lambda _: 1 // 0).result(30)
+        assert scheduler.query(len).result(30) == 2, "it goes on"
 
 
 def test_a_question_that_comes_too_late_is_refused() -> None:
@@ -375,12 +375,12 @@ def test_a_question_that_comes_too_late_is_refused() -> None:
     with scheduling() as scheduler:
 
         def late(_: object) -> int:
-            asked.append(scheduler.ask(len))  # waits for the next turn, which there is none of
+            asked.append(scheduler.query(len))  # waits for the next turn, which there is none of
             scheduler.end()
             return 1
 
-        assert scheduler.ask(late).result(30) == 1
+        assert scheduler.query(late).result(30) == 1
     with pytest.raises(NotReady):
         asked[0].result(30)
     with pytest.raises(NotReady):
-        scheduler.ask(len)
+        scheduler.query(len)

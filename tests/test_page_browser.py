@@ -115,7 +115,7 @@ def test_a_conversation_by_keyboard_that_survives_a_reload(page: Page, server: R
     assert answer == ask(server, asked)
     assert first.answer in answer
     notes = page.texts(".turn.assistant .note")
-    assert f"{N_CODE} of answer, cut off at the most tokens" in notes[0]
+    assert f"{N_CODE} of answer, cut off by the token limit" in notes[0]
     assert page.text("#heard-answer") == answer
     assert page.one("#heard-answer").get_attribute("aria-live") == "polite"
     before = [page.text(".turn.user .text"), answer, *notes]
@@ -207,7 +207,7 @@ def test_a_text_file_is_sent_with_the_message(page: Page, tmp_path: Path) -> Non
     field.send_keys(str(tmp_path / "book.txt"))
     page.until(lambda: page.text("#file-name") == "book.txt, 21 characters")
     field.send_keys(str(tmp_path / "old.txt"))
-    page.until(lambda: "old.txt is no text in UTF-8" in page.text("#alert"))
+    page.until(lambda: "old.txt is not a text in UTF-8" in page.text("#alert"))
     page.one("#file-remove").click()
     assert not page.one("#file-chip").is_displayed()
     field.send_keys(str(tmp_path / "book.txt"))
@@ -287,7 +287,7 @@ def test_a_stream_in_any_parts(page: Page) -> None:
     page.driver.execute_script(STREAM, stream + "data: [DONE]\n\n")
     page.say(evil)
     assert [page.text(f".turn.{who} .text") for who in ("user", "assistant")] == [evil, evil]
-    assert page.texts(".turn .note")[-1] == "1,234 tokens of prompt, 1,000 known, 234 new; 5 of answer"
+    assert page.texts(".turn .note")[-1] == "1,234 tokens of prompt, 1,000 cached, 234 new; 5 of answer"
     thoughts = page.one(".turn details")
     assert not thoughts.get_property("open")
     assert page.text(".turn details div") == "Hm, 漢."
@@ -296,7 +296,7 @@ def test_a_stream_in_any_parts(page: Page) -> None:
 
 @pytest.mark.parametrize(("end", "message"), [
     ('data: {"error":{"message":"no memory for this"}}\n\ndata: [DONE]\n\n', "no memory for this"),
-    ("", "The connection broke off."),
+    ("", "The connection was lost."),
 ])  # fmt: skip
 def test_a_stream_that_fails_keeps_what_came(page: Page, end: str, message: str) -> None:
     page.driver.execute_script(STREAM, 'data: {"choices":[{"delta":{"content":"Half of"}}]}\n\n' + end)

@@ -69,7 +69,7 @@ def test_a_full_queue_and_clients_that_leave() -> None:
                 assert full.status_code == 429
                 assert 1 <= int(full.headers["retry-after"]) <= 60
                 assert full.json()["error"] == {
-                    "message": f"as many requests wait as may: try again in {full.headers['retry-after']} s",
+                    "message": f"the queue is full: try again in {full.headers['retry-after']} s",
                     "type": "rate_limit_error", "param": None, "code": "queue_full",
                 }  # fmt: skip
             until(lambda: running.health()["queue"] == 0)

@@ -377,7 +377,7 @@ def test_a_request_whose_sequence_is_taken() -> None:
 
         def on(update: Any) -> None:
             if isinstance(update, Text) and not taken:
-                taken.append(scheduler.ask(take))
+                taken.append(scheduler.query(take))
 
         first = Asked(scheduler, tokens_of(40), 3000, on)
         second = Asked(scheduler, tokens_of(50, 1), 40)

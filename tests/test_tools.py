@@ -13,7 +13,7 @@ import pytest
 from support.serving import Running, environment, open_needle, parse_metrics, sse, until  # noqa: F401 (a fixture for all)
 
 from pyllama_kvflash.native import Model
-from pyllama_kvflash.serve import understand
+from pyllama_kvflash.serve import prompt
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -230,11 +230,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "give an object with a name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters", "object"),
-    ({"tools": [TOOL, TOOL]}, "tools", "two tools of the name add"),
-    ({"tools": [TOOL] * 300}, "tools", "may have 256"),
-    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools with the name add"),
+    ({"tools": [TOOL] * 300}, "tools", "the limit is 256"),
+    ({"tool_choice": "required"}, "tool_choice", "without tools"),
     ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "auto, none, required"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no such tool"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "which is not in tools"),
     ({"tools": [TOOL], "grammar": 'root ::= "a"'}, "grammar", "give one of them"),
     ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"type": "x"}}}]}, "tools[0].function.parameters/type", "is not a type"),
 ]  # fmt: skip
@@ -254,7 +254,7 @@ def test_a_template_without_tools() -> None:
     with Running() as running:
         res = running.post({**CHAT, "tools": [TOOL]}, "/v1/chat/completions")
         assert res.status_code == 400
-        assert "chat template has no tools" in res.json()["error"]["message"]
+        assert "chat template does not support tools" in res.json()["error"]["message"]
         res = running.post({**CHAT, "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}, "/v1/chat/completions")
         assert res.status_code == 200
 
@@ -379,8 +379,8 @@ def test_a_message_that_is_too_long(server: Running, monkeypatch: pytest.MonkeyP
     res = server.post({**ASK, "messages": text}, "/v1/messages")
     assert res.status_code == 400
     assert res.json()["error"]["message"] == f"prompt is too long: {n} tokens > 4096 maximum"
-    monkeypatch.setattr(understand, "_PIECE", 2048)
-    monkeypatch.setattr(understand, "_SLACK", (1.1, 4))
+    monkeypatch.setattr(prompt, "_PIECE", 2048)
+    monkeypatch.setattr(prompt, "_SLACK", (1.1, 4))
     assert abs(n_tokens(server, messages=text) - n) < 30
     tokenized: list[int] = []
     tokenize = Model.tokenize
@@ -408,14 +408,14 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "name is missing"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom ones"),
-    ({"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no such tool"),
-    ({"tool_choice": {"type": "any"}}, "there are no tools"),
+    ({"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "which is not in tools"),
+    ({"tool_choice": {"type": "any"}}, "without tools"),
     ({"stop_sequences": 1}, "stop_sequences"),
     ({"cache_control": {"type": "for ever"}}, "ephemeral"),
     ({"cache_control": {"type": "ephemeral", "ttl": "9y"}}, "5m, 1h"),
     ({"thinking": 1}, "give an object"),
     ({"temperature": 9}, "must be from 0 to 2"),
-    ({"mcp_servers": [{"url": "http://x"}]}, "no field 'mcp_servers'"),
+    ({"mcp_servers": [{"url": "http://x"}]}, "'mcp_servers' is not a known field"),
 ]
 
 

@@ -19,24 +19,24 @@ from starlette.types import ASGIApp
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve import about, webui
+from pyllama_kvflash.serve import llama_server, webui
+from pyllama_kvflash.serve.anthropic_response import AnthropicReply
 from pyllama_kvflash.serve.exchange import Exchange, Stream
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import parse_json
-from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_fault, on_http
+from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
 from pyllama_kvflash.serve.job import Finished, Job
-from pyllama_kvflash.serve.messages import MessageReply
-from pyllama_kvflash.serve.replies import OpenAIReply, Reply
+from pyllama_kvflash.serve.openai_request import MAX_SEED
+from pyllama_kvflash.serve.openai_response import OpenAIReply, Reply
+from pyllama_kvflash.serve.prompt import Kind, PreparedRequest, PromptBuilder
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
-from pyllama_kvflash.serve.schema import MAX_SEED
-from pyllama_kvflash.serve.understand import Kind, Understanding, Understood
 
 WARNING = "KVFlash-Warning"
-"""The header of an answer that says what schemas of the request ask for and is not enforced."""
+"""The header that names the parts of the request's schemas that are not enforced."""
 
-_MOST_TOLD = 2_000  # characters of that header
-_MOST_SAID = 1_000  # warnings that the log has
-_READERS = 2  # requests tokenized at once: a text takes some 75 bytes per character meanwhile
+_MAX_HEADER = 2_000  # characters of that header
+_MAX_LOGGED = 1_000  # different warnings that are logged
+_READERS = 2  # requests tokenized at once: that takes some 75 bytes a character
 
 Note = Callable[[str], None]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -46,11 +46,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Settings:
     """Settings of a server.
 
-    name: of the model, in the protocol.
+    name: the model's name in the protocol.
     sampling: the defaults for requests.
-    n_predict: the most tokens of an answer; -1: what the context holds.
+    n_predict: the most tokens of an answer; -1: until the context is full.
     max_body: the most bytes of a request's body.
-    api_key: the key that requests must send; None: anyone may.
+    api_key: the key that requests must send; None: no key is needed.
     template: a chat template in place of the model's own.
     webui: whether there is a page at /.
     """
@@ -65,14 +65,14 @@ class Settings:
 
 
 class Server:
-    """The HTTP handlers. note: called with a line about each answer."""
+    """The HTTP handlers. note: called with a line about each answer, and with warnings."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
-        self._understanding = Understanding(settings.sampling, settings.template)
+        self._prompts = PromptBuilder(settings.sampling, settings.template)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
@@ -93,13 +93,13 @@ class Server:
         if s.webui:
             read = partial(body_of, limit=s.max_body)
             routes += webui.routes(self._scheduler, s.name, read, needs_key=bool(s.api_key))
-        handlers = {Fault: on_fault, HTTPException: on_http, Exception: on_error}
-        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # they take the subclass
+        handlers = {RequestError: on_request_error, HTTPException: on_http, Exception: on_error}
+        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
         app.router.redirect_slashes = False
         return Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
 
     def close(self) -> None:
-        """End the threads that read requests, once they have read what they have."""
+        """End the threads that read requests, after the requests they have."""
         self._readers.shutdown(wait=False)
 
     #
@@ -127,25 +127,27 @@ class Server:
 
     async def _props(self, _request: Request) -> Response:
         s, kv = self._settings, self._ready()
-        return JSONResponse(about.props(kv, s.name, s.sampling, s.template, self._understanding.caps(kv)))
+        return JSONResponse(llama_server.props(kv, s.name, s.sampling, s.template, self._prompts.caps(kv)))
 
     async def _slots(self, _request: Request) -> Response:
-        return JSONResponse(about.slots(self._ready(), self._scheduler.busy))
+        return JSONResponse(llama_server.slots(self._ready(), self._scheduler.busy))
 
     def _ready(self) -> KVFlash:
-        """Return the engine. Raises Fault."""
+        """Return the engine. Raises RequestError."""
         if self._scheduler.phase != Phase.READY or self._scheduler.kv is None:
             raise _not_ready(self._scheduler.phase)
         return self._scheduler.kv
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._asked(request, about.tokenized)
+        return await self._from_vocabulary(request, llama_server.tokenize)
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._asked(request, about.detokenized)
+        return await self._from_vocabulary(request, llama_server.detokenize)
 
-    async def _asked(self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]) -> Response:
-        """Answer from the model's vocabulary, beside the scheduler's thread."""
+    async def _from_vocabulary(
+        self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]
+    ) -> Response:
+        """Answer from the model's vocabulary, in a reader's thread."""
 
         def found() -> dict[str, Any]:
             try:
@@ -163,83 +165,83 @@ class Server:
     #
 
     def _answers(self, kind: Kind) -> Handler:
-        """Return the handler that answers requests of a kind."""
+        """Return the handler for requests of a kind."""
 
         async def handle(request: Request) -> Response:
             try:
                 async with self._admitted(request) as (kv, body):
-                    found = await self._understood(kv, body, kind)
+                    found = await self._prepared(kv, body, kind)
                     exchange = Exchange(self._scheduler)
                     job = self._job(found, exchange)
                     reply = self._reply(found, kind)
-            except Fault as fault:
-                self._scheduler.metrics.request("invalid" if fault.status < 429 else "rejected")  # noqa: PLR2004
+            except RequestError as err:
+                self._scheduler.metrics.request("invalid" if err.status < 429 else "rejected")  # noqa: PLR2004
                 raise
             headers = self._warned(found.warnings)
             exchange.submit(job)
-            if found.ask.stream:
+            if found.parsed.stream:
                 return Stream(exchange, reply, self._log, headers)
             with exchange:
                 done = await exchange.whole(reply, request.receive)
             if done is None:
-                return Response(status_code=499)  # nobody is there to read it
+                return Response(status_code=499)  # the client is gone
             self._log(done)
             return JSONResponse(reply.whole(), headers=headers)
 
         return handle
 
     def _warned(self, warnings: Sequence[str]) -> dict[str, str]:
-        """Write warnings to the log, each once. Returns the header that tells the client."""
+        """Log each warning once. Returns the header with all of them."""
         for warning in warnings:
-            if warning not in self._said and len(self._said) < _MOST_SAID:
-                self._said.add(warning)
+            if warning not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(warning)
                 self._note(f"warning: {warning}")
-        told = " | ".join(warnings).encode("ascii", "backslashreplace").decode()
-        return {WARNING: told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."} if told else {}
+        header = " | ".join(warnings).encode("ascii", "backslashreplace").decode()
+        return {WARNING: header if len(header) <= _MAX_HEADER else f"{header[:_MAX_HEADER]}..."} if header else {}
 
-    async def _understood(self, kv: KVFlash, body: bytes, kind: Kind) -> Understood:
-        """Return what a body asks for, found out beside the event loop. Raises Fault."""
-        understand = partial(self._understanding.of, kv, body, kind)
-        return await asyncio.get_running_loop().run_in_executor(self._readers, understand)
+    async def _prepared(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
+        """Check a body and tokenize its prompt, in a reader's thread. Raises RequestError."""
+        prepare = partial(self._prompts.prepare, kv, body, kind)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, prepare)
 
     async def _count(self, request: Request) -> Response:
         async with self._admitted(request) as (kv, body):
-            n = await asyncio.get_running_loop().run_in_executor(self._readers, self._understanding.count, kv, body)
+            n = await asyncio.get_running_loop().run_in_executor(self._readers, self._prompts.count, kv, body)
         self._scheduler.leave()
         return JSONResponse({"input_tokens": n})
 
-    def _job(self, found: Understood, exchange: Exchange) -> Job:
-        """Return the job for a request, with one more after it for each further answer."""
-        ask, job = found.ask, None
-        for i in reversed(range(ask.n)):
+    def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
+        """Return the job of a request. Each further answer is another job after it."""
+        parsed, job = found.parsed, None
+        for i in reversed(range(parsed.n)):
             seed = found.sampling.seed
             sampling = found.sampling if seed is None else replace(found.sampling, seed=(seed + i) % MAX_SEED)
-            limit = self._limit(ask.max_tokens)
+            limit = self._limit(parsed.max_tokens)
             job = Job(
                 found.tokens, sampling, limit, found.stop, exchange.notify,
-                preserved=found.rendered.preserved if found.rendered else (), pin_seconds=ask.pin_seconds, then=job,
+                preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
             )  # fmt: skip
         if job is None:
-            msg = "a request for no answer"
+            msg = "a request without an answer"
             raise AssertionError(msg)
         return job
 
-    def _reply(self, found: Understood, kind: Kind) -> Reply:
-        ask, name = found.ask, self._settings.name
+    def _reply(self, found: PreparedRequest, kind: Kind) -> Reply:
+        parsed, name = found.parsed, self._settings.name
         if kind == Kind.MESSAGE and found.rendered:
-            return MessageReply(name, found.rendered, len(found.tokens), ask.stop)
+            return AnthropicReply(name, found.rendered, len(found.tokens), parsed.stop)
         return OpenAIReply(
             name,
             found.rendered,
-            ask.stop,
-            include_usage=ask.include_usage,
-            logprobs=ask.sampling.n_probs is not None,
+            parsed.stop,
+            include_usage=parsed.include_usage,
+            logprobs=parsed.sampling.n_probs is not None,
         )
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
-        """Take a place in the queue, and yield the engine and the body. Gives the place up if the block fails."""
-        if self._scheduler.phase != Phase.READY:  # before megabytes are sent for nothing
+        """Take a place in the queue. Yields the engine and the body. If the block fails, the place is given up."""
+        if self._scheduler.phase != Phase.READY:  # before the client sends megabytes in vain
             raise _not_ready(self._scheduler.phase)
         body = await body_of(request, self._settings.max_body)
         try:
@@ -247,8 +249,8 @@ class Server:
         except NotReady:
             raise _not_ready(self._scheduler.phase) from None
         except QueueFull as full:
-            msg = f"as many requests wait as may: try again in {full.seconds} s"
-            raise Fault(429, msg, code="queue_full", headers={"Retry-After": str(full.seconds)}) from None
+            msg = f"the queue is full: try again in {full.seconds} s"
+            raise RequestError(429, msg, code="queue_full", headers={"Retry-After": str(full.seconds)}) from None
         try:
             if self._scheduler.kv is None:
                 raise _not_ready(self._scheduler.phase)
@@ -258,7 +260,7 @@ class Server:
             raise
 
     def _limit(self, max_tokens: int | None) -> int:
-        """Return the most tokens of an answer; -1: as many as fit."""
+        """Return the most tokens of an answer; -1: until the context is full."""
         most = self._settings.n_predict
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens
@@ -266,11 +268,11 @@ class Server:
 
     def _log(self, done: Finished) -> None:
         self._note(
-            f"{done.n_prompt:,} tokens of prompt ({done.n_cached:,} known), {done.n_answer:,} of answer in"
+            f"{done.n_prompt:,} tokens of prompt ({done.n_cached:,} cached), {done.n_answer:,} of answer in"
             f" {done.seconds:.1f} s: {done.reason}"
         )
 
 
-def _not_ready(state: Phase) -> Fault:
+def _not_ready(state: Phase) -> RequestError:
     what = "the model is loading" if state == Phase.LOADING else "the server is stopping"
-    return Fault(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})
+    return RequestError(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})

@@ -9,8 +9,8 @@ from typing import Any
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.native import pattern_grammar
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, one_of, text
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -26,12 +26,12 @@ _KNOWN = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "refusal", "provider_specific_fields"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-"""Fields of a message. litellm gives back its own messages, with provider_specific_fields, which say nothing new."""
+"""Fields of a message. litellm sends its messages back with provider_specific_fields, which add nothing."""
 _ANY = {"role", "content", "name"}
 
 
 def messages(value: Any) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raises Fault."""
+    """Return the messages of a conversation. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
@@ -46,7 +46,7 @@ def _message(value: Any, at: str, called: dict[str, str]) -> Message:
     if extra is not None:
         raise invalid(f"{at}.{extra[:100]} is not supported by this server: leave it out", at, "unsupported_parameter")
     if role == "assistant":
-        return _said(given, at, called)
+        return _assistant(given, at, called)
     res = {"role": role, "content": content(given.get("content"), f"{at}.content")}
     if role == "tool":
         res["tool_call_id"] = text(given, "tool_call_id", f"{at}.tool_call_id")
@@ -55,8 +55,8 @@ def _message(value: Any, at: str, called: dict[str, str]) -> Message:
     return res
 
 
-def _said(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
-    """Return what the assistant said: a text, calls, or both."""
+def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
+    """Return the message of the assistant: a text, calls, or both. called: gets the names of its calls, by id."""
     calls = [
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
     ]
@@ -89,21 +89,21 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return the arguments of a call as a JSON object, which templates ask for: those of a call that was cut off, say, in one."""
+    """Return the arguments of a call as a JSON object, as templates need. Other text, as of a call cut off, is put into one."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
 
 
 def content(value: Any, at: str) -> str:
-    """Return the text of a string, or of an array of parts, which must all be text (or a refusal). Raises Fault."""
+    """Return the text of a string, or of an array of parts, each a text or a refusal. Raises RequestError."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
     texts = [part[part["type"]] for part in value if _is_text(part)]
     if len(texts) < len(value):
-        raise invalid(f'{at} has a part that is no {{"type": "text", "text": "..."}}: only text can be read', at)
+        raise invalid(f'{at} has a part that is not {{"type": "text", "text": "..."}}: only text can be read', at)
     return "\n".join(texts)
 
 
@@ -119,14 +119,14 @@ def _is_text(part: Any) -> bool:
 
 
 def tools(value: Any, parameters: str = "tools[{}].function.parameters") -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. parameters: what its schema is called in messages. Raises Fault."""
+    """Return the tools of a request. parameters: the name of a tool's schema in messages. Raises RequestError."""
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
-        raise invalid(f"tools has {len(given)} tools, and may have {MAX_TOOLS}", "tools", "invalid_value")
+        raise invalid(f"tools has {len(given)} tools: the limit is {MAX_TOOLS}", "tools", "invalid_value")
     res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in res]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise invalid(f"tools has two tools of the name {twice}", "tools", "invalid_value")
+        raise invalid(f"tools has two tools with the name {twice}: rename one", "tools", "invalid_value")
     return res
 
 
@@ -147,32 +147,32 @@ def _tool(value: Any, at: str, parameters: str) -> dict[str, Any]:
 
 
 def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, Any] | bool:
-    """Return the schema of a tool's arguments. One that cannot be enforced is refused if the tool is strict, and else loosened
-    where the grammar is made.
+    """Return the schema of a tool's arguments. If it cannot be enforced, a strict tool is refused. For other tools the grammar
+    leaves such parts out.
     """
     given = function.get("parameters")
     if given is not None and not isinstance(given, dict | bool):
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
     if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
-        with _faults_of(name):
+        with _schema_errors(name):
             refuse_loosened(check_arguments(given, pattern_grammar))
     return {} if given is None else given
 
 
 def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
-    """Return a JSON schema of the answer, checked. name: of its field. strict: whatever cannot be enforced is refused.
+    """Return a JSON schema of the answer, checked. name: of its field. strict: refuse parts that cannot be enforced.
 
-    Raises Fault, which names the place in the schema.
+    Raises RequestError, which names the place in the schema.
     """
     if not isinstance(value, dict | bool):
         raise invalid(f"{name} is {kind(value)}: give a JSON schema, an object", name, "invalid_type")
-    with _faults_of(name):
+    with _schema_errors(name):
         return check(value, pattern_grammar, strict=strict)
 
 
 @contextmanager
-def _faults_of(name: str) -> Iterator[None]:
-    """Make a fault of a schema's error. name: of its field."""
+def _schema_errors(name: str) -> Iterator[None]:
+    """Turn a schema's error into a RequestError. name: of its field."""
     try:
         yield
     except SchemaError as err:
@@ -180,7 +180,7 @@ def _faults_of(name: str) -> Iterator[None]:
 
 
 def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:
-    """Return which tools may be called: "auto", "none", "required", or the one that must be. Raises Fault."""
+    """Return which tools may be called: "auto", "none", "required", or the one that must be called. Raises RequestError."""
     if value is None:
         return "auto" if given else "none"
     if isinstance(value, dict):
@@ -188,18 +188,24 @@ def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str
             as_object(value.get("function"), "tool_choice.function", "a name"), "name", "tool_choice.function.name"
         )
         if name not in {tool["function"]["name"] for tool in given}:
-            raise invalid(f"tool_choice is {name[:100]!r}, and there is no such tool", "tool_choice", "invalid_value")
+            raise invalid(
+                f"tool_choice is {name[:100]!r}, which is not in tools: give the name of a tool",
+                "tool_choice",
+                "invalid_value",
+            )
         return {"type": "function", "function": {"name": name}}
     choice = one_of({"tool_choice": value}, "tool_choice", ("auto", "none", "required"))
     if choice == "required" and not given:
-        raise invalid("tool_choice is 'required', and there are no tools", "tool_choice", "invalid_value")
+        raise invalid(
+            "tool_choice is 'required' without tools: give tools, or leave it out", "tool_choice", "invalid_value"
+        )
     return choice if given else "none"
 
 
-def no_tools() -> Fault:
-    """Return the Fault for tools that the model's template cannot show to the model."""
+def no_tools() -> RequestError:
+    """Return the RequestError for tools where the model's template cannot show them."""
     msg = (
-        "the model's chat template has no tools: leave them out, or start the server with --chat-template-file and a"
-        " template that has"
+        "the model's chat template does not support tools: leave them out, or start the server with --chat-template-file"
+        " and a template that does"
     )
     return invalid(msg, "tools", "unsupported_parameter")

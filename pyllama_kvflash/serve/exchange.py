@@ -1,4 +1,4 @@
-"""The link between a request's handler and the scheduler: updates come in, and the job ends if the client leaves."""
+"""The handler's end of a job: it receives the scheduler's updates, and cancels the job if the client leaves."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -9,12 +9,12 @@ from typing import Self
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pyllama_kvflash.serve.fault import Fault
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.replies import Reply
+from pyllama_kvflash.serve.openai_response import Reply
+from pyllama_kvflash.serve.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
 
-_ALIVE_SECONDS = 10.0  # between two signs of life on a stream
+_ALIVE_SECONDS = 10.0  # without data on a stream, until a keep-alive event is sent
 
 
 class Exchange:
@@ -25,15 +25,15 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: the client is gone
         self._job: Job | None = None
-        self._n_left = 0  # answers that are still to come
+        self._n_left = 0  # answers that have not ended
 
     def notify(self, update: Update) -> None:
         """Take an update. The scheduler's thread calls this."""
-        with suppress(RuntimeError):  # the loop is closed, and so is the server
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     def submit(self, job: Job) -> None:
-        """Submit the job to the scheduler, with those that follow it."""
+        """Submit the job, and the jobs that follow it, to the scheduler."""
         self._job = job
         following: Job | None = job
         while following is not None:
@@ -46,12 +46,12 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel the job: however the block ends, nobody wants more of it."""
+        """Cancel the job, however the block ends: its client needs no more of it."""
         if self._job is not None:
             self._scheduler.cancel(self._job)
 
     async def updates(self, receive: Receive) -> AsyncGenerator[Update | None, None]:
-        """Yield updates up to the last one, or until the client leaves; None whenever nothing came for some seconds."""
+        """Yield updates up to the last one, or until the client leaves. Yields None after some seconds without an update."""
         watch = asyncio.create_task(self._watch(receive))
         update: Update | None = None
         try:
@@ -63,7 +63,7 @@ class Exchange:
                     continue
                 if update is None:
                     return
-                if isinstance(update, Finished):  # no other answer follows one that was interrupted
+                if isinstance(update, Finished):  # no answer follows an interrupted one
                     self._n_left = 0 if update.reason == "interrupted" else self._n_left - 1
                 yield update
         finally:
@@ -75,34 +75,34 @@ class Exchange:
         self._updates.put_nowait(None)
 
     async def whole(self, reply: Reply, receive: Receive) -> Finished | None:
-        """Let a reply hear everything. Returns the last end; None: the client is gone. Raises Fault."""
+        """Pass all updates to a reply. Returns the last Finished; None: the client is gone. Raises RequestError."""
         done: Finished | None = None
         async with aclosing(self.updates(receive)) as updates:
             async for update in updates:
                 if isinstance(update, Text):
                     reply.text(update)
                 elif isinstance(update, Failed):
-                    raise _fault(update)
+                    raise _request_error(update)
                 elif isinstance(update, Finished):
                     reply.end(update)
                     done = update
         return None if self._n_left else done
 
 
-def _fault(failed: Failed) -> Fault:
-    return Fault(failed.status, failed.message)
+def _request_error(failed: Failed) -> RequestError:
+    return RequestError(failed.status, failed.message)
 
 
 class Stream(Response):
     """A response of server-sent events.
 
-    It notices at once if the client leaves. Starlette's own notices when it next has something to send.
+    It notices at once that the client has left. Starlette's own notices only at its next write.
     """
 
     def __init__(
         self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], headers: Mapping[str, str]
     ) -> None:
-        """headers: more of them."""
+        """headers: added to those of an event stream."""
         more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type="text/event-stream", headers={**headers, **more})
         del self.headers["content-length"]
@@ -131,5 +131,5 @@ class Stream(Response):
                 self._finished(update)
                 return self._reply.end(update)
             case Failed():
-                return self._reply.failed(_fault(update))
+                return self._reply.failed(_request_error(update))
         return self._reply.alive("waiting")

@@ -1,4 +1,4 @@
-"""Fields of JSON objects, checked one by one. Each function raises Fault for a value of the wrong kind."""
+"""Fields of JSON objects, checked one by one. Each function raises RequestError for a value of the wrong kind."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pyllama_kvflash.errors import UsageError, encoded, out_of_range
-from pyllama_kvflash.serve.fault import invalid
+from pyllama_kvflash.serve.request_error import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
 
@@ -23,13 +23,13 @@ _KINDS: dict[type, str] = {
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises Fault."""
+    """Return the JSON object in a body. Raises RequestError."""
     try:
         value = _decoded(body)
     except RecursionError:
         raise invalid(f"the body is nested too deeply: objects and arrays may be {MAX_DEPTH} deep") from None
-    except ValueError as err:  # no JSON, no UTF-8, or a number of thousands of digits
-        raise invalid(f"the body is no JSON: {str(err)[:200]}") from None
+    except ValueError as err:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise invalid(f"the body is not JSON: {str(err)[:200]}") from None
     if not isinstance(value, dict):
         raise invalid(f"the body is {kind(value)}: give a JSON object")
     if _HALF.search(body):
@@ -40,11 +40,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""What each half of a surrogate pair has, whether or not the other one is there, too."""
+"""Matches each half of a surrogate pair, alone or not."""
 
 
 def _check_unicode(value: Any, at: str, param: str | None) -> None:
-    """Raise Fault for a text in a value that is not Unicode. at: the value's name. param: the field that it is in."""
+    """Raise RequestError for a text in a value that is not Unicode. at: the value's name. param: its field in the body."""
     if isinstance(value, str):
         try:
             encoded(value, at)
@@ -60,8 +60,9 @@ def _check_unicode(value: Any, at: str, param: str | None) -> None:
 
 
 def _decoded(text: bytes | str, **how: Any) -> Any:
-    """Return the value of JSON. Raises ValueError, and RecursionError if it is too deep for the library, which calls itself
-    for each level. how: of json.loads().
+    """Return the value of JSON. how: passed to json.loads().
+
+    Raises ValueError, and RecursionError for more than MAX_DEPTH levels: libraries recurse for each level.
     """
     value = json.loads(text, **how)
     level = [value]
@@ -74,7 +75,7 @@ def _decoded(text: bytes | str, **how: Any) -> Any:
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is a JSON object that the library can take."""
+    """Return whether a text is a JSON object of at most MAX_DEPTH levels."""
     try:
         return isinstance(_decoded(text, parse_constant=_no_number), dict)
     except (ValueError, RecursionError):
@@ -82,7 +83,7 @@ def is_object(text: str) -> bool:
 
 
 def _no_number(name: str) -> None:
-    """Refuse NaN and the like, which Python takes for JSON."""
+    """Refuse NaN and the like, which Python accepts and JSON does not."""
     raise ValueError(name)
 
 
@@ -92,7 +93,7 @@ def kind(value: Any) -> str:
 
 
 def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T | None:
-    """Return a field of this type; None if it is missing. An integer also counts as a float. at: its name in messages."""
+    """Return a field of this type; None if it is missing. A float may be written as an integer. at: its name in messages."""
     value, at = fields.get(key), at or key
     if value is None:
         return None
@@ -129,7 +130,7 @@ def array(fields: Mapping[str, Any], key: str, at: str = "") -> list[Any] | None
 
 
 def text(fields: Mapping[str, Any], key: str, at: str) -> str:
-    """Return a string that must be there."""
+    """Return a required string."""
     value = get(fields, key, str, at)
     if value is None:
         raise invalid(f"{at} is missing: give a string", at, "missing_field")
@@ -137,7 +138,7 @@ def text(fields: Mapping[str, Any], key: str, at: str) -> str:
 
 
 def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: str = "") -> str:
-    """Return one of several words, which must be there."""
+    """Return a required field that is one of several words."""
     value, at = fields.get(key), at or key
     if not isinstance(value, str) or value not in allowed:
         raise invalid(f"{at} is {repr(value)[:100]}: give one of {', '.join(allowed)}", at, "invalid_value")
@@ -145,7 +146,7 @@ def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: st
 
 
 def as_object(value: Any, at: str, of: str) -> dict[str, Any]:
-    """Return an object that is an item of an array. of: what it must have, in words."""
+    """Return a value that must be an object. of: its fields, in words."""
     if not isinstance(value, dict):
         raise invalid(f"{at} is {kind(value)}: give an object with {of}", at, "invalid_type")
     return value

@@ -1,4 +1,4 @@
-"""HTTP around the handlers: bodies, errors, and who may ask."""
+"""HTTP around the handlers: bodies, error responses, and access."""
 
 import asyncio
 import contextlib
@@ -15,20 +15,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyllama_kvflash.serve import anthropic
-from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve import anthropic_response
+from pyllama_kvflash.serve.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
 
 
 async def body_of(request: Request, limit: int) -> bytes:
-    """Return a request's body. Raises Fault.
+    """Return a request's body. Raises RequestError.
 
-    It must be labelled JSON: a browser does not send that for a foreign page without asking the server first.
+    Its type must be JSON: for a foreign page, a browser does not send that without asking the server first.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        msg = "the body must be JSON, and say so: send the header Content-Type: application/json"
-        raise Fault(415, msg, code="unsupported_media_type")
+        msg = "the body is not declared as JSON: send the header Content-Type: application/json"
+        raise RequestError(415, msg, code="unsupported_media_type")
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size) > limit:
         raise _too_large(limit)
@@ -40,56 +40,61 @@ async def body_of(request: Request, limit: int) -> bytes:
                 if len(body) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        raise Fault(408, f"the body did not come within {_BODY_SECONDS:.0f} s", code="timeout") from None
+        raise RequestError(
+            408, f"the body did not arrive within {_BODY_SECONDS:.0f} s: send it again", code="timeout"
+        ) from None
     except ClientDisconnect:
-        raise Fault(400, "the client left before it had sent the body") from None
+        raise RequestError(400, "the client left before the end of the body") from None
     return bytes(body)
 
 
-def _too_large(limit: int) -> Fault:
-    return Fault(
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
         413, f"the body is larger than {limit:,} bytes: shorten it, or raise --max-body", code="body_too_large"
     )
 
 
 #
-# errors
+# error responses
 #
 
 
-def _response(path: str, fault: Fault) -> Response:
-    """Return the response to send for a fault, in the form of the protocol that was spoken."""
+def _response(path: str, err: RequestError) -> Response:
+    """Return the response for an error, in the form of the path's protocol."""
     if path.startswith("/v1/messages"):
-        return Response(json.dumps(anthropic.error(fault)), fault.status, fault.headers, "application/json")
-    return fault.response()
+        return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
+    return err.response()
 
 
-async def on_fault(request: Request, fault: Fault) -> Response:
+async def on_request_error(request: Request, err: RequestError) -> Response:
     """Answer a request that is refused."""
-    return _response(request.url.path, fault)
+    return _response(request.url.path, err)
 
 
 async def on_http(request: Request, err: HTTPException) -> Response:
-    """Answer a request for what there is not."""
+    """Answer a request for an unknown path or method."""
     path = request.url.path
     if err.status_code == 404:  # noqa: PLR2004
-        return _response(path, Fault(404, f"there is no {path[:200]} here", code="not_found"))
+        return _response(path, RequestError(404, f"{path[:200]} is not a path of this server", code="not_found"))
     msg = f"{path[:200]} does not take {request.method}: {err.detail}"
-    return _response(path, Fault(err.status_code, msg, code="method_not_allowed", headers=err.headers))
+    return _response(path, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
 
 
 async def on_error(request: Request, _err: Exception) -> Response:
-    """Answer a request that failed for a reason that nobody thought of."""
-    return _response(request.url.path, Fault(500, "an error in the server: its log has the details"))
+    """Answer a request that failed by a bug."""
+    return _response(request.url.path, RequestError(500, "an error in the server: its log has the details"))
 
 
 #
-# who may ask
+# access
 #
 
 
 class Guard:
-    """Refuses requests without the key, except to the paths in `free`. Without a key: those that came by a name of others."""
+    """Refuses requests without the key, except to the paths in `free`.
+
+    If the server has no key, it refuses requests that name this machine by a foreign host name.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
         self._app, self._free = app, free
@@ -97,27 +102,27 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
-        fault = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
-        app = self._app if fault is None else _response(scope["path"], fault)
+        err = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
+        app = self._app if err is None else _response(scope["path"], err)
         await app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> Fault | None:
-        headers = dict(reversed(scope["headers"]))  # the first of each name
+    def _refused(self, scope: Scope) -> RequestError | None:
+        headers = dict(reversed(scope["headers"]))  # the first header of each name
         if self._digest is None:
-            return _of_others(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
+            return _foreign_host(headers.get(b"host", b"").decode("latin-1"), scope.get("server"))
         bearer = headers.get(b"authorization", b"")
         given = bearer[7:] if bearer[:7] == b"Bearer " else headers.get(b"x-api-key", b"")
         if hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):  # digests hide even the key's length
             return None
         msg = "no valid API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-        return Fault(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return RequestError(401, msg, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None:
-    """Return why a request is refused that reached this machine's own address by the name of another.
+def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestError | None:
+    """Return why to refuse a request that reached this machine's own address by a foreign name; None: it may pass.
 
-    A foreign page may have its name resolved to 127.0.0.1 (DNS rebinding); for the browser the server is then the page's own,
-    which needs no leave to read from it. It cannot do that with an address, or with localhost.
+    A foreign page may let its name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's own,
+    and lets the page read from it. That cannot happen with an address, or with localhost.
     """
     name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
     if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):
@@ -126,7 +131,7 @@ def _of_others(host: str, server: tuple[str, int | None] | None) -> Fault | None
         ipaddress.ip_address(name)
         return None
     msg = f"the Host header names {name[:100]!r}, not this machine: use localhost, or start the server with --api-key"
-    return Fault(403, msg, code="unknown_host")
+    return RequestError(403, msg, code="unknown_host")
 
 
 def _is_loopback(address: str) -> bool:
@@ -134,4 +139,4 @@ def _is_loopback(address: str) -> bool:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback  # ::ffff:127.0.0.1, if it listens on ::
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback  # ::ffff:127.0.0.1, where the server listens on ::

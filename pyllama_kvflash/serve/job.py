@@ -23,25 +23,25 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How likely a token was. data: its bytes, special ones as text. top: the likeliest ones in its place."""
+class TokenLogprob:
+    """A token's log probability. data: its bytes, special tokens as text. top: the likeliest tokens in its place."""
 
     data: bytes
     logprob: float
-    top: "tuple[Told, ...]" = ()
+    top: "tuple[TokenLogprob, ...]" = ()
 
     @property
     def text(self) -> str:
-        """Its text; what is no UTF-8 is replaced."""
+        """Its text; bytes that are not UTF-8 are replaced."""
         return self.data.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. told: of the tokens that came with it, if that was asked for."""
+    """More of the answer. logprobs: of its tokens, if the request wants them."""
 
     text: str
-    told: tuple[Told, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Finished:
     """The end of an answer.
 
     reason: as in events.Done.
-    stop: the stop string that ended it; None: none did.
+    stop: the stop string that ended it; None: it ended otherwise.
     n_cached: tokens of the prompt that did not have to be read.
-    seconds: since the job was made.
+    seconds: from the making of the job to its end.
     """
 
     reason: str
@@ -74,11 +74,11 @@ Update = Reading | Text | Finished | Failed
 
 
 def failure(err: Exception) -> Failed:
-    """Return what a client is told of an error that ended its request."""
+    """Return the last update of a request that an error ended."""
     if isinstance(err, UsageError) and not isinstance(err, InUseError):
         return Failed(400, str(err))
     if isinstance(err, HostMemoryError | PoolError):
-        return Failed(503, f"{err}; other requests take room, too: try again, or a shorter prompt")
+        return Failed(503, f"{err}; other requests take memory, too: try again, or send a shorter prompt")
     if isinstance(err, KVFlashError):
         return Failed(500, str(err))
     log.error("a request failed", exc_info=err)
@@ -91,11 +91,11 @@ class Job:
 
     tokens: (n,) int32, at least one.
     max_tokens: the most tokens of the answer; -1: until the context is full.
-    notify: called by the scheduler's thread with each Update; it must return at once. The last update is Finished or
-    Failed; only a cancelled job may end without one.
-    preserved: special tokens that are text of the answer.
-    pin_seconds: how long its prompt is to stay in the cache on disk, whatever else comes.
-    then: another answer to the same prompt, served next.
+    notify: the scheduler's thread calls it with each Update; it must return at once. The last update is Finished or
+    Failed; only a cancelled job may end without it.
+    preserved: special tokens that belong to the text of the answer.
+    pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
+    then: the job of another answer to the same prompt, served next.
     """
 
     tokens: Tokens
@@ -111,16 +111,16 @@ class Job:
 
 
 class Cache(Protocol):
-    """A cache on disk of prefixes that were read before, as in snapshot.cache."""
+    """A cache on disk of text that was read before, as in snapshot.cache."""
 
     def match(self, sequence: KVFlash, tokens: Tokens, /) -> int:
-        """Return the length in tokens of the longest prefix that it has for this sequence; 0: none."""
+        """Return the length of the longest cached prefix for this sequence, in tokens (n,); 0: none."""
 
     def restore(self, sequence: KVFlash, tokens: Tokens, /) -> int:
-        """Fill a sequence with the longest known prefix of tokens (n,). Returns its positions; 0: none, it is clear."""
+        """Fill a sequence with the longest cached prefix of tokens (n,). Returns its length; 0: none, the sequence is clear."""
 
     def begin(self, sequence: KVFlash, keep_s: float = 0.0, /) -> Future[Any] | None:
-        """Begin to write what a sequence has now, while it goes on. Returns None if there is nothing to write.
+        """Start writing the present text of a sequence, which may continue meanwhile. Returns None if nothing needs writing.
 
-        keep_s: seconds for which that goes last, when room is made.
+        keep_s: seconds during which it is evicted last.
         """

@@ -9,24 +9,24 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Stats
 
 OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
-"""A request was answered; its client left; it failed; the queue was full or the server not ready; it was invalid."""
+"""How requests end: answered; the client left; failed; the queue was full or the server not ready; invalid."""
 
 SOURCES = ("memory", "disk")
 
 _TOTALS = {
     "prefill_tokens": "Prompt tokens that were read.",
-    "prefill_seconds": "Seconds that reading prompts took.",
+    "prefill_seconds": "Seconds of reading prompts.",
     "decode_tokens": "Tokens of answers that were decoded.",
-    "decode_seconds": "Seconds that decoding answers took.",
+    "decode_seconds": "Seconds of decoding answers.",
     "drafted_tokens": "Tokens guessed by speculative decoding.",
     "accepted_tokens": "Of these, tokens that were right.",
     "checked_tokens": "Tokens that were compared with the full cache.",
-    "agreed_tokens": "Of these, tokens at which the pool finds the same one most likely.",
-    "check_seconds": "Seconds that comparing them took.",
+    "agreed_tokens": "Of these, tokens for which both have the same likeliest token.",
+    "check_seconds": "Seconds of comparing them.",
     "pages_out": "Chunks that left the pool.",
     "pages_in": "Chunks that came back.",
     "guests_fetched": "Guests (16 tokens of a layer) that layers fetched from records, with policy fresh.",
-    "prefix_cache_misses": "Prompts of which no beginning was known.",
+    "prefix_cache_misses": "Prompts without a cached beginning.",
     "prefix_cache_saves": "Sequences written to the prefix cache on disk.",
 }
 
@@ -49,14 +49,14 @@ class Figures:
 
 
 _GAUGES = {
-    "pool_cells": "Cells of the pool, 0: there is none, the full cache is in use.",
+    "pool_cells": "Cells of the pool; 0: the full cache is in use.",
     "context": "Positions of a sequence.",
     "chunks": "Chunks of all sequences.",
     "chunks_resident": "Of these, in the pool.",
     "host_bytes": "Host memory taken for the records of chunks.",
     "index_bytes": "Size of the indexes by which layers choose their chunks, with policy fresh.",
-    "index_device_bytes": "Device memory for these indexes and for choosing by them, 0: they are in host memory.",
-    "kv_device_bytes": "Device memory of the KV cache: the pool, its index if that is there and what reads prompts, or the full cache.",
+    "index_device_bytes": "Device memory for these indexes and for choosing by them; 0: they are in host memory.",
+    "kv_device_bytes": "Device memory of the KV cache: the full cache, or the pool with its workspace for prompts and its index on the device.",
     "sequences": "Sequences on the pool.",
     "sequences_busy": "Of these, with a request.",
     "queue": "Requests that wait for a sequence.",
@@ -65,7 +65,7 @@ _GAUGES = {
 
 @dataclass(slots=True)
 class Metrics:
-    """Counts of the server. The scheduler's thread and the handlers write them; the handlers read them."""
+    """Counters of the server. The scheduler's thread and the handlers write them; the handlers read them."""
 
     figures: Figures = field(default_factory=Figures)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -80,7 +80,7 @@ class Metrics:
         """Add amounts to totals, by name."""
         with self._lock:
             for name, amount in amounts.items():
-                self._totals[name] += amount  # type: ignore[assignment]  # seconds are no integers
+                self._totals[name] += amount  # type: ignore[assignment]  # seconds are not integers
 
     def request(self, outcome: str) -> None:
         """Count a request that ended. outcome: one of OUTCOMES."""
@@ -88,7 +88,7 @@ class Metrics:
             self._outcomes[outcome] += 1
 
     def reused(self, source: str, n_tokens: int) -> None:
-        """Count a prompt whose first n_tokens were known, in one of SOURCES; 0: none were."""
+        """Count a prompt with n_tokens of a cached beginning, 0 or more. source: one of SOURCES."""
         with self._lock:
             if n_tokens:
                 self._hits[source] += 1
@@ -104,7 +104,7 @@ class Metrics:
     def pages(self, seq: KVFlash) -> Stats:
         """Count the chunks moved since the last call. Returns the sequence's stats.
 
-        Its own counts restart when it is cleared, so call this before that.
+        Call it before the sequence is cleared: that resets the sequence's own counts.
         """
         stats = seq.stats()
         now, before = (stats.pages_out, stats.pages_in), self._seen.get(seq.seq, (0, 0))
@@ -144,11 +144,11 @@ class Metrics:
         by_outcome = {f'{{outcome="{o}"}}': outcomes[o] for o in OUTCOMES}
         lines += _metric("requests_total", "counter", "Requests, by how they ended.", by_outcome)
         for name, found, meaning in (
-            ("prefix_cache_hits_total", hits, "Prompts of which a beginning was known, by where."),
+            ("prefix_cache_hits_total", hits, "Prompts with a cached beginning, by source."),
             (
                 "prefix_cache_tokens_total",
                 reused,
-                "Prompt tokens that did not have to be read, by where they were known.",
+                "Prompt tokens that did not have to be read, by source.",
             ),
         ):
             lines += _metric(name, "counter", meaning, {f'{{source="{s}"}}': found[s] for s in SOURCES})

@@ -1,4 +1,4 @@
-"""Beginnings of prompts that were read before: in the sequences that are idle, and in a cache on disk."""
+"""Reuse of prompts that were read before: in idle sequences, and in a cache on disk."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.slot import Slot
 from pyllama_kvflash.text import n_common
 
-_COMMON = 64  # common tokens that make a sequence worth choosing over one that is cheaper to lose: BOS alone does not
+_COMMON = 64  # fewest common tokens for which a sequence is preferred to one that is cheaper to lose: BOS is not enough
 
-_READ_MUCH = 16384  # tokens of a prompt that would be a pity to read again
+_READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while it is read
 
 log = logging.getLogger("kvflash.serve")
 
 
 class Prefixes:
-    """Chooses sequences for prompts, and leaves in them what a prompt begins with. For the scheduler's thread only."""
+    """Chooses sequences for prompts, and prepares them with the cached beginning. For the scheduler's thread only."""
 
     def __init__(self, metrics: Metrics, cache: Cache | None, cache_min: int) -> None:
-        """cache_min: new tokens of a sequence that are worth writing to the cache."""
+        """cache: prefixes on disk; None: none. cache_min: fewest new tokens of a sequence for which it is written there."""
         self._metrics = metrics
         self._cache = cache
         self._cache_min = cache_min
@@ -32,7 +32,7 @@ class Prefixes:
     def choose(self, free: Sequence[Slot], tokens: Tokens) -> Slot:
         """Return the free slot whose sequence has the longest beginning in common with a prompt (n,) int32.
 
-        Failing that, return an empty one, or the least recently used.
+        If none has, return an empty one, or the least recently used.
         """
 
         def worth(slot: Slot) -> tuple[int, bool, float]:
@@ -42,7 +42,7 @@ class Prefixes:
         return max(free, key=worth)
 
     def prepare(self, slot: Slot, tokens: Tokens) -> None:
-        """Leave in a sequence what a prompt (n,) int32 begins with, from memory or from disk, and nothing else.
+        """Leave only the cached beginning of a prompt (n,) int32 in a sequence, from memory or from disk.
 
         At least one token of the prompt is left to read. Raises what clear() of a sequence raises.
         """
@@ -62,14 +62,14 @@ class Prefixes:
         try:
             if n_tokens:
                 slot.seq.rollback(n_tokens)
-        except KVFlashError:  # a recurrent state, say, cannot go back
+        except KVFlashError:  # a recurrent state cannot go back
             n_tokens = 0
         if not n_tokens:
             self.clear(slot)
         slot.kept = min(slot.kept, n_tokens)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
-        """Restore what the cache has, if that is more than `common` tokens. Returns the positions restored.
+        """Restore a prefix from the cache, if it has more than `common` tokens. Returns the positions restored.
 
         0: nothing was changed, or the sequence is clear.
         """
@@ -87,7 +87,7 @@ class Prefixes:
         return slot.kept
 
     def save_some(self, slot: Slot) -> None:
-        """Save what has been read of a long prompt, now and then: the process may be killed before it ends."""
+        """Save a long prompt now and then while it is read: the process may be killed before its end."""
         if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
             self.save(slot)
 
@@ -98,9 +98,9 @@ class Prefixes:
                 self.save(slot)
 
     def save(self, slot: Slot, keep_s: float = 0.0) -> None:
-        """Let the cache write a sequence, if much of it is new, while it and others go on. Errors are only logged.
+        """Let the cache write a sequence, if much of it is new, while requests continue. Errors are only logged.
 
-        keep_s: seconds for which the cache is to keep it, however little is new; 0: while there is room.
+        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room.
         """
         if self._cache is None or (slot.seq.n_tokens - slot.kept < self._cache_min and not keep_s):
             return
@@ -112,7 +112,7 @@ class Prefixes:
             if future is not None:
                 self._writing.append((slot.seq.tokens, future))
                 future.add_done_callback(self._written)
-        slot.kept = slot.seq.n_tokens  # even after an error, which would come again
+        slot.kept = slot.seq.n_tokens  # even after an error: another try would fail, too
 
     def _written(self, future: Future[Any]) -> None:
         """Count or log the result of a write. The writing thread calls this."""
@@ -122,7 +122,7 @@ class Prefixes:
             self._metrics.add(prefix_cache_saves=1)
 
     def finish(self) -> bool:
-        """Wait for all writes under way, since their captures hold memory. Returns whether there were any."""
+        """Wait for all running writes, since their captures hold memory. Returns whether there were any."""
         futures = [future for _, future in self._writing if not future.done()]
         self._finish(futures)
         return bool(futures)

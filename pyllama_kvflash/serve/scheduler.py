@@ -1,7 +1,7 @@
 """The one thread that owns the model: requests take turns on the sequences of its pool.
 
-A turn is one batch of one prompt, and one step of each answer: a token, or a draft to check. So a long prompt holds
-nobody up for longer than a batch takes, and an unwanted request ends before the next turn.
+A turn is one batch of one prompt, and one step of each answer: a token, or a draft to check. So a long prompt delays
+other requests by a batch at most, and a cancelled request ends before the next turn.
 """
 
 import logging
@@ -23,15 +23,15 @@ from pyllama_kvflash.errors import (
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.serve.job import Cache, Failed, Job, failure
 from pyllama_kvflash.serve.metrics import Metrics
+from pyllama_kvflash.serve.pool_queries import PoolQueries, Query, T
 from pyllama_kvflash.serve.prefixes import Prefixes
-from pyllama_kvflash.serve.questions import Question, Questions, T
 from pyllama_kvflash.serve.slot import Serving, Slot
 
 Open = Callable[[Callable[[float], None]], KVFlash]
-"""Loads the model. Takes a function to call with 0.0 to 1.0 meanwhile."""
+"""Loads the model. It calls the given function with its progress, 0.0 to 1.0."""
 
 _LOOK_SECONDS = 0.5  # between two updates of the figures while there is work
-_LEAVE_SECONDS = 5.0  # that requests admitted just before the end have to leave
+_LEAVE_SECONDS = 5.0  # for requests admitted just before the end to leave
 
 log = logging.getLogger("kvflash.serve")
 
@@ -46,12 +46,12 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class NotReady(Exception):  # noqa: N818 (the scheduler's phase is at fault, not the request)
-    """The scheduler takes no request; its phase says why."""
+class NotReady(Exception):  # noqa: N818 (the scheduler is not ready; the request is not wrong)
+    """The scheduler admits no requests; its phase says why."""
 
 
 class QueueFull(Exception):  # noqa: N818 (as above)
-    """The queue is full. seconds: after which another try makes sense."""
+    """The queue is full. seconds: an estimate until there is room."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class QueueFull(Exception):  # noqa: N818 (as above)
 class Scheduler:
     """Loads a model and serves requests with it, in a thread of its own.
 
-    Any thread may call admit(), leave(), submit(), cancel(), ask(), stop() and end(). Admit a request before looking at it:
-    its tokens are made with the model, which stays until the last request has left.
+    Any thread may call admit(), leave(), submit(), cancel(), query(), stop() and end(). Admit a request before tokenizing it: that
+    needs the model, which stays until the last request has left.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Scheduler:
         cache: Cache | None = None,
         cache_min: int = 1024,
     ) -> None:
-        """n_queue: requests that may wait. cache: prefixes on disk. cache_min: new tokens worth writing there."""
+        """n_queue: requests that may wait. cache: prefixes on disk. cache_min: fewest new tokens for a write there."""
         self.metrics = Metrics()
         self.phase = Phase.LOADING
         self.error: BaseException | None = None
@@ -82,7 +82,7 @@ class Scheduler:
         self._prefixes = Prefixes(self.metrics, cache, cache_min)
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._questions = Questions()
+        self._queries = PoolQueries()
         self._n_admitted = 0  # requests between admit() and their last update
         self._ending = False
         self._slots: list[Slot] = []
@@ -111,7 +111,7 @@ class Scheduler:
             self._n_admitted += 1
 
     def leave(self) -> None:
-        """Give up a place that was taken, if no job will follow."""
+        """Give up a place from admit(), if no job will follow."""
         with self._changed:
             self._n_admitted -= 1
             self._changed.notify_all()
@@ -127,33 +127,33 @@ class Scheduler:
         self.leave()
 
     def cancel(self, job: Job) -> None:
-        """End a job before the next turn, without a last update: its client is gone. Harmless after its end."""
+        """End a job and those that follow it before the next turn, without a last update. Does nothing after its end."""
         with self._changed:
             following: Job | None = job
             while following is not None:
                 following.cancelled, following = True, following.then
             self._changed.notify_all()
 
-    def ask(self, question: Question[T]) -> Future[T]:
+    def query(self, query: Query[T]) -> Future[T]:
         """Call a function with the sequences between two turns, in the thread that may use them.
 
-        Returns its result, or what it raises; NotReady if the scheduler ends before. Raises NotReady.
+        The future has its result or its error; NotReady if the scheduler ends first. Raises NotReady.
         """
         with self._changed:
             if self.phase != Phase.READY:
                 raise NotReady
             self._changed.notify_all()
-            return self._questions.put(question)
+            return self._queries.put(query)
 
     def stop(self) -> None:
-        """Admit no more requests; those that were admitted go on."""
+        """Admit no more requests. Admitted ones continue."""
         with self._changed:
             if self.phase in {Phase.LOADING, Phase.READY}:
                 self.phase = Phase.STOPPING
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all answers as they are, and the thread. Waiting requests fail."""
+        """End all answers as they are, and then the thread. Waiting requests fail."""
         self.stop()
         with self._changed:
             self._ending = True
@@ -198,7 +198,7 @@ class Scheduler:
             with self._changed:
                 self.phase = Phase.CLOSED
             self._refuse_all(_STOPPING)
-        except BaseException as err:  # noqa: BLE001 (whoever waits must hear of it)
+        except BaseException as err:  # noqa: BLE001 (waiting clients get an error)
             self._die(err)
 
     def _loading(self, _done: float) -> None:
@@ -209,7 +209,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait for work. Returns whether to go on."""
         while True:
-            self._questions.answer(self._slots)
+            self._queries.answer(self._slots)
             with self._changed:
                 if self._ending:
                     return False
@@ -218,11 +218,11 @@ class Scheduler:
             self._prefixes.save_all(self._slots)
             self._look()
             with self._changed:
-                if not (self._waiting or self._questions or self._ending):
+                if not (self._waiting or self._queries or self._ending):
                     self._changed.wait()
 
     def _turn(self) -> None:
-        self._questions.answer(self._slots)
+        self._queries.answer(self._slots)
         self._sweep()
         self._seat()
         self._read()
@@ -236,7 +236,7 @@ class Scheduler:
         self.metrics.look([slot.seq for slot in self._slots], self.n_busy, len(self._waiting))
 
     def _sweep(self) -> None:
-        """Forget the requests whose clients are gone."""
+        """Remove the requests whose clients are gone."""
         with self._changed:
             gone = [job for job in self._waiting if job.cancelled]
             for job in gone:
@@ -267,7 +267,7 @@ class Scheduler:
             try:
                 self._prefixes.prepare(slot, job.tokens)
                 slot.begin(job)
-            except Exception as err:  # noqa: BLE001 (it concerns one request, not the others)
+            except Exception as err:  # noqa: BLE001 (only this request fails)
                 self._fail(slot, job, err)
 
     def _read(self) -> None:
@@ -299,24 +299,24 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
-        """Take one step in each answer: one token of each in a shared batch, except those with guesses to check."""
+        """Take one step in each answer: a token of each, in a shared batch. Answers with guesses to check have their own."""
         begin = time.perf_counter()
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)
         try:
             happened = step_together([serving.generation for _, serving in together]) if together else []
-        except Exception:  # noqa: BLE001 (each alone, so that only those that cannot go on end)
+        except Exception:  # noqa: BLE001 (now each alone, so that only the failing ones end)
             alone = together + alone
         else:
             for (slot, serving), events in zip(together, happened, strict=True):
-                self._tell(slot, serving, [*events, *serving.generation.answer.shown()])
+                self._send(slot, serving, [*events, *serving.generation.answer.shown()])
         for slot, serving in alone:
             self._step(slot, serving)
         n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
         self.metrics.add(decode_tokens=n, decode_seconds=time.perf_counter() - begin)
 
     def _drafted(self, answering: list[tuple[Slot, Serving]]) -> tuple[list[tuple[Slot, Serving]], ...]:
-        """Guess what follows each answer. Returns the answers that can share a batch, and those that cannot."""
+        """Guess the next tokens of each answer. Returns the answers that can share a batch, and those that cannot."""
         shares: tuple[list[tuple[Slot, Serving]], ...] = [], []
         for slot, serving in answering:
             try:
@@ -326,23 +326,23 @@ class Scheduler:
         return shares
 
     def _step(self, slot: Slot, serving: Serving) -> None:
-        """Take a step in one answer, in a batch of its own."""
+        """Take a step in one answer, in its own batch."""
         try:
             events = serving.generation.step()
         except SnapshotError as err:
             self._recover(slot, serving, err)
         except (HostMemoryError, PoolError) as err:
-            if not self._free_idle():  # else the next turn tries again
+            if not self._free_idle():  # with more room, the next turn tries again
                 self._fail(slot, serving.job, err)
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, serving.job, err)
         else:
-            self._tell(slot, serving, events)
+            self._send(slot, serving, events)
 
-    def _tell(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
+    def _send(self, slot: Slot, serving: Serving, events: Sequence[Event]) -> None:
         slot.note(events)
         try:
-            serving.tell(events)
+            serving.send(events)
         except Exception as err:  # noqa: BLE001 (as in _seat)
             self._fail(slot, serving.job, err)
         else:
@@ -370,25 +370,25 @@ class Scheduler:
         done = slot.finish(serving, reason)
         self._prefixes.save(slot)
         if serving.job.then is not None and reason != "interrupted":
-            self._go_on(serving.job.then)
+            self._serve_next(serving.job.then)
         else:
-            self._left("ok")  # first, because the client may ask again at once
+            self._left("ok")  # first, because the client may send the next request at once
         serving.job.notify(done)
 
-    def _go_on(self, job: Job) -> None:
-        """Serve the next answer to a prompt before any other request: its text is still there."""
+    def _serve_next(self, job: Job) -> None:
+        """Serve the next answer to a prompt before other requests: its text is still in the sequence."""
         with self._changed:
             self._waiting.appendleft(job)
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
-        """End a request that cannot go on, and clear its sequence, so that nothing of it is left."""
+        """End a request after an error, and clear its sequence, so that nothing of it is left."""
         self._prefixes.clear(slot)
         slot.leave()
         self._left("error")
         job.notify(failure(err))
 
     def _free_idle(self) -> bool:
-        """Free the memory of idle sequences and of writes under way. Returns whether there was any."""
+        """Free the memory of idle sequences and of running writes. Returns whether there was any."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
             self._prefixes.save(slot)
@@ -416,17 +416,17 @@ class Scheduler:
                     self._changed.wait(0.1)
 
     def _refuse_all(self, answer: Failed) -> None:
-        """Fail all waiting requests and questions."""
+        """Fail all waiting requests and queries."""
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
-        self._questions.refuse(NotReady())
+        self._queries.refuse(NotReady())
         for job in jobs:
             self._left("error")
             job.notify(answer)
 
     def _die(self, err: BaseException) -> None:
-        """Fail every request, those waiting and those to come, after an error that stops the thread."""
+        """Fail all requests, present and future, after an error that stops the thread."""
         with self._changed:
             self.error = None if isinstance(err, Interrupted) else err
             self.phase = Phase.CLOSED if self.error is None else Phase.FAILED
@@ -438,5 +438,5 @@ class Scheduler:
         self._refuse_all(_BROKEN)
 
 
-_STOPPING = Failed(503, "the server is stopping: try again when it is back")
-_BROKEN = Failed(500, "the server cannot go on after an error: its log says why")
+_STOPPING = Failed(503, "the server is stopping: try again after its restart")
+_BROKEN = Failed(500, "the server has stopped after an error: its log says why")

@@ -1,4 +1,4 @@
-"""The server process: its socket, its event loop, and how it ends."""
+"""The server process: its socket, its event loop, its signals."""
 
 import asyncio
 import os
@@ -23,9 +23,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that leaves signals to us.
+    """A uvicorn server without signal handlers.
 
-    On a signal, its own handler silently refuses new connections while answers are finished.
+    Its own handler would silently refuse new connections while answers are finished.
     """
 
     @contextmanager
@@ -35,7 +35,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that an address in use is found before a model is loaded. Raises UsageError."""
+    """Return a listening socket. Made before the model is loaded, it detects an address in use early. Raises UsageError."""
     res: socket.socket | None = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -55,9 +55,9 @@ def bound(host: str, port: int) -> socket.socket:
 def run(
     app: ASGIApp, scheduler: Scheduler, listening: socket.socket, *, grace: float, note: Callable[[str], None]
 ) -> None:
-    """Serve until a signal comes or the scheduler fails. grace: seconds that answers then have to finish.
+    """Serve until a signal comes or the scheduler fails. grace: seconds for running answers to finish after a signal.
 
-    Raises the scheduler's error, such as why the model could not be loaded.
+    Raises the scheduler's error, such as one of loading the model.
     """
     asyncio.run(_run(app, scheduler, listening, grace, note))
     if scheduler.error is not None:
@@ -80,7 +80,7 @@ async def _run(
     with _signals() as asked:
         scheduler.start()
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        await _until_asked(scheduler, asked, note)
+        await _until_signal(scheduler, asked, note)
         await _wind_up(scheduler, grace, note)
         server.should_exit = True
         await serving
@@ -93,7 +93,7 @@ def _signals() -> Iterator[threading.Event]:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if asked.is_set():
-            os._exit(Interrupted.exit_code)  # a batch may be one long native call, which nothing cuts off
+            os._exit(Interrupted.exit_code)  # a batch may be one long native call, which cannot be interrupted
         asked.set()
 
     previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
@@ -104,8 +104,8 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-async def _until_asked(scheduler: Scheduler, asked: threading.Event, note: Callable[[str], None]) -> None:
-    """Wait until a signal comes, or the scheduler ends by itself. Notes when the model is loaded."""
+async def _until_signal(scheduler: Scheduler, asked: threading.Event, note: Callable[[str], None]) -> None:
+    """Wait for a signal, or for the scheduler's end. Notes when the model is loaded."""
     loading = True
     while not asked.is_set() and scheduler.phase in {Phase.LOADING, Phase.READY}:
         if loading and scheduler.phase == Phase.READY:
@@ -119,7 +119,9 @@ async def _wind_up(scheduler: Scheduler, grace: float, note: Callable[[str], Non
     was_loading = scheduler.phase == Phase.LOADING
     scheduler.stop()
     if n := scheduler.n_admitted:
-        note(f"stopping: {n} request{'s' if n > 1 else ''} may take {number(grace)} s more; once more ends at once")
+        note(
+            f"stopping: {n} request{'s' if n > 1 else ''} may take {number(grace)} s more; a second signal ends at once"
+        )
     deadline = asyncio.get_running_loop().time() + (0 if was_loading else grace)
     while scheduler.n_admitted and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 (of another thread)
         await asyncio.sleep(_POLL_SECONDS)

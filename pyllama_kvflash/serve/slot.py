@@ -9,41 +9,41 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, Told
+from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, TokenLogprob
 from pyllama_kvflash.text import n_common
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A request that is being served. n_cached: tokens of its prompt that did not have to be read."""
+    """A request that is being served. n_cached: tokens of its prompt that were in the sequence already."""
 
     job: Job
     generation: Generation
     n_cached: int
 
-    def tell(self, events: Iterable[Event]) -> None:
-        """Send the text among these events."""
+    def send(self, events: Iterable[Event]) -> None:
+        """Send the text of these events."""
         tokens = tuple(event for event in events if isinstance(event, Token))
         text = "".join(token.text for token in tokens)
-        told = tuple(self._told(token.id, token.probs) for token in tokens if token.probs)
-        if text or told:
-            self.job.notify(Text(text, told))
+        logprobs = tuple(self._logprob(token.id, token.probs) for token in tokens if token.probs)
+        if text or logprobs:
+            self.job.notify(Text(text, logprobs))
 
-    def _told(self, token: int, probs: Probs) -> Told:
-        """Return how likely a token was, with its bytes: later the model may be closed."""
+    def _logprob(self, token: int, probs: Probs) -> TokenLogprob:
+        """Return a token's log probability, with its bytes, since the model may be closed later."""
         piece = partial(self.generation.decoder.sequence.ctx.model.piece, special=True)
-        return Told(piece(token), probs.logprob, tuple(Told(piece(t), p) for t, p in probs.top))
+        return TokenLogprob(piece(token), probs.logprob, tuple(TokenLogprob(piece(t), p) for t, p in probs.top))
 
 
 class Slot:
-    """A sequence that reads a prompt, answers, or is idle. It keeps what it has for the next request.
+    """A sequence that reads a prompt, answers, or is idle. It keeps its text for the next request.
 
     serving: None while it is idle.
-    kept: positions, from the first, that the cache on disk has.
+    kept: positions from the first that are in the cache on disk.
     used: time.monotonic() when it last became idle.
-    pins: chunks that were pinned by pin(), until their text is replaced.
-    n_texts: counts the texts that it has had, so that who knows one sees when it is replaced.
-    reselect, checked: the last events of these kinds, of this text.
+    pins: chunks pinned by pin(), until their text is replaced.
+    n_texts: number of its texts so far, so clients notice a replaced text.
+    reselect, checked: the last events of these types, for the present text.
     """
 
     def __init__(self, seq: KVFlash) -> None:
@@ -63,15 +63,15 @@ class Slot:
 
     @property
     def reading(self) -> bool:
-        """Whether part of its prompt is still to be read."""
+        """Whether part of its prompt is not read yet."""
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
-        """Return how many tokens of a prompt its sequence begins with; never all, since one must give logits."""
+        """Return the length of the common beginning with a prompt (n,) int32: at most n - 1, as one token must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
     def begin(self, job: Job) -> None:
-        """Serve a request. The sequence must hold first tokens of its prompt, and no others."""
+        """Serve a request. The sequence must hold a beginning of its prompt, and nothing else."""
         n = self.seq.n_tokens
         generation = self.seq.generation(
             job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, preserved=job.preserved
@@ -79,18 +79,18 @@ class Slot:
         self.serving = Serving(job, generation, n)
 
     def read(self, serving: Serving) -> int:
-        """Read one batch of the prompt. Returns how many tokens were read. Raises what the engine does."""
+        """Read one batch of the prompt. Returns the number of tokens read. Raises the engine's errors."""
         start = self.seq.n_tokens
         events = list(serving.generation.read())
         self.note(events)
         serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text))
-        serving.tell(events)
+        serving.send(events)
         return self.seq.n_tokens - start
 
     def finish(self, serving: Serving, reason: str) -> Finished:
         """End the answer, send the rest of its text, and become idle. Returns the last update to send."""
         job, answer = serving.job, serving.generation.answer
-        serving.tell(answer.shown())
+        serving.send(answer.shown())
         if text := answer.flush():
             job.notify(Text(text))
         seconds = time.perf_counter() - job.began
@@ -99,7 +99,7 @@ class Slot:
         return done
 
     def note(self, events: Iterable[Event]) -> None:
-        """Keep what the last of these events say of the pool."""
+        """Keep the last events about the pool, for the page."""
         for event in events:
             if isinstance(event, Reselect):
                 self.reselect = event
@@ -107,17 +107,17 @@ class Slot:
                 self.checked = event
 
     def pin(self, chunk: int) -> None:
-        """Keep a chunk on the device while its text stays. Raises as KVFlash.pin()."""
+        """Keep a chunk on the device until its text is replaced. Raises as KVFlash.pin()."""
         self.seq.pin(*self._span(chunk))
         self.pins.add(chunk)
 
     def unpin(self, chunk: int) -> None:
-        """Let a chunk that was pinned be evicted again."""
+        """Let a pinned chunk be evicted again."""
         self.pins.discard(chunk)
         self.seq.unpin(*self._span(chunk))
 
     def replaced(self, n_tokens: int) -> None:
-        """Before other text takes the place of this from position n_tokens on, forget what was only for this."""
+        """Drop pins and events of the text from position n_tokens on. Call it before other text replaces that."""
         if n_tokens >= self.seq.n_tokens:
             return
         for chunk in [c for c in self.pins if self._span(c)[1] > n_tokens]:

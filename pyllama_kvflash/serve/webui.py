@@ -1,4 +1,4 @@
-"""The page at /: its files, and what it asks about the pool and has done with it."""
+"""The page at /: its files, and the paths by which it shows and pins chunks of the pool."""
 
 import asyncio
 import math
@@ -18,8 +18,8 @@ from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import Checked, Reselect, Stats
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import fields
-from pyllama_kvflash.serve.fault import Fault, invalid
-from pyllama_kvflash.serve.questions import Question, T
+from pyllama_kvflash.serve.pool_queries import Query, T
+from pyllama_kvflash.serve.request_error import RequestError, invalid
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
 from pyllama_kvflash.serve.slot import Slot
 
@@ -29,7 +29,7 @@ _SCRIPTS = ("api", "chat", "grid", "page", "pool")
 _FILES = {"/": "index.html", **{f"/static/{name}": name for name in ("page.css", *(f"{s}.js" for s in _SCRIPTS))}}
 
 OPEN = frozenset(_FILES)
-"""Paths that need no key: a browser cannot send one for them, and they tell nothing."""
+"""Paths that need no key: a browser cannot send one for them, and they hold no data."""
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -44,7 +44,7 @@ _FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _PIN = {"sequence": int, "chunk": int, "pinned": bool}
 
 Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises Fault unless it is declared to be JSON."""
+"""Returns a request's body. Raises RequestError unless it is declared to be JSON."""
 
 
 def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> list[Route]:
@@ -59,7 +59,7 @@ def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> l
 
 
 def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Response]]:
-    # the page is told, because a request that only finds out would be an error in the browser's console
+    # the page learns here whether there is a key: a trial request would log an error in the browser's console
     data = (_FOLDER / name).read_bytes().replace(b"{{needs_key}}", b"yes" if needs_key else b"no")
 
     async def answer(_request: Request) -> Response:
@@ -69,14 +69,16 @@ def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Respon
 
 
 #
-# what the scheduler's thread is asked
+# queries for the scheduler's thread
 #
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """One sequence at one moment. reading: tokens of its prompt that are in the context, and of how many; residency: None
-    without a pool; pins: pinned chunks.
+    """One sequence at one moment.
+
+    reading: tokens of its prompt that are read, and all of them; None: no prompt is being read.
+    residency: None without a pool. pins: pinned chunks.
     """
 
     busy: bool
@@ -91,7 +93,7 @@ class _Sequence:
     pins: frozenset[int]
     reselect: Reselect | None
     checked: Checked | None
-    compared: tuple[int, int, float] | None  # tokens of this answer: compared, agreed, mean divergence
+    compared: tuple[int, int, float] | None  # in this answer: compared tokens, agreed ones, mean divergence
 
 
 def _seen(slot: Slot, stats: Stats) -> _Sequence:
@@ -116,14 +118,14 @@ def _seen(slot: Slot, stats: Stats) -> _Sequence:
 
 
 def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
-    """Return the slot of a sequence that has this chunk. Raises Fault."""
+    """Return the slot of a sequence that has this chunk. Raises RequestError."""
     if sequence >= len(slots):
-        raise Fault(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
+        raise RequestError(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
     slot = slots[sequence]
     n = -(-slot.seq.n_tokens // slot.seq.options.chunk)
     if chunk >= n:
         msg = f"there is no chunk {chunk}: sequence {sequence} has {n} now"
-        raise Fault(404, msg, param="chunk", code="not_found")
+        raise RequestError(404, msg, param="chunk", code="not_found")
     return slot
 
 
@@ -145,20 +147,20 @@ def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> d
     slot = _slot(slots, sequence, chunk)
     if slot.seq.n_pool is None:
         msg = "there is no pool, so all chunks stay on the device: start the server with --kvflash"
-        raise Fault(409, msg, code="no_pool")
+        raise RequestError(409, msg, code="no_pool")
     if pinned != (chunk in slot.seq.pager.ledger.pins):
         if not pinned and chunk not in slot.pins:
             msg = f"chunk {chunk} is pinned by --pin-prefix or --pin-spans: start the server without them to unpin it"
-            raise Fault(409, msg, param="chunk", code="pinned_by_option")
+            raise RequestError(409, msg, param="chunk", code="pinned_by_option")
         try:
             slot.pin(chunk) if pinned else slot.unpin(chunk)
         except KVFlashError as err:
-            raise Fault(409, str(err), param="chunk", code="cannot_pin") from None
+            raise RequestError(409, str(err), param="chunk", code="cannot_pin") from None
     return {"sequence": sequence, "chunk": chunk, "pinned": pinned}
 
 
 #
-# what the page is told
+# answers to the page
 #
 
 
@@ -167,39 +169,39 @@ class _Pool:
 
     def __init__(self, scheduler: Scheduler, name: str, read: Read) -> None:
         self._scheduler, self._name, self._read = scheduler, name, read
-        self._run = secrets.token_hex(8)  # texts are numbered anew in each
+        self._run = secrets.token_hex(8)  # the count of texts restarts with each process
 
     async def look(self, _request: Request) -> Response:
-        """Return the pool as it is now; while there is none, only why."""
+        """Return the pool as it is now; while the model is not ready, only the phase."""
         metrics = self._scheduler.metrics
 
         def seen(slots: Sequence[Slot]) -> list[_Sequence]:
             return [_seen(slot, metrics.pages(slot.seq)) for slot in slots]
 
         try:
-            found = await asyncio.wrap_future(self._scheduler.ask(seen))
+            found = await asyncio.wrap_future(self._scheduler.query(seen))
         except NotReady:
             phase = self._scheduler.phase
-            status = Phase.STOPPING if phase == Phase.READY else phase  # it ended meanwhile
+            status = Phase.STOPPING if phase == Phase.READY else phase  # it stopped just now
             return JSONResponse({"status": status.value, "model": self._name}, headers=_FRESH)
         return JSONResponse(self._view(found), headers=_FRESH)
 
     async def text(self, request: Request) -> Response:
         """Return the text of a chunk."""
         sequence, chunk = (_number(request.query_params.get(name), name) for name in ("sequence", "chunk"))
-        return JSONResponse(await self._ask(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
+        return JSONResponse(await self._query(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
 
     async def pin(self, request: Request) -> Response:
         """Pin or unpin a chunk."""
         wanted = _pin_of(fields.parse_json(await self._read(request)))
-        return JSONResponse(await self._ask(partial(_pin, **wanted)), headers=_FRESH)
+        return JSONResponse(await self._query(partial(_pin, **wanted)), headers=_FRESH)
 
-    async def _ask(self, question: Question[T]) -> T:
+    async def _query(self, query: Query[T]) -> T:
         try:
-            return await asyncio.wrap_future(self._scheduler.ask(question))
+            return await asyncio.wrap_future(self._scheduler.query(query))
         except NotReady:
             msg = "the model is loading, or the server is stopping: try again in a few seconds"
-            raise Fault(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
+            raise RequestError(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
 
     def _view(self, found: Sequence[_Sequence]) -> dict[str, Any]:
         scheduler, stats = self._scheduler, found[0].stats
@@ -234,7 +236,7 @@ class _Pool:
 
 
 def _sequence(i: int, s: _Sequence) -> dict[str, Any]:
-    """Return what the page is told of a sequence; a letter or a digit for each chunk, because there may be thousands."""
+    """Return a sequence for the page. Each chunk is a letter or a digit, because there may be thousands."""
     r = s.residency
     return {
         "id": i,
@@ -284,12 +286,12 @@ def _reselect(event: Reselect) -> dict[str, Any]:
 
 
 def _short(x: float) -> float | None:
-    """Return a number in three digits; None for what JSON cannot say."""
+    """Return a number with three digits; None for infinity and NaN, which JSON lacks."""
     return float(f"{x:.3g}") if math.isfinite(x) else None
 
 
 #
-# what it asks
+# requests of the page
 #
 
 
@@ -301,12 +303,12 @@ def _number(text: str | None, name: str) -> int:
 
 
 def _pin_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Check what /kvflash/pin is sent. Raises Fault."""
+    """Check the body of /kvflash/pin. Raises RequestError."""
     for name, kind in _PIN.items():
         if type(body.get(name)) is not kind or (kind is int and body[name] < 0):
             msg = f"{name} must be {'true or false' if kind is bool else 'a number from 0'}"
             raise invalid(msg, name, "invalid_type")
     if unknown := sorted(body.keys() - _PIN.keys()):
-        msg = f"{unknown[0][:100]} is no field of this: there are {', '.join(_PIN)}"
+        msg = f"{unknown[0][:100]} is not a field of this request: it has {', '.join(_PIN)}"
         raise invalid(msg, unknown[0], "unknown_field")
     return body

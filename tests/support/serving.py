@@ -259,7 +259,7 @@ def scheduling(**options: Any) -> Iterator[Scheduler]:
 
 def between_turns(scheduler: Scheduler, call: Callable[[KVFlash], T]) -> list[T]:
     """What a call gives for each sequence, made in the thread that has the engine."""
-    return scheduler.ask(lambda slots: [call(slot.seq) for slot in slots]).result(60)
+    return scheduler.query(lambda slots: [call(slot.seq) for slot in slots]).result(60)
 
 
 def check_all(scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-// Requests to the server, with the API key where there is one.
+// Requests to the server, with the API key if it has one.
 
 const NAME = "kvflash.key";
 let needed = document.documentElement.dataset.needsKey === "yes";
@@ -9,13 +9,13 @@ const why = document.getElementById("key-why");
 let key = needed ? stored() ?? "" : "";
 let asked = null; // a promise while the dialog is open
 
-// Storage may not be had where a browser blocks it.
+// A browser may block the storage.
 function stored(value) {
   try {
     if (value === undefined) return sessionStorage.getItem(NAME);
     if (value) sessionStorage.setItem(NAME, value);
     else sessionStorage.removeItem(NAME);
-  } catch { /* then this page alone knows it */ }
+  } catch { /* then only this page knows it */ }
   return null;
 }
 
@@ -23,7 +23,7 @@ export class NoKey extends Error {}
 
 export const wantsKey = () => needed && !key;
 
-// Ask for the key. Resolves to whether there is one now.
+// Ask the user for the key. Resolves to whether there is one now.
 export function askForKey(reason) {
   if (reason) why.textContent = reason;
   asked ??= new Promise((resolve) => {
@@ -46,7 +46,7 @@ export function askForKey(reason) {
 document.getElementById("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (/[^\x20-\x7e]/.test(field.value)) {
-    why.textContent = "A key has no such letters: it is of ASCII. Try another one.";
+    why.textContent = "A key has only ASCII letters. Try another one.";
     return;
   }
   dialog.close("use");
@@ -56,7 +56,7 @@ document.getElementById("key-cancel").addEventListener("click", () => dialog.clo
 // Fetch a path of this server; with a body, post it as JSON. Throws NoKey, and an Error with the server's own sentence.
 export async function request(path, { body, signal } = {}) {
   for (;;) {
-    if (wantsKey() && !await askForKey()) throw new NoKey("This server wants an API key.");
+    if (wantsKey() && !await askForKey()) throw new NoKey("This server needs an API key.");
     const used = key;
     const headers = used ? { Authorization: `Bearer ${used}` } : {};
     if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -65,7 +65,7 @@ export async function request(path, { body, signal } = {}) {
     });
     if (res.ok) return res;
     if (res.status !== 401) throw new Error(await sentence(res));
-    needed = true; // perhaps it was started again with a key
+    needed = true; // the server may have restarted with a key
     if (key === used) {
       key = "";
       stored("");
@@ -82,13 +82,13 @@ async function sentence(res) {
   }
 }
 
-// The events of a stream as objects, and its comments as strings. Throws if it breaks off.
+// The events of a stream as objects, and its comments as strings. Throws if the connection breaks.
 export async function* events(res) {
   const reader = res.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new Error("The connection broke off.");
+    if (done) throw new Error("The connection was lost.");
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {

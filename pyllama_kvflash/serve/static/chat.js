@@ -6,12 +6,12 @@ const NAME = "kvflash.conversation";
 const at = (id) => document.getElementById(id);
 const [log, form, ask, send, stop] = ["log", "form", "ask", "send", "stop"].map(at);
 const settings = { system: at("system"), temperature: at("temperature"), max_tokens: at("max-tokens") };
-const MOST_HEARD = 1000; // characters of an answer that a screen reader is told
-const composes = (event) => event.isComposing || event.keyCode === 229; // Safari ends a composition before the key is heard
+const MOST_HEARD = 1000; // characters of an answer for a screen reader
+const composes = (event) => event.isComposing || event.keyCode === 229; // Safari ends a composition before the key event
 
-let file = null; // what was added to the message: name and text
-let kept = load(); // messages, settings, and the tokens of it all (0: not known)
-let going = null; // the AbortController of the answer under way
+let file = null; // the file added to the message: name and text
+let kept = load(); // messages, settings, and their tokens in all (0: unknown)
+let going = null; // the AbortController of the running answer
 let writing = null; // that answer
 let tell = () => {};
 
@@ -35,7 +35,7 @@ export function start(onChange) {
     say();
   });
   ask.addEventListener("keydown", (event) => {
-    // where there is no Shift+Enter, on a phone, Enter begins a line
+    // a phone has no Shift+Enter: there Enter begins a line
     if (event.key !== "Enter" || event.shiftKey || composes(event) || matchMedia("(pointer: coarse)").matches) return;
     event.preventDefault();
     say();
@@ -51,20 +51,20 @@ export function start(onChange) {
     attach(null);
     ask.focus();
   });
-  window.addEventListener("pagehide", () => { // what came of an answer stays
+  window.addEventListener("pagehide", () => { // a partial answer stays
     if (!writing?.content || !kept.messages.length || kept.messages.includes(writing)) return;
     kept.messages.push(Object.assign(writing, { note: "stopped" }));
     save();
   });
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => {
-    event.preventDefault(); // or the browser leaves the page for the file
+    event.preventDefault(); // otherwise the browser opens the file instead of the page
     if (event.dataTransfer?.files.length) add(event.dataTransfer.files[0]);
   });
 }
 
 //
-// what is kept
+// storage
 //
 
 // A tab has its own conversation; a new tab begins with the last one of any.
@@ -76,7 +76,7 @@ function load() {
         const messages = found.messages.filter((m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string");
         return { messages, settings: { ...found.settings }, total: Number(found.total) || 0 };
       }
-    } catch { /* it is damaged, not ours, or not to be had */ }
+    } catch { /* it is damaged, foreign, or blocked */ }
   }
   return { messages: [], settings: {}, total: 0 };
 }
@@ -89,7 +89,7 @@ function save() {
   }
 }
 
-// A question that has no answer, because the page was left meanwhile, is a draft again: two in a row confuse a model.
+// A question without an answer (the page was closed) becomes a draft again: two in a row confuse a model.
 function unanswered() {
   if (kept.messages.at(-1)?.role === "user") ask.value = kept.messages.pop().content;
 }
@@ -115,7 +115,7 @@ async function add(added) {
     if (text.includes("\0")) throw new TypeError();
     attach({ name: added.name, text });
   } catch {
-    complain(`${added.name} is no text in UTF-8: save it as one, and add that.`);
+    complain(`${added.name} is not a text in UTF-8: save it as UTF-8, and add that.`);
   }
   ask.focus();
 }
@@ -127,13 +127,13 @@ function attach(what) {
 }
 
 //
-// what is shown
+// display
 //
 
 function element(tag, className, text = "") {
   const res = document.createElement(tag);
   res.className = className;
-  res.textContent = text; // never as HTML: a model may say anything
+  res.textContent = text; // never as HTML: a model may write anything
   return res;
 }
 
@@ -204,10 +204,10 @@ async function say() {
   shown[1].turn.classList.remove("going");
   shown[1].note.textContent = answer.note ?? "";
   if (writing === answer) writing = null;
-  if (!kept.messages.includes(asked)) return; // another conversation was begun
+  if (!kept.messages.includes(asked)) return; // another conversation has begun
   if (answer.content || answer.thinking) {
     if (!kept.messages.includes(answer)) kept.messages.push(answer);
-  } else { // nothing came of it: the words are given back
+  } else { // without an answer, the question is a draft again
     kept.messages.pop();
     shown.forEach((parts) => parts.turn.remove());
     at("empty").hidden = kept.messages.length > 0;
@@ -219,7 +219,7 @@ async function say() {
   tell("end");
 }
 
-// A screen reader hears an answer when it is there, not word by word.
+// A screen reader gets an answer at its end, not word by word.
 function heard(answer) {
   const text = answer.content.slice(0, MOST_HEARD);
   at("heard-answer").textContent = text + (answer.content.length > MOST_HEARD ? " ... The rest is in the conversation." : "");
@@ -261,7 +261,7 @@ function wanted() {
   return body;
 }
 
-// Take an answer in as it comes.
+// Show an answer as it arrives.
 async function hear(answer, parts, signal) {
   const res = await request("/v1/chat/completions", { body: wanted(), signal });
   for await (const event of events(res)) {
@@ -291,7 +291,7 @@ async function hear(answer, parts, signal) {
 function account(answer, usage) {
   const known = usage.prompt_tokens_details.cached_tokens;
   kept.total = usage.total_tokens;
-  answer.note = `${count(usage.prompt_tokens)} tokens of prompt, ${count(known)} known,`
+  answer.note = `${count(usage.prompt_tokens)} tokens of prompt, ${count(known)} cached,`
     + ` ${count(usage.prompt_tokens - known)} new; ${count(usage.completion_tokens)} of answer`
-    + (answer.cut ? ", cut off at the most tokens, or at the end of the context" : "");
+    + (answer.cut ? ", cut off by the token limit or the end of the context" : "");
 }

@@ -8,7 +8,7 @@ export function colours() {
   return Object.fromEntries(STYLES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// How n squares lie in a box of this width: as few rows as keep them large enough to point at.
+// Lay out n squares in a box of this width: as few rows as possible, with squares large enough to point at.
 export function layout(n, width, chunk) {
   const left = 40; // for the positions at which rows begin
   const found = [16, 32, 48, 64].map((columns) => {
@@ -29,7 +29,7 @@ export const corner = (place, chunk) => [
 ];
 
 // One square. what: state "0" (out), "1" (on its way) or "2" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null,
-// share: of the layers that hold it although not all do, 0 to 1 (policy fresh), back: it has just come, left: it has just gone. Each differs in shape, too.
+// share: of the layers that hold it, if not all do, 0 to 1 (policy fresh), back: it has just come back, left: it has just left. Each has its own shape, too.
 export function square(g, c, x, y, cell, what) {
   const gap = Math.max(1, Math.round(cell * GAP));
   const size = cell - gap;

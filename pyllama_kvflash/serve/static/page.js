@@ -1,4 +1,4 @@
-// The page: the chat, the pool beside it, and what they have in common.
+// The page: the chat, the pool beside it, and their common parts.
 
 import { askForKey } from "./api.js";
 import * as chat from "./chat.js";

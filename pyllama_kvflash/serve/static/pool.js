@@ -1,9 +1,9 @@
-// The pool beside the chat: asked for once a second while the page is visible.
+// The pool beside the chat, updated once a second while the page is visible.
 
 import { NoKey, count, request, wantsKey } from "./api.js";
 import { chunkAt, colours, corner, draw, layout, square } from "./grid.js";
 
-const EVERY = 1000; // ms between two looks
+const EVERY = 1000; // ms between two updates
 const SHOWN = 2500; // ms for which a move is marked
 const PLACES = ["out, in host memory", "on its way in", "in the pool"];
 const KINDS = { p: "pinned", s: "kept: the beginning", t: "kept: the end" };
@@ -24,10 +24,10 @@ const [grid, box, pin, heard] = ["grid", "box", "pin", "heard"].map(at);
 let seen = null; // the last answer of the server
 let shown = 0; // the sequence whose chunks are shown
 let byHand = false; // whether the user chose it
-let mine = 0; // tokens of the conversation beside, 0: not known
-let focus = 0; // the chunk that keys move
+let mine = 0; // tokens of the conversation in the chat; 0: unknown
+let focus = 0; // the chunk that arrow keys have chosen
 let pointed = null; // the chunk under the pointer
-let place = null; // how the squares lie
+let place = null; // the layout of the squares
 let timer = 0;
 let looking = false;
 let texts = new Map();
@@ -55,7 +55,7 @@ export function start(total) {
   look();
 }
 
-// The conversation beside goes on ("begin") or has come to a stop ("end"), with so many tokens.
+// An answer in the chat begins ("begin") or has ended ("end"), with so many tokens in the conversation.
 export function follow(what, total) {
   if (what === "begin") byHand = false;
   mine = what === "begin" ? 0 : total;
@@ -63,7 +63,7 @@ export function follow(what, total) {
 }
 
 //
-// looking
+// updates
 //
 
 export async function look() {
@@ -78,7 +78,7 @@ export async function look() {
     pause = 3 * EVERY;
   }
   looking = false;
-  if (!wantsKey()) timer = setTimeout(look, pause); // who declined is not asked again and again
+  if (!wantsKey()) timer = setTimeout(look, pause); // a user who declined is not asked again
 }
 
 function take(found) {
@@ -86,7 +86,7 @@ function take(found) {
   document.title = `${found.model} – kvflash`;
   if (found.status !== "ok") at("status").textContent = found.status === "loading" ? "the model is loading" : found.status;
   if (!found.sequences) return;
-  if (seen && seen.run !== found.run) { // it was started again
+  if (seen && seen.run !== found.run) { // the server has restarted
     seen = null;
     texts.clear();
   }
@@ -103,14 +103,14 @@ function take(found) {
   redraw();
 }
 
-// The sequence to show, unless the user chose one: that of the conversation beside.
+// The sequence to show, unless the user chose one: that of the conversation in the chat.
 function choose() {
   const all = seen.sequences;
   if (shown >= all.length) shown = 0;
   if (byHand) return;
   const found = mine
     ? all.findIndex((s) => Math.abs(s.n_tokens - mine) <= 1)
-    : all.findIndex((s, i) => s.busy && (i === shown || !all[shown].busy)); // rather the one it was than another's
+    : all.findIndex((s, i) => s.busy && (i === shown || !all[shown].busy)); // prefer the one shown
   const was = shown;
   if (found >= 0) shown = found;
   else if (!all[shown].n_tokens) shown = Math.max(0, all.findIndex((s) => s.n_tokens));
@@ -123,7 +123,7 @@ function other() {
   pointed = null;
 }
 
-// Mark what moved since the last look.
+// Mark the chunks that moved since the last update.
 function note(before, now) {
   const time = performance.now();
   if (!before || before.id !== now.id || before.text_id !== now.text_id) {
@@ -142,7 +142,7 @@ function note(before, now) {
 }
 
 //
-// what is shown
+// display
 //
 
 const item = (tag, text = "", className = "") => {
@@ -249,7 +249,7 @@ function agreement(s) {
   return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens as in the full cache${here}`;
 }
 
-// What the squares mean. anew: colours have changed.
+// The legend. anew: colours have changed.
 function legend(anew) {
   const scale = window.devicePixelRatio || 1;
   const shown = LEGEND.filter(([, what]) => !what.share || seen?.policy === "fresh");
@@ -271,7 +271,7 @@ function legend(anew) {
   }));
 }
 
-// The chunk of which the text is shown.
+// The chunk whose text is shown.
 const current = () => pointed ?? focus;
 
 function redraw() {
@@ -291,7 +291,7 @@ function redraw() {
   detail();
 }
 
-// The rank of each score among all, 0 to 1; null where there is none.
+// The rank of each score among all, 0 to 1; null without a score.
 function ranks(scores) {
   const sorted = scores.filter((x) => x !== null).sort((a, b) => a - b);
   const first = new Map();
@@ -341,19 +341,19 @@ function title(s, chunk) {
 
 async function showText(s, chunk) {
   const name = named(s, chunk);
-  if (!texts.has(name)) at("detail-text").textContent = "…"; // not another chunk's
+  if (!texts.has(name)) at("detail-text").textContent = "…"; // not the text of another chunk
   await (texts.has(name) ? null : rest());
-  if (s.id !== shown || chunk !== current()) return; // the pointer has gone on
+  if (s.id !== shown || chunk !== current()) return; // the pointer has moved on
   const text = await textOf(s, chunk);
   if (s.id !== shown || chunk !== current()) return;
   const shows = text ?? "It cannot be read now.";
   if (at("detail-text").textContent !== shows) at("detail-text").textContent = shows;
 }
 
-// Only where the pointer stays for a moment is the text asked for.
+// The text is requested only if the pointer stays for a moment.
 const rest = () => new Promise((resolve) => setTimeout(resolve, 80));
 
-// Asked for once, as long as it is the same text; only a chunk that is not full changes.
+// A text is requested once: only a chunk that is not full changes.
 function named(s, chunk) {
   const full = (chunk + 1) * seen.chunk <= s.n_tokens;
   return `${s.id}/${s.text_id}/${chunk}/${full ? "" : s.n_tokens}`;
@@ -389,7 +389,7 @@ function point(chunk) {
 function click(event) {
   const chunk = under(event);
   if (chunk === null) return;
-  const first = event.pointerType === "touch" && chunk !== focus; // a finger does not point before: it chooses first
+  const first = event.pointerType === "touch" && chunk !== focus; // the first tap of a finger only chooses
   focus = chunk;
   if (event.pointerType === "touch") pointed = null;
   redraw();
@@ -420,7 +420,7 @@ function move(to) {
   say(focus);
 }
 
-// The number and state are heard as the slider's value; the text follows when the keys rest.
+// A screen reader reads number and state as the slider's value, and the text when the keys rest.
 let resting = 0;
 
 function say(chunk) {

@@ -1,4 +1,4 @@
-"""What an answer says, piece by piece: its content, its reasoning, and the tools that it calls."""
+"""Parses an answer as it grows: its content, its reasoning, and its tool calls."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -9,15 +9,16 @@ from pyllama_kvflash.serve.fields import is_object
 from pyllama_kvflash.serve.job import Finished
 
 COMPLETE = {"eos", "stop"}
-"""Reasons after which an answer is as long as the model meant it to be."""
+"""Reasons that mean that the model itself ended the answer."""
 
 
-class Said:
-    """One answer as it grows. calls: those so far, each with id, name and arguments."""
+class AnswerParser:
+    """One answer as it grows. calls: the tool calls so far, each with id, name and arguments."""
 
     def __init__(self, rendered: Rendered | None, stop: Collection[str] = ()) -> None:
-        """rendered: the prompt, which says how to parse its answer; None: it is all content. stop: the strings that the client
-        wants to end it, wherever it is.
+        """rendered: the prompt, with the format of its answer; None: the answer is all content.
+
+        stop: the client's stop strings. They end the answer anywhere, also within a call.
         """
         self._reply = Reply(rendered) if rendered and rendered.parser else None
         self._stop = stop
@@ -28,30 +29,30 @@ class Said:
 
     @property
     def content(self) -> str:
-        """All of its content."""
+        """The content so far."""
         return "".join(self._content)
 
     @property
     def reasoning(self) -> str:
-        """All of its reasoning."""
+        """The reasoning so far."""
         return "".join(self._reasoning)
 
     def called(self, done: Finished) -> bool:
-        """Whether the answer has ended with calls that are whole."""
+        """Whether the answer has ended with complete calls."""
         return bool(self.calls) and self._complete(done)
 
     def _complete(self, done: Finished) -> bool:
         return done.reason in COMPLETE and done.stop not in self._stop
 
     def push(self, text: str) -> list[Delta]:
-        """Return what more text adds."""
+        """Add text. Returns what it adds to the answer."""
         return self._kept(self._parsed(text, partial=True))
 
     def end(self, done: Finished) -> list[Delta]:
-        """Return what was held back, at the end of the answer."""
+        """End the answer. Returns the text that was held back."""
         cut_off = not self._complete(done) and (bool(self.calls) or done.reason not in COMPLETE)
         res = self._kept(self._parsed("", partial=cut_off))
-        if not cut_off and self._reply:  # the parser may take half of a call for one, or for nothing
+        if not cut_off and self._reply:  # the parser may take half of a call for a call, or drop it
             self.calls = [call for call in self.calls if is_object(call["arguments"])]
             if not self.calls and not self.reasoning and (rest := self._dropped()):
                 res += self._kept([Delta(rest)])
@@ -62,22 +63,22 @@ class Said:
         if self._reply is not None:
             try:
                 return self._reply.push(text, partial=partial)
-            except UsageError:  # not what the template asks for: all that was not told yet is content
-                self._reply, text = None, self._untold()
+            except UsageError:  # not the template's format: the rest is content
+                self._reply, text = None, self._unsent()
                 self.calls = [call for call in self.calls if is_object(call["arguments"])]
         return [Delta(text)] if text else []
 
     def _dropped(self) -> str:
-        """Return what comes after the content of an answer that begins with it; "" if nothing."""
+        """Return the text after the content, if the answer begins with its content; else ""."""
         raw, content = "".join(self._raw).lstrip(), self.content.lstrip()
         return raw[len(content) :].rstrip() if raw.startswith(content) else ""
 
-    def _untold(self) -> str:
-        """Return what comes after the content, or else the reasoning, that was told."""
+    def _unsent(self) -> str:
+        """Return the text after the content that was sent, or after the reasoning if there is none."""
         raw = "".join(self._raw)
-        for told in (self.content, self.reasoning):
-            if told:
-                return raw[raw.find(told) + len(told) :] if told in raw else raw
+        for sent in (self.content, self.reasoning):
+            if sent:
+                return raw[raw.find(sent) + len(sent) :] if sent in raw else raw
         return raw
 
     def _kept(self, deltas: Iterable[Delta]) -> list[Delta]:
@@ -95,7 +96,7 @@ class Said:
 
 
 def call_objects(calls: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return calls as the OpenAI protocol has them."""
+    """Return calls in the form of the OpenAI protocol."""
     return [
         {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls
     ]

@@ -11,8 +11,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.serve.answer_parser import AnswerParser
 from pyllama_kvflash.serve.job import Finished
-from pyllama_kvflash.serve.said import Said
 
 pytestmark = pytest.mark.native
 
@@ -45,9 +45,9 @@ def ended(reason: str = "eos", stop: str | None = None) -> Finished:
     return Finished(reason, 1, 0, 1, 0.1, stop)
 
 
-def said(rendered: Rendered, text: str, done: Finished, stop: Any = (), step: int = 3) -> tuple[Said, str]:
+def parsed(rendered: Rendered, text: str, done: Finished, stop: Any = (), step: int = 3) -> tuple[AnswerParser, str]:
     """An answer that comes in small pieces, and its content as it was streamed."""
-    res, streamed = Said(rendered, stop), []
+    res, streamed = AnswerParser(rendered, stop), []
     for i in range(0, len(text), step):
         streamed += res.push(text[i : i + step])
     streamed += res.end(done)
@@ -68,14 +68,14 @@ def said(rendered: Rendered, text: str, done: Finished, stop: Any = (), step: in
 )
 def test_no_text_is_lost(model: Model, source: str, text: str) -> None:
     rendered = ChatEngine(model, source).apply(ASKED)
-    found, streamed = said(rendered, text, ended())
+    found, streamed = parsed(rendered, text, ended())
     assert found.content == streamed
     assert found.content.strip() == text.strip()
     assert not found.called(ended())
 
 
 def test_a_call_is_found(model: Model) -> None:
-    found, streamed = said(ChatEngine(model, HERMES).apply(ASKED), f"I look.\n{CALL}", ended())
+    found, streamed = parsed(ChatEngine(model, HERMES).apply(ASKED), f"I look.\n{CALL}", ended())
     assert [(c["name"], json.loads(c["arguments"])) for c in found.calls] == [("weather", {"city": "Lima"})]
     assert streamed.strip() == "I look."
     assert found.called(ended())
@@ -85,10 +85,10 @@ def test_a_call_that_the_client_s_own_string_ends_is_none(model: Model) -> None:
     rendered = ChatEngine(model, HERMES).apply(ASKED)
     text = CALL[: CALL.index("Lima") + 2]
     done = ended("stop", "ma")
-    found, _ = said(rendered, text, done, stop=("ma",))
+    found, _ = parsed(rendered, text, done, stop=("ma",))
     assert not found.called(done)
     done = ended("stop", "</tool_call>")
-    found, _ = said(rendered, CALL, done, stop=("ma",))
+    found, _ = parsed(rendered, CALL, done, stop=("ma",))
     assert found.called(done), "one of the template's own does not cut it off"
 
 
@@ -96,5 +96,5 @@ def test_what_the_prompt_ends_with_is_not_said_again(model: Model) -> None:
     messages = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
     rendered = ChatEngine(model, HERMES).apply({"messages": messages, "continue_final_message": True})
     assert rendered.prompt.endswith("assistant\nIt is")
-    found, streamed = said(rendered, " four.", ended())
+    found, streamed = parsed(rendered, " four.", ended())
     assert found.content == streamed == " four."

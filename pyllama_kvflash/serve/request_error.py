@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI protocol."""
+"""The error of a refused request, in the form of the OpenAI protocol."""
 
 import json
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ _MOST = 600  # characters of a message
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
-    """An error that answers a request. status: of HTTP. param: the field at fault. code: a word for programs."""
+class RequestError(Exception):
+    """An error that answers a request. status: of HTTP. param: the wrong field. code: a word for programs. headers: to add."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        line = " ".join(message.splitlines())  # it may quote what was sent
+        line = " ".join(message.splitlines())  # it may quote the request
         super().__init__(line if len(line) <= _MOST else f"{line[:_MOST]}...")
         self.status, self.message, self.param, self.code = status, str(self), param, code
         self.headers = headers or {}
@@ -33,10 +33,10 @@ class Fault(Exception):  # noqa: N818 (a request is refused: it is an answer)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the response to send, in ASCII, because a message may quote half of a surrogate pair."""
+        """Return the response to send. It is ASCII, because a message may quote half of a surrogate pair."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """Return the Fault for an invalid request (400)."""
-    return Fault(400, message, param=param, code=code)
+def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
+    """Return the RequestError for an invalid request (400)."""
+    return RequestError(400, message, param=param, code=code)

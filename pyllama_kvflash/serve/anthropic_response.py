@@ -1,4 +1,4 @@
-"""Answers as the Anthropic protocol has them: a message of content blocks, or events of a stream."""
+"""Answers in the form of the Anthropic protocol: a message of content blocks, or events of a stream."""
 
 import json
 import secrets
@@ -6,11 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from pyllama_kvflash.native import Delta, Rendered
-from pyllama_kvflash.serve.anthropic import error
-from pyllama_kvflash.serve.fault import Fault
+from pyllama_kvflash.serve.answer_parser import AnswerParser
 from pyllama_kvflash.serve.job import Finished, Text
-from pyllama_kvflash.serve.replies import event
-from pyllama_kvflash.serve.said import Said
+from pyllama_kvflash.serve.openai_response import event
+from pyllama_kvflash.serve.request_error import RequestError
 
 _REASONS = {
     "eos": "end_turn",
@@ -21,15 +20,31 @@ _REASONS = {
 }
 
 
-class MessageReply:
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(err: RequestError) -> dict[str, Any]:
+    """Return the error object to send."""
+    usual = "api_error" if err.status >= 500 else "invalid_request_error"  # noqa: PLR2004
+    return {"type": "error", "error": {"type": _TYPES.get(err.status, usual), "message": err.message}}
+
+
+class AnthropicReply:
     """A Reply of the Anthropic protocol."""
 
     def __init__(self, model: str, rendered: Rendered, n_prompt: int, stop: Collection[str]) -> None:
-        """n_prompt: tokens of the prompt. stop: the strings that the request wants to end the answer."""
+        """n_prompt: tokens of the prompt. stop: the request's stop strings."""
         self._model, self._n_prompt, self._stop = model, n_prompt, stop
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._said = Said(rendered, stop)
-        self._block: tuple[str, int] | None = None  # the kind of the open block, and which call it is
+        self._parser = AnswerParser(rendered, stop)
+        self._block: tuple[str, int] | None = None  # the type of the open block, and the index of its call
         self._n_blocks = 0
         self._done: Finished | None = None
 
@@ -39,13 +54,13 @@ class MessageReply:
         return _event("message_start", message=self._message([], None, None, usage))
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
-        return b"".join(self._delta(delta) for delta in self._said.push(text.text))
+        """Add text to the answer."""
+        return b"".join(self._delta(delta) for delta in self._parser.push(text.text))
 
     def end(self, done: Finished) -> bytes:
         """End the answer."""
         self._done = done
-        res = b"".join(self._delta(delta) for delta in self._said.end(done)) + self._closed()
+        res = b"".join(self._delta(delta) for delta in self._parser.end(done)) + self._closed()
         reason, stop = self._reason(done)
         return res + _event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=_usage(done))
 
@@ -53,26 +68,26 @@ class MessageReply:
         """End the stream."""
         return _event("message_stop")
 
-    def failed(self, fault: Fault) -> bytes:
+    def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
-        return event(error(fault), "error")
+        return event(error_body(err), "error")
 
     def alive(self, note: str) -> bytes:  # noqa: ARG002 (clients know this event)
-        """Say that the server is at work."""
+        """Keep the stream alive."""
         return _event("ping")
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return the whole answer as one object."""
         if self._done is None:
             msg = "the answer has not ended"
             raise AssertionError(msg)
-        said = self._said
+        answer = self._parser
         content: list[dict[str, Any]] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.content:
-            content.append({"type": "text", "text": said.content})
-        content += [{"type": "tool_use", "id": c["id"], "name": c["name"], "input": _input(c)} for c in said.calls]
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.content:
+            content.append({"type": "text", "text": answer.content})
+        content += [{"type": "tool_use", "id": c["id"], "name": c["name"], "input": _input(c)} for c in answer.calls]
         return self._message(content, *self._reason(self._done), _usage(self._done))
 
     def _message(
@@ -90,8 +105,8 @@ class MessageReply:
         }
 
     def _reason(self, done: Finished) -> tuple[str, str | None]:
-        """Return why the answer ended, and the string of the request that ended it."""
-        if self._said.called(done):
+        """Return why the answer ended, and the stop string of the request that ended it."""
+        if self._parser.called(done):
             return "tool_use", None
         if done.stop in self._stop:
             return "stop_sequence", done.stop

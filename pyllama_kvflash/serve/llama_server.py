@@ -1,4 +1,4 @@
-"""What llama-server says of a model and its sequences, and its tokenizer, in the same form."""
+"""Endpoints of llama-server, in its form: /props, /slots, /tokenize and /detokenize."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
 from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve.fault import invalid
+from pyllama_kvflash.serve.request_error import invalid
 
-_MOST = 4 << 20  # characters of a text that is tokenized at once: each takes some 75 bytes meanwhile
+_MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
 
 
-def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer POST /tokenize: the tokens of a text. Raises Fault."""
+def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /tokenize: the tokens of a text. Raises RequestError."""
     text = body.get("content")
     if not isinstance(text, str):
         msg = "content must be a string"
@@ -24,15 +24,15 @@ def tokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
             raise invalid(msg, name, "invalid_type")
     add, parse, pieces = (bool(body.get(name, default)) for name, default in flags.items())
     if len(text) > _MOST:
-        msg = f"content has {len(text)} characters, and may have {_MOST}: send it in parts"
+        msg = f"content has {len(text):,} characters: the limit is {_MOST:,}; send it in parts"
         raise invalid(msg, "content", "invalid_value")
     encoded(text, "content")
     found = kv.model.tokenize(text, add_special=add, parse_special=parse).tolist()
     return {"tokens": [{"id": t, "piece": _piece(kv, t)} for t in found] if pieces else found}
 
 
-def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer POST /detokenize: the text of tokens, with special ones. Raises Fault."""
+def detokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
+    """Answer POST /detokenize: the text of tokens, with special ones. Raises RequestError."""
     tokens, n = body.get("tokens"), kv.model.n_vocab
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
         msg = f"tokens must be an array of token ids, 0 to {n - 1:,}"
@@ -42,7 +42,7 @@ def detokenized(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _piece(kv: KVFlash, token: int) -> str | list[int]:
-    """Return a token's text, or its bytes where they are no UTF-8."""
+    """Return a token's text, or its bytes if they are not UTF-8."""
     data = kv.model.piece(token, special=True)
     try:
         return data.decode()
@@ -51,7 +51,10 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
 
 
 def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps: dict[str, bool]) -> dict[str, Any]:
-    """Answer GET /props: what holds for all requests. template: in place of the model's own. caps: what it can do."""
+    """Answer GET /props: the settings for all requests.
+
+    name: of the model. sampling: the defaults. template: replaces the model's own. caps: what the template supports.
+    """
     s = sampling
     params = {
         "seed": -1 if s.seed is None else s.seed,
@@ -79,7 +82,7 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
 
 
 def slots(kv: KVFlash, busy: list[bool]) -> list[dict[str, Any]]:
-    """Answer GET /slots: the sequences. busy: which of them have a request."""
+    """Answer GET /slots: the sequences. busy: for each, whether it has a request."""
     return [
         {
             "id": i,

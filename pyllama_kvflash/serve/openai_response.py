@@ -1,4 +1,4 @@
-"""Answers as the OpenAI protocol has them: whole objects, or events of a stream."""
+"""Answers in the form of the OpenAI protocol: whole objects, or events of a stream."""
 
 import json
 import secrets
@@ -8,21 +8,21 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from pyllama_kvflash.native import Delta, Rendered
-from pyllama_kvflash.serve.fault import Fault
-from pyllama_kvflash.serve.job import Finished, Text, Told
-from pyllama_kvflash.serve.said import Said, call_objects
+from pyllama_kvflash.serve.answer_parser import AnswerParser, call_objects
+from pyllama_kvflash.serve.job import Finished, Text, TokenLogprob
+from pyllama_kvflash.serve.request_error import RequestError
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
 
 
 class Reply(Protocol):
-    """The answers to one request, which come one after the other. Each method returns events of a stream."""
+    """The answers to one request, one after the other. Each method returns events of a stream; whole() returns an object."""
 
     def first(self) -> bytes:
         """Begin the stream."""
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
+        """Add text to the answer."""
 
     def end(self, done: Finished) -> bytes:
         """End the answer; another one may follow."""
@@ -30,14 +30,14 @@ class Reply(Protocol):
     def last(self) -> bytes:
         """End the stream."""
 
-    def failed(self, fault: Fault) -> bytes:
+    def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
 
     def alive(self, note: str) -> bytes:
-        """Say that the server is at work, and on what."""
+        """Keep the stream alive. note: the server's present work."""
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return all answers as one object."""
 
 
 class OpenAIReply:
@@ -52,17 +52,17 @@ class OpenAIReply:
         include_usage: bool = False,
         logprobs: bool = False,
     ) -> None:
-        """stop: the strings that the request wants to end the answer."""
+        """stop: the request's stop strings. logprobs: whether the request wants log probabilities."""
         self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
-        self._include_usage, self._logprobs = include_usage, logprobs
+        self._include_usage, self._wants_logprobs = include_usage, logprobs
         self._same = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-        self._said = Said(rendered, stop)
-        self._told: list[Told] = []  # how likely its tokens were
-        self._start = 0  # characters of these tokens
+        self._parser = AnswerParser(rendered, stop)
+        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens
+        self._start = 0  # characters of their text
         self._choices: list[dict[str, Any]] = []
         self._ends: list[Finished] = []
         self._opened = False
@@ -72,26 +72,28 @@ class OpenAIReply:
         return self._opening()
 
     def text(self, text: Text) -> bytes:
-        """Go on with the answer."""
-        found = self._said.push(text.text)
+        """Add text to the answer."""
+        found = self._parser.push(text.text)
         deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
-        if text.told and not deltas:
+        if text.logprobs and not deltas:
             deltas = [{"content": ""}]  # the text is held back, its tokens are not
-        res = self._opening() + b"".join(self._chunk(d, told=() if i else text.told) for i, d in enumerate(deltas))
-        self._told += text.told
-        self._start += sum(len(t.text) for t in text.told)
+        res = self._opening() + b"".join(
+            self._chunk(d, logprobs=() if i else text.logprobs) for i, d in enumerate(deltas)
+        )
+        self._logprobs += text.logprobs
+        self._start += sum(len(t.text) for t in text.logprobs)
         return res
 
     def end(self, done: Finished) -> bytes:
         """End the answer; another one may follow."""
         res = self._opening()
         if self._chat:
-            res += b"".join(self._chunk(_delta(delta)) for delta in self._said.end(done))
-        reason = "tool_calls" if self._said.called(done) else REASONS[done.reason]
+            res += b"".join(self._chunk(_delta(delta)) for delta in self._parser.end(done))
+        reason = "tool_calls" if self._parser.called(done) else REASONS[done.reason]
         res += self._chunk({} if self._chat else "", reason)
         self._choices.append(self._choice(reason))
         self._ends.append(done)
-        self._said, self._told, self._start, self._opened = Said(self._rendered, self._stop), [], 0, False
+        self._parser, self._logprobs, self._start, self._opened = AnswerParser(self._rendered, self._stop), [], 0, False
         return res
 
     def last(self) -> bytes:
@@ -99,30 +101,30 @@ class OpenAIReply:
         usage = {**self._same, "object": self._kind, "choices": [], "usage": self._usage()}
         return (event(usage) if self._include_usage else b"") + DONE
 
-    def failed(self, fault: Fault) -> bytes:
+    def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
-        return event(fault.body()) + DONE
+        return event(err.body()) + DONE
 
     def alive(self, note: str) -> bytes:
-        """Say that the server is at work, in a comment, which clients ignore."""
+        """Keep the stream alive by a comment, which clients ignore."""
         return f": {note}\n\n".encode()
 
     def whole(self) -> dict[str, Any]:
-        """Return everything that was said as one object."""
+        """Return all answers as one object."""
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._same, "object": kind, "choices": self._choices, "usage": self._usage()}
 
     def _choice(self, reason: str) -> dict[str, Any]:
-        said = self._said
-        content: dict[str, Any] = {"text": said.content}
+        answer = self._parser
+        content: dict[str, Any] = {"text": answer.content}
         if self._chat:
-            message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-            if said.calls:
-                message |= {"content": said.content or None, "tool_calls": call_objects(said.calls)}
-            if said.reasoning:
-                message["reasoning_content"] = said.reasoning
+            message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+            if answer.calls:
+                message |= {"content": answer.content or None, "tool_calls": call_objects(answer.calls)}
+            if answer.reasoning:
+                message["reasoning_content"] = answer.reasoning
             content = {"message": message}
-        shown = self._probs(self._told, 0)
+        shown = self._probs(self._logprobs, 0)
         return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
 
     def _usage(self) -> dict[str, Any]:
@@ -146,17 +148,19 @@ class OpenAIReply:
         self._opened = True
         return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
 
-    def _chunk(self, delta: dict[str, Any] | str, reason: str | None = None, told: Sequence[Told] = ()) -> bytes:
-        shown = self._probs(told, self._start) if told else None
+    def _chunk(
+        self, delta: dict[str, Any] | str, reason: str | None = None, logprobs: Sequence[TokenLogprob] = ()
+    ) -> bytes:
+        shown = self._probs(logprobs, self._start) if logprobs else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
         return event({**self._same, "object": self._kind, "choices": [choice]})
 
-    def _probs(self, told: Sequence[Told], start: int) -> dict[str, Any] | None:
-        """Return how likely tokens were. start: characters of the answer before them."""
-        if not self._logprobs:
+    def _probs(self, logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any] | None:
+        """Return the log probabilities to send. start: characters of the answer before these tokens."""
+        if not self._wants_logprobs:
             return None
-        return chat_logprobs(told) if self._chat else text_logprobs(told, start)
+        return chat_logprobs(logprobs) if self._chat else text_logprobs(logprobs, start)
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -170,22 +174,22 @@ def _named(call_id: str) -> dict[str, str]:
     return {"id": call_id, "type": "function"} if call_id else {}
 
 
-def chat_logprobs(told: Sequence[Told]) -> dict[str, Any]:
-    """Return how likely tokens were, as a chat has it."""
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log probabilities in the form of a chat."""
 
-    def shown(token: Told) -> dict[str, Any]:
+    def shown(token: TokenLogprob) -> dict[str, Any]:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
-    return {"content": [{**shown(t), "top_logprobs": [shown(top) for top in t.top]} for t in told], "refusal": None}
+    return {"content": [{**shown(t), "top_logprobs": [shown(top) for top in t.top]} for t in logprobs], "refusal": None}
 
 
-def text_logprobs(told: Sequence[Told], start: int) -> dict[str, Any]:
-    """Return how likely tokens were, as a completion has it. start: of their text in the answer."""
+def text_logprobs(logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
+    """Return log probabilities in the form of a completion. start: characters of the answer before these tokens."""
     return {
-        "tokens": [t.text for t in told],
-        "token_logprobs": [t.logprob for t in told],
-        "top_logprobs": [{top.text: top.logprob for top in t.top} for t in told],
-        "text_offset": list(accumulate((len(t.text) for t in told[:-1]), initial=start)) if told else [],
+        "tokens": [t.text for t in logprobs],
+        "token_logprobs": [t.logprob for t in logprobs],
+        "top_logprobs": [{top.text: top.logprob for top in t.top} for t in logprobs],
+        "text_offset": list(accumulate((len(t.text) for t in logprobs[:-1]), initial=start)) if logprobs else [],
     }
 
 

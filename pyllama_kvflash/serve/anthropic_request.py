@@ -1,4 +1,4 @@
-"""Requests of the Anthropic protocol (Messages API), as requests of the OpenAI protocol."""
+"""Requests of the Anthropic protocol (Messages API), checked and converted to the OpenAI form."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -9,9 +9,9 @@ from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import conversation
-from pyllama_kvflash.serve.fault import Fault, invalid
 from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
-from pyllama_kvflash.serve.schema import Ask, check_known, sampling_of, stop_of
+from pyllama_kvflash.serve.openai_request import ParsedRequest, check_known, sampling_of, stop_of
+from pyllama_kvflash.serve.request_error import invalid
 
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
@@ -25,17 +25,17 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
 
 
-def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> Ask:
-    """Check the body of POST /v1/messages. Raises Fault.
+def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> ParsedRequest:
+    """Check the body of POST /v1/messages. Raises RequestError.
 
-    counting: it asks only how many tokens there are, and need not say max_tokens.
+    counting: the request only counts tokens, and needs no max_tokens.
     """
     fields = {k: v for k, v in body.items() if v is not None and (k, v) != ("mcp_servers", [])}
     check_known(fields, _KNOWN, _IGNORED)
     get(fields, "model", str)  # any name: there is one model
-    limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read, for later
+    limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read
     if limit is None and not counting:
-        raise invalid("max_tokens is missing: give the most tokens of the answer", "max_tokens", "missing_field")
+        raise invalid("max_tokens is missing: give a limit for the answer", "max_tokens", "missing_field")
     pins = _Pins()
     pins.see(fields, "")
     tools = _tools(fields, pins)
@@ -43,7 +43,7 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
     messages = conversation.messages([*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins)])
     picked: dict[str, Any] = {k: fields[k] for k in ("temperature", "top_p", "top_k") if k in fields}
     return replace(
-        Ask(sampling=sampling_of(picked, defaults, n_vocab)),
+        ParsedRequest(sampling=sampling_of(picked, defaults, n_vocab)),
         messages=messages,
         tools=tools,
         tool_choice=choice,
@@ -58,20 +58,20 @@ def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: b
 
 
 def _reasoning(thinking: dict[str, Any] | None, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a template is told of how much to reason."""
+    """Return the template's settings for reasoning."""
     effort = get(config or {}, "effort", str, "output_config.effort")
     res: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking.get("type") != "disabled"}
     return res if effort is None else {**res, "reasoning_effort": effort}
 
 
 class _Pins:
-    """How long what is marked with cache_control is to be kept."""
+    """How long the cache must keep the prompt, from its cache_control marks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def see(self, fields: Mapping[str, Any], at: str) -> None:
-        """Take the mark of an object, if it has one."""
+        """Read the mark of an object, if it has one. at: the object's name in messages."""
         name = f"{at}.cache_control".lstrip(".")
         mark = obj(fields, "cache_control", name)
         if mark is not None:
@@ -83,16 +83,16 @@ class _Pins:
 def _system(value: Any, pins: _Pins) -> list[dict[str, Any]]:
     if value is None:
         return []
-    said = _texts(value, "system", pins)
-    return [{"role": "system", "content": said}] if said else []
+    content = _texts(value, "system", pins)
+    return [{"role": "system", "content": content}] if content else []
 
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of the system prompt that is not for the model, and another one in each request of Claude Code."""
+"""The beginning of a block that Claude Code adds to the system prompt. It is not for the model, and differs in each request."""
 
 
 def _texts(value: Any, at: str, pins: _Pins, unseen: Collection[str] = ()) -> str:
-    """Return the text of a string, or of blocks that must all be text. unseen: types of blocks that are only named."""
+    """Return the text of a string, or of text blocks. unseen: types of blocks of which the model sees only the type."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -118,7 +118,7 @@ def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     found = [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
     res: list[dict[str, Any]] = []
-    for message in found:  # as the protocol has it, what one says in two turns is one turn
+    for message in found:  # in this protocol, two turns of one role in a row are one turn
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
             res[-1] = _merged(res[-1], message)
         else:
@@ -129,30 +129,30 @@ def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     res: dict[str, Any] = {"role": one["role"]}
     for key in ("content", "reasoning_content"):
-        if said := [m[key] for m in (one, other) if m.get(key)]:
-            res[key] = "\n".join(said)
+        if content := [m[key] for m in (one, other) if m.get(key)]:
+            res[key] = "\n".join(content)
     if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
         res["tool_calls"] = calls
     return {"content": "", **res}
 
 
 def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return a message as those of the OpenAI protocol: each result of a tool is one of its own."""
+    """Return a message in the OpenAI form: each result of a tool becomes a separate message."""
     given = as_object(value, at, "role and content")
     role = one_of(given, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(given, {"role", "content"}, set())
-    said = given.get("content")
-    if isinstance(said, str) or role == "system":
-        return [{"role": role, "content": _texts(said, f"{at}.content", pins)}]
-    if not isinstance(said, list) or not said:
-        what = "empty" if said == [] else kind(said)
+    content = given.get("content")
+    if isinstance(content, str) or role == "system":
+        return [{"role": role, "content": _texts(content, f"{at}.content", pins)}]
+    if not isinstance(content, list) or not content:
+        what = "empty" if content == [] else kind(content)
         raise invalid(f"{at}.content is {what}: give a string, or an array of blocks", at, "invalid_type")
-    blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(said)]
-    return (_heard if role == "user" else _said)(blocks, f"{at}.content", pins)
+    blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(content)]
+    return (_user if role == "user" else _assistant)(blocks, f"{at}.content", pins)
 
 
-def _heard(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return what the user says, after the results of tools."""
+def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return the results of tools, and then the message of the user."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -169,11 +169,11 @@ def _heard(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[
 
 
 _UNSEEN = "image", "document", "search_result", "tool_reference"
-"""What a tool may find, which the rest of a conversation can do without."""
+"""Blocks of a tool's result that the model cannot see, and that the server does not refuse."""
 
 
-def _said(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return what the assistant said."""
+def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
+    """Return the message of the assistant."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -218,7 +218,7 @@ def _tools(fields: Mapping[str, Any], pins: _Pins) -> tuple[dict[str, Any], ...]
 def _choice(
     value: dict[str, Any] | None, tools: tuple[dict[str, Any], ...]
 ) -> tuple[str | dict[str, Any], bool | None]:
-    """Return which tools may be called, and whether several at once."""
+    """Return which tools the model may call, and whether it may call several at once."""
     if value is None:
         return conversation.tool_choice(None, tools), None
     alone = get(value, "disable_parallel_tool_use", bool, "tool_choice.disable_parallel_tool_use")
@@ -231,7 +231,7 @@ def _choice(
 
 
 def _schema(fields: Mapping[str, Any]) -> Checked | None:
-    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
     form, at = obj(fields, "output_format"), "output_format"  # as it was in the beta
     if form is None:
         form, at = obj(obj(fields, "output_config") or {}, "format", "output_config.format"), "output_config.format"
@@ -242,19 +242,3 @@ def _schema(fields: Mapping[str, Any]) -> Checked | None:
     if found is None:
         raise invalid(f"{at}.schema is missing: give an object", f"{at}.schema", "missing_field")
     return conversation.schema(found, f"{at}.schema")
-
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error(fault: Fault) -> dict[str, Any]:
-    """Return the error object for a fault."""
-    usual = "api_error" if fault.status >= 500 else "invalid_request_error"  # noqa: PLR2004
-    return {"type": "error", "error": {"type": _TYPES.get(fault.status, usual), "message": fault.message}}

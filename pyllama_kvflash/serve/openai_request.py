@@ -1,4 +1,4 @@
-"""Requests of the OpenAI protocol, checked field by field. Whatever is not understood is refused, not ignored."""
+"""Requests of the OpenAI protocol, checked field by field. Unknown fields are refused, not ignored."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from pyllama_kvflash.errors import number
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import MAX_BIASES, Sampling, whole_grammar
 from pyllama_kvflash.serve import conversation
-from pyllama_kvflash.serve.fault import invalid
 from pyllama_kvflash.serve.fields import get, obj, one_of, ranged
+from pyllama_kvflash.serve.request_error import invalid
 
-MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol says 4; autocompletion sends more
+MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
@@ -38,16 +38,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
 }
-"""Fields of the protocol that this server cannot do, with the values (besides null) that ask for nothing."""
+"""Fields that this server does not support, with the values that have no effect (null never has one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
-    tools, tool_choice, parallel_tool_calls (None: as the template can), chat_template_kwargs: of a chat.
+    tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
     schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
-    pin_seconds: how long the prompt is to stay in the cache on disk, whatever else comes; 0: as long as there is room.
+    pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
     """
 
     messages: tuple[Message, ...] = ()
@@ -76,12 +76,12 @@ _CHAT = {
 }  # fmt: skip
 
 
-def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int) -> Ask:
-    """Check a body. Raises Fault.
+def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int) -> ParsedRequest:
+    """Check a body. Raises RequestError.
 
-    chat: whether it asks for a chat, not a completion.
-    defaults: for what the request leaves open.
-    n_vocab: tokens of the model.
+    chat: whether the request is for a chat, not a completion.
+    defaults: for the fields that the request leaves out.
+    n_vocab: size of the vocabulary.
     """
     fields = {k: v for k, v in body.items() if v is not None}
     check_known(fields, _COMMON | (_CHAT if chat else {"prompt"}))
@@ -89,7 +89,7 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
     stream = bool(get(fields, "stream", bool))
     schema = _schema(fields)
     sampling = replace(sampling_of(fields, defaults, n_vocab), n_probs=_n_probs(fields, chat=chat))
-    res = Ask(
+    res = ParsedRequest(
         schema=schema,
         sampling=sampling if chat or schema is None else replace(sampling, grammar=whole_grammar(schema)),
         max_tokens=_max_tokens(fields, chat=chat),
@@ -101,17 +101,17 @@ def parse(body: dict[str, Any], *, chat: bool, defaults: Sampling, n_vocab: int)
     return _chat(fields, res) if chat else replace(res, prompt=_prompt(fields.get("prompt"), n_vocab))
 
 
-def _chat(fields: Mapping[str, Any], ask: Ask) -> Ask:
-    """Return a request with what is asked of a chat only."""
+def _chat(fields: Mapping[str, Any], parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request with the fields of a chat."""
     tools = conversation.tools(fields.get("tools"))
     choice = conversation.tool_choice(fields.get("tool_choice"), tools)
-    if tools and choice != "none" and ask.sampling.grammar:
-        raise invalid("tools and a grammar are given: give one of them", "grammar", "invalid_value")
+    if tools and choice != "none" and parsed.sampling.grammar:
+        raise invalid("tools and a grammar cannot be combined: give one of them", "grammar", "invalid_value")
     kwargs = dict(obj(fields, "chat_template_kwargs") or {})
     if effort := get(fields, "reasoning_effort", str):
         kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     return replace(
-        ask,
+        parsed,
         messages=conversation.messages(fields.get("messages")),
         tools=tools,
         tool_choice=choice,
@@ -121,24 +121,24 @@ def _chat(fields: Mapping[str, Any], ask: Ask) -> Ask:
 
 
 def _n_probs(fields: Mapping[str, Any], *, chat: bool) -> int | None:
-    """Return how many likely tokens are to be told with each token; None: nothing is."""
+    """Return how many likely tokens to report for each token; None: not even its own probability."""
     if not chat:
         return ranged(fields, "logprobs", int, 0, MAX_LOGPROBS)
     n = ranged(fields, "top_logprobs", int, 0, MAX_LOGPROBS)
     asked = get(fields, "logprobs", bool)
     if n and not asked:
-        raise invalid("top_logprobs is given: give logprobs: true, too", "top_logprobs", "invalid_value")
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     return n or 0 if asked else None
 
 
 def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = _IGNORED, at: str = "") -> None:
-    """Raise Fault for a field that is not known, or asks for what cannot be done. at: what comes before a name in messages."""
+    """Raise RequestError for an unknown or unsupported field. at: a prefix of the names in messages."""
     for key, value in fields.items():
         if key in known or key in ignored:
             continue
         if key not in _UNSUPPORTED:
             name = f"{at}{key}"[:100]
-            raise invalid(f"there is no field {name!r} here: leave it out", name, "unknown_parameter")
+            raise invalid(f"{name!r} is not a known field: leave it out", name, "unknown_parameter")
         # True == 1, but is not a number of answers
         if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in _UNSUPPORTED[key]):
             harmless = "".join(f", or give {json.dumps(v)}" for v in _UNSUPPORTED[key])
@@ -148,7 +148,7 @@ def check_known(fields: Mapping[str, Any], known: set[str], ignored: set[str] = 
 
 
 def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> Sampling:
-    """Return the settings that choose tokens. Raises Fault."""
+    """Return the settings that choose tokens. Raises RequestError."""
     given: dict[str, Any] = {
         "temperature": ranged(fields, "temperature", float, 0, 2),
         "top_p": ranged(fields, "top_p", float, 0, 1),
@@ -160,7 +160,7 @@ def sampling_of(fields: Mapping[str, Any], defaults: Sampling, n_vocab: int) -> 
         "logit_bias": _logit_bias(obj(fields, "logit_bias"), n_vocab),
         "grammar": get(fields, "grammar", str),
     }
-    if given["top_k"] == -1:  # llama.cpp's word for all tokens
+    if given["top_k"] == -1:  # llama.cpp's value for all tokens
         given["top_k"] = 0
     seed = get(fields, "seed", int)
     given["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
@@ -171,7 +171,7 @@ def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, 
     if value is None:
         return None
     if len(value) > MAX_BIASES:
-        msg = f"logit_bias has {len(value):,} tokens, and may have {MAX_BIASES:,}"
+        msg = f"logit_bias has {len(value):,} tokens: the limit is {MAX_BIASES:,}"
         raise invalid(msg, "logit_bias", "invalid_value")
     found = []
     for key in value:
@@ -187,18 +187,18 @@ _FORMATS = "text", "json_object", "json_schema"
 
 
 def _schema(fields: Mapping[str, Any]) -> Checked | None:
-    """Return the JSON schema of the answer; None: it may be any text. Raises Fault."""
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
     form = obj(fields, "response_format")
     asked = None if form is None else _asked_schema(form)
     given = fields.get("json_schema")
     if sum(bool(source) for source in (asked is not None, given is not None, fields.get("grammar"))) > 1:
-        msg = "several of response_format, json_schema and grammar are given: give one of them"
+        msg = "response_format, json_schema and grammar cannot be combined: give one of them"
         raise invalid(msg, "response_format" if form else "grammar", "invalid_value")
     return asked if given is None else conversation.schema(given, "json_schema")
 
 
 def _asked_schema(form: dict[str, Any]) -> Checked | None:
-    """Return the schema that a response_format asks for; None: any text."""
+    """Return the schema of a response_format; None: any text."""
     kind = one_of(form, "type", _FORMATS, "response_format.type")
     if kind == "text":
         return None
@@ -224,12 +224,12 @@ def _max_tokens(fields: Mapping[str, Any], *, chat: bool) -> int | None:
 
 
 def stop_of(value: Any, key: str = "stop") -> tuple[str, ...]:
-    """Return the strings that end an answer. Raises Fault."""
+    """Return the strings that end an answer. Raises RequestError."""
     stop = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(s, str) for s in stop) or len(stop) > MAX_STOP:
-        raise invalid(f"{key} is neither a string nor an array of up to {MAX_STOP} of them", key, "invalid_type")
+        raise invalid(f"{key} is not a string, or an array of up to {MAX_STOP} strings", key, "invalid_type")
     if any(len(s) > MAX_STOP_CHARS for s in stop):
-        raise invalid(f"a string of {key} is longer than {MAX_STOP_CHARS} characters", key, "invalid_value")
+        raise invalid(f"a string of {key} has more than {MAX_STOP_CHARS} characters: shorten it", key, "invalid_value")
     return tuple(filter(None, stop))
 
 
@@ -237,7 +237,7 @@ def _include_usage(value: dict[str, Any] | None, *, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise invalid("stream_options is for requests with stream: true", "stream_options", "invalid_value")
+        raise invalid("stream_options needs stream: true", "stream_options", "invalid_value")
     check_known(value, {"include_usage", "include_obfuscation"}, at="stream_options.")
     return bool(get(value, "include_usage", bool, "stream_options.include_usage"))
 
@@ -248,7 +248,9 @@ def _prompt(value: Any, n_vocab: int) -> str | list[int]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value or any(type(t) is not int for t in value):
-        raise invalid("prompt must be a string or an array of token ids, and not empty; one prompt a request", "prompt")
+        raise invalid(
+            "prompt must be a string or an array of token ids that is not empty; a request has one prompt", "prompt"
+        )
     if bad := [t for t in value if not 0 <= t < n_vocab]:
         raise invalid(
             f"prompt has token {number(bad[0])}, which is not in the vocabulary: ids are 0 to {n_vocab - 1:,}", "prompt"

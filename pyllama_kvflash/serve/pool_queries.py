@@ -1,0 +1,45 @@
+"""Work other threads queue for the scheduler: only its thread may touch the sequences."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pyllama_kvflash.serve.slot import Slot
+
+T = TypeVar("T")
+Query = Callable[[Sequence[Slot]], T]
+"""The scheduler calls it with the sequences, between two turns. It must be quick."""
+
+
+class PoolQueries:
+    """Queries that wait for the scheduler's thread. Any thread may put one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Query[Any], Future[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, query: Query[T]) -> Future[T]:
+        """Add a query. Returns a future with its result, or its error."""
+        future: Future[T] = Future()
+        self._waiting.append((query, future))
+        return future
+
+    def answer(self, slots: Sequence[Slot]) -> None:
+        """Answer the waiting queries. Later ones wait for the next call, so that this one ends."""
+        for _ in range(len(self)):
+            query, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(query(slots))
+                except BaseException as err:  # noqa: BLE001 (it concerns the caller)
+                    future.set_exception(err)
+
+    def refuse(self, err: Exception) -> None:
+        """Fail all waiting queries. err: the error that their futures raise."""
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(err)

@@ -1,0 +1,191 @@
+"""Turns the body of a request into the prompt of a job."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import KVFlashError, encoded
+from pyllama_kvflash.native import Grammar, Rendered, Sampling, Tokens, check_grammar
+from pyllama_kvflash.serve import anthropic_request, openai_request
+from pyllama_kvflash.serve.conversation import no_tools
+from pyllama_kvflash.serve.fields import parse_json
+from pyllama_kvflash.serve.openai_request import ParsedRequest
+from pyllama_kvflash.serve.request_error import RequestError, invalid
+
+_PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
+_SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
+
+
+class Kind(Enum):
+    """Kind of a request: a chat or a completion of the OpenAI protocol, or a message of the Anthropic protocol."""
+
+    CHAT = "messages"
+    COMPLETION = "prompt"
+    MESSAGE = "anthropic messages"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that can be served.
+
+    tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
+    rendered: the prompt of a chat; None: it is a completion.
+    warnings: a sentence for each part of the request's schemas that is not enforced.
+    """
+
+    parsed: ParsedRequest
+    tokens: Tokens
+    sampling: Sampling
+    stop: tuple[str, ...]
+    rendered: Rendered | None
+    warnings: tuple[str, ...] = ()
+
+
+class PromptBuilder:
+    """Turns bodies into prompts. Several threads may use one."""
+
+    def __init__(self, defaults: Sampling, template: str | None) -> None:
+        """defaults: for the fields that a request leaves out. template: replaces the model's own; None: use that."""
+        self._defaults, self._source = defaults, template
+        self._template: ChatTemplate | None = None
+
+    def prepare(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
+        """Check a body, render and tokenize its prompt. Raises RequestError."""
+        given, n_vocab = parse_json(body), kv.model.n_vocab
+        if kind == Kind.MESSAGE:
+            parsed = anthropic_request.parse(given, defaults=self._defaults, n_vocab=n_vocab)
+        else:
+            parsed = openai_request.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
+        try:
+            found = _completion(kv, parsed) if kind == Kind.COMPLETION else self._chat(kv, parsed)
+            _check_length(len(found.tokens), kv.options.n_ctx)
+        except KVFlashError as err:
+            raise invalid(str(err), "prompt" if kind == Kind.COMPLETION else "messages") from None
+        except TooLong as err:
+            raise err.error(kind) from None
+        _compile(kv, found.sampling.grammar, _grammar_field(parsed))
+        return found
+
+    def count(self, kv: KVFlash, body: bytes) -> int:
+        """Return the number of tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
+        parsed = anthropic_request.parse(
+            parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True
+        )
+        try:
+            prompt = self._rendered(kv, parsed).prompt
+            encoded(prompt, "the conversation")
+            if len(prompt) <= _PIECE:
+                return len(tokenize_chat(kv.model, prompt))
+            return sum(_lengths(kv, prompt))  # tokenizing a text at once takes 75 bytes a character
+        except KVFlashError as err:
+            raise invalid(str(err), "messages") from None
+
+    def caps(self, kv: KVFlash) -> dict[str, bool]:
+        """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp does not know the template."""
+        try:
+            return self._chat_template(kv).caps
+        except KVFlashError:
+            return {}
+
+    def _chat_template(self, kv: KVFlash) -> ChatTemplate:
+        self._template = self._template or ChatTemplate.of(kv.model, self._source)
+        return self._template
+
+    def _rendered(self, kv: KVFlash, parsed: ParsedRequest) -> Rendered:
+        template = self._chat_template(kv)
+        asked: dict[str, Any] = {"chat_template_kwargs": parsed.chat_template_kwargs}
+        if parsed.tools:
+            if not template.takes_tools and parsed.tool_choice != "none":
+                raise no_tools()
+            asked |= {"tools": list(parsed.tools), "tool_choice": parsed.tool_choice}
+            asked["parallel_tool_calls"] = (
+                template.calls_at_once if parsed.parallel_tool_calls is None else parsed.parallel_tool_calls
+            )
+        if parsed.schema is not None:
+            asked["json_schema"] = parsed.schema
+        if "enable_thinking" in parsed.chat_template_kwargs:
+            asked["enable_thinking"] = bool(parsed.chat_template_kwargs["enable_thinking"])
+        return template.rendered(parsed.messages, **asked)
+
+    def _chat(self, kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
+        template, rendered = self._chat_template(kv), self._rendered(kv, parsed)
+        check_room(kv, rendered.prompt, "the conversation")
+        tokens = tokenize_chat(kv.model, rendered.prompt)
+        sampling = parsed.sampling if rendered.grammar is None else replace(parsed.sampling, grammar=rendered.grammar)
+        return PreparedRequest(
+            parsed, tokens, sampling, (*parsed.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
+        )
+
+
+def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
+    if isinstance(parsed.prompt, str):
+        check_room(kv, parsed.prompt, "the prompt")
+        tokens = kv.tokenize(parsed.prompt)
+    else:
+        tokens = np.array(parsed.prompt, np.int32)
+    warnings = () if parsed.schema is None else tuple(map(str, parsed.schema.loosened))
+    return PreparedRequest(parsed, tokens, parsed.sampling, parsed.stop, None, warnings)
+
+
+def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
+    """Compile a grammar in the reader's thread, before a sequence is prepared for it. field: the request's field for it.
+
+    Raises RequestError if it cannot be used.
+    """
+    try:
+        if grammar:
+            check_grammar(grammar, kv.model)
+    except KVFlashError as err:
+        raise invalid(str(err), field, "invalid_value") from None
+
+
+def _grammar_field(parsed: ParsedRequest) -> str:
+    """Return the field from which a request's grammar comes."""
+    return "grammar" if parsed.sampling.grammar else "response_format" if parsed.schema is not None else "tools"
+
+
+class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
+    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
+
+    def __init__(self, n: int | None, n_ctx: int) -> None:
+        super().__init__()
+        self.n, self.n_ctx = n, n_ctx
+
+    def error(self, kind: Kind) -> RequestError:
+        """Return the error to send, in the words that clients of the protocol search for."""
+        n = self.n_ctx + 1 if self.n is None else self.n
+        if kind == Kind.MESSAGE:
+            return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
+        length = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
+        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
+        return invalid(msg, code="context_length_exceeded")
+
+
+def check_room(kv: KVFlash, text: str, what: str) -> None:
+    """Raise TooLong for a text that is far too long, before tokenizing all of it: that takes 75 bytes a character."""
+    encoded(text, what)
+    if len(text) <= _PIECE:
+        return
+    (factor, each), n = _SLACK, 0.0
+    for more in _lengths(kv, text):
+        n += more / factor - each
+        if n > kv.options.n_ctx:
+            raise TooLong(None, kv.options.n_ctx)
+
+
+def _lengths(kv: KVFlash, text: str) -> Iterator[int]:
+    """Yield the number of tokens of each piece of a text."""
+    for start in range(0, len(text), _PIECE):
+        yield len(kv.tokenize(text[start : start + _PIECE], add_special=False, parse_special=True))
+
+
+def _check_length(n: int, n_ctx: int) -> None:
+    if n == 0:
+        raise invalid("the prompt is empty: give at least one character")
+    if n > n_ctx:
+        raise TooLong(n, n_ctx)
