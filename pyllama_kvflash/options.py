@@ -112,7 +112,9 @@ class Options:
     )
     tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
     swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
-    turns: int = 1  # with policy fresh, layers choose at every n-th token, by turns: less time, and further from the full cache
+    turns: int = (
+        1  # with policy fresh, layers choose at every n-th token, by turns: less time, and further from the full cache
+    )
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none

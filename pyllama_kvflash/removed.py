@@ -23,6 +23,31 @@ KEYWORDS = {
 POLICIES = {"qk-zmax": "give qk, which keeps more of what an answer needs, or leave the policy out"}
 """Policies, each with what to do instead."""
 
+VARIABLES = {
+    **{
+        f"KVFLASH_{name}": f"LLAMA_ARG_{name}"
+        for name in (
+            *("MODEL", "HF_REPO", "HF_FILE", "OFFLINE", "N_PREDICT", "CTX_SIZE", "CACHE_TYPE_K", "CACHE_TYPE_V"),
+            *("FLASH_ATTN", "BATCH", "UBATCH", "THREADS", "N_GPU_LAYERS", "TENSOR_SPLIT", "N_CPU_MOE", "RPC"),
+            *("PORT", "N_PARALLEL", "ALIAS", "CHAT_TEMPLATE_FILE"),
+        )
+    },
+    **{
+        f"{prefix}_{name}": now
+        for prefix in ("KVFLASH", "LLAMA_ARG")
+        for name, now in (
+            ("MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL"),
+            ("DRAFT_MAX", "LLAMA_ARG_SPEC_DRAFT_N_MAX"),
+            ("DRAFT_P_MIN", "LLAMA_ARG_SPEC_DRAFT_P_MIN"),
+            ("API_KEY", "LLAMA_API_KEY"),
+            ("WEBUI", "LLAMA_ARG_UI"),
+        )
+    },
+    "KVFLASH_DRAFT_SCORER": "KVFLASH_SCORER_MODEL",
+    "KVFLASH_DRAFT_POOL": "KVFLASH_SCORER_POOL",
+}
+"""Former environment variables, each with the one that the option has now. docs/ENVIRONMENT.md lists those."""
+
 
 def option(name: str, keyword: str = "") -> str:
     """Return the sentence for an option. keyword: its name in Python, if it was given there."""
@@ -32,3 +57,8 @@ def option(name: str, keyword: str = "") -> str:
 def policy(name: str) -> str:
     """Return the sentence for a policy."""
     return f"policy (--kvflash-policy) {name!r} was removed: {POLICIES[name]}"
+
+
+def variable(name: str) -> str:
+    """Return the sentence for an environment variable."""
+    return f"the environment variable {name} was renamed: set {VARIABLES[name]} instead"

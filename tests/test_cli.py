@@ -312,9 +312,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "1K")
     assert n_ctx() == 1024
-    monkeypatch.setenv("KVFLASH_CTX_SIZE", "2K")
-    assert n_ctx() == 2048  # ours wins
-    assert n_ctx("-c", "3K") == 3072  # and an option over both
+    assert n_ctx("-c", "3K") == 3072  # an option wins
     monkeypatch.setenv("KVFLASH_POOL", "off")
     assert summary("-p", "Hello", "-n", "1", "-c", "32K")["stats"]["n_pool"] is None
 
@@ -360,31 +358,21 @@ def test_options_of_devices_and_memory(args: Sequence[str], want: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("variables", "option", "name", "low", "high", "typed"),
+    ("variable", "option", "name", "value", "typed"),
     [
-        (("LLAMA_ARG_TENSOR_SPLIT", "KVFLASH_TENSOR_SPLIT"), "-ts", "tensor_split", "1", "2", "3"),
-        (("LLAMA_ARG_N_CPU_MOE", "KVFLASH_N_CPU_MOE"), "-ncmoe", "n_cpu_moe", "1", "auto", "2"),
-        (("LLAMA_ARG_RPC", "KVFLASH_RPC"), "--rpc", "rpc", "a:1", "b:2", "c:3"),
-        (("", "KVFLASH_HOST"), "--kvflash-host", "host_limit", "", "2G", "3G"),
-        (("", "KVFLASH_AUTO_CAP"), "--kvflash-auto-cap", "auto_cap", "", "2K", "3K"),
-        (("", "KVFLASH_PREFILL"), "--kvflash-prefill", "prefill", "", "pool", "auto"),
-        (("", "KVFLASH_PANES"), "--kvflash-panes", "panes", "", "1", "3"),
+        ("LLAMA_ARG_TENSOR_SPLIT", "-ts", "tensor_split", "2", "3"),
+        ("LLAMA_ARG_N_CPU_MOE", "-ncmoe", "n_cpu_moe", "auto", "2"),
+        ("LLAMA_ARG_RPC", "--rpc", "rpc", "b:2", "c:3"),
+        ("LLAMA_ARG_TEMPERATURE", "--temp", "temperature", "0.5", "0.2"),
+        ("KVFLASH_HOST", "--kvflash-host", "host_limit", "2G", "3G"),
+        ("KVFLASH_PREFILL", "--kvflash-prefill", "prefill", "pool", "auto"),
     ],
 )
-def test_environment_of_devices_and_memory(
-    monkeypatch: pytest.MonkeyPatch,
-    variables: tuple[str, str],
-    option: str,
-    name: str,
-    low: str,
-    high: str,
-    typed: str,
+def test_environment_of_options(
+    monkeypatch: pytest.MonkeyPatch, variable: str, option: str, name: str, value: str, typed: str
 ) -> None:
-    """llama.cpp's variable, where it has one; ours wins over it, and an option over both."""
-    for variable, value in zip(variables, (low, high), strict=True):
-        if variable:
-            monkeypatch.setenv(variable, value)
-            assert parsed()[name] == parsed(option, value)[name]
+    monkeypatch.setenv(variable, value)
+    assert parsed()[name] == parsed(option, value)[name]
     assert parsed(option, typed)[name] != parsed()[name]
 
 

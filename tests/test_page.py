@@ -131,7 +131,7 @@ def test_the_files_need_no_key_and_the_pool_does() -> None:
 def test_the_option_is_spelled_as_llama_server_spells_it() -> None:
     option = next(param for param in serve.params if param.name == "webui")
     assert (option.opts, option.secondary_opts, option.default) == (["--webui"], ["--no-webui"], True)
-    assert option.envvar == ["KVFLASH_WEBUI", "LLAMA_ARG_WEBUI"]
+    assert option.envvar == "LLAMA_ARG_UI"
 
 
 def test_the_page_is_told_that_no_key_is_needed(server: Running) -> None:

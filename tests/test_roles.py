@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -29,20 +28,12 @@ pytestmark = pytest.mark.native
 environment = commands.environment
 
 
-def leaves(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from leaves(command, *names, name)
-        else:
-            yield (*names, name), command
-
-
 def module(name: str) -> ModuleType:
     """A module of commands, which may have a command of its own name."""
     return import_module(f"pyllama_kvflash.cli.{name}")
 
 
-COMMANDS = dict(leaves(main))
+COMMANDS = dict(commands.leaves(main))
 TEXTS = {
     *("prompt", "stop", "system", "grammar", "json_schema", "api_key", "alias", "host", "hf_repo"),
     *("variants", "tasks", "names"),

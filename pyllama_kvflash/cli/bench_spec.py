@@ -48,7 +48,7 @@ class Words(click.ParamType[tuple[str, ...]]):
 OPTIONS = params.options(
     params.MODEL,
     click.option("-md", "--model-draft", "drafter", metavar="FILE", type=Reads(), default=None,
-                 envvar=params.env("MODEL_DRAFT"),
+                 envvar=params.env("SPEC_DRAFT_MODEL"),
                  help="Draft model, a .gguf file.  [default: for needle-7m, its own]"),
     click.option("--kinds", type=Words(), default="draft,ngram", show_default=True,
                  help="Ways to draft, as in --spec of kvflash run."),

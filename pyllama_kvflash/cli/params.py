@@ -169,9 +169,9 @@ class HostLayers(click.ParamType[int | str]):
             self.fail(f'{value!r} is no number of layers: give one such as 20, or "auto"', param, ctx)
 
 
-def env(name: str, llama: str | None = None) -> list[str]:
-    """Return the environment variables of an option: ours, then llama.cpp's."""
-    return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
+def env(name: str) -> str:
+    """Return the environment variable of an option of llama.cpp's, which is its own. Ours have KVFLASH_."""
+    return f"LLAMA_ARG_{name}"
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
@@ -367,12 +367,12 @@ POOL = options(
 
 SCORERS = options(
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
-                 envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
+                 envvar="KVFLASH_SCORER_MODEL",
                  help="Small model that reads along, for policy drafter, which it makes the default.  [default:"
                  " MODEL-draft.gguf or draft-scorer.gguf next to the model, in $KVFLASH_DRAFT_DIR, or in"
                  " ~/.cache/kvflash]"),
     click.option("--scorer-pool", "--draft-pool", "scorer_pool", type=TokenCount(), default=2048, show_default=True,
-                 envvar=["KVFLASH_SCORER_POOL", "KVFLASH_DRAFT_POOL"],
+                 envvar="KVFLASH_SCORER_POOL",
                  help="Pool size of the scorer model in tokens."),
     *(_gone(name) for name in removed.OPTIONS),
 )  # fmt: skip
@@ -385,11 +385,11 @@ SPEC = options(
                  " the model's own heads; ngram: by what followed the last tokens earlier in the text. Of a tree of"
                  " drafts, only the best chain runs."),
     click.option("-md", "--model-draft", "spec_model", metavar="FILE", type=Reads(), default=None,
-                 envvar=env("MODEL_DRAFT"), help="Draft model, a .gguf file."),
-    click.option("--draft-max", "spec_n_max", type=int, default=0, envvar=env("DRAFT_MAX"),
+                 envvar=env("SPEC_DRAFT_MODEL"), help="Draft model, a .gguf file."),
+    click.option("--draft-max", "spec_n_max", type=int, default=0, envvar=env("SPEC_DRAFT_N_MAX"),
                  help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
                  " spec --draft-max 3,6,8` compares."),
-    click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
+    click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("SPEC_DRAFT_P_MIN"),
                  help="Minimum probability: a token that the drafter finds less likely ends the draft."),
     click.option("--draft-window", "spec_window", type=TokenCount(), default=2048, show_default=True,
                  envvar="KVFLASH_DRAFT_WINDOW", help="Last tokens that the drafter remembers."),
@@ -402,15 +402,15 @@ SPEC = options(
 )  # fmt: skip
 
 SAMPLING = options(
-    click.option("--temp", "temperature", type=float, default=0.8, show_default=True, help="Temperature, 0: greedy."),
-    click.option("--top-k", type=int, default=40, show_default=True, help="Top-k, 0: off."),
-    click.option("--top-p", type=float, default=0.95, show_default=True, help="Top-p, 1: off."),
-    click.option("--min-p", type=float, default=0.05, show_default=True, help="Min-p, 0: off."),
-    click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Repeat penalty, 1: off."),
+    click.option("--temp", "temperature", type=float, default=0.8, show_default=True, envvar=env("TEMPERATURE"), help="Temperature, 0: greedy."),
+    click.option("--top-k", type=int, default=40, show_default=True, envvar=env("TOP_K"), help="Top-k, 0: off."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, envvar=env("TOP_P"), help="Top-p, 1: off."),
+    click.option("--min-p", type=float, default=0.05, show_default=True, envvar=env("MIN_P"), help="Min-p, 0: off."),
+    click.option("--repeat-penalty", type=float, default=1.0, show_default=True, envvar=env("REPEAT_PENALTY"), help="Repeat penalty, 1: off."),
     click.option("--repeat-last-n", type=int, default=64, show_default=True, help="Last tokens to penalize, 0: off."),
-    click.option("--presence-penalty", type=float, default=0.0, show_default=True,
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, envvar=env("PRESENCE_PENALTY"),
                  help="What a token that was said loses, 0: off."),
-    click.option("--frequency-penalty", type=float, default=0.0, show_default=True,
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, envvar=env("FREQUENCY_PENALTY"),
                  help="What a token loses for each time that it was said, 0: off."),
     click.option("-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", type=LogitBias(), multiple=True,
                  help="Make a token likelier or less likely: 15043+1, 15043-inf. It can be given several times."),

@@ -2,12 +2,14 @@
 
 import errno
 import os
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pyllama_kvflash import removed
 from pyllama_kvflash.errors import OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
 from pyllama_kvflash.scorers.reader import find_scorer_model
@@ -92,16 +94,27 @@ class Harmless(Role):
 
 
 class Command(click.Command):
-    """A command that does not run if it would write over a file that it needs."""
+    """A command that does not run if it would write over a file that it needs, or if a former variable is set."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Compare all files that the options name, then run."""
+        """Compare all files that the options name, then run. Raises UsageError."""
+        refuse_former_variables({param.envvar for param in self.params})
         for param in self.params:
             value = ctx.params.get(param.name or "")
             if isinstance(param.type, Role) and value is not None:
                 name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
                 param.type.declare(_uses(ctx), name, value)
         return super().invoke(ctx)
+
+
+def refuse_former_variables(known: Container[object]) -> None:
+    """Raise UsageError for a former environment variable: ignored, it would leave an option at its default.
+
+    known: variables that the command has now.
+    """
+    for name, now in removed.VARIABLES.items():
+        if now in known and os.environ.get(name):
+            raise UsageError(removed.variable(name))
 
 
 def reads(name: str, *paths: str | Path) -> None:

@@ -44,7 +44,8 @@ knows nothing but secret codes hidden in long texts, good for a first try.
   kvflash run model.gguf --restore book.kvsnap --append -p "Who is the heir?"
 
 A pool too small for what it must hold (first chunk, last four chunks, pins, one batch and two more) is enlarged, with a
-warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
+warning. Sizes take K and M. The environment can set options, such as LLAMA_ARG_CTX_SIZE and KVFLASH_POOL: see
+docs/ENVIRONMENT.md.
 """
 
 

@@ -29,7 +29,7 @@ disk. docs/SERVER.md lists the endpoints, and what is not supported.
 \b
   kvflash serve model.gguf                                 http://127.0.0.1:8080/v1, two requests at once
   kvflash serve model.gguf -np 4 -c 128K --kvflash 16K     four, of up to 128K tokens each
-  KVFLASH_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
+  LLAMA_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
 
 Without MODEL.gguf, the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C or SIGTERM
 lets answers finish within --grace seconds; a second one ends them at once.
@@ -65,9 +65,9 @@ SERVER = params.options(
                  envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests answered at once."),
     click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
                  help="Requests that may wait for a sequence; more are refused (429)."),
-    click.option("--api-key", metavar="KEY", default=None, envvar=params.env("API_KEY"),
+    click.option("--api-key", metavar="KEY", default=None, envvar="LLAMA_API_KEY",
                  help="API key that clients must send as a bearer token. The list of processes shows it to others:"
-                 " better set KVFLASH_API_KEY."),
+                 " better set LLAMA_API_KEY."),
     click.option("-a", "--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
                  help="Model name for clients.  [default: the file's, without .gguf]"),
     click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True,
@@ -79,7 +79,7 @@ SERVER = params.options(
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
                  help="Seconds that answers have to finish once the server is told to stop."),
     TEMPLATE,
-    click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("WEBUI"),
+    click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("UI"),
                  help="Serve a page at / to chat on and to watch the pool."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
