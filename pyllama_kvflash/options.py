@@ -100,7 +100,9 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    opening: int = -1  # tokens at the beginning of an answer that are decoded losslessly; -1: see `n_opening`
+    opening: int = (
+        -1
+    )  # tokens at the beginning of an answer that are decoded losslessly; -1: 32, or 0 with policy fresh
     exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
@@ -110,10 +112,12 @@ class Options:
     policy: str | Scorer = (
         "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where it works, else qk
     )
-    tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
-    swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
+    tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
+    swaps: int = (
+        0  # most chunks that a scoring brings back: 0: 4; with fresh, most guests that a layer exchanges: 0: 32
+    )
     turns: int = (
-        1  # with policy fresh, layers choose at every n-th token, by turns: less time, and further from the full cache
+        1  # with policy fresh, layers choose at every n-th token, by turns: faster, and less like the full cache
     )
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never

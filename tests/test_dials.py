@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import USAGE, check_error, invoke
+from support.commands import USAGE, check_error, good, invoke, summary
 
 from pyllama_kvflash import removed
-from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli import main, settings
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.options import Options, Spec
 
 pytestmark = pytest.mark.native
 
 environment = commands.environment
+long_file = commands.long_file
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = dict(commands.leaves(main))
 
@@ -32,6 +36,94 @@ def options(*names: str) -> list[click.Option]:
 def parsed(command: str, *args: str) -> dict[str, Any]:
     """What a command's options mean, without running it."""
     return main.commands[command].make_context(command, list(args)).params
+
+
+#
+# --set
+#
+
+POOLED = [names for names in COMMANDS if any(option.name == "settings" for option in options(*names))]
+
+
+def fault(*args: str) -> str:
+    return check_error(invoke("run", "-p", "Hello", "-c", "1K", "-n", "1", "-q", *args), USAGE)
+
+
+def test_commands_that_have_a_pool_have_it() -> None:
+    assert {("run",), ("chat",), ("serve",), ("inspect",)} <= set(POOLED)
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_every_field_has_one_way_to_be_set(names: tuple[str, ...]) -> None:
+    """An option or a setting, but for those that the command itself sets."""
+    known = settings.settable(COMMANDS[names])
+    own = {option.name for option in options(*names) if not option.hidden}
+    for field in fields(Options):
+        if field.name not in {"spec", "snapshots", "n_parallel"}:
+            assert (field.name in known) != (field.name in own), field.name
+    if "spec_kind" in own:
+        for field in fields(Spec):
+            assert (f"spec.{field.name}" in known) != (f"spec_{field.name}" in own), field.name
+    if "temperature" in own:
+        for field in fields(Sampling):
+            if field.name != "n_probs":
+                assert (f"sampling.{field.name}" in known) != (field.name in own), field.name
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_the_fields_are_listed_with_their_meaning_and_default(names: tuple[str, ...]) -> None:
+    text = " ".join(good(*names, "--set", "help").stdout.split())
+    for name, setting in settings.settable(COMMANDS[names]).items():
+        assert setting.what
+        assert f"{name}=" in text
+        assert setting.kind in text
+    assert "tau=0 a whole number: fewest tokens between two scorings; 0: 2, or 64 with spec" in text
+
+
+def test_a_field_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*args: str) -> Any:
+        return parsed("run", *args)["settings"]
+
+    assert found("--set", "tau=4K", "--set", "share=0", "--set", "prefill-reselect=false") == {
+        "tau": 4096,
+        "share": 0.0,
+        "prefill_reselect": False,
+    }
+    assert found("--set", "tau=1", "--set", "tau=2") == {"tau": 2}
+    monkeypatch.setenv("KVFLASH_SET", "tau=3 again=0.1")
+    assert found() == {"tau": 3, "again": 0.1}
+
+
+def test_it_reaches_the_run(long_file: Path) -> None:
+    """Pins that leave no room make the pool larger."""
+    args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "1")
+    assert summary(*args)["stats"]["n_pool"] == 768
+    assert summary(*args, "--set", "sinks=8")["stats"]["n_pool"] > 768
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("taus=4", ("--set taus: there is no such field: did you mean tau? --set help lists them",)),
+        ("x=4", ("--set x: there is no such field: --set help lists them",)),
+        ("", ("there is no such field",)),
+        ("tau", ("--set tau has no value: give one, such as tau=0",)),
+        ("tau=many", ("--set tau: 'many' is not a whole number",)),
+        ("share=some", ("--set share: 'some' is not a number",)),
+        ("prefill_reselect=perhaps", ("'perhaps' is not true or false",)),
+        ("tau=-1", ("tau is -1, and must be from 0",)),
+        ("policy=lru", ("policy has an option of its own: give --kvflash-policy",)),
+        ("spec=ngram", ("there is no such field",)),
+        ("qk_query=last", ("qk_query (--qk-query) was removed",)),
+    ],
+)
+def test_bad_settings(given: str, words: tuple[str, ...]) -> None:
+    assert all(word in fault("--set", given) for word in words)
+
+
+def test_meanings_are_those_beside_the_fields() -> None:
+    assert settings.meanings(Options)["n_ubatch"] == "most tokens of one compute graph"
+    assert settings.meanings(Spec)["p_min"].startswith("A guess that the draft model finds less likely")
 
 
 #

@@ -36,7 +36,7 @@ def module(name: str) -> ModuleType:
 COMMANDS = dict(commands.leaves(main))
 TEXTS = {
     *("prompt", "stop", "system", "grammar", "json_schema", "api_key", "alias", "host", "hf_repo"),
-    *("variants", "tasks", "names"),
+    *("variants", "tasks", "names", "settings"),
     *(name.removeprefix("--").replace("-", "_") for name in OPTIONS),  # a value is an error
 }
 """Parameters that are plain text. Another one that is must be added here, if it does not name a file."""

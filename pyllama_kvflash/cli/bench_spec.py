@@ -8,7 +8,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.bench import Numbers, picture, results_folder
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
@@ -59,7 +59,7 @@ OPTIONS = params.options(
                  help="Tokens to predict in the texts copy and entropy; several with commas."),
     click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True,
                  help="Questions in needles."),
-    click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size in tokens."),
+    click.option("--pool", type=kinds.TokenCount(), default="512", show_default=True, help="Pool size in tokens."),
     click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32",
                  show_default=True, help="Tokens that are paged together; with 64, the smallest pool is 768."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, whose median counts."),

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pyllama_kvflash import native
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
@@ -74,7 +74,7 @@ SERVER = params.options(
                  envvar=params.env("N_PREDICT"),
                  help="Most tokens to predict in an answer, whatever a request asks for, -1: until the context is"
                  " full."),
-    click.option("--max-body", metavar="SIZE", type=params.ByteSize(), default="32M", show_default=True,
+    click.option("--max-body", metavar="SIZE", type=kinds.ByteSize(), default="32M", show_default=True,
                  envvar="KVFLASH_MAX_BODY", help="Most bytes of a request."),
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
                  help="Seconds that answers have to finish once the server is told to stop."),
@@ -84,9 +84,9 @@ SERVER = params.options(
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
-    click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
+    click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
-    click.option("--cache-min", type=params.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
+    click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
                  help="New tokens of a sequence that are worth keeping there."),
 )  # fmt: skip
 

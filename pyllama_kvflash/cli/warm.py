@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces
 from pyllama_kvflash.engine.engine import KVFlash
@@ -31,7 +31,7 @@ CACHE = params.options(
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps what was read; a run begins with the longest prefix of its prompt that is"
                  " there."),
-    click.option("--prefix-cache-size", "prefix_cache_size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE,
+    click.option("--prefix-cache-size", "prefix_cache_size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE,
                  show_default=True, envvar="KVFLASH_PREFIX_CACHE_SIZE",
                  help="Most bytes of that folder; the least recently used snapshots go first."),
 )  # fmt: skip
