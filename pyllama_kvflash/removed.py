@@ -12,6 +12,31 @@ OPTIONS = {
 }
 """Options of the command line, each with why nobody needs it any more."""
 
+MOVED = {
+    "--kvflash-opening": "--set opening=N",
+    "--kvflash-meter": "--set meter=SHARE",
+    "--kvflash-panes": "--set panes=N",
+    "--kvflash-auto-cap": "--set auto_cap=N",
+    "--kvflash-chunk": "--set chunk=N",
+    "--kvflash-swaps": "--set swaps=N",
+    "--kvflash-index": "--set index=BITS",
+    "--pin-prefix": "--set pins=0:N",
+    "--pin-spans": "--set pins=A:B,C:D",
+    "--scorer-model": "--set scorer_model=FILE",
+    "--draft-scorer": "--set scorer_model=FILE",
+    "--scorer-pool": "--set scorer_pool=N",
+    "--draft-pool": "--set scorer_pool=N",
+    "--draft-p-min": "--set spec.p_min=P",
+    "--draft-window": "--set spec.window=N",
+    "--spec-gate": "--set spec.gate=X",
+    "--spec-sustain": "--set spec.sustain=N",
+    "--repeat-last-n": "--set sampling.repeat_last_n=N",
+    "-l": "--set sampling.logit_bias=TOKEN+BIAS",
+    "--logit-bias": "--set sampling.logit_bias=TOKEN+BIAS",
+    "--prefix-cache-size": "--set cache.size=SIZE",
+}
+"""Options whose field only experiments turn, each with how it is set now. `bench` and `serve` still have some."""
+
 KEYWORDS = {
     "qk_summary": "--qk-summary",
     "qk_aggregate": "--qk-aggregate",
@@ -38,19 +63,18 @@ VARIABLES = {
         for name, now in (
             ("MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL"),
             ("DRAFT_MAX", "LLAMA_ARG_SPEC_DRAFT_N_MAX"),
-            ("DRAFT_P_MIN", "LLAMA_ARG_SPEC_DRAFT_P_MIN"),
             ("API_KEY", "LLAMA_API_KEY"),
             ("WEBUI", "LLAMA_ARG_UI"),
         )
     },
-    "KVFLASH_DRAFT_SCORER": "KVFLASH_SCORER_MODEL",
-    "KVFLASH_DRAFT_POOL": "KVFLASH_SCORER_POOL",
 }
 """Former environment variables, each with the one that the option has now. docs/ENVIRONMENT.md lists those."""
 
 
 def option(name: str, keyword: str = "") -> str:
     """Return the sentence for an option. keyword: its name in Python, if it was given there."""
+    if name in MOVED:
+        return f"{name} was removed: give {MOVED[name]}"
     return f"{f'{keyword} ({name})' if keyword else name} was removed: {OPTIONS[name]}; leave it out"
 
 

@@ -231,7 +231,7 @@ def test_limits_of_what_each_token_costs() -> None:
         Sampling(n_probs=MAX_PROBS + 1)
     biases = tuple((i, 1.0) for i in range(MAX_BIASES))
     Sampling(logit_bias=biases)
-    with pytest.raises(UsageError, match=r"^logit_bias \(--logit-bias\) has 1,025 tokens, and may have 1,024, since "):
+    with pytest.raises(UsageError, match=r"^logit_bias has 1,025 tokens, and may have 1,024, since "):
         Sampling(logit_bias=(*biases, (5, 1.0)))
 
 

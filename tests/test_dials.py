@@ -17,7 +17,7 @@ from support import commands
 from support.commands import USAGE, check_error, good, invoke, summary
 
 from pyllama_kvflash import removed
-from pyllama_kvflash.cli import main, settings
+from pyllama_kvflash.cli import main, params, roles, settings
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.options import Options, Spec
 
@@ -33,16 +33,109 @@ def options(*names: str) -> list[click.Option]:
     return [param for param in COMMANDS[names].params if isinstance(param, click.Option)]
 
 
+POOLED = [names for names in COMMANDS if any(option.name == "settings" for option in options(*names))]
+
+
 def parsed(command: str, *args: str) -> dict[str, Any]:
     """What a command's options mean, without running it."""
     return main.commands[command].make_context(command, list(args)).params
 
 
 #
-# --set
+# how many there are
 #
 
-POOLED = [names for names in COMMANDS if any(option.name == "settings" for option in options(*names))]
+OURS = {
+    *("pool", "policy", "prefill", "exact", "min_agreement", "spec_kind", "host_limit", "disk"),
+    *("save_snapshot", "restore", "append", "prefix_cache"),
+}
+"""Options of `run` that llama.cpp has no like of: about the pool, drafts, memory and snapshots."""
+
+
+def test_run_has_few_options() -> None:
+    shown = [option.name for option in options("run") if not option.hidden]
+    assert len(shown) + 1 <= 50  # and --help
+    assert set(shown) >= OURS
+    assert len(OURS) <= 12
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
+def test_help_has_groups(command: str) -> None:
+    """Each option is in one of them."""
+    known = [name for names in roles.GROUPS.values() for name in names]
+    assert len(known) == len(set(known))
+    assert {option.name for option in options(command) if not option.hidden} <= set(known)
+    titles = re.findall(r"^([A-Z][a-z ]+):$", good(command, "--help").stdout, re.MULTILINE)
+    assert titles == [title for title in roles.GROUPS if title in titles]
+    assert {"Model", "Pool", "Devices", "Memory and disk", "Output"} <= set(titles)
+
+
+#
+# removed
+#
+
+
+def test_every_removed_option_is_known_to_a_command() -> None:
+    hidden = {name for names in COMMANDS for option in options(*names) if option.hidden for name in option.opts}
+    assert hidden == {*removed.OPTIONS, *removed.MOVED}
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_a_removed_option_is_told_by_what_to_do(names: tuple[str, ...]) -> None:
+    for option in options(*names):
+        if option.hidden:
+            sentence = check_error(invoke(*names, option.opts[0], "1"), USAGE)
+            assert sentence == f"kvflash: error: {removed.option(option.opts[0])}"
+
+
+def test_what_is_given_instead_can_be_set() -> None:
+    known = settings.settable(COMMANDS["run",])
+    for now in removed.MOVED.values():
+        assert now.removeprefix("--set ").partition("=")[0] in known
+
+
+def test_a_removed_option_is_told_of_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_OPENING", "8")
+    assert fault() == "kvflash: error: --kvflash-opening was removed: give --set opening=N"
+
+
+@pytest.mark.parametrize(
+    ("args", "want"), [((), None), (("-q",), True), (("--verbose",), False), (("-q", "-v"), False)]
+)
+def test_quiet_or_verbose(args: tuple[str, ...], want: bool | None) -> None:
+    for command in ("run", "chat", "serve"):
+        assert parsed(command, *args)["quiet"] is want
+
+
+def test_the_size_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's variable holds for a run, too: else a run would take from the server's files."""
+    assert params.cache_size({"settings": {}}) == 20 << 30
+    monkeypatch.setenv("KVFLASH_PREFIX_CACHE_SIZE", "64GiB")
+    assert params.cache_size({"settings": {}}) == 64 << 30
+    assert params.cache_size(parsed("run", "--set", "cache.size=1G")) == 1 << 30
+
+
+@pytest.mark.parametrize("option", ["--grammar", "--grammar-file"])
+def test_a_grammar_is_a_text_or_a_file(tmp_path: Path, option: str) -> None:
+    (tmp_path / "a.gbnf").write_text('root ::= "yes"')
+    args = ("-p", "Hello", "-n", "4", "-c", "1K")
+    assert summary(*args, option, 'root ::= "yes"')["text"] == "yes"
+    assert summary(*args, option, str(tmp_path / "a.gbnf"))["text"] == "yes"
+    check_error(invoke("run", *args, option, str(tmp_path / "none")), USAGE, "the grammar file", "cannot be read")
+
+
+@pytest.mark.parametrize("option", ["-j", "-jf", "--json-schema", "--json-schema-file"])
+def test_a_schema_is_a_text_or_a_file(tmp_path: Path, option: str) -> None:
+    (tmp_path / "a.json").write_text('{"const": "yes"}')
+    args = ("-p", "Hello", "-n", "8", "-c", "1K")
+    assert summary(*args, option, '{"const": "yes"}')["text"].strip() == '"yes"'
+    assert summary(*args, option, str(tmp_path / "a.json"))["text"].strip() == '"yes"'
+    check_error(invoke("run", *args, option, "none"), USAGE, "the JSON schema file none cannot be read")
+
+
+#
+# --set
+#
 
 
 def fault(*args: str) -> str:

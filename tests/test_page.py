@@ -333,7 +333,7 @@ def test_what_an_option_pins_stays() -> None:
     with Running(pins=((0, 128),)) as running:
         ask(running, long_text(400))
         assert pool(running)["sequences"][0]["kind"].startswith("pp")
-        refused(pin(running, 1, False), 409, "--pin-prefix")
+        refused(pin(running, 1, False), 409, "--set pins")
         assert pin(running, 1, True).status_code == 200
 
 

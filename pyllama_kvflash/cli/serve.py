@@ -13,7 +13,8 @@ from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
+from pyllama_kvflash.cli.settings import CACHE_SIZE
+from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import check_file
@@ -95,13 +96,11 @@ SERVER = params.options(
 @params.MODEL
 @SERVER
 @params.POOL
-@params.SCORERS
 @params.SPEC
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
-@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@params.VERBOSITY
 def serve(
     model_arg: str | None,
     model: str | None,
@@ -119,8 +118,7 @@ def serve(
     cache_min: int,
     *,
     webui: bool,
-    quiet: bool,
-    verbose: bool,
+    quiet: bool | None,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
@@ -136,11 +134,11 @@ def serve(
     options = params.resolve(options)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
-    reporter = Reporter(quiet=quiet)
+    reporter = Reporter(quiet=quiet is True)
     path = model_path(model_arg, model, reporter)
     check_file(path)
     template = read_template(template_file)
-    if verbose:
+    if quiet is False:
         native.show_log()
     settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui)
     scheduler = Scheduler(

@@ -20,6 +20,7 @@ from pyllama_kvflash.options import Options, Spec
 
 _PARTS: dict[str, type] = {"": Options, "spec.": Spec, "sampling.": Sampling}
 _NOT = ("spec", "snapshots", "n_parallel", "sampling.n_probs")  # the command sets them
+CACHE_SIZE = "20GiB"  # of a prefix cache
 _PREFIX = {"": "", "spec.": "spec_", "sampling.": ""}  # of the parameters that set fields of a part
 
 
@@ -47,17 +48,18 @@ class Setting:
 def settable(command: click.Command) -> dict[str, Setting]:
     """Return what `--set` can set for a command: fields for which it has no option."""
     own = {param.name for param in command.params if not getattr(param, "hidden", False)}
+    more = [_cache_size()] if "prefix_cache" in own and "prefix_cache_size" not in own else []
     parts = ["", *(["spec."] if "spec_kind" in own else []), *(["sampling."] if "temperature" in own else [])]
     return {
         name: setting
         for part in parts
         for name, setting in _settings(part).items()
         if _PREFIX[part] + name.removeprefix(part) not in own
-    }
+    } | {setting.name: setting for setting in more}
 
 
 def take(values: dict[str, Any], part: str) -> dict[str, Any]:
-    """Return the fields of a part that `--set` set: "" for Options, "spec." or "sampling."."""
+    """Return the fields of a part that `--set` set: "" for Options, "spec.", "sampling." or "cache."."""
     given = values["settings"]
     own = [name for name in given if name.startswith(part) and ("." in name) == bool(part)]
     return {name.removeprefix(part): given[name] for name in own}
@@ -157,6 +159,11 @@ def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None
     if isinstance(default, int):
         return "a whole number", _whole
     return ("a number", float) if isinstance(default, float) else None
+
+
+def _cache_size() -> Setting:
+    what = "most bytes of the folder of --prefix-cache; the least recently used snapshots go first"
+    return Setting("cache.size", CACHE_SIZE, what, "a size", lambda text: kinds.ByteSize().convert(text, None, None))
 
 
 def _flag(text: str) -> bool:

@@ -69,9 +69,7 @@ class GuestRoom:
             each = self._threads.map(lambda i: self._put(i, have, records), range(len(self.native.layers)))
             deque(each, maxlen=0)
         except MemoryError:
-            msg = (
-                f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index 1)"
-            )
+            msg = f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (index 1)"
             raise HostMemoryError(msg) from None
         self.native.cover(have, records)
         self.n_fitted = self.n_fitted if have else n
