@@ -258,7 +258,7 @@ def test_half_a_surrogate_pair(kv: KVFlash, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [(b"-p", b"a\xffb"), (b"-p", b"a", b"-r", b"\xff"), (b"-p", b"a", b"--grammar", b"\xff")]
+    "args", [(b"-p", b"a\xffb"), (b"-p", b"a", b"-r", b"\xff"), (b"-p", b"a", b"--grammar", b"root ::= \xff")]
 )
 def test_options_that_are_not_text(args: tuple[bytes, ...]) -> None:
     check_error(kvflash("run", BUNDLED_MODEL, "-n", "1", *args), 2, "text")

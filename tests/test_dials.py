@@ -253,6 +253,12 @@ def test_the_address_of_the_server_is_not_its_memory(monkeypatch: pytest.MonkeyP
     assert (found["host"], found["host_limit"]) == ("0.0.0.0", 2 << 30)
 
 
+def test_a_bad_value_names_the_variable_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one who set KVFLASH_HOST for the server's address, which is LLAMA_ARG_HOST now."""
+    monkeypatch.setenv("KVFLASH_HOST", "0.0.0.0")
+    check_error(invoke("serve"), USAGE, "--kvflash-host (the environment variable KVFLASH_HOST): '0.0.0.0' is no size")
+
+
 @pytest.mark.parametrize("name", removed.VARIABLES)
 def test_a_former_variable_is_told_by_its_new_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An option is not left at its default in silence, least of all the API key."""

@@ -37,6 +37,12 @@ GROUPS = {
     "Output": ("output", "trace", "stats", "as_json", "quiet", "help"),
 }
 """Headings of the options in --help, and the parameters below each."""
+_EVERYWHERE = (
+    "Model",
+    "Devices",
+    "Memory and disk",
+    "Output",
+)  # the others are for commands that have a pool's options
 
 
 class Role(click.ParamType[str]):
@@ -146,8 +152,9 @@ class Command(click.Command):
             record = param.get_help_record(ctx)
             if record and isinstance(param, click.Option):
                 shown["help" if help_ and param.name == help_.name else param.name] = record
-        grouped = {title: [shown[name] for name in names if name in shown] for title, names in GROUPS.items()}
-        known = {name for names in GROUPS.values() for name in names}
+        groups = {title: names for title, names in GROUPS.items() if title in _EVERYWHERE or "settings" in shown}
+        grouped = {title: [shown[name] for name in names if name in shown] for title, names in groups.items()}
+        known = {name for names in groups.values() for name in names}
         own = [record for name, record in shown.items() if name not in known]
         for title, records in {"Options": own, **grouped}.items():
             if records:
