@@ -187,6 +187,13 @@ def test_a_field_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found() == {"tau": 3, "again": 0.1}
 
 
+def test_the_environment_may_set_what_only_another_command_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_SET", "spec.gate=0 tau=3 cache.size=1G")
+    assert parsed("inspect")["settings"] == {"tau": 3}
+    monkeypatch.setenv("KVFLASH_SET", "spec.gates=0")
+    check_error(invoke("inspect"), USAGE, "--set spec.gates: there is no such field: ")
+
+
 def test_it_reaches_the_run(long_file: Path) -> None:
     """Pins that leave no room make the pool larger."""
     args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "1")

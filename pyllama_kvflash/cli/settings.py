@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash import removed
 from pyllama_kvflash.cli import kinds
@@ -74,8 +75,11 @@ def listing(known: dict[str, Setting]) -> str:
     return formatter.getvalue().rstrip()
 
 
-def _read(ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that are given, by name; for "help", list them and end. Raises UsageError."""
+def _read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that are given, by name; for "help", list them and end. Raises UsageError.
+
+    The environment is for all commands: what it sets of another one is left out, as are other commands' variables.
+    """
     known = settable(ctx.command)
     if "help" in given:
         click.echo(listing(known))
@@ -85,6 +89,9 @@ def _read(ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if name not in known:
+            by = ctx.get_parameter_source(param.name or "")
+            if by == ParameterSource.ENVIRONMENT and name in {"cache.size"}.union(*map(_settings, _PARTS)):
+                continue
             raise UsageError(_unknown(name, ctx.command, known))
         if not equals:
             msg = f"--set {name} has no value: give one, such as {name}={_shown(known[name].default) or 'VALUE'}"
