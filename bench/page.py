@@ -117,8 +117,8 @@ def main() -> None:
         str(args.context),
         "--kvflash",
         str(args.pool),
-        "--kvflash-meter",
-        "0.1",
+        "--set",
+        "meter=0.1",
         "--temp",
         "0",
     ]

@@ -69,10 +69,10 @@ class Spec:
             )
             raise UsageError(msg)
         check_range(self.n_max, 0, MAX_DRAFT, "n_max (--draft-max)", "0 takes as many as pay, up to 8")
-        check_range(self.p_min, 0, 1, "p_min (--draft-p-min)", "0 takes every token")
-        check_range(self.window, 256, 1 << 20, "window (--draft-window)", "2,048 is usual")
-        check_range(self.gate, 0, 100, "gate (--spec-gate)", "1 is usual, 0 drafts always")
-        check_range(self.sustain, 1, 10_000, "sustain (--spec-sustain)", "4 is usual")
+        check_range(self.p_min, 0, 1, "spec.p_min", "0 takes every token")
+        check_range(self.window, 256, 1 << 20, "spec.window", "2,048 is usual")
+        check_range(self.gate, 0, 100, "spec.gate", "1 is usual, 0 drafts always")
+        check_range(self.sustain, 1, 10_000, "spec.sustain", "4 is usual")
 
     @property
     def most(self) -> int:
@@ -100,7 +100,7 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    opening: int = -1  # tokens at the beginning of an answer that are decoded losslessly; -1: see `n_opening`
+    opening: int = -1  # tokens of an answer that are decoded losslessly at first; -1: 32, or 0 with policy fresh
     exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
@@ -110,11 +110,9 @@ class Options:
     policy: str | Scorer = (
         "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where it works, else qk
     )
-    tau: int = 0  # fewest tokens between two scorings; 0: see `interval`
-    swaps: int = 0  # most chunks that one scoring brings back, or guests that a layer exchanges; 0: see `n_swaps`
-    turns: int = (
-        1  # with policy fresh, layers choose at every n-th token, by turns: less time, and further from the full cache
-    )
+    tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
+    swaps: int = 0  # most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
+    turns: int = 1  # with fresh, layers choose at every n-th token, by turns: faster, and further from the full cache
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
@@ -145,24 +143,17 @@ class Options:
     disk: str | None = None  # a folder for the records beyond that limit; None: no such records
     snapshots: bool = False  # keep what save() needs: checkpoints, and a pool even if it covers the context
 
-    # former names
-    draft_model: InitVar[str | None] = None  # now scorer_model
-    draft_pool: InitVar[int | None] = None  # now scorer_pool
-
     # removed: a value is an error
     qk_summary: InitVar[object] = None
     qk_aggregate: InitVar[object] = None
     qk_query: InitVar[object] = None
     qk_rerank: InitVar[object] = None
 
-    def __post_init__(self, draft_model: str | None, draft_pool: int | None, *gone: object) -> None:
+    def __post_init__(self, *gone: object) -> None:
         """Check every value. Raises UsageError."""
         for keyword, value in zip(removed.KEYWORDS, gone, strict=True):
             if value is not None:
                 raise UsageError(removed.option(removed.KEYWORDS[keyword], keyword))
-        for name, value in (("scorer_model", draft_model), ("scorer_pool", draft_pool)):
-            if value is not None:
-                object.__setattr__(self, name, value)
         self._check_sizes()
         self._check_devices()
         self._check_policy()
@@ -199,10 +190,10 @@ class Options:
             check_range(
                 self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit"
             )
-        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap (--kvflash-auto-cap)", f"{AUTO_CAP:,} is usual")
+        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap", f"{AUTO_CAP:,} is usual")
 
     def _check_policy(self) -> None:
-        check_choice(self.chunk, CHUNKS, "chunk (--kvflash-chunk)")
+        check_choice(self.chunk, CHUNKS, "chunk")
         if isinstance(self.policy, str):
             if self.policy in removed.POLICIES:
                 raise UsageError(removed.policy(self.policy))
@@ -216,20 +207,20 @@ class Options:
             )
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau", "0 takes 2, or 64 with spec")
-        check_range(self.swaps, 0, MAX_TOKENS, "swaps (--kvflash-swaps)", "0 takes 4, or 32 with policy fresh")
+        check_range(self.swaps, 0, MAX_TOKENS, "swaps", "0 takes 4, or 32 with policy fresh")
         check_range(self.turns, 1, MAX_TOKENS, "turns", "with 1 all layers choose at each token")
         check_range(self.share, 0, 1, "share", "0.03 is usual, 0 sets no limit")
         check_range(self.again, 0, 1, "again", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay", "0 runs nothing again")
         self._check_index()
-        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool (--scorer-pool)", "2,048 is usual")
+        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool", "2,048 is usual")
 
     def _check_index(self) -> None:
-        check_choice(self.index, (0, *BITS), "index (--kvflash-index)")
+        check_choice(self.index, (0, *BITS), "index")
         if self.index and self.policy not in _CHOOSING:
             name = self.policy if isinstance(self.policy, str) else self.policy.name
             msg = (
-                f"index (--kvflash-index) is {self.index}, and policy (--kvflash-policy) {name!r} has no index: give policy"
+                f"index is {self.index}, and policy (--kvflash-policy) {name!r} has no index: give policy"
                 " fresh, or leave index out"
             )
             raise UsageError(msg)
@@ -245,18 +236,22 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
-        check_range(self.opening, -1, MAX_TOKENS, "opening (--kvflash-opening)", "-1 takes 32, or 0 with policy fresh")
-        check_range(self.meter, 0, 1, "meter (--kvflash-meter)", "0.05 is usual, 0 compares nothing")
+        check_range(self.opening, -1, MAX_TOKENS, "opening", "-1 takes 32, or 0 with policy fresh")
+        check_range(self.meter, 0, 1, "meter", "0.05 is usual, 0 compares nothing")
         check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
-        names = {"exact": "--kvflash-exact", "meter": "--kvflash-meter", "min_agreement": "--kvflash-min-agreement"}
+        names = {
+            "exact": "exact (--kvflash-exact)",
+            "meter": "meter",
+            "min_agreement": "min_agreement (--kvflash-min-agreement)",
+        }
         wants = next((name for name in names if getattr(self, name)), None)
         if wants is not None and self.prefill != "exact":
             msg = (
-                f"{wants} ({names[wants]}) needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
+                f"{names[wants]} needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
                 f" {self.prefill!r}: leave one of the two out"
             )
             raise UsageError(msg)
-        check_range(self.panes, 0, MAX_TOKENS, "panes (--kvflash-panes)", "0 decides, 1 takes the least memory")
+        check_range(self.panes, 0, MAX_TOKENS, "panes", "0 decides, 1 takes the least memory")
 
     def n_asking(self, query: str) -> int:
         """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""

@@ -12,6 +12,31 @@ OPTIONS = {
 }
 """Options of the command line, each with why nobody needs it any more."""
 
+MOVED = {
+    "--kvflash-opening": "--set opening=N",
+    "--kvflash-meter": "--set meter=SHARE",
+    "--kvflash-panes": "--set panes=N",
+    "--kvflash-auto-cap": "--set auto_cap=N",
+    "--kvflash-chunk": "--set chunk=N",
+    "--kvflash-swaps": "--set swaps=N",
+    "--kvflash-index": "--set index=BITS",
+    "--pin-prefix": "--set pins=0:N",
+    "--pin-spans": "--set pins=A:B,C:D",
+    "--scorer-model": "--set scorer_model=FILE",
+    "--draft-scorer": "--set scorer_model=FILE",
+    "--scorer-pool": "--set scorer_pool=N",
+    "--draft-pool": "--set scorer_pool=N",
+    "--draft-p-min": "--set spec.p_min=P",
+    "--draft-window": "--set spec.window=N",
+    "--spec-gate": "--set spec.gate=X",
+    "--spec-sustain": "--set spec.sustain=N",
+    "--repeat-last-n": "--set sampling.repeat_last_n=N",
+    "-l": "--set sampling.logit_bias=TOKEN+BIAS",
+    "--logit-bias": "--set sampling.logit_bias=TOKEN+BIAS",
+    "--prefix-cache-size": "--set cache.size=SIZE",
+}
+"""Options whose field only experiments turn, each with how it is set now. `bench` and `serve` still have some."""
+
 KEYWORDS = {
     "qk_summary": "--qk-summary",
     "qk_aggregate": "--qk-aggregate",
@@ -23,12 +48,41 @@ KEYWORDS = {
 POLICIES = {"qk-zmax": "give qk, which keeps more of what an answer needs, or leave the policy out"}
 """Policies, each with what to do instead."""
 
+VARIABLES = {
+    **{
+        f"KVFLASH_{name}": f"LLAMA_ARG_{name}"
+        for name in (
+            *("MODEL", "HF_REPO", "HF_FILE", "OFFLINE", "N_PREDICT", "CTX_SIZE", "CACHE_TYPE_K", "CACHE_TYPE_V"),
+            *("FLASH_ATTN", "BATCH", "UBATCH", "THREADS", "N_GPU_LAYERS", "TENSOR_SPLIT", "N_CPU_MOE", "RPC"),
+            *("PORT", "N_PARALLEL", "ALIAS", "CHAT_TEMPLATE_FILE"),
+        )
+    },
+    **{
+        f"{prefix}_{name}": now
+        for prefix in ("KVFLASH", "LLAMA_ARG")
+        for name, now in (
+            ("MODEL_DRAFT", "LLAMA_ARG_SPEC_DRAFT_MODEL"),
+            ("DRAFT_MAX", "LLAMA_ARG_SPEC_DRAFT_N_MAX"),
+            ("API_KEY", "LLAMA_API_KEY"),
+            ("WEBUI", "LLAMA_ARG_UI"),
+        )
+    },
+}
+"""Former environment variables, each with the one that the option has now. docs/ENVIRONMENT.md lists those."""
+
 
 def option(name: str, keyword: str = "") -> str:
     """Return the sentence for an option. keyword: its name in Python, if it was given there."""
+    if name in MOVED:
+        return f"{name} was removed: give {MOVED[name]}"
     return f"{f'{keyword} ({name})' if keyword else name} was removed: {OPTIONS[name]}; leave it out"
 
 
 def policy(name: str) -> str:
     """Return the sentence for a policy."""
     return f"policy (--kvflash-policy) {name!r} was removed: {POLICIES[name]}"
+
+
+def variable(name: str) -> str:
+    """Return the sentence for an environment variable."""
+    return f"the environment variable {name} was renamed: set {VARIABLES[name]} instead"

@@ -34,7 +34,7 @@ from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 pytestmark = pytest.mark.native
 
 SOME = ("--texts", "copy,needles", "--kinds", "ngram")
-SIZES = ("--pool", "256", "--kvflash-chunk", "16", "-n", "144", "--questions", "2", "--rounds", "1", "-t", "1")
+SIZES = ("--pool", "256", "--chunk", "16", "-n", "144", "--questions", "2", "--rounds", "1", "-t", "1")
 BENCH = SpecBench(
     *(BUNDLED_MODEL, str(BUNDLED_DRAFTER)), lengths=(144,), questions=2, pool=256, chunk=16, rounds=1, common={"n_threads": 1}
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_a_key_has_all_that_a_result_depends_on() -> None:
         ({"drafter": None}, "kind draft needs a drafter: give its file with -md/--model-draft"),
         ({"n_max": (8, 65)}, "n_max (--draft-max) is 65"),
         ({"pool": 128, "chunk": 32}, "a pool of 128 (--pool) is too small for chunks of 32: give at least 512"),
-        ({"chunk": 24}, "chunk (--kvflash-chunk) is 24"),
+        ({"chunk": 24}, "chunk is 24"),
         ({"lengths": (500, 128)}, "128 tokens (-n) after a text of 128 do not fill a pool of 256: give more than 128"),
     ],
 )
@@ -392,7 +392,7 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
         (("--texts", "copy,"), "there is no text ''"),
         (("--draft-max", "0"), "'0' has a number below 1"),
         (("--draft-max", "8,100"), "n_max (--draft-max) is 100"),
-        (("--kvflash-chunk", "64"), "a pool of 256 (--pool) is too small for chunks of 64: give at least 768"),
+        (("--chunk", "64"), "a pool of 256 (--pool) is too small for chunks of 64: give at least 768"),
         (("-n", "16"), "16 tokens (-n) after a text of 128 do not fill a pool of 256"),
         (("-n", "many"), "'many' is no number of tokens"),
         (("--rounds", "0"), "0 is not in the range"),

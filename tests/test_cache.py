@@ -499,7 +499,7 @@ def test_a_snapshot_of_something_else_is_a_miss_with_a_reason(
     assert run("-f", text, "-n", "0", "--save-snapshot", file).exit_code == 0
     for args, why in [
         (("-f", asked, "-ctk", "q8_0"), "cannot be used: "),
-        (("-f", asked, "--kvflash-chunk", "32"), "cannot be used: "),
+        (("-f", asked, "--set", "chunk=32"), "cannot be used: "),
     ]:
         done = run("--restore", file, *args)
         assert done.exit_code == 0
@@ -553,7 +553,7 @@ def test_the_prefix_cache_makes_the_second_run_warm(texts: tuple[Path, Path, Pat
         (("--restore", "/no/such/x.kvsnap", "--append"), "/no/such/x.kvsnap cannot be read"),
         (("--restore", "/", "--append"), "is a directory"),
         (("--kvflash", "off", "--save-snapshot", "/tmp/x.kvsnap"), "the full cache is in use"),
-        (("--prefix-cache-size", "0", "--prefix-cache", "/tmp/none"), "limited to 0 bytes"),
+        (("--set", "cache.size=0", "--prefix-cache", "/tmp/none"), "limited to 0 bytes"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(args: tuple[str, ...], words: str) -> None:

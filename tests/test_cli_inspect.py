@@ -85,7 +85,7 @@ def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[s
 def test_inspect_says_what_a_run_takes_to_read_a_prompt(n_ctx: str) -> None:
     """With the two panes that it takes unless it is told otherwise."""
     found = json.loads(good("inspect", "-c", n_ctx, "--json").stdout)
-    stats = summary("-p", "Hello", "-n", "1", "-c", n_ctx, "--kvflash", "1K", "--kvflash-panes", "2")["stats"]
+    stats = summary("-p", "Hello", "-n", "1", "-c", n_ctx, "--kvflash", "1K", "--set", "panes=2")["stats"]
     assert stats["pane_bytes"] == found["pane_bytes"] > 0
     assert stats["compute_bytes"] > 0
 

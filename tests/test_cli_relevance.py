@@ -151,11 +151,11 @@ def test_help_has_no_option_that_was_removed(command: str) -> None:
 def test_few_chunks_come_back_at_once(
     long_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Give, by: str
 ) -> None:
-    """--kvflash-swaps bounds what a scoring moves while decoding, and nothing else."""
+    """swaps bounds what a scoring moves while decoding, and nothing else."""
     trace = tmp_path / "run.jsonl"
-    more = ("--kvflash-swaps", "1") if by == "option" else ()
+    more = ("--set", "swaps=1") if by == "option" else ()
     if by == "environment":
-        monkeypatch.setenv("KVFLASH_SWAPS", "1")
+        monkeypatch.setenv("KVFLASH_SET", "swaps=1")
     given(share=0)
     args = ("-f", str(long_file), *POOLED, *QK, "-n", "60", "--temp", "0")
     good("run", *args, *more, "--trace", str(trace))
@@ -179,21 +179,21 @@ def test_defaults_are_those_of_the_library(command: str) -> None:
 
 
 def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None:
-    """--draft-scorer means policy drafter, unless another one is typed; a bad one is a warning."""
+    """--set scorer_model means policy drafter, unless another one is typed; a bad one is a warning."""
     args = ("-f", str(long_file), *POOLED, "-n", "8")
-    found = summary(*args, "--draft-scorer", str(BUNDLED_MODEL))
+    found = summary(*args, "--set", f"scorer_model={BUNDLED_MODEL}")
     assert (found["policy"], found["warnings"]) == ("drafter", [])
-    assert summary(*args, "--draft-scorer", str(BUNDLED_MODEL), "--kvflash-policy", "qk")["policy"] == "qk"
+    assert summary(*args, "--set", f"scorer_model={BUNDLED_MODEL}", "--kvflash-policy", "qk")["policy"] == "qk"
     bad = tmp_path / "draft.gguf"
     bad.write_bytes(b"no model")
-    res = good("run", *args, "--draft-scorer", str(bad), "--temp", "0", "-q")
+    res = good("run", *args, "--set", f"scorer_model={bad}", "--temp", "0", "-q")
     assert res.stderr.count("\n") == 1
     assert res.stderr.startswith(f"kvflash: warning: drafter cannot score: {bad} is no GGUF model")
     assert (long_file.parent / "answer.txt").read_text() in res.stdout
 
 
 def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
-    """The chunks of --pin-prefix and --pin-spans are never dropped; without them they are."""
+    """The chunks of --set pins are never dropped; without them they are."""
     trace = tmp_path / "run.jsonl"
     args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "1K", "--kvflash-policy", "lru", "-n", "1")
 
@@ -203,7 +203,7 @@ def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
         return {c for line in lines for c in line.get("drops", ())}
 
     assert {1, 2, 5, 6, 7} <= gone()
-    left = gone("--pin-prefix", "100", "--pin-spans", "300:350,7:8,448:449")
+    left = gone("--set", "pins=0:100,300:350,7:8,448:449")
     assert not {0, 1, 4, 5, 7} & left
     assert {2, 3, 6, 8} <= left
 

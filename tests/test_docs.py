@@ -235,7 +235,7 @@ def test_an_option_that_is_not_known_is_found():
     pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
     from pyllama_kvflash.cli import main  # noqa: PLC0415
 
-    text = """`--kvflash-nothing 4`, `--kvflash-swaps 1 --nothing`, `kvflash bench niah --docs 3 --quick`, `python x.py --y`, `--vocab-only`
+    text = """`--kvflash-nothing 4`, `--kvflash-host 1G --nothing`, `kvflash bench niah --docs 3 --quick`, `python x.py --y`, `--vocab-only`
 
 ```
 kvflash run model.gguf -f long.txt --kvflash 4K \\

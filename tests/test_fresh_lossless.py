@@ -236,7 +236,7 @@ def test_the_agreement_is_shown(long_file: Any) -> None:
     """Less of recency's tokens are the full cache's."""
     shown = {}
     for policy in ("fresh", "lru"):
-        args = ("-n", "40", "--temp", "0", "--kvflash-policy", policy, "--kvflash-opening", "0", "--kvflash-meter", "1")
+        args = ("-n", "40", "--temp", "0", "--kvflash-policy", policy, "--set", "opening=0", "--set", "meter=1")
         found = re.search(r"([\d.]+) % of \d+ tokens checked", good("run", "-f", long_file, *POOLED, *args).stderr)
         assert found
         shown[policy] = float(found[1])

@@ -165,18 +165,18 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((*FRESH, "--kvflash-index", "3"), "index (--kvflash-index) is 3, and must be one of 0, 1, 2, 4"),
+        ((*FRESH, "--set", "index=3"), "index is 3, and must be one of 0, 1, 2, 4"),
         (
-            ("--kvflash-policy", "qk", "--kvflash-index", "2"),
-            "index (--kvflash-index) is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
+            ("--kvflash-policy", "qk", "--set", "index=2"),
+            "index is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
         ),
         (
-            (*FRESH, "--kvflash-swaps", "-1"),
-            "swaps (--kvflash-swaps) is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
+            (*FRESH, "--set", "swaps=-1"),
+            "swaps is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
         ),
         (
-            (*FRESH, "--kvflash-opening", "-2"),
-            "opening (--kvflash-opening) is -2, and must be from -1 to 1,073,741,824: -1",
+            (*FRESH, "--set", "opening=-2"),
+            "opening is -2, and must be from -1 to 1,073,741,824: -1",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: 
 
 
 def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLICY": "fresh", "INDEX": "4", "OPENING": "5", "SWAPS": "3"}.items():
+    for name, value in {"POLICY": "fresh", "SET": "index=4 opening=5 swaps=3"}.items():
         monkeypatch.setenv(f"KVFLASH_{name}", value)
     said = good("run", "-f", str(long_file), *POOLED, "-n", "2").stderr
     assert "policy fresh (index of 4 bits a value: " in said
@@ -198,13 +198,11 @@ def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
 def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
-    for default in (
-        "(32; 0 with policy fresh by name)",
-        "(32 guests a layer with policy fresh; else 4 chunks)",
-        "(2 for heads of up to 96 values, 1 for larger ones)",
-    ):
-        assert f"[default: {default}]" in text
     assert "fresh: each layer chooses its own, by 16 tokens, for every token that it computes" in text
+    fields = " ".join(good(command, "--set", "help").stdout.split())
+    assert "-1: 32, or 0 with policy fresh" in fields
+    assert "with fresh, guests that a layer exchanges, 0: 32" in fields
+    assert 'bits for each value of a key in the index of "fresh": 1, 2 or 4' in fields
 
 
 def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:
@@ -237,7 +235,7 @@ def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path:
 def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
     form = IndexForm.of(64, int(bits))
     want = 6 * form.n_bytes(2, 64, 8192)
-    args = ("inspect", "-c", "8K", *FRESH, "--kvflash-index", bits)
+    args = ("inspect", "-c", "8K", *FRESH, "--set", f"index={bits}")
     assert json.loads(good(*args, "--json").stdout)["index_bytes"] == want
     said = f"{bits_a_value(token_bytes / 96)}: {token_bytes} bytes a token, {want / 2**20:.1f} MiB of host memory for"
     assert rows(good(*args).stdout)["index of fresh"].startswith(said)

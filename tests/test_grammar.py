@@ -363,9 +363,9 @@ def test_the_command_takes_a_schema(tmp_path: Path) -> None:
         (("-j", "{}", "--grammar", 'root ::= "a"'), "several grammars are given"),
         (("--grammar-file", "/nonexistent"), "the grammar file /nonexistent cannot be read"),
         (("-jf", "/nonexistent"), "the JSON schema file /nonexistent cannot be read"),
-        (("-l", "x"), "is no bias"),
-        (("-l", "5+inf"), "is no bias"),
-        (("-l", "99999999+1"), "ids are 0 to 4,095"),
+        (("--set", "sampling.logit_bias=x"), "is no bias"),
+        (("--set", "sampling.logit_bias=5+inf"), "is no bias"),
+        (("--set", "sampling.logit_bias=99999999+1"), "ids are 0 to 4,095"),
         (("--presence-penalty", "3"), "presence_penalty (--presence-penalty) is 3"),
     ],
 )

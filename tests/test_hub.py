@@ -477,7 +477,7 @@ def test_what_is_typed_goes_before_the_environment(
     assert wanted == [Wanted("a/b", None, None, "c.gguf")]
     assert inspected(str(file)) == inspected("-m", str(file)) == str(file)
     assert len(wanted) == 1
-    monkeypatch.setenv("KVFLASH_MODEL", "env.gguf")
+    monkeypatch.setenv("LLAMA_ARG_MODEL", "env.gguf")
     assert "the environment names two models, env.gguf and -hf a/b" in inspected()
     inspected("-hf", "d/e")
     assert wanted[1].repo == "d/e"

@@ -198,10 +198,10 @@ def test_it_is_said(tmp_path: Path) -> None:
     args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0")
     assert "the first 32 tokens of an answer are lossless" in good(*args).stderr
     assert "of an answer are lossless" not in good(*args, "--kvflash-policy", "fresh").stderr
-    assert "the first 5 tokens" in good(*args, "--kvflash-opening", "5").stderr
-    assert "of an answer are lossless" not in good(*args, "--kvflash-opening", "0").stderr
+    assert "the first 5 tokens" in good(*args, "--set", "opening=5").stderr
+    assert "of an answer are lossless" not in good(*args, "--set", "opening=0").stderr
 
 
 def test_bad_openings() -> None:
-    with pytest.raises(UsageError, match=r"opening \(--kvflash-opening\) is -2"):
+    with pytest.raises(UsageError, match=r"opening is -2"):
         Options(opening=-2)

@@ -232,23 +232,9 @@ def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str
 def test_only_fresh_has_an_index(options: type["Options"], policy: Any) -> None:
     """Bits for nothing would make a run that was meant to be fresh look like one."""
     name = policy if isinstance(policy, str) else policy.name
-    want = (
-        rf"index \(--kvflash-index\) is 4, and policy \(--kvflash-policy\) '{name}' has no index: give policy fresh, .*"
-    )
+    want = rf"index is 4, and policy \(--kvflash-policy\) '{name}' has no index: give policy fresh, .*"
     with pytest.raises(UsageError, match=f"^{want}$"):
         options(policy=policy, index=4)
-
-
-@pytest.mark.native
-def test_former_names_still_work(options: type["Options"]) -> None:
-    """And are checked like the new ones; replace() keeps what they gave."""
-    made = options(draft_model="small.gguf", draft_pool=512)
-    assert (made.scorer_model, made.scorer_pool) == ("small.gguf", 512)
-    assert made == options(scorer_model="small.gguf", scorer_pool=512)
-    again = replace(made, scorer_pool=1024)
-    assert (again.scorer_model, again.scorer_pool) == ("small.gguf", 1024)
-    with pytest.raises(UsageError, match=r"scorer_pool .* is 0"):
-        options(draft_pool=0)
 
 
 @pytest.mark.native

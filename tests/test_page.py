@@ -131,7 +131,7 @@ def test_the_files_need_no_key_and_the_pool_does() -> None:
 def test_the_option_is_spelled_as_llama_server_spells_it() -> None:
     option = next(param for param in serve.params if param.name == "webui")
     assert (option.opts, option.secondary_opts, option.default) == (["--webui"], ["--no-webui"], True)
-    assert option.envvar == ["KVFLASH_WEBUI", "LLAMA_ARG_WEBUI"]
+    assert option.envvar == "LLAMA_ARG_UI"
 
 
 def test_the_page_is_told_that_no_key_is_needed(server: Running) -> None:
@@ -333,7 +333,7 @@ def test_what_an_option_pins_stays() -> None:
     with Running(pins=((0, 128),)) as running:
         ask(running, long_text(400))
         assert pool(running)["sequences"][0]["kind"].startswith("pp")
-        refused(pin(running, 1, False), 409, "--pin-prefix")
+        refused(pin(running, 1, False), 409, "--set pins")
         assert pin(running, 1, True).status_code == 200
 
 

@@ -385,7 +385,7 @@ def test_what_cannot_be_pinned_is_said(driver: Chrome, document: NeedlePrompt) -
         page.open()
         read(page, document)
         page.one("#grid").send_keys(Keys.HOME, Keys.ENTER)
-        page.until(lambda: "--pin-prefix" in page.text("#pool-alert"))
+        page.until(lambda: "--set pins" in page.text("#pool-alert"))
 
 
 def colour(page: Page, chunk: int) -> list[int]:
@@ -420,7 +420,7 @@ def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
     assert "chunks of 64 tokens" in figures["In the pool"]
     assert "left" in figures["Moved"]
     assert "to score" in figures["Last choice"]
-    assert "--kvflash-meter" in figures["Agreement"]
+    assert "--set meter" in figures["Agreement"]
     assert "2,048 tokens on the device, chosen by qk" in page.text("#summary")
 
 

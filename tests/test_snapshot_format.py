@@ -391,5 +391,5 @@ def test_the_reason_says_which_number_is_whose() -> None:
     """As usable() asks: of the file, for what is here."""
     assert (
         identity_with(chunk=16).difference(identity_with(chunk=32))
-        == "its chunks have 16 positions, and 32 here (--kvflash-chunk)"
+        == "its chunks have 16 positions, and 32 here (chunk)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli.bench import bench
@@ -89,11 +90,18 @@ def _sentence(err: click.ClickException) -> str:
     """Return an error of click's as our own look: one sentence, and where to read more."""
     what = err.format_message()
     if isinstance(err, click.BadParameter) and err.param and err.message:
-        what = f"{'/'.join(err.param.opts)}: {err.message}"
+        what = f"{_given(err.param, err.ctx)}: {err.message}"
     what = " ".join(what.split()).rstrip(".")
     what = what[:1].lower() + what[1:]
     where = f"; {err.ctx.command_path} --help tells more" if isinstance(err, click.UsageError) and err.ctx else ""
     return what + where
+
+
+def _given(param: click.Parameter, ctx: click.Context | None) -> str:
+    """Return the option, and the environment variable if its value came from there."""
+    name = "/".join(param.opts)
+    by = ctx.get_parameter_source(param.name) if ctx and param.name else None
+    return f"{name} (the environment variable {param.envvar})" if by == ParameterSource.ENVIRONMENT else name
 
 
 def _fail(message: str, code: int) -> None:

@@ -15,7 +15,7 @@ from pyllama_kvflash.bench import sweep as recall_bench
 from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
 from pyllama_kvflash.bench.grid import FILES, Results, Variant, refuse_controls
 from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
@@ -114,7 +114,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         """Parse the value, or fail with what is allowed."""
         if isinstance(value, tuple):
             return value
-        found = (int(params.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
+        found = (int(kinds.TokenCount().convert(part, param, ctx)) for part in str(value).split(","))
         res = tuple(dict.fromkeys(found))
         if min(res) < 1:
             self.fail(f"{value!r} has a number below 1", param, ctx)
@@ -152,14 +152,14 @@ COMMON = params.options(
                  show_default=True, help="KV cache data type for K, for variants that set none."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="f16",
                  show_default=True, help="KV cache data type for V, for variants that set none."),
-    click.option("-b", "--batch-size", "n_batch", type=params.TokenCount(), default=0, show_default=True,
+    click.option("-b", "--batch-size", "n_batch", type=kinds.TokenCount(), default=0, show_default=True,
                  help="Logical batch size: prompt tokens per decode call, 0: as many as the pool can hold."),
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  help="Scorer model for variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=params.Layers(), default="all",
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.Layers(), default="all",
                  show_default=True, help="Layers to offload to the GPU."),
-    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=params.HostLayers(), default=0,
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HostLayers(), default=0,
                  show_default=True, help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few"
                  " layers as leave room for the pool."),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.bench import Numbers, picture, results_folder
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
@@ -47,8 +47,8 @@ class Words(click.ParamType[tuple[str, ...]]):
 
 OPTIONS = params.options(
     params.MODEL,
-    click.option("-md", "--model-draft", "drafter", metavar="FILE", type=Reads(), default=None,
-                 envvar=params.env("MODEL_DRAFT"),
+    click.option("-md", "--model-draft", "--spec-draft-model", "drafter", metavar="FILE", type=Reads(), default=None,
+                 envvar=params.env("SPEC_DRAFT_MODEL"),
                  help="Draft model, a .gguf file.  [default: for needle-7m, its own]"),
     click.option("--kinds", type=Words(), default="draft,ngram", show_default=True,
                  help="Ways to draft, as in --spec of kvflash run."),
@@ -59,8 +59,8 @@ OPTIONS = params.options(
                  help="Tokens to predict in the texts copy and entropy; several with commas."),
     click.option("--questions", type=click.IntRange(1, 1000), default=16, show_default=True,
                  help="Questions in needles."),
-    click.option("--pool", type=params.TokenCount(), default="512", show_default=True, help="Pool size in tokens."),
-    click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32",
+    click.option("--pool", type=kinds.TokenCount(), default="512", show_default=True, help="Pool size in tokens."),
+    click.option("--chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="32",
                  show_default=True, help="Tokens that are paged together; with 64, the smallest pool is 768."),
     click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, whose median counts."),
     click.option("-o", "--output", metavar="FOLDER", type=Declared(), default=None,
@@ -72,6 +72,7 @@ OPTIONS = params.options(
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto", show_default=True,
                  help="Flash attention."),
     params.COMPUTE,
+    *params.gone("--kvflash-chunk"),
 )  # fmt: skip
 
 _OWN = ("kinds", "n_max", "texts", "lengths", "questions", "pool", "rounds")

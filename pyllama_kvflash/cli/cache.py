@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds
 from pyllama_kvflash.cli.report import Reporter, mib
 from pyllama_kvflash.cli.roles import Command, Manages
 from pyllama_kvflash.cli.warm import default_folder
@@ -105,7 +105,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     "--to",
     "limit",
     metavar="SIZE",
-    type=params.ByteSize(),
+    type=kinds.ByteSize(),
     help="Remove the least recently used ones, down to this size.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove all.")

@@ -67,13 +67,11 @@ _COMMANDS = ("/clear", "/stats", "/exit")
 )
 @TEMPLATE
 @params.POOL
-@params.SCORERS
 @params.SPEC
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
-@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@params.VERBOSITY
 def chat(
     model_arg: str | None,
     model: str | None,
@@ -81,8 +79,7 @@ def chat(
     n_predict: int,
     template_file: str | None,
     *,
-    quiet: bool,
-    verbose: bool,
+    quiet: bool | None,
     **options: Any,
 ) -> None:
     """Talk with a model in a terminal."""
@@ -96,10 +93,10 @@ def chat(
     sampling = params.sampling(options, None)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
-    reporter = Reporter(quiet=quiet)
+    reporter = Reporter(quiet=quiet is True)
     path = model_path(model_arg, model, reporter)
     source = read_template(template_file)
-    if verbose:
+    if quiet is False:
         native.show_log()
     with native.interruptible(), reporter.loading(path.name) as bar:
         kv = KVFlash.from_file(path, progress=bar, **options)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, positions, read
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter, banner, mib
 from pyllama_kvflash.cli.roles import Command, Prints, reads
@@ -35,8 +35,8 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
 
 
 @click.command(cls=Command, help=HELP, short_help="A long prompt, full cache against pool.")
-@click.option("--tokens", type=params.TokenCount(), default=16384, show_default=True, help="Length of the text.")
-@click.option("--kvflash", "pool", type=params.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
+@click.option("--tokens", type=kinds.TokenCount(), default=16384, show_default=True, help="Length of the text.")
+@click.option("--kvflash", "pool", type=kinds.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
 @click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
 @click.option("-s", "--seed", type=int, default=1, show_default=True, help="Number of the text.")
 @click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]")

@@ -60,7 +60,6 @@ class Findings:
 @click.command(cls=Command, help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
 @params.MODEL
 @params.POOL
-@params.SCORERS
 @params.CONTEXT
 @params.COMPUTE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")  # fmt: skip

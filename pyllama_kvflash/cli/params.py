@@ -1,7 +1,6 @@
 """Option types, and the options that several commands share. Names follow llama.cpp."""
 
-import math
-import re
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from functools import reduce
@@ -11,200 +10,70 @@ import click
 from click.core import ParameterSource
 
 from pyllama_kvflash import removed
+from pyllama_kvflash.cli import settings
+from pyllama_kvflash.cli.kinds import ByteSize, HostLayers, Layers, Policy, Servers, Split, TokenCount
 from pyllama_kvflash.cli.read import read_text
-from pyllama_kvflash.cli.roles import Declared, Harmless, Reads
+from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
-from pyllama_kvflash.options import CHUNKS, FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
+from pyllama_kvflash.options import FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.sizing import AUTO_CAP
-from pyllama_kvflash.registry import policy_names
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class TokenCount(click.ParamType[int | str]):
-    """A number of tokens: 4096, or 4K or 1M in units of 1,024."""
-
-    name = "tokens"
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse the value, or fail with what is allowed."""
-        if isinstance(value, int):
-            return value
-        text = str(value).strip()
-        if text in self.words:
-            return text
-        match = re.fullmatch(r"([+-]?\d+)([KM]?)", text.upper())
-        if not match:
-            words = "".join(f', "{w}"' for w in self.words)
-            self.fail(f"{value!r} is no number of tokens: give one such as 4096 or 4K{words}", param, ctx)
-        return int(match[1]) * _UNITS[match[2]]
-
-
-class ByteSize(click.ParamType[int]):
-    """A number of bytes: 1048576, or 64GiB, 64G or 512M in units of 1,024."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the value, or fail with what is allowed."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:IB)?)?", str(value).strip().upper())
-        if not match:
-            self.fail(f"{value!r} is no size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
-        return int(match[1]) * _UNITS[match[2] or ""]
-
-
-class Split(click.ParamType[tuple[float, ...]]):
-    """Shares for devices, in their order: 3,1, or 3/1, which llama.cpp also takes."""
-
-    name = "shares"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Parse the value, or fail with what is allowed."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            res = tuple(float(part) for part in re.split("[,/]", value)) if value else ()
-        except ValueError:
-            res = (math.nan,)
-        if not all(map(math.isfinite, res)):
-            self.fail(f"{value!r} is no list of shares: give a number for each GPU, such as 3,1", param, ctx)
-        return res
-
-
-class Servers(click.ParamType[tuple[str, ...]]):
-    """Servers, separated by commas: host:port,host:port."""
-
-    name = "servers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ARG002
-        """Split the value; Options checks each server."""
-        if isinstance(value, tuple):
-            return value
-        return tuple(part.strip() for part in value.split(",")) if value else ()
-
-
-class Policy(click.ParamType[str]):
-    """The name of a policy."""
-
-    name = "policy"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the name, or fail with the names that there are. Raises UsageError for one that there was."""
-        if value in removed.POLICIES:
-            raise UsageError(removed.policy(value))
-        if value not in policy_names():
-            self.fail(f"{value!r} is no policy: there are {', '.join(policy_names())}", param, ctx)
-        return str(value)
-
-
-class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
-    """Ranges of positions: 0:512,4K:5K."""
-
-    name = "spans"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[int, int], ...]:
-        """Parse the value, or fail with what is allowed."""
-        if isinstance(value, tuple):
-            return value
-        count = TokenCount()
-        res = []
-        for part in filter(None, str(value).split(",")):
-            start, colon, end = part.partition(":")
-            if not colon:
-                self.fail(f"{part!r} is no range of positions: give one such as 0:512, several with commas", param, ctx)
-            res.append((int(count.convert(start, param, ctx)), int(count.convert(end, param, ctx))))
-        return tuple(res)
-
-
-class LogitBias(click.ParamType[tuple[int, float]]):
-    """A token and what is added to its logit, as llama.cpp has it: 15043+1, 29905-inf."""
-
-    name = "bias"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        """Parse the value, or fail with what is allowed."""
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|inf))", str(value).strip())
-        if not match or match[2] == "+inf":
-            self.fail(f"{value!r} is no bias: give a token and a number, such as 15043+1 or 15043-inf", param, ctx)
-        return int(match[1]), float(match[2])
-
-
-class Layers(click.ParamType[int]):
-    """A number of layers. "all", llama.cpp's "auto" and negative numbers give -1."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the value, or fail with what is allowed."""
-        if value in ("all", "auto"):
-            return -1
-        try:
-            return max(int(value), -1)
-        except ValueError:
-            self.fail(f'{value!r} is no number of layers: give one such as 20, or "all"', param, ctx)
-
-
-class HostLayers(click.ParamType[int | str]):
-    """A number of layers, or "auto"."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse the value, or fail with what is allowed."""
-        if value == "auto":
-            return "auto"
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f'{value!r} is no number of layers: give one such as 20, or "auto"', param, ctx)
-
-
-def env(name: str, llama: str | None = None) -> list[str]:
-    """Return the environment variables of an option: ours, then llama.cpp's."""
-    return [f"KVFLASH_{name}", f"LLAMA_ARG_{llama or name}"]
+def env(name: str) -> str:
+    """Return the environment variable of an option of llama.cpp's, which is its own. Ours have KVFLASH_."""
+    return f"LLAMA_ARG_{name}"
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Options for values of POOL and SCORERS: pins joined, and policy drafter if a scorer model is
-    given.
+    """Return the fields of Options for values of POOL: with those of --set, and policy drafter if a scorer model is
+    given. Raises UsageError.
     """
-    res = dict(values)
-    res["chunk"] = int(res["chunk"])
-    prefix, spans = res.pop("pin_prefix"), res.pop("pin_spans")
-    res["pins"] = (((0, prefix),) if prefix else ()) + spans
-    typed = click.get_current_context().get_parameter_source("policy")
-    if res["scorer_model"] and typed == ParameterSource.DEFAULT:
-        res["policy"] = "drafter"
+    res = values | settings.take(values, "")
+    del res["settings"]
+    model = res.get("scorer_model")
+    if model:
+        reads("--set scorer_model", *model_parts(model))
+        if click.get_current_context().get_parameter_source("policy") == ParameterSource.DEFAULT:
+            res["policy"] = "drafter"
     return res
+
+
+def cache_size(values: dict[str, Any]) -> int:
+    """Return the most bytes of a prefix cache: as --set or the server's variable says, else the default."""
+    usual = os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or settings.CACHE_SIZE
+    return int(settings.take(values, "cache.").get("size", ByteSize().convert(usual, None, None)))
 
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
     """Take the options of SAMPLING out of the values. seed: replaces a negative one."""
     given = {f.name: values.pop(f.name) for f in fields(Sampling) if f.name in values}
-    texts = given["grammar"], *(values.pop(name) for name in ("grammar_file", "json_schema", "json_schema_file"))
-    given["grammar"] = _grammar(*texts)
+    given |= settings.take(values, "sampling.")
+    given["grammar"] = _grammar(given["grammar"], values.pop("json_schema"))
     return Sampling(**given | ({"seed": seed} if given["seed"] < 0 else {}))
 
 
-def _grammar(grammar: str, grammar_file: str | None, json_schema: str | None, json_schema_file: str | None) -> str:
+def is_grammar(text: str) -> bool:
+    """Return whether a text is a grammar, rather than the name of a file with one: it has a rule."""
+    return "::=" in text
+
+
+def is_schema(text: str) -> bool:
+    """Return whether a text is a JSON schema, rather than the name of a file with one."""
+    return text.strip().startswith("{") or text.strip() in {"true", "false"}
+
+
+def _grammar(grammar: str | None, schema: str | None) -> str:
     """Return the grammar that the answer keeps to. Raises UsageError."""
-    if sum(bool(text) for text in (grammar, grammar_file, json_schema, json_schema_file)) > 1:
-        msg = "several grammars are given: give one of --grammar, --grammar-file, --json-schema, --json-schema-file"
+    if grammar and schema:
+        msg = "several grammars are given: give one of --grammar and --json-schema"
         raise UsageError(msg)
-    if grammar_file:
-        return read_text(grammar_file, "grammar")
-    schema = read_text(json_schema_file, "JSON schema") if json_schema_file else json_schema
-    return json_grammar(schema, note=_warn) if schema else grammar
+    if grammar:
+        return grammar if is_grammar(grammar) else read_text(grammar, "grammar")
+    if not schema:
+        return ""
+    return json_grammar(schema if is_schema(schema) else read_text(schema, "JSON schema"), note=_warn)
 
 
 def _warn(text: str) -> None:
@@ -213,7 +82,12 @@ def _warn(text: str) -> None:
 
 def spec(values: dict[str, Any]) -> Spec | None:
     """Take the options of SPEC out of the values. Returns None for no drafting. Raises UsageError."""
-    given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec)}
+    given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec) if f"spec_{f.name}" in values}
+    set_ = settings.take(values, "spec.")
+    if given["kind"] == "off" and set_:
+        msg = f"--set spec.{next(iter(set_))} is about drafting, and --spec is off: add --spec, or leave it out"
+        raise UsageError(msg)
+    given |= set_
     if given["kind"] != "off":
         return Spec(**given)
     if given["model"] is not None:
@@ -227,16 +101,24 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
 
 
+def gone(*names: str) -> list[Callable[[Any], Any]]:
+    """Return options that were removed, which help does not show: a value is an error that says what to do now."""
+    return [_gone(name) for name in names]
+
+
 def _gone(name: str) -> Callable[[Any], Any]:
-    """Return an option that was removed, which help does not show: a value is an error that says what to do now."""
+    says = removed.option(name)
 
     def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
         if value is not None:
-            raise UsageError(removed.option(name))
+            raise UsageError(says)
 
-    own = name.removeprefix("--").removeprefix("kvflash-").upper().replace("-", "_")
-    says = removed.option(name)
-    return click.option(name, hidden=True, expose_value=False, envvar=f"KVFLASH_{own}", callback=refuse, help=says)
+    own = name.strip("-").removeprefix("kvflash-").replace("-", "_")
+    had = name.startswith(("--kvflash-", "--qk-", "--scorer-", "--draft-", "--spec-"))
+    variable = f"KVFLASH_{own.upper()}" if had else None
+    return click.option(
+        name, f"gone_{own}", hidden=True, expose_value=False, envvar=variable, callback=refuse, help=says
+    )
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -296,42 +178,27 @@ COMPUTE = options(
                  " whoever reaches it."),
 )  # fmt: skip
 
+VERBOSITY = click.option("-q/-v", "--quiet/--verbose", "quiet", default=None,
+                         help="Print only warnings and errors on stderr, or llama.cpp's log, too.")  # fmt: skip
+
 POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",
                  show_default=True, envvar="KVFLASH_POOL",
                  help="Pool size in tokens; auto: half of the free device memory, at most"
-                 " --kvflash-auto-cap; off: the full cache."),
+                 f" {AUTO_CAP:,} tokens (--set auto_cap); off: the full cache."),
     click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
                  envvar="KVFLASH_PREFILL",
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
-    click.option("--kvflash-opening", "opening", metavar="N", type=TokenCount(), default=-1,
-                 show_default="32; 0 with policy fresh by name", envvar="KVFLASH_OPENING",
-                 help="The first N tokens of an answer are decoded as with --kvflash-exact, so that short answers are the"
-                 " full cache's, and the pool then holds what they looked at. 0: none; -1: the default. Models with a"
-                 " recurrent state, and --kvflash-prefill pool, have none."),
     click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
                  help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
                  " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How"
                  " many to draft follows from how many are right and what both cost."),
-    click.option("--kvflash-meter", "meter", metavar="SHARE", type=float, default=0.0, show_default=True,
-                 envvar="KVFLASH_METER",
-                 help="Compare tokens with the full cache now and then, in at most this share of the time for prompt and"
-                 " answer, and show how many are the same. The text is the same with the meter and without. 0: compare nothing."),
     click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_MIN_AGREEMENT",
                  help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"
-                 " full cache's. Implies --kvflash-meter 0.05. 0: never."),
-    click.option("--kvflash-panes", "panes", metavar="N", type=int, default=0, show_default="2; all if the"
-                 " full cache fits beside an automatic pool, or lossless answers run on a CPU; for lossless answers beside an"
-                 " automatic pool, as many as fit", envvar="KVFLASH_PANES",
-                 help="Layers whose whole KV is on a device for exact prompts and lossless answers: N - 2 stay there, the"
-                 " others are streamed. More make lossless answers faster; 1 takes the least memory, and waits for each"
-                 " layer."),
-    click.option("--kvflash-auto-cap", "auto_cap", type=TokenCount(), default=AUTO_CAP, show_default=True,
-                 envvar="KVFLASH_AUTO_CAP",
-                 help="Largest pool that auto chooses, in tokens. A larger pool keeps more, but decodes more slowly."),
+                 " full cache's, of which 5 % of the time is spent to look at some (--set meter=0.05). 0: never."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
                  " refused before it runs.  [default: what there is]"),
@@ -339,8 +206,6 @@ POOL = options(
                  envvar="KVFLASH_DISK",
                  help="Folder on a fast disk for the records beyond --kvflash-host. They are in unnamed files, which"
                  " vanish with the process."),
-    click.option("--kvflash-chunk", "chunk", type=click.Choice([str(c) for c in CHUNKS]), default="64",
-                 show_default=True, envvar="KVFLASH_CHUNK", help="Tokens that are paged together."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
                  show_default="auto: fresh where each layer can choose (the CPU so far), else qk",
                  envvar="KVFLASH_POLICY",
@@ -349,32 +214,9 @@ POOL = options(
                  " for all layers; drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
                  " lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that a package"
                  " registered."),
-    click.option("--kvflash-swaps", "swaps", type=TokenCount(), default=0,
-                 show_default="32 guests a layer with policy fresh; else 4 chunks", envvar="KVFLASH_SWAPS",
-                 help="Most chunks that come back after a scoring while decoding. With policy fresh: most guests (16 tokens"
-                 " each) that a layer exchanges for a token, or for a batch of them. 0: the default."),
-    click.option("--kvflash-index", "index", metavar="BITS", type=int, default=0,
-                 show_default="2 for heads of up to 96 values, 1 for larger ones", envvar="KVFLASH_INDEX",
-                 help="With policy fresh: bits for each value of a key in the index by which layers choose, 1, 2 or 4. It is"
-                 " in host memory, or in a GPU's where layers choose there; more bits choose better, and take more of it."
-                 " 0: the default."),
-    click.option("--pin-prefix", metavar="N", type=TokenCount(), default=0, show_default=True,
-                 help="Keep the first N tokens on the device."),
-    click.option("--pin-spans", metavar="A:B,C:D", type=Spans(), default="",
-                 help="Keep these positions on the device, each span from A up to, not including, B. BOS is position"
-                 " 0."),
-)  # fmt: skip
-
-SCORERS = options(
-    click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
-                 envvar=["KVFLASH_SCORER_MODEL", "KVFLASH_DRAFT_SCORER"],
-                 help="Small model that reads along, for policy drafter, which it makes the default.  [default:"
-                 " MODEL-draft.gguf or draft-scorer.gguf next to the model, in $KVFLASH_DRAFT_DIR, or in"
-                 " ~/.cache/kvflash]"),
-    click.option("--scorer-pool", "--draft-pool", "scorer_pool", type=TokenCount(), default=2048, show_default=True,
-                 envvar=["KVFLASH_SCORER_POOL", "KVFLASH_DRAFT_POOL"],
-                 help="Pool size of the scorer model in tokens."),
-    *(_gone(name) for name in removed.OPTIONS),
+    settings.OPTION,
+    *gone(*removed.OPTIONS, *(name for name in removed.MOVED if name.startswith(("--kvflash-", "--pin-", "--scorer-")))),
+    *gone("--draft-scorer", "--draft-pool"),
 )  # fmt: skip
 
 SPEC = options(
@@ -384,41 +226,29 @@ SPEC = options(
                  " the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
                  " the model's own heads; ngram: by what followed the last tokens earlier in the text. Of a tree of"
                  " drafts, only the best chain runs."),
-    click.option("-md", "--model-draft", "spec_model", metavar="FILE", type=Reads(), default=None,
-                 envvar=env("MODEL_DRAFT"), help="Draft model, a .gguf file."),
-    click.option("--draft-max", "spec_n_max", type=int, default=0, envvar=env("DRAFT_MAX"),
+    click.option("-md", "--model-draft", "--spec-draft-model", "spec_model", metavar="FILE", type=Reads(), default=None,
+                 envvar=env("SPEC_DRAFT_MODEL"), help="Draft model, a .gguf file."),
+    click.option("--draft-max", "--spec-draft-n-max", "spec_n_max", type=int, default=0, envvar=env("SPEC_DRAFT_N_MAX"),
                  help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
                  " spec --draft-max 3,6,8` compares."),
-    click.option("--draft-p-min", "spec_p_min", type=float, default=0.0, show_default=True, envvar=env("DRAFT_P_MIN"),
-                 help="Minimum probability: a token that the drafter finds less likely ends the draft."),
-    click.option("--draft-window", "spec_window", type=TokenCount(), default=2048, show_default=True,
-                 envvar="KVFLASH_DRAFT_WINDOW", help="Last tokens that the drafter remembers."),
-    click.option("--spec-gate", "spec_gate", type=float, default=1.0, show_default=True, envvar="KVFLASH_SPEC_GATE",
-                 help="Decode plainly while a drafted step is worth less than this many plain ones, as measured; 0:"
-                 " always draft."),
-    click.option("--spec-sustain", "spec_sustain", type=int, default=4, show_default=True,
-                 envvar="KVFLASH_SPEC_SUSTAIN",
-                 help="Drafted steps in a row that may be worth less before drafting stops."),
+    *gone("--draft-p-min", "--draft-window", "--spec-gate", "--spec-sustain"),
 )  # fmt: skip
 
 SAMPLING = options(
-    click.option("--temp", "temperature", type=float, default=0.8, show_default=True, help="Temperature, 0: greedy."),
-    click.option("--top-k", type=int, default=40, show_default=True, help="Top-k, 0: off."),
-    click.option("--top-p", type=float, default=0.95, show_default=True, help="Top-p, 1: off."),
-    click.option("--min-p", type=float, default=0.05, show_default=True, help="Min-p, 0: off."),
-    click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Repeat penalty, 1: off."),
-    click.option("--repeat-last-n", type=int, default=64, show_default=True, help="Last tokens to penalize, 0: off."),
-    click.option("--presence-penalty", type=float, default=0.0, show_default=True,
+    click.option("--temp", "temperature", type=float, default=0.8, show_default=True, envvar=env("TEMPERATURE"), help="Temperature, 0: greedy."),
+    click.option("--top-k", type=int, default=40, show_default=True, envvar=env("TOP_K"), help="Top-k, 0: off."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, envvar=env("TOP_P"), help="Top-p, 1: off."),
+    click.option("--min-p", type=float, default=0.05, show_default=True, envvar=env("MIN_P"), help="Min-p, 0: off."),
+    click.option("--repeat-penalty", type=float, default=1.0, show_default=True, envvar=env("REPEAT_PENALTY"), help="Repeat penalty, 1: off."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, envvar=env("PRESENCE_PENALTY"),
                  help="What a token that was said loses, 0: off."),
-    click.option("--frequency-penalty", type=float, default=0.0, show_default=True,
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, envvar=env("FREQUENCY_PENALTY"),
                  help="What a token loses for each time that it was said, 0: off."),
-    click.option("-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", type=LogitBias(), multiple=True,
-                 help="Make a token likelier or less likely: 15043+1, 15043-inf. It can be given several times."),
-    click.option("--grammar", metavar="GRAMMAR", default="", help="BNF-like grammar (GBNF) that the answer keeps to."),
-    click.option("--grammar-file", metavar="FILE", type=Reads(), default=None, help="File with such a grammar."),
-    click.option("-j", "--json-schema", metavar="SCHEMA", default=None,
-                 help="JSON schema (https://json-schema.org) that the answer keeps to: {} for any JSON."),
-    click.option("-jf", "--json-schema-file", metavar="FILE", type=Reads(), default=None,
-                 help="File with such a schema."),
+    click.option("--grammar", "--grammar-file", "grammar", metavar="GRAMMAR|FILE", type=TextOrFile(is_grammar),
+                 default=None, help="BNF-like grammar (GBNF) that the answer keeps to, or a file with one."),
+    click.option("-j", "--json-schema", "-jf", "--json-schema-file", "json_schema", metavar="SCHEMA|FILE",
+                 type=TextOrFile(is_schema), default=None,
+                 help="JSON schema (https://json-schema.org) that the answer keeps to, {} for any JSON, or a file with one."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
+    *gone("--repeat-last-n", "-l", "--logit-bias"),
 )  # fmt: skip

@@ -2,12 +2,14 @@
 
 import errno
 import os
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pyllama_kvflash import removed
 from pyllama_kvflash.errors import OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
 from pyllama_kvflash.scorers.reader import find_scorer_model
@@ -15,6 +17,32 @@ from pyllama_kvflash.snapshot.file import Outline
 
 _KEY = "kvflash.uses"
 _BY_MODEL = ("drafter", "crosstok")  # policies that read a scorer model
+
+
+GROUPS = {
+    "Server": (
+        *("host", "port", "n_parallel", "n_queue", "api_key", "alias", "max_body", "grace", "webui"),
+        *("prefix_cache_size", "cache_min"),
+    ),
+    "Model": ("model", "hf_repo", "hf_file", "offline", "template_file"),
+    "Prompt": ("prompt", "prompt_file", "system", "restore", "append"),
+    "Pool": ("n_ctx", "pool", "policy", "prefill", "exact", "min_agreement", "settings"),
+    "Answer": (
+        *("n_predict", "stop", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty"),
+        *("frequency_penalty", "seed", "grammar", "json_schema"),
+    ),
+    "Drafts": ("spec_kind", "spec_model", "spec_n_max"),
+    "Devices": ("n_threads", "n_gpu_layers", "tensor_split", "n_cpu_moe", "rpc", "n_batch", "n_ubatch", "flash_attn"),
+    "Memory and disk": ("type_k", "type_v", "host_limit", "disk", "save_snapshot", "prefix_cache"),
+    "Output": ("output", "trace", "stats", "as_json", "quiet", "help"),
+}
+"""Headings of the options in --help, and the parameters below each."""
+_EVERYWHERE = (
+    "Model",
+    "Devices",
+    "Memory and disk",
+    "Output",
+)  # the others are for commands that have a pool's options
 
 
 class Role(click.ParamType[str]):
@@ -36,6 +64,18 @@ class Reads(Role):
     def declare(self, uses: Uses, option: str, value: str) -> None:
         """Add it, with the other parts of a split GGUF."""
         uses.read(option, *model_parts(value))
+
+
+class TextOrFile(Reads):
+    """A text, or the name of a file that has it. is_text: tells them apart."""
+
+    def __init__(self, is_text: Callable[[str], bool]) -> None:
+        self._is_text = is_text
+
+    def declare(self, uses: Uses, option: str, value: str) -> None:
+        """Add the file, if it is one."""
+        if value and not self._is_text(value):
+            super().declare(uses, option, value)
 
 
 class ReadsSnapshot(Reads):
@@ -92,16 +132,44 @@ class Harmless(Role):
 
 
 class Command(click.Command):
-    """A command that does not run if it would write over a file that it needs."""
+    """A command that does not run if it would write over a file that it needs, or if a former variable is set."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Compare all files that the options name, then run."""
+        """Compare all files that the options name, then run. Raises UsageError."""
+        refuse_former_variables({param.envvar for param in self.params})
         for param in self.params:
             value = ctx.params.get(param.name or "")
             if isinstance(param.type, Role) and value is not None:
                 name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
                 param.type.declare(_uses(ctx), name, value)
         return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups, each with a heading: first those of the command alone."""
+        help_ = self.get_help_option(ctx)
+        shown = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record and isinstance(param, click.Option):
+                shown["help" if help_ and param.name == help_.name else param.name] = record
+        groups = {title: names for title, names in GROUPS.items() if title in _EVERYWHERE or "settings" in shown}
+        grouped = {title: [shown[name] for name in names if name in shown] for title, names in groups.items()}
+        known = {name for names in groups.values() for name in names}
+        own = [record for name, record in shown.items() if name not in known]
+        for title, records in {"Options": own, **grouped}.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def refuse_former_variables(known: Container[object]) -> None:
+    """Raise UsageError for a former environment variable: ignored, it would leave an option at its default.
+
+    known: variables that the command has now.
+    """
+    for name, now in removed.VARIABLES.items():
+        if now in known and os.environ.get(name):
+            raise UsageError(removed.variable(name))
 
 
 def reads(name: str, *paths: str | Path) -> None:

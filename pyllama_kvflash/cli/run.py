@@ -44,7 +44,8 @@ knows nothing but secret codes hidden in long texts, good for a first try.
   kvflash run model.gguf --restore book.kvsnap --append -p "Who is the heir?"
 
 A pool too small for what it must hold (first chunk, last four chunks, pins, one batch and two more) is enlarged, with a
-warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, or llama.cpp's LLAMA_ARG_CTX_SIZE.
+warning. Sizes take K and M. The environment can set options, such as LLAMA_ARG_CTX_SIZE and KVFLASH_POOL: see
+docs/ENVIRONMENT.md.
 """
 
 
@@ -80,7 +81,6 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
     help="Stop at this text, which is not shown. It can be given several times.",
 )
 @params.POOL
-@params.SCORERS
 @params.SPEC
 @params.CONTEXT
 @params.COMPUTE
@@ -102,11 +102,12 @@ warning. Sizes take K and M. The environment can set options: KVFLASH_CTX_SIZE, 
 )
 @click.option("--stats", is_flag=True, help="Show all figures on stderr at the end.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="At the end, write one JSON object with text, reason and figures."
+    "--json/--jsonl",
+    "as_json",
+    default=None,
+    help="At the end, write one JSON object with text, reason and figures; or write every event as a line of JSON.",
 )
-@click.option("--jsonl", "as_jsonl", is_flag=True, help="Write every event as a line of JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")  # fmt: skip
+@params.VERBOSITY
 def run(
     model_arg: str | None,
     model: str | None,
@@ -118,27 +119,23 @@ def run(
     trace: str | None,
     *,
     stats: bool,
-    as_json: bool,
-    as_jsonl: bool,
-    quiet: bool,
-    verbose: bool,
+    as_json: bool | None,
+    quiet: bool | None,
     **options: Any,
 ) -> int:
     """Complete a prompt. Returns the exit code."""
-    if as_json and as_jsonl:
-        msg = "--json and --jsonl exclude each other"
-        raise UsageError(msg)
     check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
+    cache_size = params.cache_size(options)
     options = params.resolve(options)
-    reporter = Reporter(quiet=quiet)
-    warm = Warm(options, reporter)
+    reporter = Reporter(quiet=quiet is True)
+    warm = Warm(options, reporter, cache_size)
     text = _read_prompt(prompt, prompt_file)
     path = model_path(model_arg, model, reporter)
-    if verbose:
+    if quiet is False:
         native.show_log()
-    reads_scorer_model(options["policy"], options["scorer_model"], path)
+    reads_scorer_model(options["policy"], options.get("scorer_model"), path)
     with Output(output) as out, _trace(trace, output) as writer, native.interruptible():
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
@@ -151,7 +148,7 @@ def run(
             events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stop, append=append)
             if writer:
                 events = _traced(writer, kv, events)
-            answer, done = _write(events, out, reporter, as_json=as_json, as_jsonl=as_jsonl)
+            answer, done = _write(events, out, reporter, as_json=as_json is True, as_jsonl=as_json is False)
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
             out.close()  # a snapshot that cannot be saved costs neither the answer nor the trace

@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from pyllama_kvflash import native
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.cli.warm import CACHE_SIZE, default_folder
+from pyllama_kvflash.cli.settings import CACHE_SIZE
+from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import check_file
@@ -29,7 +30,7 @@ disk. docs/SERVER.md lists the endpoints, and what is not supported.
 \b
   kvflash serve model.gguf                                 http://127.0.0.1:8080/v1, two requests at once
   kvflash serve model.gguf -np 4 -c 128K --kvflash 16K     four, of up to 128K tokens each
-  KVFLASH_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
+  LLAMA_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
 
 Without MODEL.gguf, the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C or SIGTERM
 lets answers finish within --grace seconds; a second one ends them at once.
@@ -65,28 +66,28 @@ SERVER = params.options(
                  envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests answered at once."),
     click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
                  help="Requests that may wait for a sequence; more are refused (429)."),
-    click.option("--api-key", metavar="KEY", default=None, envvar=params.env("API_KEY"),
+    click.option("--api-key", metavar="KEY", default=None, envvar="LLAMA_API_KEY",
                  help="API key that clients must send as a bearer token. The list of processes shows it to others:"
-                 " better set KVFLASH_API_KEY."),
+                 " better set LLAMA_API_KEY."),
     click.option("-a", "--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
                  help="Model name for clients.  [default: the file's, without .gguf]"),
     click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True,
                  envvar=params.env("N_PREDICT"),
                  help="Most tokens to predict in an answer, whatever a request asks for, -1: until the context is"
                  " full."),
-    click.option("--max-body", metavar="SIZE", type=params.ByteSize(), default="32M", show_default=True,
+    click.option("--max-body", metavar="SIZE", type=kinds.ByteSize(), default="32M", show_default=True,
                  envvar="KVFLASH_MAX_BODY", help="Most bytes of a request."),
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
                  help="Seconds that answers have to finish once the server is told to stop."),
     TEMPLATE,
-    click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("WEBUI"),
+    click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("UI"),
                  help="Serve a page at / to chat on and to watch the pool."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
-    click.option("--prefix-cache-size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE, show_default=True,
+    click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
-    click.option("--cache-min", type=params.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
+    click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
                  help="New tokens of a sequence that are worth keeping there."),
 )  # fmt: skip
 
@@ -95,13 +96,11 @@ SERVER = params.options(
 @params.MODEL
 @SERVER
 @params.POOL
-@params.SCORERS
 @params.SPEC
 @params.CONTEXT
 @params.COMPUTE
 @params.SAMPLING
-@click.option("-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@params.VERBOSITY
 def serve(
     model_arg: str | None,
     model: str | None,
@@ -119,8 +118,7 @@ def serve(
     cache_min: int,
     *,
     webui: bool,
-    quiet: bool,
-    verbose: bool,
+    quiet: bool | None,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
@@ -136,11 +134,11 @@ def serve(
     options = params.resolve(options)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
-    reporter = Reporter(quiet=quiet)
+    reporter = Reporter(quiet=quiet is True)
     path = model_path(model_arg, model, reporter)
     check_file(path)
     template = read_template(template_file)
-    if verbose:
+    if quiet is False:
         native.show_log()
     settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui)
     scheduler = Scheduler(

@@ -14,7 +14,7 @@ from pyllama_kvflash.bench import shapes
 from pyllama_kvflash.bench import speed as speed_bench
 from pyllama_kvflash.bench.curves import paging_figure, speed_figure
 from pyllama_kvflash.bench.grid import Results, model_mark
-from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.bench import Numbers, feasible, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter, mib
@@ -171,7 +171,7 @@ def _measure(plan: speed_bench.Speed, results: Results, path: Path, reporter: Re
     cls=Command, help=PAGING_HELP, short_help="Bandwidth of paging, and what swapping does to the token stream."
 )
 @COMMON
-@click.option("--pool", type=params.TokenCount(), default="4K", show_default=True, help="Pool size in tokens.")
+@click.option("--pool", type=kinds.TokenCount(), default="4K", show_default=True, help="Pool size in tokens.")
 @click.option("--repeat", type=click.IntRange(1), default=20, show_default=True, help="Rounds, whose median counts.")
 @click.option("--reselect", "n_swap", type=click.IntRange(1), default=16, show_default=True, help="Chunks in a swap.")
 @click.option("--tau", type=click.IntRange(1), default=64, show_default=True, help="Tokens from one swap to the next.")

@@ -16,7 +16,6 @@ from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
-CACHE_SIZE = "20GiB"
 _WORTH = 1024  # newly read tokens that are worth a file in the cache
 
 
@@ -26,16 +25,6 @@ def default_folder() -> Path:
     return Path(home) / "kvflash" / "prefix"
 
 
-CACHE = params.options(
-    click.option("--prefix-cache", "prefix_cache", metavar="DIR", type=Manages(), default=None,
-                 envvar="KVFLASH_PREFIX_CACHE",
-                 help="Folder that keeps what was read; a run begins with the longest prefix of its prompt that is"
-                 " there."),
-    click.option("--prefix-cache-size", "prefix_cache_size", metavar="SIZE", type=params.ByteSize(), default=CACHE_SIZE,
-                 show_default=True, envvar="KVFLASH_PREFIX_CACHE_SIZE",
-                 help="Most bytes of that folder; the least recently used snapshots go first."),
-)  # fmt: skip
-
 SNAPSHOT = params.options(
     click.option("--save-snapshot", metavar="FILE", type=Replaces(updates="--restore"), default=None,
                  help="At the end, save the whole context to this file, which may be that of --restore."),
@@ -44,16 +33,23 @@ SNAPSHOT = params.options(
                  " another model, cache or text, the reason is given and the whole prompt is read."),
     click.option("--append", is_flag=True,
                  help="With --restore: the prompt comes after the saved text, instead of beginning with it."),
-    CACHE,
+    click.option("--prefix-cache", "prefix_cache", metavar="DIR", type=Manages(), default=None,
+                 envvar="KVFLASH_PREFIX_CACHE",
+                 help="Folder that keeps what was read, 20 GiB at most (--set cache.size); a run begins with the longest"
+                 " prefix of its prompt that is there."),
+    *params.gone("--prefix-cache-size"),
 )  # fmt: skip
 
 
 class Warm:
     """Restores and saves the context of a run."""
 
-    def __init__(self, options: dict[str, Any], reporter: Reporter) -> None:
-        """Take the values of SNAPSHOT out of options. If any is given, a pool is kept. Raises UsageError."""
-        names = ("save_snapshot", "restore", "append", "prefix_cache", "prefix_cache_size")
+    def __init__(self, options: dict[str, Any], reporter: Reporter, cache_size: int) -> None:
+        """Take the values of SNAPSHOT out of options. If any is given, a pool is kept. Raises UsageError.
+
+        cache_size: most bytes of the prefix cache.
+        """
+        names = ("save_snapshot", "restore", "append", "prefix_cache")
         given = {name: options.pop(name) for name in names}
         self._target, self._source, self._append = given["save_snapshot"], given["restore"], given["append"]
         self._reporter = reporter
@@ -62,7 +58,7 @@ class Warm:
             msg = "--append says where the prompt goes after --restore FILE: give both, or neither"
             raise UsageError(msg)
         folder = given["prefix_cache"]
-        self._cache = PrefixCache(folder, given["prefix_cache_size"]) if folder is not None else None
+        self._cache = PrefixCache(folder, cache_size) if folder is not None else None
         if self._cache or self._source or self._target:
             options["snapshots"] = True
         if self._target and not Path(self._target).absolute().parent.is_dir():

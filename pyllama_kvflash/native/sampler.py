@@ -41,10 +41,10 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
+    repeat_last_n: int = 64  # last tokens that repeat_penalty and the others penalize; 0: off
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
     seed: int | None = None
     n_probs: int | None = None
@@ -56,17 +56,17 @@ class Sampling:
         errors.check_range(self.top_p, 0, 1, "top_p (--top-p)")
         errors.check_range(self.min_p, 0, 1, "min_p (--min-p)")
         errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty (--repeat-penalty)")
-        errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n (--repeat-last-n)")
+        errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n")
         errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty (--frequency-penalty)")
         errors.check_range(self.presence_penalty, -2, 2, "presence_penalty (--presence-penalty)")
         if len(self.logit_bias) > MAX_BIASES:
             msg = (
-                f"logit_bias (--logit-bias) has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}, since each is"
+                f"logit_bias has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}, since each is"
                 " looked at for every token of the answer: use a grammar for more"
             )
             raise errors.UsageError(msg)
         for _, bias in self.logit_bias:
-            errors.check_range(bias, -math.inf, 1e3, "logit_bias (--logit-bias)")
+            errors.check_range(bias, -math.inf, 1e3, "logit_bias")
         if self.n_probs is not None:
             errors.check_range(self.n_probs, 0, MAX_PROBS, "n_probs", "each token of the answer is told with so many")
         if self.seed is not None:

@@ -70,9 +70,7 @@ class GuestRoom:
                 deque(self._threads.map(lambda i: self._fit(i, records), range(len(self.native.layers))), maxlen=0)
             deque(self._threads.map(lambda layers: self.native.put(layers, have, records), self._parts()), maxlen=0)
         except MemoryError:
-            msg = (
-                f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (--kvflash-index 1)"
-            )
+            msg = f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (index 1)"
             raise HostMemoryError(msg) from None
         self.native.cover(have, records)
         self.n_fitted = self.n_fitted if have else n

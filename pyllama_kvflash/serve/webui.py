@@ -150,7 +150,7 @@ def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> d
         raise RequestError(409, msg, code="no_pool")
     if pinned != (chunk in slot.seq.pager.ledger.pins):
         if not pinned and chunk not in slot.pins:
-            msg = f"chunk {chunk} is pinned by --pin-prefix or --pin-spans: start the server without them to unpin it"
+            msg = f"chunk {chunk} is pinned by --set pins: start the server without it to unpin it"
             raise RequestError(409, msg, param="chunk", code="pinned_by_option")
         try:
             slot.pin(chunk) if pinned else slot.unpin(chunk)

@@ -107,7 +107,7 @@ class PrefixCache:
         self._mutex = Lock()
         self._writer = ThreadPoolExecutor(1, "kvflash-cache")
         if limit <= 0:
-            msg = f"the prefix cache is limited to {limit:,} bytes: give 20GiB, say (--prefix-cache-size)"
+            msg = f"the prefix cache is limited to {limit:,} bytes: give 20GiB, say"
             raise UsageError(msg)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

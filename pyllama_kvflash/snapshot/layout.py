@@ -137,7 +137,7 @@ _READ = {False: "through the pool", True: "exactly"}
 
 _DIFFERENCES = {
     "memory": "it is of a memory of class {}, and this one is {}",
-    "chunk": "its chunks have {} positions, and {} here (--kvflash-chunk)",
+    "chunk": "its chunks have {} positions, and {} here (chunk)",
     "layers": "its layers or cache types are others (-ctk, -ctv)",
     "flags": "its cache is laid out or rotated otherwise: flags {}, and {} here (-fa, -ctk, -ctv)",
 }

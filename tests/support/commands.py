@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,7 +24,7 @@ RUNTIME, USAGE, INTERRUPTED = 1, 2, 130
 def forget_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the caller's settings."""
     for name in list(os.environ):
-        if name.startswith(("KVFLASH_", "LLAMA_ARG_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
+        if name.startswith(("KVFLASH_", "LLAMA_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
             monkeypatch.delenv(name)
 
 
@@ -30,6 +32,20 @@ def use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the caller's settings, and one thread: two wait for each other when the machine is busy."""
     forget_settings(monkeypatch)
     monkeypatch.setenv("LLAMA_ARG_THREADS", "1")
+
+
+#
+# which commands there are
+#
+
+
+def leaves(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All commands, each by its names."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from leaves(command, *names, name)
+        else:
+            yield (*names, name), command
 
 
 #

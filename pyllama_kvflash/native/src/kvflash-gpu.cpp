@@ -23,7 +23,7 @@ struct memory {
     memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
         if (!buf) {
             throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index by which layers choose are not "
-                                                   "free: use --kvflash-index 1, a "
+                                                   "free: use --set index=1, a "
                                                    "smaller -c/--ctx-size, or a smaller pool",
                                                     size));
         }

@@ -243,7 +243,7 @@ function moved(s) {
 }
 
 function agreement(s) {
-  if (!seen.meter) return "not measured (--kvflash-meter 0.05)";
+  if (!seen.meter) return "not measured (--set meter=0.05)";
   if (!seen.checked) return "nothing compared yet";
   const here = s.compared ? `; this answer ${share(s.compared[1], s.compared[0])} of ${count(s.compared[0])}` : "";
   return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens as in the full cache${here}`;

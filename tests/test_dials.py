@@ -1,0 +1,297 @@
+"""The options of all commands: their environment variables, and those that were removed."""
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import USAGE, check_error, good, invoke, summary
+
+from pyllama_kvflash import removed
+from pyllama_kvflash.cli import main, params, roles, settings
+from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.options import Options, Spec
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+long_file = commands.long_file
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = dict(commands.leaves(main))
+
+
+def options(*names: str) -> list[click.Option]:
+    return [param for param in COMMANDS[names].params if isinstance(param, click.Option)]
+
+
+POOLED = [names for names in COMMANDS if any(option.name == "settings" for option in options(*names))]
+
+
+def parsed(command: str, *args: str) -> dict[str, Any]:
+    """What a command's options mean, without running it."""
+    return main.commands[command].make_context(command, list(args)).params
+
+
+#
+# how many there are
+#
+
+OURS = {
+    *("pool", "policy", "prefill", "exact", "min_agreement", "spec_kind", "host_limit", "disk"),
+    *("save_snapshot", "restore", "append", "prefix_cache"),
+}
+"""Options of `run` that llama.cpp has no like of: about the pool, drafts, memory and snapshots."""
+
+
+def test_run_has_few_options() -> None:
+    shown = [option.name for option in options("run") if not option.hidden]
+    assert len(shown) + 1 <= 50  # and --help
+    assert set(shown) >= OURS
+    assert len(OURS) <= 12
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
+def test_help_has_groups(command: str) -> None:
+    """Each option is in one of them."""
+    known = [name for names in roles.GROUPS.values() for name in names]
+    assert len(known) == len(set(known))
+    assert {option.name for option in options(command) if not option.hidden} <= set(known)
+    titles = re.findall(r"^([A-Z][a-z ]+):$", good(command, "--help").stdout, re.MULTILINE)
+    assert titles == [title for title in roles.GROUPS if title in titles]
+    assert {"Model", "Pool", "Devices", "Memory and disk", "Output"} <= set(titles)
+
+
+#
+# removed
+#
+
+
+def test_every_removed_option_is_known_to_a_command() -> None:
+    hidden = {name for names in COMMANDS for option in options(*names) if option.hidden for name in option.opts}
+    assert hidden == {*removed.OPTIONS, *removed.MOVED}
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_a_removed_option_is_told_by_what_to_do(names: tuple[str, ...]) -> None:
+    for option in options(*names):
+        if option.hidden:
+            sentence = check_error(invoke(*names, option.opts[0], "1"), USAGE)
+            assert sentence == f"kvflash: error: {removed.option(option.opts[0])}"
+
+
+def test_what_is_given_instead_can_be_set() -> None:
+    known = settings.settable(COMMANDS["run",])
+    for now in removed.MOVED.values():
+        assert now.removeprefix("--set ").partition("=")[0] in known
+
+
+def test_a_removed_option_is_told_of_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_OPENING", "8")
+    assert fault() == "kvflash: error: --kvflash-opening was removed: give --set opening=N"
+
+
+@pytest.mark.parametrize(
+    ("args", "want"), [((), None), (("-q",), True), (("--verbose",), False), (("-q", "-v"), False)]
+)
+def test_quiet_or_verbose(args: tuple[str, ...], want: bool | None) -> None:
+    for command in ("run", "chat", "serve"):
+        assert parsed(command, *args)["quiet"] is want
+
+
+def test_the_size_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's variable holds for a run, too: else a run would take from the server's files."""
+    assert params.cache_size({"settings": {}}) == 20 << 30
+    monkeypatch.setenv("KVFLASH_PREFIX_CACHE_SIZE", "64GiB")
+    assert params.cache_size({"settings": {}}) == 64 << 30
+    assert params.cache_size(parsed("run", "--set", "cache.size=1G")) == 1 << 30
+
+
+@pytest.mark.parametrize("option", ["--grammar", "--grammar-file"])
+def test_a_grammar_is_a_text_or_a_file(tmp_path: Path, option: str) -> None:
+    (tmp_path / "a.gbnf").write_text('root ::= "yes"')
+    args = ("-p", "Hello", "-n", "4", "-c", "1K")
+    assert summary(*args, option, 'root ::= "yes"')["text"] == "yes"
+    assert summary(*args, option, str(tmp_path / "a.gbnf"))["text"] == "yes"
+    check_error(invoke("run", *args, option, str(tmp_path / "none")), USAGE, "the grammar file", "cannot be read")
+
+
+@pytest.mark.parametrize("option", ["-j", "-jf", "--json-schema", "--json-schema-file"])
+def test_a_schema_is_a_text_or_a_file(tmp_path: Path, option: str) -> None:
+    (tmp_path / "a.json").write_text('{"const": "yes"}')
+    args = ("-p", "Hello", "-n", "8", "-c", "1K")
+    assert summary(*args, option, '{"const": "yes"}')["text"].strip() == '"yes"'
+    assert summary(*args, option, str(tmp_path / "a.json"))["text"].strip() == '"yes"'
+    check_error(invoke("run", *args, option, "none"), USAGE, "the JSON schema file none cannot be read")
+
+
+#
+# --set
+#
+
+
+def fault(*args: str) -> str:
+    return check_error(invoke("run", "-p", "Hello", "-c", "1K", "-n", "1", "-q", *args), USAGE)
+
+
+def test_commands_that_have_a_pool_have_it() -> None:
+    assert {("run",), ("chat",), ("serve",), ("inspect",)} <= set(POOLED)
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_every_field_has_one_way_to_be_set(names: tuple[str, ...]) -> None:
+    """An option or a setting, but for those that the command itself sets."""
+    known = settings.settable(COMMANDS[names])
+    own = {option.name for option in options(*names) if not option.hidden}
+    for field in fields(Options):
+        if field.name not in {"spec", "snapshots", "n_parallel"}:
+            assert (field.name in known) != (field.name in own), field.name
+    if "spec_kind" in own:
+        for field in fields(Spec):
+            assert (f"spec.{field.name}" in known) != (f"spec_{field.name}" in own), field.name
+    if "temperature" in own:
+        for field in fields(Sampling):
+            if field.name != "n_probs":
+                assert (f"sampling.{field.name}" in known) != (field.name in own), field.name
+
+
+@pytest.mark.parametrize("names", POOLED, ids=" ".join)
+def test_the_fields_are_listed_with_their_meaning_and_default(names: tuple[str, ...]) -> None:
+    text = " ".join(good(*names, "--set", "help").stdout.split())
+    for name, setting in settings.settable(COMMANDS[names]).items():
+        assert setting.what
+        assert f"{name}=" in text
+        assert setting.kind in text
+    assert "tau=0 a whole number: fewest tokens between two scorings; 0: 2, or 64 with spec" in text
+
+
+def test_a_field_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*args: str) -> Any:
+        return parsed("run", *args)["settings"]
+
+    assert found("--set", "tau=4K", "--set", "share=0", "--set", "prefill-reselect=false") == {
+        "tau": 4096,
+        "share": 0.0,
+        "prefill_reselect": False,
+    }
+    assert found("--set", "tau=1", "--set", "tau=2") == {"tau": 2}
+    monkeypatch.setenv("KVFLASH_SET", "tau=3 again=0.1")
+    assert found() == {"tau": 3, "again": 0.1}
+
+
+def test_the_environment_may_set_what_only_another_command_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_SET", "spec.gate=0 tau=3 cache.size=1G")
+    assert parsed("inspect")["settings"] == {"tau": 3}
+    monkeypatch.setenv("KVFLASH_SET", "spec.gates=0")
+    check_error(invoke("inspect"), USAGE, "--set spec.gates: there is no such field: ")
+
+
+def test_it_reaches_the_run(long_file: Path) -> None:
+    """Pins that leave no room make the pool larger."""
+    args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "1")
+    assert summary(*args)["stats"]["n_pool"] == 768
+    assert summary(*args, "--set", "sinks=8")["stats"]["n_pool"] > 768
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("taus=4", ("--set taus: there is no such field: did you mean tau? --set help lists them",)),
+        ("x=4", ("--set x: there is no such field: --set help lists them",)),
+        ("", ("there is no such field",)),
+        ("tau", ("--set tau has no value: give one, such as tau=0",)),
+        ("tau=many", ("--set tau: 'many' is not a whole number",)),
+        ("share=some", ("--set share: 'some' is not a number",)),
+        ("prefill_reselect=perhaps", ("'perhaps' is not true or false",)),
+        ("tau=-1", ("tau is -1, and must be from 0",)),
+        ("policy=lru", ("policy has an option of its own: give --kvflash-policy",)),
+        ("spec=ngram", ("there is no such field",)),
+        ("qk_query=last", ("qk_query (--qk-query) was removed",)),
+    ],
+)
+def test_bad_settings(given: str, words: tuple[str, ...]) -> None:
+    assert all(word in fault("--set", given) for word in words)
+
+
+def test_meanings_are_those_beside_the_fields() -> None:
+    assert settings.meanings(Options)["n_ubatch"] == "most tokens of one compute graph"
+    assert settings.meanings(Spec)["p_min"].startswith("A guess that the draft model finds less likely")
+
+
+#
+# environment variables
+#
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_an_option_has_one_variable_or_none(names: tuple[str, ...]) -> None:
+    for option in options(*names):
+        assert option.envvar is None or re.fullmatch(r"(LLAMA|KVFLASH)_[A-Z_]+", str(option.envvar)), option.name
+
+
+def test_no_two_options_share_a_variable() -> None:
+    """Nor does an option have another one in another command."""
+    spellings, variables = defaultdict(set), defaultdict(set)
+    for names in COMMANDS:
+        own = [option.envvar for option in options(*names) if option.envvar]
+        assert sorted(map(str, own)) == sorted(map(str, set(own))), names
+        for option in options(*names):
+            if option.envvar:
+                spellings[option.envvar].add(option.opts[-1])
+                variables[option.opts[-1]].add(option.envvar)
+    assert {name: found for name, found in spellings.items() if len(found) > 1} == {}
+    assert {name: found for name, found in variables.items() if len(found) > 1} == {}
+
+
+def test_the_address_of_the_server_is_not_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_HOST", "2G")
+    found = parsed("serve")
+    assert (found["host"], found["host_limit"]) == ("127.0.0.1", 2 << 30)
+    monkeypatch.setenv("LLAMA_ARG_HOST", "0.0.0.0")
+    found = parsed("serve")
+    assert (found["host"], found["host_limit"]) == ("0.0.0.0", 2 << 30)
+
+
+def test_a_bad_value_names_the_variable_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one who set KVFLASH_HOST for the server's address, which is LLAMA_ARG_HOST now."""
+    monkeypatch.setenv("KVFLASH_HOST", "0.0.0.0")
+    check_error(invoke("serve"), USAGE, "--kvflash-host (the environment variable KVFLASH_HOST): '0.0.0.0' is no size")
+
+
+@pytest.mark.parametrize("name", removed.VARIABLES)
+def test_a_former_variable_is_told_by_its_new_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An option is not left at its default in silence, least of all the API key."""
+    now = removed.VARIABLES[name]
+    mine = [names for names in COMMANDS if any(option.envvar == now for option in options(*names))]
+    assert mine
+    monkeypatch.setenv(name, "1")
+    sentence = check_error(invoke(*mine[-1]), USAGE)
+    assert sentence == f"kvflash: error: the environment variable {name} was renamed: set {now} instead"
+    monkeypatch.setenv(name, "")
+    assert "was renamed" not in invoke(*mine[-1], "--help").stderr
+
+
+def test_a_former_variable_of_another_command_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_API_KEY", "secret")
+    assert "KVFLASH_API_KEY" not in invoke("run", "-p", "Hello", "-n", "-5").stderr
+
+
+def test_the_page_of_variables_is_up_to_date() -> None:
+    script = [sys.executable, ROOT / "docs/environment.py", "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_has_every_variable_that_the_package_reads() -> None:
+    page = (ROOT / "docs/ENVIRONMENT.md").read_text()
+    for source in (ROOT / "pyllama_kvflash").rglob("*.py"):
+        for name in re.findall(r"""environ(?:\.get\(|\[)["'](\w+)""", source.read_text()):
+            assert f"`{name}`" in page, f"{source.name} reads {name}"
