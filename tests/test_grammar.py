@@ -328,8 +328,7 @@ def test_penalties(kv: KVFlash, monkeypatch: pytest.MonkeyPatch, penalty: dict[s
         def sample(self, ctx: Context, i: int = -1) -> int:
             row = np.zeros(kv.model.n_vocab, np.float32)
             row[[70, 71]] = 5.0, 4.5
-            native, last, _ = ctx.output
-            ffi.memmove(lib.llama_get_logits_ith(native, last if i == -1 else i), row, row.nbytes)
+            ffi.memmove(lib.llama_get_logits_ith(ctx.output.native, ctx.output.row(i)), row, row.nbytes)
             return super().sample(ctx, i)
 
     monkeypatch.setattr(generation, "Sampler", Known)
