@@ -317,7 +317,7 @@ class Options:
 def check_span(start: int, end: int, n_ctx: int) -> None:
     """Raise UsageError unless [start, end) is a range of positions in a context."""
     if not 0 <= start < end <= n_ctx:
-        msg = f"pin {start}:{end} is no range of positions: give 0 <= start < end <= {n_ctx}"
+        msg = f"pin {start}:{end} is not a range of positions: give 0 <= start < end <= {n_ctx}"
         raise UsageError(msg)
 
 

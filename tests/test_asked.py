@@ -75,7 +75,7 @@ def test_what_differs_at_all_has_no_chance_below_the_threshold() -> None:
 
 
 def test_lengths(kv: KVFlash) -> None:
-    """0 reads the prompt alone; what is no number of tokens is refused, and nothing is forgotten for it."""
+    """0 reads the prompt alone; what is not a token count is refused, and nothing is forgotten for it."""
     (done,) = [event for event in kv.generate("The code", max_tokens=0) if isinstance(event, Done)]
     assert (done.reason, done.text, done.stats.n_generated) == ("length", "", 0)
     tokens = kv.tokens

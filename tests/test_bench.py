@@ -58,7 +58,7 @@ def test_variant_is_a_policy_with_options_of_its_own() -> None:
 @pytest.mark.parametrize("text", ["", "nope", "nope/replay=0", " lru", "FULL", "/replay=0"])
 def test_variant_of_no_policy(text: str) -> None:
     with pytest.raises(
-        UsageError, match=r"is no policy: there are full, oracle, auto, fresh, qk, qk-cos, lru"
+        UsageError, match=r"is not a policy: there are full, oracle, auto, fresh, qk, qk-cos, lru"
     ) as error:
         Variant.parse(text)
     assert repr(text) in str(error.value)

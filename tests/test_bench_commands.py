@@ -235,11 +235,11 @@ def test_kld_scores_less_than_the_context(score: str) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "value", "says"),
     [
-        ("niah", "--contexts", "many", "'many' is no number of tokens"),
-        ("niah", "--contexts", "2K,", "'' is no number of tokens"),
+        ("niah", "--contexts", "many", "'many' is not a token count"),
+        ("niah", "--contexts", "2K,", "'' is not a token count"),
         ("facts", "--contexts", "0", "'0' has a number below 1"),
         ("kld", "--contexts", "2K,-1", "'2K,-1' has a number below 1"),
-        ("niah", "--pools", "1.5K", "'1.5K' is no number of tokens"),
+        ("niah", "--pools", "1.5K", "'1.5K' is not a token count"),
         ("facts", "--pools", "1K,0", "'1K,0' has a number below 1"),
         ("niah", "--pools", "64K", "no pool of --pools is smaller than a context of --contexts"),
         ("kld", "--shares", "half", "'half' is no list of percentages"),
@@ -247,7 +247,7 @@ def test_kld_scores_less_than_the_context(score: str) -> None:
         ("kld", "--shares", "0", "'0' must be above 0 and below 100"),
         ("kld", "--shares", "50,100", "'50,100' must be above 0 and below 100"),
         ("kld", "--shares", "nan", "'nan' must be above 0 and below 100"),
-        ("niah", "--variants", "full,best", "'best' in 'best' is no policy"),
+        ("niah", "--variants", "full,best", "'best' in 'best' is not a policy"),
         ("niah", "--variants", "qk/pool=1", "is no option"),
         ("niah", "--needles", "0", "0 is not in the range"),
         ("facts", "--facts", "65", "65 is not in the range"),

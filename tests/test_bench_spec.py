@@ -394,7 +394,7 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
         (("--draft-max", "8,100"), "n_max (--draft-max) is 100"),
         (("--chunk", "64"), "a pool of 256 (--pool) is too small for chunks of 64: give at least 768"),
         (("-n", "16"), "16 tokens (-n) after a text of 128 do not fill a pool of 256"),
-        (("-n", "many"), "'many' is no number of tokens"),
+        (("-n", "many"), "'many' is not a token count"),
         (("--rounds", "0"), "0 is not in the range"),
         (("--questions", "0"), "0 is not in the range"),
         (

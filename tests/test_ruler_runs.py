@@ -476,7 +476,7 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--tasks", "long"), "a text of 1024 tokens is too short for json: use a longer one"),
         (("--contexts", "256"), "nothing to measure: no pool of --pools is smaller than a context of --contexts"),
         (("--contexts", "256", "--variants", "full"), "a text of 256 tokens is too short for vt: use a longer one"),
-        (("--variants", "full,best"), "'best' in 'best' is no policy"),
+        (("--variants", "full,best"), "'best' in 'best' is not a policy"),
         (("--variants", "oracle"), "the oracle is told where codes are"),
         (("--variants", "full/answer=full"), "the full cache has none: name a policy"),
         (("-f", "no/such.txt"), "the text file no/such.txt cannot be read"),

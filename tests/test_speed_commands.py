@@ -275,10 +275,10 @@ def test_what_is_no_model_is_one_sentence(command: str, args: tuple[str, ...], s
     [
         ("speed", ("--pools", "1K"), "a pool of 1,024 tokens covers the longest context of 1,024"),
         ("speed", ("--contexts", "1000,1K"), "contexts 1000 and 1024 are too close: 24 steps (--steps)"),
-        ("speed", ("--contexts", "many"), "'many' is no number of tokens"),
+        ("speed", ("--contexts", "many"), "'many' is not a token count"),
         ("speed", ("--pools", "0"), "'0' has a number below 1"),
         ("speed", ("--steps", "7"), "7 is not in the range"),
-        ("speed", ("--variants", "full,best"), "'best' in 'best' is no policy"),
+        ("speed", ("--variants", "full,best"), "'best' in 'best' is not a policy"),
         ("speed", ("--variants", "oracle"), "the oracle has no speed to measure"),
         ("speed", ("--variants", "qk/write_back=0"), "only lru can go without, as lru/write_back=0"),
         ("speed", ("--variants", "lru/write_back=1"), "'write_back=1' in 'lru/write_back=1' is no option"),

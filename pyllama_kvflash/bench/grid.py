@@ -61,7 +61,7 @@ class Variant:
             raise UsageError(removed.policy(policy))
         known = ("full", "oracle", *policy_names())
         if policy not in known:
-            msg = f"{policy!r} in {text!r} is no policy: there are {', '.join(known)}"
+            msg = f"{policy!r} in {text!r} is not a policy: there are {', '.join(known)}"
             raise UsageError(msg)
         control = _CONTROL in parts
         if control and policy == "full":

@@ -31,7 +31,7 @@ class TokenCount(click.ParamType[int | str]):
         match = re.fullmatch(r"([+-]?\d+)([KM]?)", text.upper())
         if not match:
             words = "".join(f', "{w}"' for w in self.words)
-            self.fail(f"{value!r} is no number of tokens: give one such as 4096 or 4K{words}", param, ctx)
+            self.fail(f"{value!r} is not a token count: give one such as 4096 or 4K{words}", param, ctx)
         return int(match[1]) * _UNITS[match[2]]
 
 
@@ -46,7 +46,7 @@ class ByteSize(click.ParamType[int]):
             return value
         match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:IB)?)?", str(value).strip().upper())
         if not match:
-            self.fail(f"{value!r} is no size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
+            self.fail(f"{value!r} is not a size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
         return int(match[1]) * _UNITS[match[2] or ""]
 
 
@@ -64,7 +64,7 @@ class Split(click.ParamType[tuple[float, ...]]):
         except ValueError:
             res = (math.nan,)
         if not all(map(math.isfinite, res)):
-            self.fail(f"{value!r} is no list of shares: give a number for each GPU, such as 3,1", param, ctx)
+            self.fail(f"{value!r} is not a list of shares: give a number for each GPU, such as 3,1", param, ctx)
         return res
 
 
@@ -90,7 +90,7 @@ class Policy(click.ParamType[str]):
         if value in removed.POLICIES:
             raise UsageError(removed.policy(value))
         if value not in policy_names():
-            self.fail(f"{value!r} is no policy: there are {', '.join(policy_names())}", param, ctx)
+            self.fail(f"{value!r} is not a policy: there are {', '.join(policy_names())}", param, ctx)
         return str(value)
 
 
@@ -110,7 +110,7 @@ class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
         for part in filter(None, str(value).split(",")):
             start, colon, end = part.partition(":")
             if not colon:
-                self.fail(f"{part!r} is no range of positions: give one such as 0:512, several with commas", param, ctx)
+                self.fail(f"{part!r} is not a range of positions: give one such as 0:512, several with commas", param, ctx)
             res.append((int(count.convert(start, param, ctx)), int(count.convert(end, param, ctx))))
         return tuple(res)
 
@@ -126,7 +126,7 @@ class LogitBias(click.ParamType[tuple[int, float]]):
             return value
         match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|inf))", str(value).strip())
         if not match or match[2] == "+inf":
-            self.fail(f"{value!r} is no bias: give a token and a number, such as 15043+1 or 15043-inf", param, ctx)
+            self.fail(f"{value!r} is not a bias: give a token and a number, such as 15043+1 or 15043-inf", param, ctx)
         return int(match[1]), float(match[2])
 
 
