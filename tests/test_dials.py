@@ -263,7 +263,9 @@ def test_the_address_of_the_server_is_not_its_memory(monkeypatch: pytest.MonkeyP
 def test_a_bad_value_names_the_variable_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of one who set KVFLASH_HOST for the server's address, which is LLAMA_ARG_HOST now."""
     monkeypatch.setenv("KVFLASH_HOST", "0.0.0.0")
-    check_error(invoke("serve"), USAGE, "--kvflash-host (the environment variable KVFLASH_HOST): '0.0.0.0' is not a size")
+    check_error(
+        invoke("serve"), USAGE, "--kvflash-host (the environment variable KVFLASH_HOST): '0.0.0.0' is not a size"
+    )
 
 
 @pytest.mark.parametrize("name", removed.VARIABLES)

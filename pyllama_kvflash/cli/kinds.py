@@ -110,7 +110,9 @@ class Spans(click.ParamType[tuple[tuple[int, int], ...]]):
         for part in filter(None, str(value).split(",")):
             start, colon, end = part.partition(":")
             if not colon:
-                self.fail(f"{part!r} is not a range of positions: give one such as 0:512, several with commas", param, ctx)
+                self.fail(
+                    f"{part!r} is not a range of positions: give one such as 0:512, several with commas", param, ctx
+                )
             res.append((int(count.convert(start, param, ctx)), int(count.convert(end, param, ctx))))
         return tuple(res)
 
