@@ -144,7 +144,7 @@ class Layers(click.ParamType[int]):
         try:
             return max(int(value), -1)
         except ValueError:
-            self.fail(f'{value!r} is no number of layers: give one such as 20, or "all"', param, ctx)
+            self.fail(f'{value!r} is not a number of layers: give one such as 20, or "all"', param, ctx)
 
 
 class HostLayers(click.ParamType[int | str]):
@@ -159,4 +159,4 @@ class HostLayers(click.ParamType[int | str]):
         try:
             return int(value)
         except ValueError:
-            self.fail(f'{value!r} is no number of layers: give one such as 20, or "auto"', param, ctx)
+            self.fail(f'{value!r} is not a number of layers: give one such as 20, or "auto"', param, ctx)

@@ -250,12 +250,14 @@ class Generation:
         room: the most tokens; None: as many as a batch has.
         """
         self._draft()
-        width, n_most = self._limits()
         guesses, self._guesses = self._guesses, None
-        n = 0 if guesses is None else min(len(guesses), n_most - 1, (room or width) - 1)
-        batch = np.full(min(width, room or width) if n else 1, self.token, np.int32)
-        if guesses is not None:
-            batch[1 : n + 1] = guesses[:n]
+        if guesses is None or not len(guesses):
+            return np.array([self.token], np.int32), 0
+        width, n_most = self._limits()
+        width = min(width, room or width)
+        n = min(len(guesses), n_most - 1, width - 1)
+        batch = np.full(width if n else 1, self.token, np.int32)
+        batch[1 : n + 1] = guesses[:n]
         return batch, n
 
     def go_back(self) -> None:

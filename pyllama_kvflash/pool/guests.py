@@ -57,7 +57,8 @@ class GuestRoom:
 
     def cover(self, n: int) -> None:
         """Have the first n chunks, which have their records, be in the index. Raises HostMemoryError."""
-        have = self.native.info().n // self._ledger.chunk
+        info = self.native.info()
+        have = info.n // self._ledger.chunk
         if n <= have:
             return
         self.n_fitted = min(self.n_fitted, have)  # of the rest nothing may be left
@@ -66,9 +67,13 @@ class GuestRoom:
             self.native.forget()
         records = [self._record(c) for c in range(have, n)]
         try:
+            n_layer = len(self.native.layers)
             if not have:
-                deque(self._threads.map(lambda i: self._fit(i, records), range(len(self.native.layers))), maxlen=0)
-            deque(self._threads.map(lambda layers: self.native.put(layers, have, records), self._parts()), maxlen=0)
+                deque(self._threads.map(lambda i: self._fit(i, records), range(n_layer)), maxlen=0)
+            # a GPU has one stream for this, and a call of it takes longer than its work for a chunk
+            each = n_layer if info.device_bytes else 1
+            parts = [range(i, i + each) for i in range(0, n_layer, each)]
+            deque(self._threads.map(lambda layers: self.native.put(layers, have, records), parts), maxlen=0)
         except MemoryError:
             msg = f"no host memory for the index of {n * self._ledger.chunk:,} tokens: use fewer bits (index 1)"
             raise HostMemoryError(msg) from None
@@ -78,11 +83,6 @@ class GuestRoom:
     def _fit(self, layer: int, records: list[Record]) -> None:
         mean, cov = self.native.moments(layer, records)
         self.native.fit(layer, mean, *self.form.basis(cov))
-
-    def _parts(self) -> list[range]:
-        """Return layers whose index one thread goes on with: a GPU has one stream for that, and calls of it cost more than it."""
-        n = len(self.native.layers)
-        return [range(n)] if self.native.info().device_bytes else [range(i, i + 1) for i in range(n)]
 
     def restore(self, n: int, index: Sequence[Record], n_fitted: int) -> None:
         """Put back the index of the first n chunks, which have their records. index: from saved_index(), of as many or more.
