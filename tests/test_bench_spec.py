@@ -88,8 +88,8 @@ def test_models_take_turns(opened: Callable[..., KVFlash], monkeypatch: pytest.M
     seen: list[int] = []
     kvs = [opened("needle"), opened("needle")]
     for i, kv in enumerate(kvs):
-        real = kv.decoder.decode
-        monkeypatch.setattr(kv.decoder, "decode", lambda *a, i=i, real=real: seen.append(i) or real(*a))
+        real = kv.sequence.tick  # after each step of an answer
+        monkeypatch.setattr(kv.sequence, "tick", lambda *a, i=i, real=real: seen.append(i) or real(*a))
     (first, _), (second, _) = in_turns(kvs, "copy", 256, 140, ignore)
     assert first == second
     assert [len(t) for t in first] == [140]

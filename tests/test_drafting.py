@@ -19,9 +19,9 @@ from support.drafting import CHUNK, DRAFTERS, N_ANSWER, N_MAX, PROMPT, SETTINGS,
 from support.runs import GREEDY, MODELS, Logits, Open
 from support.scorers import shuffled
 
-from pyllama_kvflash import Done
+from pyllama_kvflash import Done, KVFlash
 from pyllama_kvflash.native import ALL
-from pyllama_kvflash.pool.step import Part, advance
+from pyllama_kvflash.pool.step import Part, advance, keep
 
 pytestmark = pytest.mark.native
 
@@ -100,6 +100,14 @@ def test_a_drafter_that_is_right_by_itself(
     assert stats.accepted > 0.2 * stats.drafted
 
 
+def keeping(kv: KVFlash, batch: npt.NDArray[np.int32], n: int) -> None:
+    """Decode a batch, of which the first n tokens are accepted."""
+    part = Part(kv.sequence, batch, draft=True)
+    advance([part], ALL)
+    part.accepted = n, None
+    keep(part)
+
+
 @pytest.mark.parametrize("pool", [512, 1024])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., float], name: str, pool: int) -> None:
@@ -116,7 +124,7 @@ def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., fl
         for kv in kvs:
             batch = rng.integers(0, 500, N_MAX + 1).astype(np.int32)
             batch[:n] = TOKENS[start : start + n]
-            advance([Part(kv.sequence, batch, lambda i, n=n: (None, i + 1 < n))], ALL)
+            keeping(kv, batch, n)
             assert kv.n_tokens == start + n
             rows.append(kv.logits())
         assert np.array_equal(rows[0], rows[1])
@@ -180,12 +188,12 @@ def test_queries_are_of_the_last_token_that_stands(opened: Open, monkeypatch: py
     for n in range(1, N_MAX + 1):
         start = kv.n_tokens
         batch = np.concatenate([TOKENS[start : start + n], TOKENS[3000 : 3000 + N_MAX + 1 - n]])
-        advance([Part(kv.sequence, batch, lambda i, n=n: (None, i + 1 < n))], ALL)
+        keeping(kv, batch, n)
         for at in range(start, start + n):
             control.decode(TOKENS[at : at + 1])
         assert apart(kv.queries(), control.queries()) < 0.02
         if n == 1:
-            advance([Part(rejected.sequence, batch, lambda i: (None, i < N_MAX))], ALL)
+            keeping(rejected, batch, N_MAX + 1)
             assert apart(rejected.queries(), control.queries()) > 0.2
 
     prompt, script = TOKENS[:300], TOKENS[300:370].tolist()

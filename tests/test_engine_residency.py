@@ -175,7 +175,9 @@ def test_as_many_pins_as_fit_never_stop_the_pool(opened: Open) -> None:
 @pytest.mark.parametrize(("start", "end"), [(5, 5), (6, 5), (-1, 5), (0, 16385)])
 def test_pins_that_are_no_range(opened: Open, start: int, end: int) -> None:
     kv = opened()
-    with pytest.raises(UsageError, match=rf"pin {start}:{end} is not a range of positions: give 0 <= start < end <= 16384"):
+    with pytest.raises(
+        UsageError, match=rf"pin {start}:{end} is not a range of positions: give 0 <= start < end <= 16384"
+    ):
         kv.pin(start, end)
 
 

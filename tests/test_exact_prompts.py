@@ -26,7 +26,7 @@ from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.pool.step import advance_exactly
+from pyllama_kvflash.pool.step import Part, advance_exactly
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
 
@@ -515,7 +515,7 @@ class Control:
 
 
 def a_batch(kv: KVFlash) -> None:
-    advance_exactly(kv.sequence, TOKENS[kv.n_tokens : kv.n_tokens + CHUNK], LAST)
+    advance_exactly(Part(kv.sequence, TOKENS[kv.n_tokens : kv.n_tokens + CHUNK]), LAST)
 
 
 def a_prompt(kv: KVFlash) -> None:

@@ -73,7 +73,7 @@ def test_a_generation_says_what_generate_says(opened: Open) -> None:
         batches += [e.done for e in run.read() if isinstance(e, Prefill)]
     assert batches == [*range(128, len(prompt), 128), len(prompt)], "each call reads one batch"
     assert (run.n_prompt, run.n_text, kv.n_tokens) == (len(prompt), len(prompt), len(prompt))
-    assert [run.token, *finish(run)][: len(want)] == want
+    assert [run.answer.token, *finish(run)][: len(want)] == want
     assert run.answer.reason == "length"
     assert kv.sequence.pending == want[-1], "the last token is not decoded, and another call goes on from it"
 
@@ -170,7 +170,7 @@ def test_drafts_of_several_are_checked_in_one_batch(opened: Open, monkeypatch: p
     advance, shared = decoder.advance, []
 
     def counted(parts: Any, *args: Any) -> Any:
-        shared.append(sum(part.accept is not None for part in parts))
+        shared.append(sum(part.draft for part in parts))
         return advance(parts, *args)
 
     monkeypatch.setattr(decoder, "advance", counted)
@@ -203,7 +203,7 @@ def test_a_step_of_several_is_cut_off_at_every_line(opened: Open) -> None:
         for s in kv.sequences:
             s.check_integrity()
 
-    files = ("step.py", "generation.py", "decoder.py", "sequence.py")
+    files = ("step.py", "steps.py", "writer.py", "generation.py", "decoder.py", "sequence.py")
     _, places = cut_off_at_every_line(
         lambda: kv, lambda _: step_together(runs), check, prepare=prepare, files=files, step=5
     )

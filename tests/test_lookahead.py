@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from pyllama_kvflash.policy.draft_length import DraftLength
+from pyllama_kvflash.policy.gate import Gate
 from pyllama_kvflash.policy.lookahead import Lookahead
 
 N_MOST = 16
@@ -113,3 +115,47 @@ def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
     for _ in range(200):
         look.checked(10, 10, 1.0, 1.0)
     assert look.acceptance == pytest.approx(1.0, abs=0.01)
+
+
+#
+# with a gate: one choice
+#
+
+
+def steps(length: DraftLength, n: int, a: float, plain_s: float = 1.0) -> list[int]:
+    """The lengths of n steps. Each drafted token takes 0.1 s, and so does each token that is checked; it is right with probability a."""
+    rng, chosen = np.random.default_rng(0), []
+    for _ in range(n):
+        chosen.append(length.n)
+        if not chosen[-1]:
+            length.plain(plain_s)
+            continue
+        wrong = np.flatnonzero(rng.random(chosen[-1]) >= a)
+        n_right = int(wrong[0]) if len(wrong) else chosen[-1]
+        length.checked(chosen[-1], n_right, 0.1 * chosen[-1], plain_s + 0.1 * chosen[-1])
+    return chosen
+
+
+def test_drafts_that_are_never_right_end_in_plain_steps() -> None:
+    chosen = steps(DraftLength([1, 2, 4, 8], Gate()), 500, 0.0)
+    assert chosen[:3] == [0, 0, 0], "a plain step is measured first"
+    assert any(chosen)
+    assert sum(n > 0 for n in chosen) < 0.05 * len(chosen)
+
+
+def test_drafts_that_are_right_grow() -> None:
+    chosen = steps(DraftLength([1, 2, 4, 8], Gate()), 500, 0.95)
+    assert np.median(chosen[50:]) == 8
+
+
+def test_a_single_length_is_not_measured() -> None:
+    assert set(steps(DraftLength([5], Gate(0)), 50, 0.0)) == {5}
+    assert set(steps(DraftLength([5]), 50, 0.0)) == {5}
+
+
+def test_a_plain_step_that_only_the_gate_caused_is_counted() -> None:
+    length = DraftLength([4], Gate())
+    steps(length, 20, 0.0)
+    assert length.n == 0
+    assert length.plain(1.0)
+    assert not DraftLength([4]).plain(1.0), "there is no gate"

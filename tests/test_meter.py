@@ -168,7 +168,7 @@ def test_sequences_in_one_batch_keep_their_logits(opened: Open, wordless: None) 
         ids, logits = [], []
         for _ in range(30):
             step_together(runs)
-            ids.append([run.token for run in runs])
+            ids.append([run.answer.token for run in runs])
             logits.append([s.logits() for s in kv.sequences])
         found.append((ids, np.array(logits)))
         if how:

@@ -125,7 +125,7 @@ def test_a_text_that_the_pool_holds_needs_none(opened: Open, wordless: None, wid
     [
         ("sequence", "arrive", "before"),
         ("sequence", "arrive", "after"),
-        ("sequence", "stand", "before"),
+        ("sequence", "extend", "before"),
         ("decoder", "decode_exactly", "before"),
         ("decoder", "decode_exactly", "after"),
     ],

@@ -76,7 +76,7 @@ def test_what_begins_or_changes_a_sequence_takes_it(opened: Open, tmp_path: Path
     turn(run)
     kv.save(file)
     OVERTAKES[name](kv, file)
-    calls = [run.step, run.draft, run.recover, run.take, run.go_back, run.begin_check, run.compare]
+    calls = [run.step, run.draft, run.recover]
     for call in (*calls, lambda: step_together([run])):
         lost(kv, call)
     again = answering(kv)

@@ -15,7 +15,7 @@ from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.sequence import PooledSequence
-from pyllama_kvflash.pool.step import Accept, Part, advance, advance_exactly
+from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 from pyllama_kvflash.snapshot.saved import SavedSequence
 
 _ROUNDS = 3  # most times that one token is decoded again
@@ -92,6 +92,13 @@ class Decoder:
             )
             raise UsageError(msg)
 
+    def check_joins(self) -> None:
+        """Raise UsageError unless a token of the sequence can be decoded in one batch with those of others."""
+        self.check_fits(1, self.sequence.n_tokens)
+        if self.lossless and self.lossless_now:
+            msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
+            raise UsageError(f"{msg} sequence at a time")
+
     def clear(self) -> None:
         """Forget the sequence, its checkpoints, and what the drafter read. Another text begins fast, unless exact is on."""
         if not self._options.exact:
@@ -117,43 +124,41 @@ class Decoder:
 
         A single token that missed much of its attention is decoded again. Raises as advance().
         """
+        step = Step(self, Part(self.sequence, tokens))
         if self.lossless and self._is_too_long(len(tokens)):
-            return self.decode_exactly(tokens, outputs)
-        paged = self._batch(tokens, outputs)
-        events = self.sequence.tick(len(tokens))
-        again = self.again(events) if events and len(tokens) == 1 else ()
-        return [*([paged] if paged else []), *events, *again]
+            return self.decode_exactly(step, outputs)
+        [events] = decode_each([step], outputs)
+        return [*events, *self.again(events)] if events and len(tokens) == 1 else events
 
-    def _batch(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> Paged | None:
-        """Decode one batch, and let a drafter read the tokens that stand. Returns what moved."""
-        start, drafts = self.sequence.n_tokens, self.drafts
-        ctx = self.sequence.ctx
-        if drafts:
-            drafts.before(ctx, start, len(tokens))
-        paged = advance([Part(self.sequence, tokens, accept)], outputs)[0]
-        if drafts:
-            drafts.decoded(ctx, tokens[: self.sequence.n_tokens - start], start)
+    def _batch(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
+        """Decode one batch, and let a drafter read its tokens. Returns what moved."""
+        return _decode([Step(self, Part(self.sequence, tokens))], outputs)[0]
+
+    def listen(self, n: int, *, exactly: bool = False) -> None:
+        """Before n tokens are decoded, have the drafter's features ready. exactly: against everything."""
+        if self.drafts:
+            sequence = self.sequence
+            self.drafts.before(sequence.reads_exactly.ctx if exactly else sequence.ctx, sequence.n_tokens, n)
+
+    def heard(self, tokens: Tokens, start: int, *, exactly: bool = False) -> None:
+        """Let the drafter read tokens (n,) int32 that were decoded at position start, as far as they were kept."""
+        if self.drafts:
+            sequence = self.sequence
+            kept = tokens[: sequence.n_tokens - start]
+            self.drafts.decoded(sequence.reads_exactly.ctx if exactly else sequence.ctx, kept, start)
+
+    def _exact_batch(self, step: "Step", outputs: int) -> Paged | None:
+        """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved."""
+        part, start = step.part, self.sequence.n_tokens
+        self.listen(len(part.tokens), exactly=True)
+        paged = advance_exactly(part, outputs)
+        if part.draft:
+            try:
+                step.accept()
+            finally:
+                keep_exactly(part)
+        self.heard(part.tokens, start, exactly=True)
         return paged
-
-    def _exact_batch(self, tokens: Tokens, outputs: int, accept: Accept | None = None) -> Paged | None:
-        """Decode one batch against everything before it, and let a drafter read what stands. Returns what moved."""
-        sequence, drafts = self.sequence, self.drafts
-        start, ctx = sequence.n_tokens, sequence.reads_exactly.ctx
-        if drafts:
-            drafts.before(ctx, start, len(tokens))
-        paged = advance_exactly(sequence, tokens, outputs, accept)
-        if drafts:
-            drafts.decoded(ctx, tokens[: sequence.n_tokens - start], start)
-        return paged
-
-    def check(self, tokens: Tokens, accept: Accept) -> list[Event]:
-        """Decode a token with guesses of what follows it, (n,) int32, and keep those that `accept` takes.
-
-        Raises as advance().
-        """
-        start = self.sequence.n_tokens
-        paged = self._batch(tokens, native.ALL, accept)
-        return [*([paged] if paged else []), *self.sequence.tick(self.sequence.n_tokens - start)]
 
     @property
     def metered(self) -> Meter | None:
@@ -169,14 +174,14 @@ class Decoder:
         """Decode losslessly until the sequence is cleared."""
         self.lossless = Lossless(self.sequence, self.drafts)
 
-    def decode_exactly(self, tokens: Tokens, outputs: int = native.LAST, accept: Accept | None = None) -> list[Event]:
-        """Decode one batch (n,) int32 against everything before it; the pool then holds what the last token attends to.
+    def decode_exactly(self, step: "Step", outputs: int = native.LAST) -> list[Event]:
+        """Decode one batch against everything before it; the pool then holds what the last token attends to.
 
-        accept: as for a Part; None: all tokens stand. Returns what happened. Raises as advance_exactly().
+        Returns what happened. Raises as advance_exactly().
         """
         sequence, selector = self.sequence, self.sequence.selector
         n_sealed = sequence.paged.ledger.n_sealed
-        moved = [self._exact_batch(tokens, outputs, accept)]
+        moved = [self._exact_batch(step, outputs)]
         if sequence.paged.ledger.n_sealed > n_sealed:
             moved.append(sequence.settle_in())  # what is full now is the tail
         events: list[Event] = [paged for paged in moved if paged]
@@ -264,7 +269,8 @@ class Decoder:
             if mark and done == mark:
                 self._saved.make_checkpoint()
             size = min(sequence.reads_exactly.n_batch, (mark if done < mark else n) - done)
-            if paged := self._exact_batch(tokens[done : done + size], native.LAST if done + size == n else native.NONE):
+            step = Step(self, Part(sequence, tokens[done : done + size]))
+            if paged := self._exact_batch(step, native.LAST if done + size == n else native.NONE):
                 yield paged
             done += size
             if done == n:
@@ -349,19 +355,43 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
     return list(zip(np.split(tokens, cuts), wanted, strict=True))
 
 
-def decode_each(parts: Sequence[tuple[Decoder, Tokens, Accept | None]]) -> list[list[Event]]:
-    """Decode tokens (n,) int32 of each of several sequences in one batch, then score and move chunks as each schedule says.
+class Step:
+    """Tokens of one sequence that are decoded in one batch, perhaps with those of others."""
 
-    Returns what happened to each, in the same order. Decodes no token again. Raises as advance().
+    def __init__(self, decoder: Decoder, part: Part) -> None:
+        self.decoder = decoder
+        self.part = part
+
+    def accept(self) -> None:
+        """For a draft: set `part.accepted` from the logits of the batch."""
+
+
+def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[Event]]:
+    """Decode tokens of each of several sequences in one batch, then score and move chunks as each schedule says.
+
+    Returns what happened to each, in the same order. Decodes no token again. outputs: as for advance(). Raises as advance().
     """
-    for decoder, tokens, _ in parts:
-        decoder.check_fits(len(tokens), decoder.sequence.n_tokens)
-        if decoder.lossless and decoder.lossless_now:
-            msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
-            raise UsageError(f"{msg} sequence at a time")
-    starts = [decoder.sequence.n_tokens for decoder, *_ in parts]
-    moved = advance([Part(decoder.sequence, tokens, accept) for decoder, tokens, accept in parts], native.ALL)
-    return [
-        [*([paged] if paged else []), *decoder.sequence.tick(decoder.sequence.n_tokens - start)]
-        for (decoder, *_), start, paged in zip(parts, starts, moved, strict=True)
-    ]
+    starts = [step.decoder.sequence.n_tokens for step in steps]
+    moved = _decode(steps, outputs)
+    res: list[list[Event]] = []
+    for step, start, paged in zip(steps, starts, moved, strict=True):
+        events = step.decoder.sequence.tick(step.decoder.sequence.n_tokens - start)
+        res.append([paged, *events] if paged else events)
+    return res
+
+
+def _decode(steps: Sequence[Step], outputs: int) -> list[Paged | None]:
+    """Decode a batch, keep what is accepted, and let the drafters read it. Returns each one's moves."""
+    starts = [step.decoder.sequence.n_tokens for step in steps]
+    for step in steps:
+        step.decoder.listen(len(step.part.tokens))
+    moved = advance([step.part for step in steps], outputs)
+    for step in steps:
+        if step.part.draft:
+            try:
+                step.accept()
+            finally:
+                keep(step.part)
+    for step, start in zip(steps, starts, strict=True):
+        step.decoder.heard(step.part.tokens, start)
+    return moved

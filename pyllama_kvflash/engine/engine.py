@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash import native
 from pyllama_kvflash.engine.answer import check_max_tokens
-from pyllama_kvflash.engine.decoder import Decoder, decode_each
+from pyllama_kvflash.engine.decoder import Decoder, Step, decode_each
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.guard import Claim, Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded, load
@@ -21,6 +21,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Queries, Scorer
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.pool.residency import Residency
+from pyllama_kvflash.pool.step import Part
 from pyllama_kvflash.snapshot.capture import Capture, OnRecord
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import Identity
@@ -187,9 +188,12 @@ class KVFlash:
                 msg = f"there is no sequence {i}: n_parallel is {len(self.sequences)}"
                 raise UsageError(msg)
         for i in tokens:
+            self.sequences[i].decoder.check_joins()
+        for i in tokens:
             self.sequences[i].decoder.claim()
         one = [np.array([token], np.int32) for token in tokens.values()]
-        happened = decode_each([(self.sequences[i].decoder, t, None) for i, t in zip(tokens, one, strict=True)])
+        decoders = [self.sequences[i].decoder for i in tokens]
+        happened = decode_each([Step(d, Part(d.sequence, t)) for d, t in zip(decoders, one, strict=True)])
         return dict(zip(tokens, happened, strict=True))
 
     @guarded

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash import native
+from pyllama_kvflash.engine import steps
 from pyllama_kvflash.engine.answer import Answer
-from pyllama_kvflash.engine.decoder import Decoder, decode_each
-from pyllama_kvflash.engine.lossless import Lossless
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, UsageError, number
-from pyllama_kvflash.events import DraftStats, Event, Prefill, Probs, Token, Warn, sum_stats
+from pyllama_kvflash.engine.decoder import Decoder
+from pyllama_kvflash.engine.steps import DraftedStep, LosslessStep, PlainStep
+from pyllama_kvflash.engine.writer import Writer
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, number
+from pyllama_kvflash.events import DraftStats, Event, Prefill, Token, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
-from pyllama_kvflash.pool.step import Accept
 
 _AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 
@@ -47,7 +47,7 @@ class Generation:
         self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop, preserved)
         self.n_prompt, self.prefill_s = 0, 0.0
         self._began: float | None = None  # when the answer began
-        self._sampler = Sampler(sampling or Sampling(), model)
+        self._writer = Writer(decoder, self.answer, Sampler(sampling or Sampling(), model))
         self._claim = decoder.claim()
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
@@ -86,14 +86,6 @@ class Generation:
     def check(self) -> None:
         """Raise InUseError if something else has taken the sequence."""
         self._claim.check()
-
-    @property
-    def token(self) -> int:
-        """The last token of the answer, to be decoded next. Raises UsageError if there is none."""
-        if self.answer.token is None:
-            msg = "the answer has ended, or not begun: there is no token to go on from"
-            raise UsageError(msg)
-        return self.answer.token
 
     @property
     def decode_s(self) -> float:
@@ -177,7 +169,7 @@ class Generation:
     def _recover(self, n_kept: int) -> None:
         sequence, self._guesses = self.decoder.sequence, None
         if not self.reading:
-            self._text, self._due = sequence.tokens, sequence.n_tokens > self._at
+            self._text, self._due = sequence.tokens, sequence.n_tokens > self._writer.at
         if n_kept:
             self.decoder.rollback(n_kept)
         else:
@@ -197,31 +189,14 @@ class Generation:
             if self.decoder.meter:
                 self.decoder.meter.reset(self.prefill_s)
         if self._due and answer.reason is None:
-            self.take()
+            self._writer.write()
         else:
             sequence.pending = answer.token
-        self._at = sequence.n_tokens
+        self._writer.at = sequence.n_tokens
 
     #
-    # the answer
+    # the answer: prepare(), next_step() and compare() are parts of a step, for step_together()
     #
-
-    def take(self) -> None:
-        """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
-        self.check()
-        sequence = self.decoder.sequence
-        if self.decoder.meter:
-            self.decoder.meter.saw(sequence.n_tokens - 1, -1)
-        self._guesses = None
-        found = self._sampler.sample(sequence.ctx)
-        self.answer.take(found, sequence.n_tokens, self._probs(found, -1))
-        sequence.pending = self.answer.token
-        self._at = sequence.n_tokens
-
-    def _probs(self, token: int, i: int) -> Probs | None:
-        """Return how likely a token was by the logits of token i of the last batch, if that was asked for."""
-        found = self._sampler.probs(self.decoder.sequence.ctx, token, i)
-        return None if found is None else Probs(*found)
 
     def step(self) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError."""
@@ -229,43 +204,31 @@ class Generation:
 
     def _step(self) -> list[Event]:
         if lossless := self.decoder.lossless_now:
-            return [*self._step_exactly(lossless), *self.answer.shown()]
-        self.begin_check()
-        self.go_back()
-        batch, n_guessed = self.next_batch()
-        begin, start = time.perf_counter(), self.decoder.sequence.n_tokens
-        if n_guessed:
-            events = self.decoder.check(batch, self.accept(batch[: n_guessed + 1]))
-        else:
-            events = self.decoder.decode(batch)
-            self.take()
-        self.checked(start, n_guessed, time.perf_counter() - begin, len(batch))
+            self._writer.go_back()
+            return [*LosslessStep(self._writer, lossless).take(), *self.answer.shown()]
+        self.prepare()
+        [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
         found = self.compare()  # before the tokens are taken out: it may be cut off
         return [*events, *self.answer.shown(), *found]
 
-    def next_batch(self, room: int | None = None) -> tuple[Tokens, int]:
-        """Return the tokens (n,) int32 that the next step decodes: the last one, and guesses of what follows. Returns how many
-        these are, too: the rest is padding, so that the graph stays the same.
+    def prepare(self) -> None:
+        """Before a step, undo one that was cut off, and begin to compare with the full cache if that is due."""
+        self._writer.go_back()
+        if meter := self.decoder.metered:
+            meter.begin()
 
-        room: the most tokens; None: as many as a batch has.
-        """
+    def next_step(self, room: int) -> PlainStep:
+        """Pick the next step: drafted if there are guesses, or plain. room: the most tokens of its batch."""
         self._draft()
         guesses, self._guesses = self._guesses, None
         if guesses is None or not len(guesses):
-            return np.array([self.token], np.int32), 0
+            return PlainStep(self._writer)
         width, n_most = self._limits()
-        width = min(width, room or width)
+        width = min(width, room)
         n = min(len(guesses), n_most - 1, width - 1)
-        batch = np.full(width if n else 1, self.token, np.int32)
-        batch[1 : n + 1] = guesses[:n]
-        return batch, n
-
-    def go_back(self) -> None:
-        """Before a step, take the last token out again if it was decoded but never answered: its logits are gone."""
-        self.check()
-        if self.decoder.sequence.n_tokens > self._at:
-            self.decoder.rollback(self._at)
-            self.decoder.sequence.pending = self.answer.token
+        if n < 1:
+            return PlainStep(self._writer)
+        return DraftedStep(self._writer, guesses[:n], width, self._guessing_s)
 
     #
     # guesses
@@ -283,78 +246,33 @@ class Generation:
             return False
         alone = drafts.reads_features or sequence.recurrent
         if self._guesses is None:
-            self.go_back()
+            self._writer.go_back()
             begin = time.perf_counter()
-            n_most = self._limits()[1] if drafts.gate.open else 1
+            n_most = self._limits()[1]
             none = np.empty(0, np.int32)
-            self._guesses = drafts.guess(sequence.history, self.token, n_most - 1) if n_most > 1 else none
+            self._guesses = drafts.guess(sequence.history, self._writer.token, n_most - 1) if n_most > 1 else none
             self._guessing_s = time.perf_counter() - begin
         return alone and (bool(len(self._guesses)) or drafts.reads_features)
 
     def _limits(self) -> tuple[int, int]:
-        """Return the width of a batch that checks a draft, and how many of its tokens may stand; (1, 1): no draft."""
+        """Return the width of a batch that checks a draft, and how many of its tokens may be accepted; (1, 1): no draft."""
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
-        width = drafts.n_next + 1 if drafts else 1
+        width = drafts.length.n + 1 if drafts else 1
         n_batch = min(self.decoder.n_batch, options.n_ubatch)  # one graph, or the queries of the last token may be lost
         if width == 1 or sequence.n_tokens + width > options.n_ctx or width > n_batch:
             return 1, 1
         width, n_most = sequence.draft_limits(width)
         return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
 
-    def checked(self, start: int, n_guessed: int, seconds: float, width: int) -> None:
-        """Tell the drafter of a step from position `start` on, with guesses or without. It took `seconds`, without guessing."""
-        if drafts := self.decoder.drafts:
-            if n_guessed:
-                n_right = self.decoder.sequence.n_tokens - start - 1
-                drafts.checked(n_guessed, n_right, self._guessing_s + seconds, self._guessing_s, width)
-            else:
-                drafts.plain(seconds)
-
-    def accept(self, batch: Tokens) -> Accept:
-        """Return what takes the tokens that follow those of a batch, as long as they are the batch's."""
-        sequence, answer, start = self.decoder.sequence, self.answer, self.decoder.sequence.n_tokens
-
-        def accept(i: int) -> tuple[int | None, bool]:
-            if self.decoder.meter:
-                self.decoder.meter.saw(start + i, i)
-            found = self._sampler.sample(sequence.ctx, i)
-            goes_on = answer.take(found, start + i + 1, self._probs(found, i))
-            self._at = start + i + 1
-            return answer.token, goes_on and i + 1 < len(batch) and found == batch[i + 1]
-
-        return accept
-
-    def _step_exactly(self, lossless: Lossless) -> list[Event]:
-        """Draft through the pool what follows the last token, and check that against everything. Keep what the full cache
-        would produce.
-        """
-        self.go_back()
-        start = self.decoder.sequence.n_tokens
-        n = lossless.n_next(min(self.answer.left(start), self.decoder.n_lossless - 1))
-        guesses, events = lossless.draft(self.token, n, self._sampler)
-        begin = time.perf_counter()
-        batch = np.array([self.token, *guesses], np.int32)
-        events += self.decoder.decode_exactly(batch, native.ALL, self.accept(batch))
-        lossless.checked(len(guesses), self.decoder.sequence.n_tokens - start - 1, time.perf_counter() - begin)
-        return events
-
     #
     # the meter
     #
-
-    def begin_check(self) -> None:
-        """Before a token is decoded, begin to compare with the full cache if that is due."""
-        self.check()
-        if meter := self.decoder.metered:
-            self.go_back()
-            meter.begin()
 
     def compare(self) -> list[Event]:
         """After a token was chosen, compare the last ones with the full cache if there are enough. Goes over to lossless
         decoding if they agree too seldom. Returns what happened.
         """
-        self.check()
         meter, options = self.decoder.metered, self.decoder.sequence.options
         found = meter.check() if meter else None
         if meter is None or found is None:
@@ -389,31 +307,9 @@ def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
 def _step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     for generation in generations:
         generation.check()
+        generation.decoder.check_joins()
     for generation in generations:
-        generation.go_back()
-        generation.begin_check()
+        generation.prepare()
     room = max(1, generations[0].decoder.sequence.options.n_ubatch // len(generations))
-    batches = [generation.next_batch(room) for generation in generations]
-    starts = [generation.decoder.sequence.n_tokens for generation in generations]
-    begin = time.perf_counter()
-    happened = decode_each(
-        [
-            (g.decoder, batch, g.accept(batch[: n + 1]) if n else None)
-            for g, (batch, n) in zip(generations, batches, strict=True)
-        ]
-    )
-    missed = []
-    for generation, (_, n), events in zip(generations, batches, happened, strict=True):
-        if n:
-            continue  # it has taken its tokens
-        if generation.decoder.missed(events):
-            missed.append((generation, events))
-        else:
-            generation.take()
-    for generation, events in missed:  # last, because this overwrites the logits of the others
-        events.extend(list(generation.decoder.again(events)))
-        generation.take()
-    seconds = (time.perf_counter() - begin) / len(generations)
-    for generation, start, (batch, n) in zip(generations, starts, batches, strict=True):
-        generation.checked(start, n, seconds, len(batch))
+    happened = steps.take([generation.next_step(room) for generation in generations])
     return [[*events, *generation.compare()] for generation, events in zip(generations, happened, strict=True)]

@@ -13,7 +13,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.events import DraftStats, Event, Paged
 from pyllama_kvflash.native import Sampler, Tokens
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.draft_length import DraftLength
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -35,7 +35,7 @@ class Lossless:
         n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
         if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
-        self._lookahead = Lookahead([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
+        self._length = DraftLength([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
         self._draft_s = 0.0
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class Lossless:
         """Return how many tokens to draft next, if at most `left` may follow the pending one."""
         sequence = self._sequence
         room = min(sequence.options.n_ctx - sequence.n_tokens, sequence.reads_exactly.n_batch)
-        return max(0, min(self._lookahead.n, left, room - 1))
+        return max(0, min(self._length.n, left, room - 1))
 
     def draft(self, token: int, n: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
         """Guess what follows `token`, the pending one, by decoding it through the pool, which is then as it was.
@@ -67,9 +67,8 @@ class Lossless:
 
     def _guess(self, token: int, at_most: int) -> Tokens:
         drafts = self._drafts
-        if drafts is None or not at_most or not drafts.gate.open:
-            return _NO_TOKENS
-        return drafts.guess(self._sequence.history, token, at_most)
+        n = min(drafts.length.n, at_most) if drafts else 0
+        return drafts.guess(self._sequence.history, token, n) if drafts and n else _NO_TOKENS
 
     def _follow(self, token: int, n: int, guesses: Tokens, guessing_s: float, sampler: Sampler) -> Iterator[int]:
         """Decode through the pool, first the token with guesses and then one at a time. Yields the n tokens that follow it,
@@ -89,20 +88,15 @@ class Lossless:
                 if i + 1 < len(batch) and token != batch[i + 1]:
                     ctx.keep(i + 1)
                     break
-            if self._drafts:
-                self._timed(len(batch), i + 1, time.perf_counter() - begin + guessing_s * (len(batch) > 1))
+            if self._drafts and len(batch) > 1:
+                self._drafts.length.checked(len(batch) - 1, i, guessing_s, time.perf_counter() - begin)
+            elif self._drafts:
+                self._drafts.length.plain(time.perf_counter() - begin)
             pos, n_found, guesses = pos + i + 1, n_found + i + 1, _NO_TOKENS
-
-    def _timed(self, n_batch: int, n_right: int, seconds: float) -> None:
-        gate = self._drafts.gate if self._drafts else None
-        if gate and n_batch > 1:
-            gate.drafted(seconds, n_right)
-        elif gate:
-            gate.plain(seconds)
 
     def checked(self, n_drafted: int, n_right: int, seconds: float) -> None:
         """Record the check of a draft, which took `seconds`: the first n_right of its n_drafted tokens were right."""
-        self._lookahead.checked(n_drafted, n_right, self._draft_s, seconds)
+        self._length.checked(n_drafted, n_right, self._draft_s, seconds)
         self.stats.draft_steps += n_drafted > 0
         self.stats.plain_steps += n_drafted == 0
         self.stats.drafted += n_drafted

@@ -16,8 +16,8 @@ from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, 
 from pyllama_kvflash.events import DraftStats
 from pyllama_kvflash.native import Context, Model, Speculator, Tokens
 from pyllama_kvflash.options import Spec
+from pyllama_kvflash.policy.draft_length import DraftLength
 from pyllama_kvflash.policy.gate import Gate
-from pyllama_kvflash.policy.lookahead import Lookahead
 
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
 _MARKOV = "markov_w1"  # a tensor that DSpark drafters have
@@ -164,13 +164,16 @@ class DraftModel:
 
 
 class Drafts:
-    """The drafts of one sequence, and the choice whether to make one. Report every event in its order."""
+    """The drafts of one sequence. Report every event in its order.
+
+    length: chooses how many tokens to draft next.
+    """
 
     def __init__(self, model: DraftModel, target: Context) -> None:
         """target: the context of the sequence. Raises UnsupportedError and NativeError, each naming the drafter."""
         self.spec = model.spec
-        self.gate = Gate(self.spec.gate, self.spec.sustain)
         self.stats = DraftStats()
+        self._gate = Gate(self.spec.gate, self.spec.sustain)
         self._model = model
         self._target = target
         self._n_read = 0  # positions up to which the drafter has read, or skipped
@@ -202,17 +205,12 @@ class Drafts:
             msg = "its tokens are others than the target's: use a drafter with the same vocabulary"
             raise UnsupportedError(msg) from None
         self._stack.callback(self._spec.close)
-        choices = [n for n in _CHOICES if n < self.n_max]
-        self._lookahead = None if spec.n_max else Lookahead([*choices, self.n_max])
+        shorter = [] if spec.n_max else [n for n in _CHOICES if n < self.n_max]
+        self.length = DraftLength([*shorter, self.n_max], self._gate)
 
     def close(self) -> None:
         """Free the drafter. Harmless when called again."""
         self._stack.close()
-
-    @property
-    def n_next(self) -> int:
-        """The most tokens of the next draft: as many as pay, or n_max if that was given."""
-        return self._lookahead.n if self._lookahead else self.n_max
 
     @property
     def n_max(self) -> int:
@@ -239,7 +237,7 @@ class Drafts:
         """
         if self.reads_features:
             prompt, listening = pos < self._until, self._model.listening
-            wanted = pos + n > self._until - self.spec.window if prompt else self.gate.open or not self.gate.closed
+            wanted = pos + n > self._until - self.spec.window if prompt else self._gate.open or not self._gate.closed
             if wanted != (ctx.handle in listening):
                 self._spec.listen(ctx, wanted)
                 listening ^= {ctx.handle}
@@ -293,7 +291,7 @@ class Drafts:
         """Let a drafter that reads only tokens read what it missed: it does so when asked for a draft."""
         if self.spec.kind != "draft":
             return
-        reach = min(_GLANCE, self.spec.window) if self.gate.closed else self.spec.window
+        reach = min(_GLANCE, self.spec.window) if self._gate.closed else self.spec.window
         start = max(self._n_read, len(history) - reach)
         for at in range(start, len(history), self._model.n_batch):
             part = np.array(history[at : min(at + self._model.n_batch, len(history))], np.int32)
@@ -304,17 +302,13 @@ class Drafts:
 
         seconds: of the whole step. guessing_s: of these, to guess.
         """
-        if self._lookahead:
-            self._lookahead.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
+        self.length.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)
-        self.gate.drafted(seconds, n_right + 1)
         self.stats.draft_steps += 1
         self.stats.drafted += n_guessed
         self.stats.accepted += n_right
 
     def plain(self, seconds: float) -> None:
         """Record that a step without a draft took `seconds`."""
-        before = self.gate.n_gated
-        self.gate.plain(seconds)
         self.stats.plain_steps += 1
-        self.stats.gated_steps += self.gate.n_gated - before
+        self.stats.gated_steps += self.length.plain(seconds)

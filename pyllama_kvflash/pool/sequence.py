@@ -67,7 +67,7 @@ class PooledSequence:
         self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
         self._state: bytes | None = None  # what no chunk holds, before a trial that is under way
         self.warnings: tuple[str, ...] = ()
-        self._owed: tuple[int, int] | None = None  # (position, token) between history and pending
+        self._in_transit: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
         self.pager: Pager | None = None
         self.selector: Selector | None = None
@@ -138,12 +138,12 @@ class PooledSequence:
     # a step
     #
 
-    def stand(self, tokens: Tokens) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Move decoded tokens (n,) int32 into the history. If there is a pending token, it is the first of them."""
-        self._owed = None if self.pending is None else (self.n_tokens, self.pending)
+        self._in_transit = None if self.pending is None else (self.n_tokens, self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
-        self._owed = None
+        self._in_transit = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -239,18 +239,18 @@ class PooledSequence:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
                 raise NativeError(msg) from None
             s.forget_exactly(s.n_tokens)  # rows of what does not stand
-            s.settle_owed()
+            s.settle_token()
         for s in self.peers:  # some may have been about to give up blocks
             if s.pager:
                 s.pager.reconcile(s.n_tokens)
                 s.arrive()
             s.consistent = True
 
-    def settle_owed(self) -> None:
+    def settle_token(self) -> None:
         """Make a token that was on its way pending, unless it is in the history."""
-        if self._owed is not None and self.n_tokens == self._owed[0]:
-            self.pending = self._owed[1]
-        self._owed = None
+        if self._in_transit is not None and self.n_tokens == self._in_transit[0]:
+            self.pending = self._in_transit[1]
+        self._in_transit = None
 
     def draft_limits(self, n: int) -> tuple[int, int]:
         """Return how many tokens a batch with guesses may have, at most n, and how many of them may stand.
@@ -273,7 +273,7 @@ class PooledSequence:
         """Forget the sequence and its records; pins stay."""
         self.cancel_scoring()
         self.consistent = False
-        self._owed = None
+        self._in_transit = None
         del self.history[:]
         self.pending = None
         self.opens_until = 0
@@ -324,13 +324,13 @@ class PooledSequence:
         with self.step():
             self.paged.settle()
             self.forget_exactly(n)
-            self._owed = n, token
+            self._in_transit = n, token
             del self.history[n:]
             try:
                 self.ctx.seq_rm(n)
                 plan = self.paged.rolled_back(n)
             finally:
-                self.settle_owed()
+                self.settle_token()
         return token, Paged(n, plan.drops, plan.page_ins) if plan else None
 
     def rewind(self, n_tokens: int, state: bytes) -> Paged | None:

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from pyllama_kvflash import KVFlash, Sampling
-from pyllama_kvflash.engine.generation import Generation
+from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.serve.app import Server, Settings
@@ -164,14 +164,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
 
     That comes to 0.025 of the logits at most; one token more or less at the end of a prompt, to several times as much.
     """
-    res, take = Chosen(0.05, relative_rms), Generation.take
+    res, write = Chosen(0.05, relative_rms), Writer.write
 
-    def held(generation: Generation) -> None:
-        sequence = generation.decoder.sequence
+    def held(writer: Writer) -> None:
+        sequence = writer.decoder.sequence
         res.hold(sequence.ctx, -1, tuple(sequence.tokens.tolist()))
-        take(generation)
+        write(writer)
 
-    monkeypatch.setattr(Generation, "take", held)
+    monkeypatch.setattr(Writer, "write", held)
     return res
 
 

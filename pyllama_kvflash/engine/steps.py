@@ -1,0 +1,109 @@
+"""Steps: the three ways in which the next tokens of an answer come.
+
+A plain step decodes the last token. A drafted step decodes guesses of what follows with it, and keeps those that are right;
+both can share a batch with other answers. A lossless step drafts through the pool, and checks the draft against everything.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from pyllama_kvflash import native
+from pyllama_kvflash.engine.decoder import Step, decode_each
+from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.engine.writer import Writer
+from pyllama_kvflash.events import Event
+from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.pool.step import Part
+
+
+class PlainStep(Step):
+    """Decodes the last token, and samples what follows it."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer.decoder, Part(writer.decoder.sequence, writer.last()))
+        self.writer = writer
+
+    def report(self, seconds: float) -> None:
+        """Tell the drafter that the step took so long."""
+        if drafts := self.decoder.drafts:
+            drafts.plain(seconds)
+
+
+class DraftedStep(PlainStep):
+    """Decodes the last token with guesses of what follows it, and keeps those that are right."""
+
+    def __init__(self, writer: Writer, guesses: Tokens, width: int, guessing_s: float) -> None:
+        """guesses: (n,) int32, n < width. width: tokens of the batch: it is padded, so that the graph stays the same.
+        guessing_s: seconds that the guesses took.
+        """
+        super().__init__(writer)
+        tokens = writer.last(width)
+        tokens[1 : len(guesses) + 1] = guesses
+        self.part = Part(writer.decoder.sequence, tokens, draft=True)
+        self._n_guessed = len(guesses)
+        self._guessing_s = guessing_s
+        self._start = writer.decoder.sequence.n_tokens
+
+    def accept(self) -> None:
+        """Accept the guesses that are right."""
+        self.writer.accept(self.part, self._n_guessed)
+
+    def report(self, seconds: float) -> None:
+        """Tell the drafter how many guesses were right, and how long the step took, without guessing."""
+        drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self._start - 1
+        if drafts:
+            width, guessing_s = len(self.part.tokens), self._guessing_s
+            drafts.checked(self._n_guessed, n_right, guessing_s + seconds, guessing_s, width)
+
+
+class LosslessStep(Step):
+    """Drafts through the pool what follows the last token, and checks the draft against everything: what is kept is what the
+    full cache would say.
+    """
+
+    def __init__(self, writer: Writer, lossless: Lossless) -> None:
+        super().__init__(writer.decoder, Part(writer.decoder.sequence, writer.last(), draft=True))
+        self._writer = writer
+        self._lossless = lossless
+
+    def take(self) -> list[Event]:
+        """Take the step. Returns what happened, without text. Raises as Decoder.decode_exactly()."""
+        writer, lossless, decoder = self._writer, self._lossless, self.decoder
+        start = decoder.sequence.n_tokens
+        n = lossless.n_next(min(writer.answer.left(start), decoder.n_lossless - 1))
+        guesses, events = lossless.draft(writer.token, n, writer.sampler)
+        begin = time.perf_counter()
+        self.part.tokens = np.concatenate([writer.last(), guesses])
+        events += decoder.decode_exactly(self, native.ALL)
+        lossless.checked(len(guesses), decoder.sequence.n_tokens - start - 1, time.perf_counter() - begin)
+        return events
+
+    def accept(self) -> None:
+        """Accept the guesses that are right."""
+        self._writer.accept(self.part, len(self.part.tokens) - 1)
+
+
+def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
+    """Take a step of each of several answers in one batch. Returns what happened to each, without text.
+
+    Raises as decode_each(). An answer that got no token then gets it with the next step.
+    """
+    begin = time.perf_counter()
+    happened = decode_each(steps)
+    missed = []
+    for step, events in zip(steps, happened, strict=True):
+        if step.part.draft:
+            continue  # it has its tokens
+        if step.decoder.missed(events):
+            missed.append((step, events))
+        else:
+            step.writer.write()
+    for step, events in missed:  # last, because this overwrites the logits of the others
+        events.extend(list(step.decoder.again(events)))
+        step.writer.write()
+    seconds = (time.perf_counter() - begin) / len(steps)
+    for step in steps:
+        step.report(seconds)
+    return happened

@@ -1,0 +1,46 @@
+"""How many tokens to draft before they are checked: as many as pay, or none."""
+
+from collections.abc import Sequence
+
+from pyllama_kvflash.policy.gate import Gate
+from pyllama_kvflash.policy.lookahead import Lookahead
+
+
+class DraftLength:
+    """Chooses the length of the next draft. The caller owns the clock, and reports each step.
+
+    A gate decides whether to draft at all. It suits a drafter that may never be right: its failed tries cost next to nothing.
+    The lookahead chooses between lengths that were measured. Without a gate, 0 may be one of them.
+    """
+
+    def __init__(self, lengths: Sequence[int], gate: Gate | None = None) -> None:
+        """lengths: those to choose from, ascending; a single one is not measured. gate: None: always draft."""
+        self.gate = gate
+        self._longest = lengths[-1]
+        self._lookahead = Lookahead(lengths) if len(lengths) > 1 else None
+
+    @property
+    def n(self) -> int:
+        """Tokens of the next draft; 0: decode plainly."""
+        if self.gate is not None and not self.gate.open:
+            return 0
+        return self._lookahead.n if self._lookahead else self._longest
+
+    def plain(self, seconds: float) -> bool:
+        """Record a step without a draft. Returns whether only the gate kept it from drafting."""
+        if self.gate is None:
+            return False
+        before = self.gate.n_gated
+        self.gate.plain(seconds)
+        return self.gate.n_gated > before
+
+    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
+        """Record a draft of n_drafted tokens, of which the first n_right were right.
+
+        draft_s: seconds of the draft. check_s: seconds of its check. width: tokens of the batch that checked it; 0: the
+        drafted ones and the one before them.
+        """
+        if self._lookahead:
+            self._lookahead.checked(n_drafted, n_right, draft_s, check_s, width)
+        if self.gate:
+            self.gate.drafted(draft_s + check_s, n_right + 1)
