@@ -167,7 +167,7 @@ class Decoder:
 
     @property
     def n_exact(self) -> int:
-        """Positions, from the first, that stand if decoding becomes lossless; what comes after them is to be read again."""
+        """Positions, from the first, that can stay if decoding becomes lossless; those after them are to be read again."""
         return 0 if self.sequence.stateful else self.sequence.n_exact
 
     def be_lossless(self) -> None:

@@ -177,7 +177,7 @@ class Drafts:
         self._model = model
         self._target = target
         self._n_read = 0  # positions up to which the drafter has read, or skipped
-        self._n_kept = 0  # tokens of the last history that still stand
+        self._n_kept = 0  # tokens of the last history that are still in it
         self._until = 0  # end of the prompt: the drafter reads only a window before it
         self._n_vocab = target.model.n_vocab
         self._drafter: Context | None = None

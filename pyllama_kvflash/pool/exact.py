@@ -80,7 +80,7 @@ class ExactReader:
     def keep(self, pool: Context, start: int, n: int, n_batch: int) -> None:
         """Keep only the first n of the n_batch tokens that decode() took at `start`.
 
-        If the tap does not reach back to the last of these, the first token that it has stands for that, because to tap many
+        If the tap does not reach back to the last of these, the first token that it has is taken in its place, because to tap many
         costs as much attention again. Raises UnsupportedError (a state cannot go back).
         """
         own = self.ctx.sequence(pool.seq)
@@ -91,7 +91,7 @@ class ExactReader:
         pool.computed(own.handle, n, min(n_batch, n + max(0, own.q_tap - 1)))
 
     def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
-        """Return what the last n_query tokens that stand attend to: policy.View.mass for n_chunks chunks."""
+        """Return what the last n_query tokens that were kept attend to: policy.View.mass for n_chunks chunks."""
         own, last = self.ctx.sequence(pool.seq), pool.output.last
         return np.stack([own.mass(last + back, n_chunks * EDGE) for back in reversed(range(n_query))])
 

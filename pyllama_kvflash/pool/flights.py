@@ -15,7 +15,7 @@ from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.policy import Ledger, Plan, State
 from pyllama_kvflash.pool.host_store import HostStore
-from pyllama_kvflash.pool.residency import held, n_landing
+from pyllama_kvflash.pool.residency import held, n_landing, resident
 
 # Most bytes that set out in one step: half a ms of a PCIe 5 bus, where the next step's inputs queue behind them.
 FLIGHT_BYTES = 24 << 20
@@ -47,6 +47,7 @@ class Flights:
         self._landing: dict[int, int] = {}  # chunks that have set out, and their blocks
         self._drops: deque[int] = deque()  # the rest of a plan that is spread over steps
         self._page_ins: deque[int] = deque()
+        self._filling: int | None = None  # a chunk that the ledger has as resident, on its way in
 
     @property
     def in_motion(self) -> bool:
@@ -129,6 +130,40 @@ class Flights:
         self._page_ins.clear()
 
     #
+    # what the ledger has already: after an exact pass, and after a step that was cut off
+    #
+
+    def shed(self) -> None:
+        """Take out of the pool what the ledger does not have there."""
+        for chunk in held(self._ctx).keys() - resident(self._ledger):
+            self._ctx.drop(chunk)
+
+    def refill(self, chunks: Iterable[int]) -> None:
+        """Fill blocks for these chunks, as fill() does, in place of those that they have now."""
+        wanted, there = list(chunks), held(self._ctx)
+        for chunk in wanted:
+            if chunk in there:
+                self._ctx.drop(chunk)
+        self.fill(wanted)
+
+    def fill(self, chunks: Iterable[int]) -> None:
+        """Fill a block for each of these chunks, which the ledger has as resident, from its record."""
+        filled = sorted(chunks)
+        for chunk in filled:
+            self._filling = chunk
+            self._ctx.page_in(chunk, self._records.get(chunk))
+            self._filling = None
+        if filled:
+            self._ctx.attn_seq_rm(self._ledger.n_tokens, -1)  # rejected tokens of a batch
+
+    def abandon(self) -> None:
+        """Free the block of a chunk whose fill() was cut off."""
+        if self._filling is not None:
+            with suppress(PoolError):  # it never began, or it is there
+                self._ctx.cancel(self._filling)
+            self._filling = None
+
+    #
     # after a step that was cut off
     #
 
@@ -161,6 +196,7 @@ class Flights:
         self.n_out = self.n_in = 0
 
     def _abort(self) -> None:
+        self._filling = None
         self._landing.clear()
         self._drops.clear()
         self._page_ins.clear()

@@ -5,9 +5,7 @@ computed, and then summarised in a thread. `flights` moves chunks in and out.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -46,7 +44,6 @@ class Pager:
         self.records = HostStore(shared.memory)
         self.ctx = ctx
         self.shared = shared
-        self._filling: int | None = None  # a chunk that the ledger has as resident, on its way in
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
         self._layers = ctx.tapped()
         self._summariser = Summariser(self._layers, options.chunk, self.records.get, options.n_threads or 1)
@@ -146,15 +143,11 @@ class Pager:
 
         Harmless when repeated.
         """
-        self._abandon()
-        ledger, there = self.ledger, held(self.ctx)
-        for chunk in there.keys() - resident(ledger):
-            self.ctx.drop(chunk)  # it was being written, and is full now
+        ledger = self.ledger
+        self.flights.abandon()
+        self.flights.shed()  # the chunk that was being written may be full now
         if ledger.n_tokens % ledger.chunk:
-            last = ledger.n_chunks - 1
-            if last in there:
-                self.ctx.drop(last)
-            self._fill([last])
+            self.flights.refill([ledger.n_chunks - 1])
         if ledger.n_chunks in self.records:
             self.records.forget(ledger.n_chunks)
         self.n_stored = max(self.n_stored, ledger.n_sealed)
@@ -187,9 +180,7 @@ class Pager:
             self.guests.resize(0)
         there = list(held(self.ctx))  # block by block
         if there != sorted(there) or self.ctx.block_of(there[-1]) != len(there) - 1:
-            for chunk in there:
-                self.ctx.drop(chunk)
-            self._fill(there)
+            self.flights.refill(there)
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
@@ -213,7 +204,7 @@ class Pager:
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
 
     def written(self, n_tokens: int) -> None:
-        """Record that the first n_tokens of a batch stand, and begin to write back the chunks that are full: they may leave now."""
+        """Record that the first n_tokens of a batch are accepted, and begin to write back the chunks that are full: they may leave now."""
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
@@ -337,7 +328,6 @@ class Pager:
         self._reads.clear()
         self._summariser.give_up()
         self.flights.forget()
-        self._filling = None
         if self.guests:
             self.guests.clear()
         self.ledger.clear()
@@ -345,27 +335,10 @@ class Pager:
         self._summariser.truncate(0)
         self.n_stored = 0
 
-    def _fill(self, chunks: Iterable[int]) -> None:
-        """Fill a block for each of these chunks, which the ledger has as resident, from its record."""
-        filled = sorted(chunks)
-        for chunk in filled:
-            self._filling = chunk
-            self.ctx.page_in(chunk, self.records.get(chunk))
-            self._filling = None
-        if filled:
-            self.ctx.attn_seq_rm(self.ledger.n_tokens, -1)  # tokens of a batch that do not stand
-
-    def _abandon(self) -> None:
-        """Free the block of a chunk whose _fill() was cut off."""
-        if self._filling is not None:
-            with suppress(PoolError):  # it never began, or it is there
-                self.ctx.cancel(self._filling)
-            self._filling = None
-
     def reconcile(self, n_tokens: int) -> None:
         """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
-        self._abandon()
+        self.flights.abandon()
         if self.guests:
             self.guests.reconcile()
         if ledger.n_tokens > n_tokens:
@@ -373,11 +346,10 @@ class Pager:
         self.flights.mend()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
-        for chunk in held(self.ctx).keys() - resident(self.ledger):
-            self.ctx.drop(chunk)
+        self.flights.shed()
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        self._fill(resident(ledger) - held(self.ctx).keys())
+        self.flights.fill(resident(ledger) - held(self.ctx).keys())
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)

@@ -64,7 +64,7 @@ class PooledSequence:
         self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
-        self._arriving: int | None = None  # positions that stand once an exact batch is the pool's, too
+        self._arriving: int | None = None  # positions there are once the pool has an exact batch, too
         self._state: bytes | None = None  # what no chunk holds, before a trial that is under way
         self.warnings: tuple[str, ...] = ()
         self._in_transit: tuple[int, int] | None = None  # (position, token) between history and pending
@@ -154,7 +154,7 @@ class PooledSequence:
         self.consistent = True
 
     def append(self, n: int) -> None:
-        """Record that an exact batch has computed n more positions, which are about to stand.
+        """Record that an exact batch has computed n more positions, which are about to be kept.
 
         From here on a step that is cut off is carried on, not undone.
         """
@@ -238,7 +238,7 @@ class PooledSequence:
             except UnsupportedError:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
                 raise NativeError(msg) from None
-            s.forget_exactly(s.n_tokens)  # rows of what does not stand
+            s.forget_exactly(s.n_tokens)  # rows of rejected tokens
             s.settle_token()
         for s in self.peers:  # some may have been about to give up blocks
             if s.pager:
@@ -253,7 +253,7 @@ class PooledSequence:
         self._in_transit = None
 
     def draft_limits(self, n: int) -> tuple[int, int]:
-        """Return how many tokens a batch with guesses may have, at most n, and how many of them may stand.
+        """Return how many tokens a batch with guesses may have, at most n, and how many of them may be accepted.
 
         Within these limits each token sees the same chunks as if it were decoded alone.
         """
