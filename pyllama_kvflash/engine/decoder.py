@@ -46,7 +46,7 @@ class Decoder:
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch: no more than the pool holds beside its sinks, tail and pins."""
+        """The most tokens of a batch: as many as the pool holds together with its sinks, tail and pins."""
         sequence, n = self.sequence, self._n_batch
         if sequence.pager:
             n = min(n, sequence.pager.n_batch)
@@ -58,11 +58,11 @@ class Decoder:
 
     @property
     def opens_losslessly(self) -> bool:
-        """Whether the first tokens of an answer are to see more than the pool holds, and the later ones are not."""
+        """Whether the first tokens of an answer see everything, and the later ones what the pool holds."""
         return self._opening is not None and not self.lossless
 
     def begin_answer(self, *, goes_on: bool) -> None:
-        """Begin an answer after what is in the context. goes_on: one that was broken off, which opens no longer for that."""
+        """Begin an answer after the text in the context. goes_on: an interrupted answer; its opening is not extended."""
         if not goes_on:
             self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
         for lossless in (self.lossless, self._opening):
@@ -71,14 +71,14 @@ class Decoder:
 
     @property
     def lossless_now(self) -> Lossless | None:
-        """What decodes the next token, if that is to see more than the pool holds."""
+        """The lossless decoding of the next token; None: it is decoded through the pool."""
         opening = self._opening if self.sequence.n_tokens < self.sequence.opens_until else None
         lossless = self.lossless or opening
         return lossless if lossless and self._is_too_long(1) else None
 
     @property
     def n_lossless(self) -> int:
-        """Most tokens from here on that may follow each other losslessly."""
+        """The most tokens, from here on, that are decoded losslessly."""
         left = self._options.n_ctx - self.sequence.n_tokens
         return left if self.lossless else min(left, self.sequence.opens_until - self.sequence.n_tokens)
 
@@ -100,7 +100,7 @@ class Decoder:
             raise UsageError(f"{msg} sequence at a time")
 
     def clear(self) -> None:
-        """Forget the sequence, its checkpoints, and what the drafter read. Another text begins fast, unless exact is on."""
+        """Forget the sequence, its checkpoints, and what the drafter read. Another text is decoded through the pool, unless exact is on."""
         if not self._options.exact:
             self.lossless = None
         self.sequence.clear()
@@ -162,7 +162,7 @@ class Decoder:
 
     @property
     def metered(self) -> Meter | None:
-        """The meter, if the next token is to see less than the full cache has."""
+        """The meter, if the next token sees less than the full cache has."""
         return self.meter if self.meter and not self.lossless_now and self._is_too_long(1) else None
 
     @property
@@ -183,7 +183,7 @@ class Decoder:
         n_sealed = sequence.paged.ledger.n_sealed
         moved = [self._exact_batch(step, outputs)]
         if sequence.paged.ledger.n_sealed > n_sealed:
-            moved.append(sequence.settle_in())  # what is full now is the tail
+            moved.append(sequence.settle_in())  # a chunk that is full now is part of the tail
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
             queries, mass = [selector.queries()], sequence.attended(1)
@@ -261,7 +261,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _read_exactly(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode tokens against everything before them, and then have the pool hold what the last ones attend to."""
+        """Decode tokens against everything before them, then fill the pool with what the last ones attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
         mark = self._saved.checkpoint_after(n)
@@ -279,7 +279,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
 
     def _settle_in(self, n_last: int) -> Iterator[Event]:
-        """After an exact pass whose last batch had n_last tokens, have the pool hold what these attend to."""
+        """After an exact pass whose last batch had n_last tokens, fill the pool with what these attend to."""
         sequence, selector = self.sequence, self.sequence.selector
         if paged := sequence.settle_in():
             yield paged
@@ -311,7 +311,7 @@ class Decoder:
         return self.sequence.selector is not None and self._is_too_long(n)
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
-        """Run the end of a prompt, choose the pool for it, and run it again with the chunks that were missing."""
+        """Decode the end of a prompt, choose the pool for it, and decode it again if chunks came in."""
         sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
         if selector is None:
             msg = "there is no selector"

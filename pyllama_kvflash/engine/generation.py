@@ -65,7 +65,7 @@ class Generation:
         if sequence.pending is not None and not self._due:
             self.answer.go_on(sequence.tokens, sequence.pending)
             if sequence.selector is not None:
-                sequence.selector.rest()  # the pause before it is no decode time
+                sequence.selector.rest()  # the pause before it is not decode time
         self._begin_answer()
 
     @property
@@ -99,7 +99,7 @@ class Generation:
         return sum_stats(parts) if parts and self._began is not None else None
 
     def rest(self) -> Iterator[Event]:
-        """Read and answer to the end. What is damaged is read anew, and Ctrl-C ends the answer as it is."""
+        """Read and answer to the end. A damaged text is read anew, and Ctrl-C ends the answer as it is."""
         try:
             while not self.ended:
                 try:

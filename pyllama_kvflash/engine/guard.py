@@ -1,4 +1,4 @@
-"""Who may use an engine now: one thread at a time, for one call. And who goes on with a sequence: whoever changed it last."""
+"""Who may use an engine: one thread at a time, for one call. And who may continue a sequence: the caller that changed it last."""
 
 import atexit
 import os
@@ -112,7 +112,7 @@ _USE, _FREE = Guard.run.__code__, Guard._finish.__code__  # noqa: SLF001 (of thi
 
 
 class Claim:
-    """A hold on a sequence, for calls that go on from each other. It lasts until something else begins or changes the sequence."""
+    """A hold on a sequence, for calls that continue each other. It lasts until another call begins or changes something."""
 
     def __init__(self, guard: Guard, sequence: PooledSequence) -> None:
         """Take the sequence from its holder."""
@@ -175,7 +175,7 @@ _live: WeakValueDictionary[int, Guard] = WeakValueDictionary()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all engines when Python ends: threads that compute then would do so with what is being taken apart."""
+    """Close all engines when Python ends: the library is unloaded then, and threads may still compute."""
     native.interrupt(True)
     for guard in [ref() for ref in _live.valuerefs()]:
         if guard is not None:

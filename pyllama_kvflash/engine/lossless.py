@@ -1,7 +1,7 @@
 """Lossless decoding: tokens are drafted through the pool, and checked against everything in one exact batch.
 
 The pool drafts with the model's own weights, so most of its tokens are right (TriForce, Sun et al. 2024, arXiv:2404.11912,
-drafts from a partial cache in this way). What stands comes from the exact batch alone: the text is the full cache's.
+drafts from a partial cache in this way). The accepted tokens come from the exact batch alone: the text is the full cache's.
 """
 
 import time
@@ -49,7 +49,7 @@ class Lossless:
         return max(0, min(self._length.n, left, room - 1))
 
     def draft(self, token: int, n: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Guess what follows `token`, the pending one, by decoding it through the pool, which is then as it was.
+        """Guess what follows `token`, the pending one, by decoding it through the pool, which is unchanged afterwards.
 
         sampler: chooses the tokens, and stays where it is. Returns n tokens or fewer, (m,) int32, and what moved. Raises
         PoolError, HostMemoryError, Interrupted and NativeError.

@@ -1,4 +1,4 @@
-"""The meter: how often what is decoded through the pool is what the full cache would decode.
+"""The meter: how often the pool gives the full cache's token.
 
 Now and then a few tokens in a row are computed once more, against everything. That pass leaves no trace, so the text is the
 same with the meter and without. It takes the rows of earlier tokens of the answer as the pool made them.

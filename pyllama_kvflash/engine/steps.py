@@ -59,8 +59,8 @@ class DraftedStep(PlainStep):
 
 
 class LosslessStep(Step):
-    """Drafts through the pool what follows the last token, and checks the draft against everything: what is kept is what the
-    full cache would say.
+    """Drafts through the pool what follows the last token, and checks the draft against everything: the full cache's tokens
+    are kept.
     """
 
     def __init__(self, writer: Writer, lossless: Lossless) -> None:

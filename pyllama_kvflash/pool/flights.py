@@ -1,7 +1,7 @@
 """Chunks on their way: the one owner of every move between the pool and the host store.
 
-On a GPU a plan is spread over steps, so that no step waits for a copy. A chunk sets out beside one step (`go_on`) into
-a masked block, lands, and is seen by the next step (`land`).
+On a GPU a plan is spread over steps, so that no step waits for a copy. A chunk sets out during one step (`go_on`) into
+a masked block. It lands before the next step (`land`), which sees it.
 """
 
 from collections import deque
@@ -95,7 +95,7 @@ class Flights:
         self.go_on()
 
     def go_on(self, n_tokens: int = 0) -> None:
-        """Beside a step of n_tokens, send out the next chunks of the plan, and free blocks for those after them.
+        """During a step of n_tokens, send out the next chunks of the plan, and free blocks for those after them.
 
         A copy into a block that the step does not use need not wait for the step.
         """

@@ -1,6 +1,6 @@
-"""Guests: the blocks of a sequence in which each layer holds what it chooses itself, and the index by which it does.
+"""Guests: blocks of a sequence in which each layer holds its own choice of chunks, and the index that it chooses by.
 
-The choice is made in the graph (native code); here is decided which chunks are in the index, and how many blocks guests have.
+Native code makes the choice, in the graph. This module decides which chunks are in the index, and how many blocks guests have.
 """
 
 from collections import deque
@@ -17,8 +17,8 @@ from pyllama_kvflash.policy import Ledger
 from pyllama_kvflash.policy.fresh import IndexForm
 
 GROWN = 1.125
-"""The index is made anew once the sequence is so many times as long as when its basis was found: keys turn with their position,
-and half as long again doubles the error of what a basis says of them."""
+"""Growth of a sequence, since its basis was found, at which the index is made anew. Keys turn with their position: a sequence half as
+long again doubles the error of the basis."""
 
 
 class GuestRoom:
@@ -56,12 +56,12 @@ class GuestRoom:
         return (counts / each).astype(np.float32)
 
     def cover(self, n: int) -> None:
-        """Have the first n chunks, which have their records, be in the index. Raises HostMemoryError."""
+        """Put the first n chunks, which have their records, into the index. Raises HostMemoryError."""
         info = self.native.info()
         have = info.n // self._ledger.chunk
         if n <= have:
             return
-        self.n_fitted = min(self.n_fitted, have)  # of the rest nothing may be left
+        self.n_fitted = min(self.n_fitted, have)  # chunks after a rollback are others
         if n >= GROWN * self.n_fitted:
             have = 0
             self.native.forget()
@@ -110,7 +110,7 @@ class GuestRoom:
         self.resize(self._ledger.n_guests - n)
 
     def reconcile(self) -> None:
-        """After a step was cut off, have the ledger count what there is."""
+        """After a step was cut off, set the ledger to the number of blocks that guests have."""
         self._ledger.n_guests = self.native.info().n_block
 
     def clear(self) -> None:

@@ -13,9 +13,9 @@ Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
 _SLAB = 256 << 20  # bytes of a slab that is taken in advance
-_UNEXPECTED = 32 << 20  # bytes of a slab that somebody waits for: some 10 ms
-_PAGE = 4096  # the rows of a record begin on a page, from which a bus reads a tenth faster
-_LARGE = 1 << 20  # bytes of a record that make this worth its room
+_UNEXPECTED = 32 << 20  # bytes of a slab that a caller waits for: some 10 ms
+_PAGE = 4096  # rows of a record begin on a page: a bus reads them 10 % faster
+_LARGE = 1 << 20  # bytes of a record from which that is worth the padding
 
 
 class HostMemory:
@@ -100,7 +100,7 @@ class HostMemory:
         return n if self._limit is None else max(0, min(n, self._limit // self.record_bytes - self.n_used))
 
     def expect(self, n: int) -> None:
-        """Announce n more places: memory for them is taken in slabs, beside the computation.
+        """Announce n more places: memory for them is taken in slabs, in a thread.
 
         Raises HostMemoryError if the limit does not allow so many. If memory runs out, reserve() raises it.
         """
@@ -143,7 +143,7 @@ class HostMemory:
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
             places = slab.reshape(count, self._pitch)[:, self._lead : self._lead + self.record_bytes]
-            self._free.extend(places[::-1])  # lowest first: chunks that follow each other then lie so, for one copy
+            self._free.extend(places[::-1])  # lowest first: neighbouring chunks then share a copy
 
     def _growth(self) -> int:
         """Return the places of a slab that nobody announced, within the limit."""

@@ -99,7 +99,7 @@ class HostStore:
         return entry.record
 
     def stored(self, chunk: int) -> Stored:
-        """Return a record with what is known of it. Call see() before using it, in any thread."""
+        """Return a record with its digest and state. Call see() before using it, in any thread."""
         return self._entries[chunk]
 
     def read_ahead(self) -> None:

@@ -61,7 +61,7 @@ class Pager:
 
     @property
     def n_batch(self) -> int:
-        """The largest batch that the pool holds beside the sinks, tails and pins."""
+        """The largest batch that the pool holds together with the sinks, tails and pins."""
         return self.shared.shape().largest_batch(self.shared.n_pool)
 
     #
@@ -88,7 +88,7 @@ class Pager:
         n_tokens: tokens of the batch. taken: blocks, and records, that other sequences in the same batch take. Returns
         the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
-        self.flights.land()  # the copies began beside the previous batch
+        self.flights.land()  # the copies began during the previous batch
         ledger = self.ledger
         if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens neither begin nor fill a chunk
@@ -110,7 +110,7 @@ class Pager:
         earlier positions are whole; the rest is to be written. Raises PoolError and HostMemoryError; nothing has moved then.
         """
         self.flights.finish()
-        self._arrived(len(self._reads))  # the summaries of the batch before are made beside this one
+        self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
         ledger = self.ledger
         end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
         needs_block = not ledger.n_tokens % ledger.chunk
@@ -174,7 +174,7 @@ class Pager:
         return Plan(recent.drops + always.drops, recent.page_ins + always.page_ins)
 
     def lay_out(self) -> None:
-        """Have the chunks lie in the pool in their order, so that what is computed does not hang on how they came there."""
+        """Sort the chunks in the pool, so that results do not depend on how they came there."""
         self.settle()
         if self.guests:
             self.guests.resize(0)
@@ -198,7 +198,7 @@ class Pager:
         return left
 
     def fitting(self, n_tokens: int) -> int:
-        """Return how many of n_tokens can be decoded at once without more chunks leaving than for the first."""
+        """Return how many of n_tokens can be decoded at once without evicting more chunks than the first one does."""
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)

@@ -1,4 +1,4 @@
-"""The selector: has the chunks scored, beside decoding or at once, and makes the best of them resident."""
+"""The selector: has the chunks scored, during decoding or at once, and makes the best of them resident."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ Scored = tuple[Scores, float]
 class Selector:
     """Runs the scorer when the schedule says so. One scoring runs at a time, and nothing else touches the scorer.
 
-    `ask` begins to copy the last token's queries, beside the next computation. `begin` takes a view of the sequence and
+    `ask` begins to copy the last token's queries, during the next computation. `begin` takes a view of the sequence and
     starts a scoring, in a thread if the caller need not wait. `finish` waits for it and applies the plan. Call `cancel`
     before removing or replacing positions.
     """
@@ -179,8 +179,8 @@ class Selector:
     def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
         """Choose the pool for a prompt's next batch, while one is being computed.
 
-        The choice uses the queries of the batch before this one, and runs beside this one; on a CPU, where this one is
-        done by now, it uses its queries. n_tokens: positions written. n_free: blocks to leave free.
+        The choice uses the queries of the previous batch, and runs during this one. On a CPU this batch is done by now: the
+        choice uses its queries. n_tokens: positions written. n_free: blocks to leave free.
         """
         self._orphaned = True
         if self._on_cpu:
@@ -206,7 +206,7 @@ class Selector:
 
         mass: what the queries attend to, see policy.View.
         """
-        ticked = self._ticked if reason == "decode" else None  # a token that is decoded again takes that long, too
+        ticked = self._ticked if reason == "decode" else None  # the time of a token that is decoded again counts
         self.cancel()
         self._ticked = ticked
         self._orphaned = True
@@ -350,7 +350,7 @@ def shares(scorer: Scorer) -> bool:
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
-    """Return the scores, NaN for chunks that are no candidates, and the seconds they took.
+    """Return the scores, NaN for chunks that are not candidates, and the seconds they took.
 
     after: summaries to wait for first, which is not counted. Raises ScorerError, SnapshotError and Interrupted.
     """

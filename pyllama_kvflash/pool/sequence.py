@@ -1,4 +1,4 @@
-"""A sequence in a pool: its tokens, which of its chunks are on the device, and what is brought back.
+"""A sequence in a pool: its tokens, the places of its chunks, and page-ins.
 
 `step.advance` decodes a batch. Between batches the selector scores the chunks and changes the pool. If a step is cut
 off, the next one first repairs what it left.
@@ -33,7 +33,7 @@ class PooledSequence:
     opens_until: positions, from the first, after which an answer that opens losslessly goes on fast.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
-    holder: whoever goes on with the sequence; it changes when something else begins or changes it.
+    holder: the claim of the last caller that began or changed something; see engine.guard.
     """
 
     def __init__(

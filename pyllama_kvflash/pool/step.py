@@ -43,8 +43,8 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | N
 
     outputs: which tokens of a single sequence get logits; all of several do.
 
-    Raises PoolError, HostMemoryError, Interrupted and NativeError. A draft that is not kept then is as if it had not been
-    decoded: its first token is still pending.
+    Raises PoolError, HostMemoryError, Interrupted and NativeError. A draft that is not kept then is undone by the next
+    step: its first token is still pending.
     """
     first = parts[0].sequence
     first.recover()
@@ -86,7 +86,7 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
 
 
 def keep(part: Part) -> None:
-    """Keep those tokens of a decoded draft that are accepted. Nothing is kept while that is not known."""
+    """Keep those tokens of a decoded draft that are accepted. Without an answer yet, nothing is kept."""
     if part.accepted is None:
         return
     sequence, (n, following) = part.sequence, part.accepted

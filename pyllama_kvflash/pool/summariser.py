@@ -1,4 +1,4 @@
-"""Summaries of the keys of sealed chunks, made in threads beside the computation."""
+"""Summaries of the keys of sealed chunks, made in threads during the computation."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def _reserve(summaries: Summaries, n: int) -> None:
 
 
 def _try_reserve(summaries: Summaries, n: int) -> None:
-    with suppress(MemoryError):  # reserve() reports it, if it comes to that
+    with suppress(MemoryError):  # reserve() reports it
         summaries.reserve(n)
 
 
