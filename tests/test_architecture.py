@@ -62,32 +62,32 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0]
 
 
-def each(*parts: str) -> pytest.MarkDecorator:
-    found = [path for path in MODULES if not parts or part(path) in parts]
-    return pytest.mark.parametrize("path", found, ids=[str(path.relative_to(PACKAGE)) for path in found])
+def modules(*parts: str) -> list[Path]:
+    """Those of some parts of the package; of all of them, if none is given."""
+    return [path for path in MODULES if not parts or part(path) in parts]
 
 
-@each("policy")
-def test_policy_decides_and_touches_nothing(path: Path) -> None:
-    names = imports_of(path)
-    assert from_package(names) <= {"policy", "errors"}
-    assert not {name.split(".")[0] for name in names} & IO
-    calls = {
-        node.func.id
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert not calls & {"open", "print", "input"}
+def test_policy_decides_and_touches_nothing() -> None:
+    for path in modules("policy"):
+        names = imports_of(path)
+        assert from_package(names) <= {"policy", "errors"}, path
+        assert not {name.split(".")[0] for name in names} & IO, path
+        calls = {
+            node.func.id
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not calls & {"open", "print", "input"}, path
 
 
-@each("native")
-def test_native_decides_nothing(path: Path) -> None:
-    assert from_package(imports_of(path)) <= {"native", "errors", "json_schema"}
+def test_native_decides_nothing() -> None:
+    for path in modules("native"):
+        assert from_package(imports_of(path)) <= {"native", "errors", "json_schema"}, path
 
 
-@each("needle")
-def test_needle_stands_alone(path: Path) -> None:
-    assert from_package(imports_of(path)) <= {"needle"}
+def test_needle_stands_alone() -> None:
+    for path in modules("needle"):
+        assert from_package(imports_of(path)) <= {"needle"}, path
 
 
 ORDER = [
@@ -121,13 +121,13 @@ ORDER = [
 ANYWHERE = {"", "__version__"}  # of the package itself
 
 
-@each()
-def test_parts_import_those_below_them(path: Path) -> None:
+def test_parts_import_those_below_them() -> None:
     """Imports within a function count, too."""
-    here = part(path).removesuffix(".py")
-    if here != "__init__":
-        below = ORDER[: ORDER.index(here)]
-        assert from_package(imports_of(path)) <= {here, *below, *ANYWHERE}
+    for path in modules():
+        here = part(path).removesuffix(".py")
+        if here != "__init__":
+            below = ORDER[: ORDER.index(here)]
+            assert from_package(imports_of(path)) <= {here, *below, *ANYWHERE}, path
 
 
 def circles(uses: dict[str, set[str]]) -> list[str]:
@@ -159,32 +159,30 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
-@each()
-def test_only_native_imports_the_compiled_module(path: Path) -> None:
-    compiled = {name for name in imports_of(path) if {"_kvflash", "cffi", "_cffi_backend"} & set(name.split("."))}
-    assert part(path) == "native" or not compiled
+def test_only_native_imports_the_compiled_module() -> None:
+    for path in modules():
+        compiled = {name for name in imports_of(path) if {"_kvflash", "cffi", "_cffi_backend"} & set(name.split("."))}
+        assert part(path) == "native" or not compiled, path
 
 
-@each()
-def test_a_module_is_read_in_one_sitting(path: Path) -> None:
-    n = len(path.read_text("utf-8").splitlines())
-    assert n <= MAX_LINES or str(path.relative_to(PACKAGE)) in WORD_LISTS
+def n_lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
 
 
-def each_test() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", TEST_MODULES, ids=[str(path.relative_to(TESTS)) for path in TEST_MODULES])
+def test_a_module_is_read_in_one_sitting() -> None:
+    long = {str(path.relative_to(PACKAGE)) for path in modules() if n_lines(path) > MAX_LINES}
+    assert long <= WORD_LISTS
 
 
-@each_test()
-def test_no_test_imports_another(path: Path) -> None:
-    names = imports(path.read_text("utf-8"), f"tests.{path.stem}")
+def test_a_test_is_read_in_one_sitting() -> None:
+    assert [path.name for path in TEST_MODULES if n_lines(path) > MAX_TEST_LINES] == []
+
+
+def test_no_test_imports_another() -> None:
     files = {path.stem for path in TEST_MODULES if path.stem.startswith("test_")}
-    assert not {part for name in names for part in name.split(".")} & files
-
-
-@each_test()
-def test_a_test_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= MAX_TEST_LINES
+    for path in TEST_MODULES:
+        names = imports(path.read_text("utf-8"), f"tests.{path.stem}")
+        assert not {part for name in names for part in name.split(".")} & files, path
 
 
 @pytest.mark.parametrize(
