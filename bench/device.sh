@@ -11,7 +11,7 @@
 #   bench/device.sh test      there: everything whose outcome a GPU could change
 #   bench/device.sh families  there: families and cache types, sampled
 #   bench/device.sh moe [GIB] there: experts that stay on the host, with so much memory free, for the full cache and the pool
-#   bench/device.sh drafts    there: drafting: its tests, its bench, and what checking a draft costs
+#   bench/device.sh drafts    there: drafting: its tests and its bench
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
@@ -157,7 +157,6 @@ drafts)
     mkdir -p $at
     python3 -m pytest -q -p no:cacheprovider tests/test_drafting*.py tests/test_draft_heads.py || true
     kvflash bench spec -o $at/spec --rounds 3 "${@:2}"
-    python3 bench/verify_cost.py --shape 8b --shape-dir /dev/shm/kvflash-shapes
     results
     ;;
 demo)

@@ -478,7 +478,7 @@ def test_keys_that_are_no_heads(change: dict[str, int]) -> None:
     """Latent attention, odd heads, heads that share no keys evenly."""
     layers = geometry()
     layers[1] = dataclasses.replace(layers[1], **change)
-    with pytest.raises(UnsupportedError, match=r"the keys of layer 1 are no [012] heads of 6[34] dimensions"):
+    with pytest.raises(UnsupportedError, match=r"the keys of layer 1 are not [012] heads of 6[34] dimensions"):
         Summaries(layers, 16, "centroid:4")
 
 

@@ -435,8 +435,8 @@ def test_all_keys_are_summed_up(n_token: int, scale: float, edge: int) -> None:
 def test_edges_of_all_keys_are_checked() -> None:
     layers = geometry()
     keys = native.Keys(layers, 16, [record_of(layers, 0)].__getitem__)
-    with pytest.raises(UsageError, match="no such edges"):
+    with pytest.raises(UsageError, match="n_edge exceeds n_chunk, or scale is 0"):
         keys.score(0, some_queries(layers[0], 1), [0], 1.0, 17)
-    with pytest.raises(UsageError, match="no such edges"):
+    with pytest.raises(UsageError, match="n_edge exceeds n_chunk, or scale is 0"):
         keys.score(0, some_queries(layers[0], 1), [0], 0.0, 4)
     assert keys.score(0, some_queries(layers[0], 1), [], 1.0, 4).shape == (3, layers[0].n_head, 0)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 EXCHANGE = 32
-"""Guests of a layer that a batch exchanges at most. Fewer come late, and more are hardly ever better (docs/RESULTS.md)."""
+"""Guests of a layer that a batch exchanges at most. Fewer come late, and more are hardly ever better."""
 BITS = (1, 2, 4)
 """Bits that an index may have for each value of a key."""
 SMALL_HEAD = 96
@@ -36,7 +36,7 @@ class IndexForm:
         """Return the form for keys of n_embd_head values, with so many bits a value in all; 0: what their size asks for.
 
         Of the bits a quarter are in components of 4 bits each, and an eighth in components of 1; with 4 bits a value all
-        components have 4. docs/RESULTS.md has what was measured.
+        components have 4.
         """
         n = n_embd_head * (bits or (2 if n_embd_head <= SMALL_HEAD else 1))
         if n >= 4 * n_embd_head:

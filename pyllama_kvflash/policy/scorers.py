@@ -154,8 +154,7 @@ class Qk:
 
     A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys: its
     softmax. It is estimated from centroids of each chunk's keys. A centroid is scaled to the mean length of its keys,
-    and counts as often as it has keys. Of several queries, the largest sum of each layer counts. docs/RESULTS.md
-    compares the estimate with all keys.
+    and counts as often as it has keys. Of several queries, the largest sum of each layer counts.
 
     At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
     their keys; of a prompt that was read exactly, all chunks are, by what its last tokens attended to. What the question

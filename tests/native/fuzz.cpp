@@ -301,7 +301,7 @@ struct fuzz {
     // calls, each with all that must come of it
     //
 
-    // outputs: as of kvf_decode(). returns the logits, nothing if there was no room
+    // outputs: enum kvf_outputs. returns the logits, nothing if there was no room
     std::vector<float> decode(const std::vector<llama_token> & batch, int outputs) {
         const int32_t n     = batch.size();
         const auto    after = placed(n);
@@ -315,7 +315,7 @@ struct fuzz {
 
         const auto logits = [&](llama_context * ctx) {
             std::vector<float> res;
-            for (int32_t i = outputs == 2 ? 0 : n - outputs; i < n; ++i) {
+            for (int32_t i = outputs == KVF_OUTPUTS_ALL ? 0 : n - outputs; i < n; ++i) {
                 const float * row = llama_get_logits_ith(ctx, i);
                 res.insert(res.end(), row, row + n_vocab);
             }
@@ -324,11 +324,11 @@ struct fuzz {
 
         const auto res = logits(pool);
         expect_finite("logits", res);
-        if (outputs > 0) {
+        if (outputs != KVF_OUTPUTS_NONE) {
             const int32_t i    = rnd(res.size() / n_vocab); // of those that were asked for
             const auto    row  = res.begin() + i * n_vocab;
             llama_token   best = -1;
-            expect_ok("argmax", kvf_argmax(pool, outputs == 2 ? i : -1, &best));
+            expect_ok("argmax", kvf_argmax(pool, outputs == KVF_OUTPUTS_ALL ? i : -1, &best));
             expect(best == std::max_element(row, row + n_vocab) - row, "another token is the most likely one");
         }
         if (n_exact > 0) {

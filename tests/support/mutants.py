@@ -108,13 +108,15 @@ MUTANTS = [
     Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block) &&", "return"),
     Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
     Mutant("queries lie upon each other", "move", "to += r.size;", ""),
-    Mutant("clear leaves what is landing", "api", "llama_kvflash::mover(*kv).landings.clear();", ""),
+    Mutant("clear leaves what is landing", "decode", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # summaries
     Mutant("a share is of one chunk's own", "score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
     Mutant("a row counts as one key", "score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
     Mutant("the last query alone counts", "score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
-    Mutant("all layers have the first one's scale", "api", "q[i], n_q, scales[i], dst", "q[i], n_q, scales[0], dst"),
+    Mutant(
+        "all layers have the first one's scale", "relevance", "q[i], n_q, scales[i], dst", "q[i], n_q, scales[0], dst"
+    ),
     Mutant(
         "an edge has a key too many", "score", "if (t < n_edge) { sums[1] += e; }", "if (t <= n_edge) { sums[1] += e; }"
     ),
@@ -145,15 +147,15 @@ MUTANTS = [
     # the C API
     Mutant(
         "a shortage is not reported",
-        "api",
-        "case 1: throw kvf_failure(KVF_E_NO_BLOCK",
-        "case 1: break; case 99: throw kvf_failure(KVF_E_NO_BLOCK",
+        "decode",
+        "case NO_ROOM: throw kvf_failure(KVF_E_NO_BLOCK",
+        "case NO_ROOM: break; case 99: throw kvf_failure(KVF_E_NO_BLOCK",
     ),
-    Mutant("an old error stays", "api", "g_error.clear();", ""),
-    Mutant("the mirror forgets a position less", "api", "kv.seq_rm(seq, p0, p1);", "kv.seq_rm(seq, p0, p1 - 1);"),
+    Mutant("an old error stays", "guard", "g_error.clear();", ""),
+    Mutant("the mirror forgets a position less", "decode", "kv.seq_rm(seq, p0, p1);", "kv.seq_rm(seq, p0, p1 - 1);"),
     Mutant(
         "a failed rollback is not reported",
-        "api",
+        "decode",
         "!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)",
         "$ && false",
         model="qwen35",
@@ -177,11 +179,11 @@ MUTANTS = [
     Mutant("V goes to another place", "panes", "host + l.offs_v + first * row_v", "host + l.offs_k + first * row_v"),
     Mutant(
         "the cells of earlier positions are empty",
-        "panes",
+        "exact",
         "cells.seq_add(i, seq);\n    }\n    kv.v_heads",
         "}\n    kv.v_heads",
     ),
-    Mutant("a record says too few positions", "panes", "mask |= 1ull << i;", "mask |= 1ull << (i / 2);"),
+    Mutant("a record says too few positions", "exact", "mask |= 1ull << i;", "mask |= 1ull << (i / 2);"),
 ]
 
 

@@ -1,6 +1,7 @@
 // guests: which blocks and cells they have, and what a ubatch asks, see kvflash-fresh.h
 
 #include "kvflash-fresh.h"
+#include "kvflash-args.h"
 
 #include "llama-context.h"
 #include "llama-hparams.h"
@@ -83,7 +84,7 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
     want.resize(std::min<size_t>(n, want.size()));
     if (blocks) {
         want.assign(blocks, blocks + n);
-        kvf_check(s.blocks.empty(), "only a sequence without guests is told where they are");
+        kvf_check(s.blocks.empty(), "blocks of guests can only be given to a sequence without guests");
         for (const uint32_t b : want) {
             kvf_check(b < llama_kvflash::n_block(kv) && llama_kvflash::is_free(kv, b) &&
                               std::count(want.begin(), want.end(), b) == 1,
@@ -93,7 +94,9 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
     for (uint32_t b = 0; b < llama_kvflash::n_block(kv) && want.size() < n; ++b) {
         if (llama_kvflash::is_free(kv, b) && std::find(want.begin(), want.end(), b) == want.end()) { want.push_back(b); }
     }
-    if (want.size() < n) { throw kvf_failure(KVF_E_NO_BLOCK, format("%u blocks of guests, and not as many are free", n)); }
+    if (want.size() < n) {
+        throw kvf_failure(KVF_E_NO_BLOCK, format("%u blocks of guests are needed, and fewer are free", n));
+    }
 
     const uint32_t n_before = n_slot(s);
     s.blocks                = std::move(want);
@@ -189,7 +192,7 @@ static kvf_fresh & fresh_of(llama_context * ctx, llama_seq_id seq) {
     kvf_check(ctx, "there is no context");
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     kvf_check(kv && llama_kvflash::fresh(*kv), "this context has no guests");
-    kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
+    kvf_check_seq(ctx, seq);
     return *llama_kvflash::fresh(*kv);
 }
 
@@ -236,7 +239,7 @@ int kvf_index_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
 int kvf_index_cover(llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n) {
     return kvf_guard([&] {
         auto & fresh = idle_fresh_of(ctx, seq);
-        kvf_check(records && first * fresh.n_chunk == fresh.of(seq).n, "the index goes on with other chunks");
+        kvf_check(records && first * fresh.n_chunk == fresh.of(seq).n, "the index continues at another chunk");
         fresh.cover(seq, records, n);
     });
 }

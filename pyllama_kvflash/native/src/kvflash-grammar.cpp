@@ -185,7 +185,7 @@ int kvf_grammar_new(
             res->thinking.reset(thinking_of(vocab, p));
             for (const llama_token token : tokens_before(vocab, p.after)) {
                 if (res->thinking) { llama_sampler_accept(res->thinking.get(), token); }
-                kvf_check(p.lazy || res->place.take(token), "what comes before the answer is not of it");
+                kvf_check(p.lazy || res->place.take(token), "the text before the answer does not match the grammar");
             }
         } catch (const kvf_failure &) { throw; } catch (const std::exception & err) {
             throw in_words(err);

@@ -21,7 +21,7 @@ static constexpr size_t HUGE_PAGE = 2 << 20;
 static size_t page_for(size_t size) { return size < 16 * HUGE_PAGE ? PAGE : HUGE_PAGE; }
 
 [[noreturn]] static void no_memory(size_t size) {
-    throw kvf_failure(KVF_E_MEMORY, format("no %zu bytes of host memory can be pinned", size));
+    throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of host memory cannot be pinned", size));
 }
 
 // where they all are: first byte and size
@@ -39,8 +39,8 @@ bool kvf_host::is_one(const void * a, const void * b) {
     return last < base + size;
 }
 
-// The memory is taken from the system first, and touched, in large pages: minutes of work for a hundred GiB, that holds up
-// nobody. To pin what is there is quick. A backend that cannot do that allocates in its own way.
+// The memory is first taken from the system and touched, in large pages. That takes minutes for a hundred GiB, but blocks no
+// other thread. Pinning it afterwards is quick. A backend that cannot pin such memory allocates in its own way.
 kvf_host::kvf_host(ggml_backend_dev_t dev, size_t size) : size(GGML_PAD(size, page_for(size))) {
     take(dev, size);
 

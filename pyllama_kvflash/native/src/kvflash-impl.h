@@ -403,18 +403,3 @@ bool kvf_stopped();
 void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
 // and one head of one row [n_embd_head_k]
 void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst);
-
-// summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
-// and the logarithms of how many keys each stands for
-struct kvf_summary {
-    static size_t size(const kvf_layer & layer, uint32_t n, uint32_t n_row);
-
-    static void write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
-            uint16_t * dst, uint32_t i);
-    static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
-            float * dst, size_t stride);
-    static void mass(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
-            const float * q, uint32_t n_q, float scale, float * dst);
-    static void score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n,
-            const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
-};

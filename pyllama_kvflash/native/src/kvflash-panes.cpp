@@ -21,6 +21,9 @@ static bool computes(const ggml_tensor * t) {
 
 static const ggml_tensor * root(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
+// whether a tensor of a cache has values, by its name: llama.cpp calls them cache_k_l0, cache_v_l0, ...
+static bool is_v(const ggml_tensor * t) { return strstr(t->name, "v_l") != nullptr; }
+
 //
 // memory
 //
@@ -28,7 +31,7 @@ static const ggml_tensor * root(const ggml_tensor * t) { return t->view_src ? t-
 ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
     std::vector<ggml_tensor *> ks, vs;
     for (auto * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-        if (!t->view_src) { (strstr(t->name, "v_l") ? vs : ks).push_back(t); }
+        if (!t->view_src) { (is_v(t) ? vs : ks).push_back(t); }
     }
 
     const size_t align   = ggml_backend_buft_get_alignment(buft);
@@ -412,129 +415,4 @@ void kvf_panes::forget(uint32_t pos) {
             pane.n = std::min(pane.n, pos);
         }
     }
-}
-
-//
-// cells and heads
-//
-
-kvf_layer_tensors llama_kvflash::tensors(const llama_kv_cache & kv, uint32_t i) {
-    return {(int32_t) kv.layers[i].il, kv.layers[i].k, kv.layers[i].v};
-}
-
-void llama_kvflash::place_before(
-        llama_kv_cache & kv, const llama_kv_cache & of, llama_seq_id seq, uint32_t pos, void * const * records) {
-    auto &         cells   = kv.v_cells[0];
-    const uint32_t n_chunk = of.pool_chunk;
-
-    uint32_t n_there = kv.seq_pos_max(seq) + 1;
-    if (cells.get_used() != n_there || kv.pool_seq != seq) { // those of another sequence
-        cells.reset();
-        panes(kv)->forget(0);
-        n_there     = 0;
-        kv.pool_seq = seq;
-    }
-    if (n_there > pos) {
-        kv.seq_rm(seq, pos, -1);
-        panes(kv)->forget(pos);
-    }
-    for (uint32_t i = n_there; i < pos; ++i) {
-        llama_kv_cell_ext ext;
-        memcpy(&ext, (const char *) records[i / n_chunk] + sizeof(kvf_record) + i % n_chunk * sizeof(ext), sizeof(ext));
-
-        cells.pos_set(i, i);
-        cells.ext_set(i, ext);
-        cells.seq_add(i, seq);
-    }
-    kv.v_heads[0] = pos;
-}
-
-void llama_kvflash::write_heads(
-        const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n, void * const * records) {
-    const auto &   cells   = kv.v_cells[0];
-    const uint32_t n_chunk = of.pool_chunk;
-
-    for (uint32_t c = pos / n_chunk; c * n_chunk < pos + n; ++c) {
-        auto * dst = (char *) records[c];
-        memset(dst, 0, meta_bytes(of));
-
-        uint64_t mask = 0;
-        for (uint32_t i = 0; i < n_chunk && c * n_chunk + i < pos + n; ++i) {
-            const llama_kv_cell_ext ext = cells.ext_get(c * n_chunk + i);
-
-            mask |= 1ull << i;
-            memcpy(dst + sizeof(kvf_record) + i * sizeof(ext), &ext, sizeof(ext));
-        }
-
-        const auto rec = head(of, c, mask);
-        memcpy(dst, &rec, sizeof(rec));
-    }
-}
-
-//
-// the C API
-//
-
-// the attention cache of a paned context
-static llama_kv_cache & paned(llama_context * ctx) {
-    kvf_check(ctx, "there is no context");
-    auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    kvf_check(kv && llama_kvflash::panes(*kv), "this context has no panes");
-    return *kv;
-}
-
-int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq, llama_pos pos, const llama_token * tokens,
-        int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size) {
-    return kvf_guard([&] {
-        auto & kv = paned(ctx);
-        auto * of = pool ? llama_kvflash::get_kv(pool->get_memory()) : nullptr;
-        kvf_check(of && llama_kvflash::is_pool(*of), "a pooled context is needed, for the form of its records");
-        kvf_check(tokens && n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "an exact batch has 1 to n_ubatch tokens");
-        kvf_check(pos >= 0 && (uint32_t) pos + n <= kv.get_size(), "the batch does not fit the context");
-        kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
-
-        const uint32_t n_chunk = llama_kvflash::n_chunk(*of);
-        kvf_check(records && n_record == (pos + n + n_chunk - 1) / n_chunk &&
-                          std::all_of(records, records + n_record, [](void * r) { return r; }) &&
-                          record_size == llama_kvflash::mover(*of).record_bytes,
-                "a record of this pool for each chunk is needed");
-
-        auto & panes = *llama_kvflash::panes(kv);
-        llama_kvflash::place_before(kv, *of, seq, pos, records);
-        try {
-            panes.begin(ctx, kv, *of, pos, n, records);
-            kvf_compute(ctx, seq, pos, tokens, n, outputs);
-            panes.finish();
-        } catch (...) {
-            panes.abandon();
-            kv.seq_rm(seq, pos, -1);
-            throw;
-        }
-        llama_kvflash::write_heads(kv, *of, pos, n, records);
-    });
-}
-
-int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
-    return kvf_guard([&] {
-        const auto & kv = paned(ctx);
-        kvf_check(info, "a place for the result is needed");
-        *info = llama_kvflash::panes(kv)->info();
-    });
-}
-
-int kvf_get_mass(llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece) {
-    return kvf_guard([&] {
-        const auto & kv  = paned(ctx);
-        const auto * res = llama_kvflash::graph(ctx);
-        kvf_check(dst, "room for the shares is needed");
-        ctx->synchronize();
-
-        for (const uint32_t i : llama_kvflash::tapped(kv)) {
-            const auto * t = res ? res->t_mass[llama_kvflash::layer(kv, i).il] : nullptr;
-            if (!t) { throw kvf_failure(KVF_E_STATE, "nothing was decoded, or what it attends to is not kept"); }
-            kvf_check(back < t->ne[1] && n_piece <= t->ne[0], "the last batch has no such token, or fewer positions");
-            ggml_backend_tensor_get(t, dst, (t->ne[1] - 1 - back) * t->nb[1], n_piece * sizeof(float));
-            dst += n_piece;
-        }
-    });
 }

@@ -49,8 +49,8 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
 
 llama_kvflash::scope::scope(std::shared_ptr<kvf_panes> panes) {
     const uint32_t piece = panes->params.mass_piece;
-    kvf_check(panes->params.n_pane > 0, "there is one pane at least");
-    kvf_check(piece == 0 || 256 % piece == 0, "pieces of positions divide 256");
+    kvf_check(panes->params.n_pane > 0, "at least one pane is needed");
+    kvf_check(piece == 0 || 256 % piece == 0, "mass_piece does not divide 256");
 
     g_panes = std::move(panes);
     g_refusal.reset();

@@ -32,6 +32,10 @@ int32_t llama_kvflash::device_index(ggml_backend_buffer_type_t buft) {
     return -1;
 }
 
+kvf_layer_tensors llama_kvflash::tensors(const llama_kv_cache & kv, uint32_t i) {
+    return {(int32_t) kv.layers[i].il, kv.layers[i].k, kv.layers[i].v};
+}
+
 kvf_layer llama_kvflash::layer(const llama_kv_cache & kv, uint32_t i) {
     kvf_layer res = {};
 

@@ -115,7 +115,8 @@ int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spe
         std::call_once(once, [] { common_log_set_verbosity_thold(-1); }); // errors come as exceptions
 
         kvf_check(ctx_tgt && params && spec && params->type, "a context, parameters and a place for the drafts are needed");
-        kvf_check(params->n_max > 0 && params->window >= params->n_max, "a draft has a token at least, and fits its window");
+        kvf_check(
+                params->n_max > 0 && params->window >= params->n_max, "a draft has at least one token, and fits its window");
         check_pair(params->type, ctx_tgt, ctx_dft);
 
         auto res    = std::make_unique<kvf_spec>();
@@ -182,7 +183,7 @@ int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, 
     return kvf_guard([&] {
         kvf_check(spec && tokens && n > 0 && draft && n_draft && n_max > 0, "drafts, the last token and room are needed");
         auto & history = spec->history;
-        kvf_check(n_keep >= 0 && (size_t) n_keep <= history.size(), "more is kept than there is");
+        kvf_check(n_keep >= 0 && (size_t) n_keep <= history.size(), "n_keep exceeds the tokens of the sequence");
 
         history.resize(n_keep);
         history.insert(history.end(), tokens, tokens + n - 1);

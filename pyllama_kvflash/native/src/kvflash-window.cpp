@@ -174,14 +174,14 @@ void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_s
     const auto want = window_head(kv, seq);
 
     kvf_window head;
-    if (size < sizeof(head)) { throw kvf_failure(KVF_E_RECORD, "this is no state of a sliding window"); }
+    if (size < sizeof(head)) { throw kvf_failure(KVF_E_RECORD, "this is not a state of a sliding window"); }
     memcpy(&head, src, sizeof(head));
 
     const auto * in = (const uint8_t *) src + sizeof(head);
     if (head.magic != MAGIC || head.version != VERSION || head.n_layer != want.n_layer || head.v_trans != want.v_trans ||
             head.row_bytes != want.row_bytes ||
             size != sizeof(head) + head.n_cell * (sizeof(kvf_window_cell) + (size_t) head.row_bytes)) {
-        throw kvf_failure(KVF_E_RECORD, "this is no state of this model's sliding window and cache types");
+        throw kvf_failure(KVF_E_RECORD, "this is not a state of this model's sliding window and cache types");
     }
 
     std::vector<kvf_window_cell> saved(head.n_cell);

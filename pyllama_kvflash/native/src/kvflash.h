@@ -4,10 +4,10 @@
 //
 // The KV tensors hold n_pool cells while n_ctx stays the logical bound. Positions map to blocks of the pool in chunks of
 // n_chunk consecutive positions: position p of a sequence lives in cell block(p/n_chunk)*n_chunk + p%n_chunk. There is
-// no page table: the mapping is read off the cell metadata, so seq_rm(), clear() and a restored sequence stay consistent.
-// Which chunks are resident, and the bytes of the others, are the caller's business.
+// no page table: the cell metadata is the mapping, so seq_rm(), clear() and a restored sequence stay consistent.
+// The caller decides which chunks are resident, and stores the bytes of the others.
 //
-// Every call that can fail returns a kvf_status, and leaves a sentence in kvf_error() of the calling thread.
+// Every call that can fail returns a kvf_status, and sets kvf_error() of the calling thread.
 // No exception leaves this API. A context must not be used by two threads at once.
 
 #include "ggml-backend.h"
@@ -63,28 +63,28 @@ struct kvf_record {
 struct kvf_pool_params {
     uint32_t n_pool;      // cells, a multiple of 256
     uint32_t n_chunk;     // positions in a chunk: 16, 32 or 64
-    uint32_t q_tap;       // keep the attention queries of so many last tokens of each ubatch; of as many as there may be
-                          // sequences at least, 0: of none
+    uint32_t q_tap;       // keep the attention queries of the last q_tap tokens of each ubatch, and of at least n_seq_max
+                          // tokens; 0: of none
     uint64_t fingerprint; // of the model, written to every record
-    uint32_t q_every;     // in every so many pooled layers, q_every/2 being the first: 1 in all of them
-    uint32_t index_four;  // components of a key that have 4 bits in the index by which each layer chooses its guests; 0:
+    uint32_t q_every;     // in every q_every-th pooled layer, of which layer q_every/2 is the first; 1: in all of them
+    uint32_t index_four;  // components of a key that have 4 bits in the index, from which each layer chooses its guests; 0:
                           // there are no guests
     uint32_t index_two;   // that have 2 bits, an even number
     uint32_t index_one;   // that have 1 bit, a multiple of 4
-    uint32_t n_exchange;  // guests of a layer that a ubatch exchanges at most
-    uint32_t n_turn;      // layers choose at every n-th token, by turns: 1: all of them at each
+    uint32_t n_exchange;  // guests that a layer exchanges in a ubatch, at most
+    uint32_t n_turn;      // a layer chooses at every n_turn-th token, the layers in turns; 1: all layers at each token
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
 // full-attention layers at a time, in n_pane buffers of a device, its panes: the first n_pane - 2 layers stay, the others
 // take turns in the last two. All rows of earlier positions are in the records of a pool.
 struct kvf_pane_params {
-    uint32_t n_pane;     // layers of a device that are there at once. 1: the computation waits for each; as many as there
-                         // are: nothing is streamed
+    uint32_t n_pane;     // layers of a device whose rows it holds at once. 1: the computation waits for each; all: nothing
+                         // is streamed
     uint32_t q_tap;      // as in kvf_pool_params
     uint32_t q_every;    // as in kvf_pool_params
-    uint32_t mass_piece; // what the tokens of the tap attend to is kept, summed over so many positions, which divide 256
-                         // (kvf_get_mass); 0: it is not
+    uint32_t mass_piece; // keep the attention of the tap's tokens, summed over pieces of mass_piece positions, a divisor of
+                         // 256 (kvf_get_mass); 0: do not
 };
 
 struct kvf_pool_info {
@@ -130,7 +130,7 @@ struct kvf_kv_bytes {
     uint64_t recurrent; // the recurrent state
 };
 
-// the sentence of this thread's last error, "" if there was none
+// the message of this thread's last error, "" if there was none
 LLAMA_API const char * kvf_error(void);
 
 // start the library (once), and collect its log
@@ -145,8 +145,8 @@ LLAMA_API void kvf_interrupt(bool stop);
 LLAMA_API int kvf_model_load(const char * path, const struct llama_model_params * params, const char * const * on_host,
         uint32_t n_on_host, struct llama_model ** model);
 
-// tensor i of the model: its name (valid as long as the model), bytes, and whose memory it is in or, of a model that was
-// loaded with no_alloc, would be, as ggml_backend_dev_get() counts
+// tensor i of the model: its name (valid as long as the model), its bytes, and the index of its device for
+// ggml_backend_dev_get(). in a model loaded with no_alloc: of the device it would be on
 LLAMA_API int kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
 LLAMA_API uint32_t kvf_n_weight(struct llama_model * model);
 
@@ -157,29 +157,36 @@ LLAMA_API int kvf_context_new(struct llama_model * model, const struct llama_con
 // the class of the context's memory ("llama_kv_cache", ...)
 LLAMA_API const char * kvf_memory_class(struct llama_context * ctx);
 LLAMA_API int          kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
-// buffers of the computation in a device's memory, as ggml_backend_dev_get() counts. of a model that was loaded with
-// no_alloc: what they would take
+// bytes of the compute buffers on a device, by its index for ggml_backend_dev_get(). with a model loaded with no_alloc: the
+// bytes they would take
 LLAMA_API int kvf_get_compute_bytes(struct llama_context * ctx, int32_t device, uint64_t * bytes);
 // layer i of the attention cache, pooled or not (record offsets are 0 if not)
 LLAMA_API int      kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
 LLAMA_API uint32_t kvf_n_layer(struct llama_context * ctx);
 
-// decode n tokens of sequence seq at positions pos, pos + 1, ...; outputs: 0 none, 1 the last token, 2 all tokens
-// KVF_E_NO_BLOCK: nothing was changed. KVF_E_ABORTED: a part of the batch may be in the cache: kvf_seq_rm() takes it out;
-// where it cannot (a recurrent state has gone on), kvf_clear()
+// which tokens of a batch get logits
+enum kvf_outputs {
+    KVF_OUTPUTS_NONE = 0,
+    KVF_OUTPUTS_LAST = 1, // the last token's
+    KVF_OUTPUTS_ALL  = 2,
+};
+
+// decode n tokens of sequence seq at positions pos, pos + 1, ...; outputs: enum kvf_outputs
+// KVF_E_NO_BLOCK: nothing was changed. KVF_E_ABORTED: a part of the batch may be in the cache: kvf_seq_rm() removes it, or,
+// if a recurrent state has advanced, kvf_clear()
 LLAMA_API int kvf_decode(
         struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs);
 
-// decode n tokens (at most n_ubatch) of several sequences: tokens[i] at position pos[i] of sequence seqs[i]. those of a
-// sequence follow each other. all get logits
+// decode n tokens (at most n_ubatch) of several sequences: tokens[i] at position pos[i] of sequence seqs[i]. the tokens of
+// a sequence are consecutive. all get logits
 LLAMA_API int kvf_decode_each(
         struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n);
 
-// decode n tokens (at most n_ubatch) of sequence seq in a paned context, against all positions before pos, which are read
-// from records of `pool`: one for each chunk, n_record of them, the last ones for the chunks that this batch writes to.
-// their rows before pos are right, their other rows and their heads are written. what is not in the full-attention cache is
-// the caller's to put in and to take out (kvf_partial_*). when it returns, the records are whole. on KVF_E_ABORTED and other
-// errors, the records of the chunks that this batch writes to have rows from pos on that say nothing
+// decode n tokens (at most n_ubatch) of sequence seq in a paned context, against all positions before pos. those are read
+// from n_record records of `pool`, one for each chunk; the last ones are of the chunks that this batch writes to. their rows
+// before pos must be valid; their other rows and their heads are written. the caller moves the state that is not in the
+// full-attention cache (kvf_partial_*). on success all records are complete. on KVF_E_ABORTED and other errors, the rows
+// from pos on are undefined
 LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
         const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size);
 LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
@@ -188,11 +195,11 @@ LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
-// forget one sequence, and what is on its way in
+// forget one sequence, and its chunks on their way in
 LLAMA_API int kvf_clear_seq(struct llama_context * ctx, llama_seq_id seq);
 // forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
 LLAMA_API int kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
-// forget positions [p0, p1) in the full-attention cache only, pooled or stock: what an eviction must be equal to
+// forget positions [p0, p1) in the full-attention cache only, pooled or stock: an eviction must equal this
 LLAMA_API int kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 
 // the calls below need a pooled context, and fail with KVF_E_ARGUMENT on a stock one
@@ -205,33 +212,33 @@ LLAMA_API int kvf_blocks(
 // the block of a chunk, -1: not resident
 LLAMA_API int kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
 
-// Copies run beside the computation where the device can do that, and are ordered against it: a caller who decodes, drops
-// and pages in need not wait for any. What is asked of the caller: host memory stays as it is until the copy is done, that
-// is, until kvf_wait() was called with its ticket, or with a later one.
+// Copies run in parallel with the computation where the device can do that, and are ordered against it: a caller who
+// decodes, drops and pages in need not wait for any. But host memory must not change until the copy is done, that is, until
+// kvf_wait() has returned for its ticket, or for a later one.
 
 // begin to write the record of a resident chunk to dst (record_bytes)
 LLAMA_API int kvf_read(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
-// free the block of a resident chunk. metadata only: the caller has its record, or has begun to read it
+// free the block of a resident chunk. metadata only: the caller has its record, or has called kvf_read() for it
 LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-// begin to put a record into a free block (in/out, -1: the first free one), which no computation sees before kvf_commit()
+// begin to copy a record into a free block (in/out, -1: the first free one). no computation sees it before kvf_commit()
 LLAMA_API int kvf_page_in(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block);
 // the chunk is resident from the next computation on, which waits for the copy if it is not done by then
 LLAMA_API int kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-// do without the chunk after all: waits for the copy, and frees the block
+// undo kvf_page_in(): waits for the copy, and frees the block
 LLAMA_API int kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 // wait for the copies up to a ticket, 0: all
 LLAMA_API int kvf_wait(struct llama_context * ctx, uint64_t ticket);
 
-// host memory that the device copies to and from at the speed of its bus; NULL: any memory does. may be called by another
-// thread, beside the computation. free it once nothing is copied any more
+// host memory that the device copies to and from at the speed of its bus; NULL: any memory is as fast. may be called by
+// another thread during a computation. free it when no copy uses it any more
 struct kvf_host;
 LLAMA_API int    kvf_host_new(struct llama_context * ctx, size_t size, struct kvf_host ** host);
 LLAMA_API void * kvf_host_base(struct kvf_host * host);
 LLAMA_API void   kvf_host_free(struct kvf_host * host);
 
-// seconds that n copies of size bytes take, one after the other: what the bus can do. to_device: which way
+// seconds that n copies of size bytes take, one after the other: the speed of the bus. to_device: the direction
 LLAMA_API int kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
 // overwrite the bytes of all free blocks, for tests: no result may depend on them. they must be finite numbers of the
 // cache type: without flash attention a masked cell is multiplied by 0, not skipped
@@ -251,7 +258,7 @@ enum kvf_summary_kind {
     KVF_SUMMARY_RUNS      = 5, // n_row means, each of n_chunk/n_row keys that follow each other, scaled as centroids
 };
 
-// bf16 values that a slab of n summaries of a layer has
+// the number of bf16 values in a slab of n summaries of a layer
 LLAMA_API int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
 // summarise the keys of a record in n_layer layers: entry i of a slab of n for each
 LLAMA_API int kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
@@ -261,17 +268,17 @@ LLAMA_API int kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_
 LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
         const float * q, float * dst, size_t stride);
 
-// the share of the attention that each of the first n chunks has of n_q queries [n_q, n_head, n_embd_head_k], summed over
-// heads; the largest of the queries', in each of n_layer layers. a head's share of a chunk is the sum of exp(scale*q*row)
-// over the rows of its summary, as often as each stands for keys, over that of all n chunks. any kind but MINMAX ->
-// dst[n_layer, n]. slabs: of each layer, of slab_size entries each
+// the share of attention that each of the first n chunks gets from n_q queries [n_q, n_head, n_embd_head_k], summed over
+// heads; of the queries, the largest share counts, in each of n_layer layers. a head's share of a chunk is the sum of
+// exp(scale*q*row) over the rows of its summary, each times the number of its keys, divided by that of all n chunks. any
+// kind but MINMAX -> dst[n_layer, n]. slabs: of each layer, of slab_size entries each
 LLAMA_API int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
         uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
         float * dst);
 
 // with the keys of n records, for the queries of n_token tokens [n_token, n_head, n_embd_head_k]: the largest product, if
-// scale is 0; otherwise the logarithm of the sum of exp(scale*product) -> dst[n_token*n_head, n]. n_edge, with a scale: then
-// also over the first n_edge keys of each chunk alone, and over the last ones -> dst[3, n_token*n_head, n]
+// scale is 0; otherwise the logarithm of the sum of exp(scale*product) -> dst[n_token*n_head, n]. n_edge, with a scale: the
+// same also over the first n_edge keys of each chunk, and over the last n_edge -> dst[3, n_token*n_head, n]
 LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
         size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 
@@ -304,12 +311,12 @@ LLAMA_API int kvf_index_moments(
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
         const float * basis, const float * step);
-// put chunks first, first + 1, ... of layers layer ... layer + n_layer into it, from their records. layers may be done by
-// different threads
+// put chunks first, first + 1, ... of layers [layer, layer + n_layer) into it, from their records. different threads may
+// do different layers
 LLAMA_API int kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
         const void * const * records, uint32_t n);
-// the index of all layers has these chunks now: they may be guests. their records stay where they are until the sequence is
-// cut to fewer positions
+// the index of all layers has these chunks now, so they may become guests. the caller keeps their records where they are
+// until the sequence is cut to fewer positions
 LLAMA_API int kvf_index_cover(
         struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
 // empty the index: the slots of all guests are empty then
@@ -322,8 +329,8 @@ LLAMA_API int kvf_index_get(
 LLAMA_API int kvf_index_set(
         struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
 
-// have a sequence have n blocks of guests: the first of those it has, and then free ones; or, if it has none, these blocks.
-// KVF_E_NO_BLOCK: nothing was changed. slots without a unit are filled by the next ubatch
+// give a sequence n blocks for guests: it keeps the first ones it has, and gets free ones; if it has none, it gets `blocks`.
+// KVF_E_NO_BLOCK: nothing was changed. the next ubatch fills slots without a unit
 LLAMA_API int kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
 // its blocks of guests [n_block], and the unit in each slot of each layer [n_layer, n_slot], -1: none
 LLAMA_API int kvf_get_guests(
@@ -340,8 +347,8 @@ LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void
 // put it back, as of position pos, and forget the attention cache from there on
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
 
-// have the attention graph of a pool be so many cells wide at least, as it was when a sequence was saved: n_kv of its
-// kvf_pool_info. for chunks that come back to the blocks they were in
+// make the attention graph of a pool at least n_kv cells wide: n_kv of its kvf_pool_info when a sequence was saved. for
+// chunks that come back to their former blocks
 LLAMA_API int kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 
 // begin to read the queries of a token of the last ubatch, in all tapped layers: for each [n_head, n_embd_head_k] floats, in
@@ -349,29 +356,29 @@ LLAMA_API int kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 // keeps. n: floats that dst holds
 LLAMA_API int kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 
-// what one of these tokens, in a paned context with mass_piece, attends to: for each tapped layer n_piece shares of its
-// attention, summed over heads, of positions [0, mass_piece), [mass_piece, 2*mass_piece), ... waits for the computation
+// the attention of one of these tokens, in a paned context with mass_piece: for each tapped layer n_piece shares, summed
+// over heads, of positions [0, mass_piece), [mass_piece, 2*mass_piece), ... waits for the computation
 LLAMA_API int kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
 
-// what the products of these queries with the keys are multiplied by, in each of n tapped layers
+// the factor of the products of these queries with keys, in each of n tapped layers
 LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 
 // write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 
-// what llama_get_embeddings_layer_inp() and llama_get_embeddings_nextn() give of two contexts of a model, exchanged
+// exchange the results of llama_get_embeddings_layer_inp() and llama_get_embeddings_nextn() of two contexts of a model
 LLAMA_API void kvf_exchange_features(struct llama_context * a, struct llama_context * b);
 
-// drafts of what follows, by the implementations of llama.cpp's common library
+// drafts of the next tokens, by the implementations of llama.cpp's common library
 
 struct kvf_spec;
 
 struct kvf_spec_params {
     const char * type;   // "draft-simple", "draft-dflash", "draft-dspark", "draft-eagle3", "draft-mtp", "ngram-simple"
     int32_t      n_max;  // tokens of a draft
-    int32_t      n_gram; // tokens that must have been there before, for an n-gram
+    int32_t      n_gram; // tokens that must occur earlier in the text, for an n-gram
     int32_t      window; // positions that the drafter remembers
-    float        p_min;  // a drafter's token that is less likely ends the draft
+    float        p_min;  // a token less likely than this ends the draft
 };
 
 // ctx_dft: of the drafter, NULL for n-grams. both contexts outlive the drafts, which are of sequence 0
@@ -380,25 +387,25 @@ int     kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_
 void    kvf_spec_free(struct kvf_spec * spec);
 int32_t kvf_spec_n_max(const struct kvf_spec * spec);
 
-// whether a context of the target's model is to give out what the drafter reads of its layers. the target itself does at
-// first; a batch that is not processed need not
+// whether a context of the target's model keeps the layer outputs that the drafter reads. at first the target does; it is
+// not needed for a batch that kvf_spec_process() will not see
 int kvf_spec_listen(struct kvf_spec * spec, struct llama_context * ctx, bool on);
 // a new sequence, whose first n tokens are decoded
 int kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
-// ctx, the target or another context of its model, has just decoded this batch. drops what the drafter has from pos on, and
-// what is out of its window
+// ctx, the target or another context of its model, has just decoded this batch. drops the drafter's positions from pos on,
+// and those outside its window
 int kvf_spec_process(
         struct kvf_spec * spec, struct llama_context * ctx, llama_pos pos, const llama_token * tokens, int32_t n);
-// guess what follows the first n_keep tokens of the last call's sequence, then n tokens more, of which the last one is not
-// decoded yet. draft: room for n_max tokens; n_draft: how many there are
+// draft the continuation of the first n_keep tokens of the last call's sequence and n further tokens, of which the last is
+// not decoded yet. draft: room for n_max tokens; n_draft: how many were drafted
 int kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
         llama_token * draft, int32_t * n_draft);
-// so many of the last draft's tokens were right
+// n of the last draft's tokens were right
 int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 // sampling under a grammar
 
-// the grammar (GBNF) of the texts that a JSON schema allows, as much as there is room for. n: its bytes with the zero
+// the grammar (GBNF) of the texts that a JSON schema allows, cut to `size`. n: its bytes with the zero
 int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
 
 // the tokens of a vocabulary by their bytes: made once for all of a model's grammars, some 0.1 s
@@ -421,32 +428,31 @@ struct kvf_grammar_params {
     size_t               n_thought;
 };
 
-// what may follow, from rule `root` on
+// a new grammar, at the start of rule `root`
 int kvf_grammar_new(struct kvf_tokens * tokens, const struct llama_vocab * vocab, const struct kvf_grammar_params * params,
         struct kvf_grammar ** grammar);
-// one that is where this one is. it shares what is found out about the grammar, from which other threads may read
+// a copy in the same state. both share what was computed about the grammar; different threads may use them
 int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
 void kvf_grammar_free(struct kvf_grammar * grammar);
-// which tokens may follow, as n words of 64 bits; and go on after a token
+// the tokens that may follow, as n words of 64 bits; and advance by a token
 int kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
 int kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
-// choose from the logits of token i of the last batch what the grammar lets through, and record it in both. chain: null for
-// the likeliest token. top_k: tokens that the chain takes first, which are the likeliest; 0: it may take any
+// sample a token that the grammar allows from the logits of token i of the last batch; chain and grammar accept it. chain:
+// null for the likeliest token. top_k: the chain only takes the top_k likeliest tokens; 0: it may take any
 int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, int32_t top_k,
         struct kvf_grammar * grammar, llama_token * token);
 
-// conversations, by llama.cpp's own templates and parsers. texts that are given out are freed with kvf_text_free()
+// conversations, by llama.cpp's own templates and parsers. returned texts are freed with kvf_text_free()
 
 struct kvf_chat;
 struct kvf_reply;
 
 void kvf_text_free(char * text);
 
-// source: a template; "": the model's own. it may take so many seconds, here and below; KVF_E_UNSUPPORTED: it takes more of
-// something than it may
+// source: a template; "": the model's own. seconds: its time limit, here and below; KVF_E_UNSUPPORTED: it exceeds a limit
 int  kvf_chat_new(const struct llama_model * model, const char * source, double seconds, struct kvf_chat ** chat);
 void kvf_chat_free(struct kvf_chat * chat);
-// what the template can do: {name: bool}
+// the template's capabilities: {name: bool}
 int kvf_chat_caps(const struct kvf_chat * chat, char ** result);
 // request: JSON with messages, tools, tool_choice, parallel_tool_calls, json_schema, enable_thinking, chat_template_kwargs,
 // add_generation_prompt and continue_final_message (true or false), as llama-server has them. result: JSON with the prompt,
@@ -454,10 +460,10 @@ int kvf_chat_caps(const struct kvf_chat * chat, char ** result);
 // (format, parser, generation_prompt)
 int kvf_chat_apply(const struct kvf_chat * chat, const char * request, double seconds, char ** result);
 
-// an answer to be parsed as it grows
+// an answer that is parsed while it grows
 int  kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, struct kvf_reply ** reply);
 void kvf_reply_free(struct kvf_reply * reply);
-// more of its text. deltas: JSON, what that adds to its reasoning, content and calls
+// more of its text. deltas: JSON with the additions to its reasoning, content and calls
 int kvf_reply_push(struct kvf_reply * reply, const char * text, bool partial, char ** deltas);
 
 // make the GPUs of an RPC server (host:port) devices of this process
