@@ -272,14 +272,13 @@ int  kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * 
 int  kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 enum kvf_summary_kind {
-    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_MINMAX, KVF_SUMMARY_ROWS,
-    KVF_SUMMARY_RUNS, ...
+    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_ROWS, ...
 };
 int  kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
 int  kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
                    size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n);
-int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
-               const float * q, float * dst, size_t stride);
+int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+               float * dst, size_t stride);
 int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
               uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
               float * dst);

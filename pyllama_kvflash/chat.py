@@ -58,15 +58,17 @@ class ChatTemplate:
             raise _failure(err) from None
 
     @classmethod
-    def of(cls, model: Model, source: str | None = None) -> Self:
-        """Return the template of a model, or `source` as its template. Raises UsageError if it is no template."""
+    def of(cls, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> Self:
+        """Return the template of a model, or `source` as its template. seconds: that it may take, each time.
+
+        Raises UsageError if it is not a template.
+        """
         given = source if source is not None else model.meta("tokenizer.chat_template")
-        res = cls(
-            given, bos=_special(model, "bos"), eos=_special(model, "eos")
-        )  # first, because it refuses what is nested too deeply for llama.cpp
+        # first, because it refuses a source that is nested too deeply for llama.cpp
+        res = cls(given, bos=_special(model, "bos"), eos=_special(model, "eos"), seconds=seconds)
         if given:
             try:
-                res._calls = Calls(ChatEngine(model, source))
+                res._calls = Calls(ChatEngine(model, source, seconds=seconds))
             except UnsupportedError as err:
                 raise _failure(err) from None
             except UsageError:

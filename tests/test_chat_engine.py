@@ -258,7 +258,7 @@ def test_what_takes_too_much_is_not_tried_twice(model: Model, source: str, monke
 
     monkeypatch.setattr(ChatTemplate, "_sandboxed", tried)
     with pytest.raises(UsageError, match=r"cannot render this conversation: (it|range)"):
-        ChatTemplate.of(model, source + "{{ messages[0].content }}").render([ASKED])
+        ChatTemplate.of(model, source + "{{ messages[0].content }}", seconds=0.5).render([ASKED])
 
 
 @pytest.mark.parametrize(

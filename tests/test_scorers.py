@@ -422,12 +422,6 @@ def test_a_choice_of_queries_that_there_is_not(query: str) -> None:
             ask(query)
 
 
-def test_a_bound_is_no_summary_of_mass() -> None:
-    """Minima and maxima of keys are no keys: what is summed up of them says nothing."""
-    with pytest.raises(UsageError, match="minmax"):
-        Qk("minmax")
-
-
 def test_names_and_what_is_asked_for() -> None:
     assert [(s.name, s.summary, n_queries(s.query)) for s in (Lru(), Qk(), ZMax(), QkCos())] == [
         ("lru", None, 1),

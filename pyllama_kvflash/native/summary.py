@@ -17,10 +17,8 @@ from pyllama_kvflash.native.lib import check, ffi, lib
 
 _KINDS: dict[str, tuple[int, int]] = {
     "centroid": (lib.KVF_SUMMARY_CENTROIDS, 0),
-    "runs": (lib.KVF_SUMMARY_RUNS, 0),
     "mean": (lib.KVF_SUMMARY_MEAN, 1),
     "direction": (lib.KVF_SUMMARY_DIRECTION, 1),
-    "minmax": (lib.KVF_SUMMARY_MINMAX, 2),
     "exact": (lib.KVF_SUMMARY_ROWS, 0),
 }
 
@@ -34,8 +32,7 @@ class Summaries:
 
     - "centroid:N": k-means with N = 1, 2, 4, 8 or 16 (farthest-point seeds, two Lloyd steps), each centroid scaled to
       the mean length of its keys;
-    - "runs:N": the means of N runs of consecutive keys, scaled in the same way;
-    - "mean"; "direction": the mean scaled to length 1; "minmax": elementwise; "exact": all keys.
+    - "mean"; "direction": the mean scaled to length 1; "exact": all keys.
 
     One thread may score while another appends, because existing entries do not change. A summary depends on the
     record's bytes alone.
@@ -43,9 +40,9 @@ class Summaries:
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
         """layers: of a pooled context whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
-        match = re.fullmatch(r"(?:(centroid|runs):(\d{1,2}))|(mean|direction|minmax|exact)", kind)
+        match = re.fullmatch(r"(?:(centroid):(\d{1,2}))|(mean|direction|exact)", kind)
         if match is None:
-            msg = f"{kind!r} is no summary of keys: give centroid:N, runs:N, mean, direction, minmax or exact"
+            msg = f"{kind!r} is not a summary of keys: give centroid:N, mean, direction or exact"
             raise UsageError(msg)
         self.kind = kind
         self._kind, n_row = _KINDS[match[1] or match[3]]
@@ -126,8 +123,6 @@ class Summaries:
     def score(self, layer: int, q: npt.NDArray[np.float32], n: int | None = None) -> npt.NDArray[np.float32]:
         """Return each head's largest product with a row of each chunk's summary, (n_head, n) float32.
 
-        For "minmax" it is the upper bound of such products (Quest, Tang et al. 2024).
-
         q: queries (n_head, n_embd_head_k) of a layer.
         n: score the first n chunks; None: all.
         """
@@ -141,7 +136,7 @@ class Summaries:
         for begin in range(0, n, SLAB):
             rows = ffi.from_buffer("uint16_t[]", self._slabs[begin // SLAB][layer])
             count = min(SLAB, n - begin)
-            check(lib.kvf_score(self._layers[layer], rows, count, self._kind, self._n_row, pq, to + begin, n))
+            check(lib.kvf_score(self._layers[layer], rows, count, self._n_row, pq, to + begin, n))
         return res
 
     def mass(
@@ -154,7 +149,7 @@ class Summaries:
         """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n)
         float32.
 
-        A row of a summary counts as often as it stands for keys. Not for "minmax".
+        A row of a summary counts once for each key that it stands for.
 
         queries: (n_query, n_head, n_embd_head_k) for each of the layers; of several queries, the largest share counts.
         scales: factor of the products in each layer.

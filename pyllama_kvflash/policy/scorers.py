@@ -166,12 +166,7 @@ class Qk:
     shares = True
 
     def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
-        """summary: any kind of `native.Summaries` but "minmax"; None: "centroid:4". rerank: 0: rank by the summaries
-        alone. Raises UsageError.
-        """
-        if summary == "minmax":
-            msg = "the summary of qk is 'minmax', which bounds products and has no mass: give centroid:N"
-            raise UsageError(msg)
+        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank: 0: rank by the summaries alone. Raises UsageError."""
         n_queries(query)
         self.summary: str | None = summary or CENTROIDS
         self.query = query

@@ -13,11 +13,7 @@ from pyllama_kvflash.native import CACHE_TYPES, Layer, Record, Summaries, row_by
 from pyllama_kvflash.native.summary import SLAB
 
 Keys = npt.NDArray[np.float32]  # row, head of K, dimension
-KINDS = (
-    *(f"centroid:{n}" for n in (1, 2, 4, 8, 16)),
-    *(f"runs:{n}" for n in (1, 4, 16)),
-    *("mean", "direction", "minmax", "exact"),
-)
+KINDS = ("centroid:1", "centroid:4", "centroid:16", "mean", "direction", "exact")
 
 META = 832  # bytes of a record before its first layer
 N_EMBD_V = 48

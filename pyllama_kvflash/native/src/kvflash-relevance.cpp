@@ -13,12 +13,11 @@ static void check_summary(const kvf_layer * layer, uint32_t n, int kind, uint32_
                                                      layer->n_head_kv, layer->n_embd_head_k));
     }
     const bool one = kind == KVF_SUMMARY_MEAN || kind == KVF_SUMMARY_DIRECTION;
-    kvf_check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_RUNS, "there is no such kind of summary");
+    kvf_check(kind >= KVF_SUMMARY_CENTROIDS && kind <= KVF_SUMMARY_ROWS, "there is no such kind of summary");
     kvf_check(n_row >= 1 && n_row <= 64 && (n_row & (n_row - 1)) == 0, "a summary has 1, 2, 4, ... 64 rows");
     kvf_check(n_chunk == 0 || n_row <= n_chunk, "a summary has at most as many rows as the chunk has keys");
     kvf_check(n >= 1 && n <= INT32_MAX / 64, "a slab has at least one entry");
-    kvf_check((!one || n_row == 1) && (kind != KVF_SUMMARY_MINMAX || n_row == 2) &&
-                      (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
+    kvf_check((!one || n_row == 1) && (kind != KVF_SUMMARY_ROWS || n_chunk == 0 || n_row == n_chunk),
             "n_row does not match this kind of summary");
 }
 
@@ -65,12 +64,12 @@ int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void 
     });
 }
 
-int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row, const float * q,
-        float * dst, size_t stride) {
+int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q, float * dst,
+        size_t stride) {
     return kvf_guard([&] {
-        check_summary(layer, n, kind, n_row, 0);
+        check_summary(layer, n, KVF_SUMMARY_CENTROIDS, n_row, 0);
         kvf_check(slab && q && dst && stride >= n, "a slab, queries and room for the scores are needed");
-        kvf_summary::score(*layer, slab, n, kind, n_row, q, dst, stride);
+        kvf_summary::score(*layer, slab, n, n_row, q, dst, stride);
     });
 }
 
@@ -82,7 +81,7 @@ int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const ui
                 "layers, slabs, queries and room for the masses are needed");
         kvf_check(slab_size * n_row % 16 == 0, "a slab has whole panels");
         for (uint32_t i = 0; i < n_layer; ++i) {
-            check_summary(layers[i], slab_size, KVF_SUMMARY_RUNS, n_row, 0);
+            check_summary(layers[i], slab_size, KVF_SUMMARY_CENTROIDS, n_row, 0);
             kvf_check(slabs[i] && q[i], "slabs and queries of each layer are needed");
             kvf_summary::mass(*layers[i], slabs[i], slab_size, n, n_row, q[i], n_q, scales[i], dst + (size_t) i * n);
         }

@@ -200,38 +200,12 @@ void kvf_summary::mass(const kvf_layer & layer, const uint16_t * const * slabs, 
     }
 }
 
-void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
-        const float * q, float * dst, size_t stride) {
-    const auto fill = [&](float value, float * to, size_t step) {
-        for (uint32_t h = 0; h < layer.n_head; ++h) {
-            std::fill_n(to + h * step, n, value);
-        }
-    };
-
-    fill(-std::numeric_limits<float>::infinity(), dst, stride);
-    if (kind != KVF_SUMMARY_MINMAX) {
-        score_panels(layer, slab, n, n_row, q, dst, stride);
-        return;
+void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+        float * dst, size_t stride) {
+    for (uint32_t h = 0; h < layer.n_head; ++h) {
+        std::fill_n(dst + h * stride, n, -std::numeric_limits<float>::infinity());
     }
-
-    // the bound of Quest (Tang et al. 2024), sum of max(q*min, q*max): what of q is positive meets the maxima, the rest the
-    // minima. as single rows: row 2c is chunk c's minimum, row 2c + 1 its maximum
-    const size_t       n_q = (size_t) layer.n_head * layer.n_embd_head_k;
-    std::vector<float> part(n_q);
-    std::vector<float> dots((size_t) layer.n_head * 2 * n);
-    for (uint32_t side = 0; side < 2; ++side) {
-        for (size_t i = 0; i < n_q; ++i) {
-            part[i] = side ? std::max(q[i], 0.0f) : std::min(q[i], 0.0f);
-        }
-        std::fill(dots.begin(), dots.end(), -std::numeric_limits<float>::infinity());
-        score_panels(layer, slab, 2 * n, 1, part.data(), dots.data(), 2 * n);
-        for (uint32_t h = 0; h < layer.n_head; ++h) {
-            for (uint32_t c = 0; c < n; ++c) {
-                const float x       = dots[(size_t) h * 2 * n + 2 * c + side];
-                dst[h * stride + c] = side ? dst[h * stride + c] + x : x;
-            }
-        }
-    }
+    score_panels(layer, slab, n, n_row, q, dst, stride);
 }
 
 // queries side by side in panels of LANES, dimension by dimension, those of one head of keys after the other: a key meets a

@@ -124,18 +124,6 @@ static std::vector<float> centroids(const kvf_keys & k, uint32_t n, float * coun
     return res;
 }
 
-static std::vector<float> bounds(const kvf_keys & k) {
-    std::vector<float> res(2 * k.d);
-    for (uint32_t i = 0; i < k.d; ++i) {
-        res[i] = res[k.d + i] = k.row(0)[i];
-        for (uint32_t t = 1; t < k.n; ++t) {
-            res[i]       = std::min(res[i], k.row(t)[i]);
-            res[k.d + i] = std::max(res[k.d + i], k.row(t)[i]);
-        }
-    }
-    return res;
-}
-
 static std::vector<float> direction(const kvf_keys & k) {
     auto res = mean(k);
     scale(res.data(), 1.0f / (length(res.data(), k.d) + TINY), k.d);
@@ -150,32 +138,13 @@ static std::vector<float> rows(const kvf_keys & k) {
     return res;
 }
 
-// of keys that follow each other; scaled, as centroids
-static std::vector<float> runs(const kvf_keys & k, uint32_t n) {
-    std::vector<float> res((size_t) n * k.d, 0.0f);
-    for (uint32_t t = 0; t < k.n; ++t) {
-        add(k.row(t), res.data() + (size_t) (t * n / k.n) * k.d, k.d);
-    }
-    for (uint32_t i = 0; i < n; ++i) {
-        float sum = 0;
-        for (uint32_t t = i * k.n / n; t < (i + 1) * k.n / n; ++t) {
-            sum += length(k.row(t), k.d);
-        }
-        float * row = res.data() + (size_t) i * k.d;
-        scale(row, sum * n / k.n / (length(row, k.d) + TINY), k.d);
-    }
-    return res;
-}
-
 // n_row rows, and how many keys each stands for
 static std::vector<float> summary(const kvf_keys & k, int kind, uint32_t n_row, float * counts) {
     std::fill_n(counts, n_row, (float) k.n / n_row);
     switch (kind) {
-        case KVF_SUMMARY_RUNS: return runs(k, n_row);
         case KVF_SUMMARY_CENTROIDS: return centroids(k, n_row, counts);
         case KVF_SUMMARY_MEAN: return mean(k);
         case KVF_SUMMARY_DIRECTION: return direction(k);
-        case KVF_SUMMARY_MINMAX: return bounds(k);
         default: return rows(k);
     }
 }

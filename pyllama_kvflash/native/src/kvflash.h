@@ -253,9 +253,7 @@ enum kvf_summary_kind {
     KVF_SUMMARY_CENTROIDS = 0, // n_row centroids: farthest-point seeds, two Lloyd steps, scaled to their rows' mean length
     KVF_SUMMARY_MEAN      = 1, // 1 row
     KVF_SUMMARY_DIRECTION = 2, // 1 row, the mean scaled to length 1
-    KVF_SUMMARY_MINMAX    = 3, // 2 rows, elementwise
-    KVF_SUMMARY_ROWS      = 4, // all n_chunk rows
-    KVF_SUMMARY_RUNS      = 5, // n_row means, each of n_chunk/n_row keys that follow each other, scaled as centroids
+    KVF_SUMMARY_ROWS      = 3, // all n_chunk rows
 };
 
 // the number of bf16 values in a slab of n summaries of a layer
@@ -264,14 +262,14 @@ LLAMA_API int kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint3
 LLAMA_API int kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
         size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n);
 // for each of n_head queries [n_head, n_embd_head_k] and the first n entries of a slab, the largest product of the query
-// with a row (MINMAX: the upper bound of such products) -> dst[head*stride + i]
-LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, int kind, uint32_t n_row,
-        const float * q, float * dst, size_t stride);
+// with a row -> dst[head*stride + i]
+LLAMA_API int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+        float * dst, size_t stride);
 
 // the share of attention that each of the first n chunks gets from n_q queries [n_q, n_head, n_embd_head_k], summed over
 // heads; of the queries, the largest share counts, in each of n_layer layers. a head's share of a chunk is the sum of
-// exp(scale*q*row) over the rows of its summary, each times the number of its keys, divided by that of all n chunks. any
-// kind but MINMAX -> dst[n_layer, n]. slabs: of each layer, of slab_size entries each
+// exp(scale*q*row) over the rows of its summary, each times the number of its keys, divided by that of all n chunks
+// -> dst[n_layer, n]. slabs: of each layer, of slab_size entries each
 LLAMA_API int kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
         uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
         float * dst);
