@@ -5,7 +5,7 @@
 #                             an hour on 2 cores, and none of the other machine's time
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
-#   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: it goes on. All architectures take over 16 minutes on 16
+#   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: continues. All architectures take over 16 minutes on 16
 #                             cores; CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90a-real over 6
 #   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
 #   bench/device.sh test      there: everything whose outcome a GPU could change
@@ -15,23 +15,23 @@
 #   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
-#   bench/device.sh exact     there: prompts read exactly: the tests, and prefill beside the full cache's, with copies and without
-#   bench/device.sh lossless  there: lossless decoding beside the full cache, with drafts that are right so often as is said
+#   bench/device.sh exact     there: prompts read exactly: the tests, and prefill with the full cache, with copies and without
+#   bench/device.sh lossless  there: lossless decoding and the full cache, with a fixed share of right drafts
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
-#   bench/device.sh kernels   there: what chooses chunks on a GPU (KVFLASH_GPU_CHOICE=ON bench/device.sh build): tests, compute-sanitizer
+#   bench/device.sh kernels   there: the kernels that choose chunks (KVFLASH_GPU_CHOICE=ON bench/device.sh build): tests, compute-sanitizer
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
-#   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in processes beside each other, for S seconds; again:
-#                             what is missing
+#   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in parallel processes, for S seconds; again:
+#                             continues
 #   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
-#   bench/device.sh meter F   there: the meter beside the truth
-#   bench/device.sh agent F   there: an agent's session. By two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
+#   bench/device.sh meter F   there: the meter compared with the truth
+#   bench/device.sh agent F   there: an agent's session. On two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
-#   bench/device.sh fresh F [S] there: policy fresh beside others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
-#                             seconds; again: what is missing. WHAT=picture: KLD against device memory; WHAT=turns: by turns
-#   bench/device.sh guests [SHAPE] there: policy fresh beside lru and the full cache, in one run: speed, the worst step, prefill, memory
+#   bench/device.sh fresh F [S] there: policy fresh and others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
+#                             seconds; again: continues. WHAT=picture: KLD against device memory; WHAT=turns: by turns
+#   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
-#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: what is missing
+#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -96,7 +96,7 @@ build)
         rm -rf build/wheel
         cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")
         installed=$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
-        for lib in cudart cublas cublasLt; do # found beside the library
+        for lib in cudart cublas cublasLt; do # found in the library's folder
             found=$(find -L "$cuda" -name "lib$lib.so.13" -print -quit)
             ln -sf "$found" pyllama_kvflash/native/
             ln -sf "$found" "$installed/pyllama_kvflash/native/"

@@ -40,7 +40,7 @@ static kvf_failure in_words(const std::exception & err, int status = KVF_E_ARGUM
     return kvf_failure(status, what);
 }
 
-// run f on behalf of a template: it may take so many seconds. KVF_E_UNSUPPORTED: it takes more of something than it may
+// run f, which interprets a template, with a time limit. KVF_E_UNSUPPORTED: it exceeds a limit
 static void limited(double seconds, const std::function<void()> & f) {
     struct scope {
         ~scope() { kvf_template = {}; }
@@ -155,7 +155,7 @@ int kvf_chat_caps(const kvf_chat * chat, char ** result) {
 }
 
 //
-// what an answer says
+// the contents of an answer
 //
 
 int kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, kvf_reply ** reply) {
@@ -170,7 +170,7 @@ int kvf_reply_new(int32_t format, const char * parser, const char * generation_p
         res->params.reasoning_format  = COMMON_REASONING_FORMAT_AUTO;
         res->params.generation_prompt = generation_prompt;
         try {
-            res->said = common_chat_parse("", true, res->params); // what the answer goes on with is not said again
+            res->said = common_chat_parse("", true, res->params); // the beginning of the answer is not reported again
         } catch (const std::exception & err) { throw in_words(err); }
         *reply = res.release();
     });

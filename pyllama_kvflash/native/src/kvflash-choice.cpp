@@ -125,7 +125,7 @@ void cpu_chooser::build(
     ggml_tensor * chosen = ggml_custom_4d(
             ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 1,
             [](ggml_tensor *, int ith, int, void * data) {
-                if (ith > 0) { return; } // every thread comes here, whatever the number of tasks
+                if (ith > 0) { return; } // every thread calls this, whatever the number of tasks
                 const auto & at    = *(const node *) data;
                 const auto & fresh = at.owner->fresh;
                 for (size_t i = 0; i < fresh.sequences.size(); ++i) {
@@ -308,7 +308,7 @@ void cpu_chooser::score(const node & at, const sequence & s, choice & o, const g
     }
 }
 
-// fill the slots that are to be seen, and exchange some of the guests for units that are more attended to
+// fill the visible slots, and exchange some guests for units with a larger share
 void cpu_chooser::choose(uint32_t i_layer, const sequence & s, choice & o) {
     static thread_local std::vector<float>    score;
     static thread_local std::vector<uint8_t>  taken;
@@ -343,7 +343,7 @@ void cpu_chooser::choose(uint32_t i_layer, const sequence & s, choice & o) {
         if (!taken[u] && score[u] > least) { out.push_back(u); }
     }
 
-    // the best first; of equals the later one, as it is the nearer
+    // the best first; of equals the later one, because it is nearer
     const auto better = [&](uint32_t a, uint32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; };
     const auto n_best = std::min<size_t>(out.size(), n_free ? n_free : fresh.its.n_exchange);
     std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);

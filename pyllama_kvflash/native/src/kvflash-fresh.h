@@ -78,12 +78,12 @@ struct kvf_chooser {
     virtual void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n)    = 0;
     virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)                                      = 0;
     virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src)                                = 0;
-    // what was put is there, and the sequence has more records
+    // the index has what was put, and the sequence has more records
     virtual void cover(llama_seq_id seq) = 0;
 
     // the units in the slots of a layer, -1: none
     virtual std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) = 0;
-    // let them be these, which are there, or which are to be fetched
+    // set them; fetch: their rows are to be fetched
     virtual void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) = 0;
 
     // the nodes of a layer. q: [d, n_head, n_tokens]
@@ -91,7 +91,7 @@ struct kvf_chooser {
             ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) = 0;
 
     virtual uint64_t n_fetched() = 0;
-    // of the device, beside the cache
+    // of the device, without the cache
     virtual uint64_t device_bytes() = 0;
 };
 
@@ -100,13 +100,13 @@ std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buf
 std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh);
 
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
-// in which each layer holds chunks of its own choice. To the library guests' cells are empty; their sequence's tokens see
-// them all the same (show_guests), whatever the positions are that lie in them: RoPE is baked into K.
+// in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
+// sequence see them (show_guests). Their positions do not matter: RoPE is already in K.
 //
-// Before a layer's attention, two nodes of the graph score all units of 16 positions that are in the index, by the share of
-// the attention that they have, summed over heads; and exchange at most n_exchange of the guests for better ones, whose rows
-// are fetched from their records. Shares are of what the index says, and of the keys themselves where these are common: an
-// attention sink is like no other key, and few bits do not say how much it takes. Common chunks are never guests.
+// Before a layer's attention, two nodes of the graph score all units of 16 positions in the index by their share of the
+// attention, summed over heads. Then they exchange at most n_exchange guests for better ones, whose rows are fetched from
+// their records. Shares are estimated from the index, but computed from the keys of common chunks: an attention sink is
+// unlike any other key, and few bits do not show its share. Common chunks are never guests.
 struct kvf_fresh {
     static constexpr uint32_t UNIT        = 16; // positions of a guest
     static constexpr uint32_t MOST_ASKING = 8;  // tokens of a sequence in a ubatch whose queries choose, evenly spread
@@ -114,7 +114,7 @@ struct kvf_fresh {
     struct params {
         kvf_index::form form;
         uint32_t        n_exchange;
-        uint32_t        n_turn; // each layer chooses at every n-th token, by turns
+        uint32_t        n_turn; // each layer chooses at every n-th token, in turns
         uint32_t        n_ctx;  // of a sequence
         uint32_t        n_seq;
     };
@@ -156,8 +156,8 @@ struct kvf_fresh {
         std::vector<uint8_t>                        common;           // of each unit: whether they are among these
         uint32_t                                    n_visible = 0;    // slots
         uint32_t                                    n_step    = 0;    // of turns
-        bool                                        all       = true; // every layer chooses, whosever turn it is
-        bool                                        changed   = true; // so it will the next time
+        bool                                        all       = true; // every layer chooses, not only those whose turn it is
+        bool                                        changed   = true; // `all` is set for the next ubatch
 
         uint32_t n_unit() const { return n / UNIT; }
     };
@@ -172,7 +172,7 @@ struct kvf_fresh {
     void clear(llama_seq_id seq);
     // the index of all layers has these chunks, which come after those it has
     void cover(llama_seq_id seq, const void * const * records, uint32_t n);
-    // have it have n blocks: the first of those it has, and then free ones, or these
+    // give it n blocks: its first ones, then free ones, or these
     void resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const int32_t * blocks);
 
     sequence & of(llama_seq_id seq) { return sequences.at(seq); }

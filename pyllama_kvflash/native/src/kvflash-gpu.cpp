@@ -27,7 +27,7 @@ struct memory {
                                                    "smaller -c/--ctx-size, or a smaller pool",
                                                     size));
         }
-        ggml_backend_buffer_clear(buf.get(), 0); // a group of the index has positions that nobody puts
+        ggml_backend_buffer_clear(buf.get(), 0); // the last group of the index has unused positions
     }
 
     char * at(size_t offset = 0) const { return (char *) ggml_backend_buffer_get_base(buf.get()) + offset; }
@@ -68,7 +68,7 @@ struct gpu_chooser : kvf_chooser {
     uint64_t n_fetched() override;
     uint64_t device_bytes() override;
 
-    // what the kernels are asked about a ubatch
+    // the inputs of the kernels for a ubatch
     std::vector<int32_t> ask() const;
 
     // of a sequence
@@ -303,7 +303,7 @@ void gpu_chooser::upload_index(llama_seq_id seq, uint32_t layer) {
             sizeof(kvf_gpu_index));
 }
 
-// room for the codes of n positions. anew: what is there is of no use
+// room for the codes of n positions. anew: the codes so far may be dropped
 void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     auto & o = owns[seq];
     if (n <= o.n_room) { return; }

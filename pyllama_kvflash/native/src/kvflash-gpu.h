@@ -11,8 +11,8 @@
 
 struct ggml_tensor;
 
-// What kvflash-gpu.cpp (of the library llama) and kvflash-fresh.cu (of the library of a GPU's backend) say to each other.
-// All pointers are the device's, where nothing else is said.
+// The interface between kvflash-gpu.cpp (in the library llama) and kvflash-fresh.cu (in the library of a GPU's backend).
+// All pointers are the device's, unless stated otherwise.
 
 // how a layer's rows lie in its cache and in a record. size: bytes of a unit; a unit's rows of V are n_run pieces
 struct kvf_gpu_rows {
@@ -48,7 +48,7 @@ struct kvf_gpu_form {
     uint32_t mask[MOST];
 };
 
-// what is asked of a ubatch, as words: askers first, then each sequence's own
+// the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
 struct kvf_gpu_ask {
     enum { N_ASKER, LEN };
     enum { SEQ, ROW, POS, LEN_ASKER };

@@ -99,7 +99,7 @@ struct kvf_grammar {
     bool                     waits = false;
     std::string              text;
 
-    // whether the rules hold where the answer is
+    // whether the rules apply at this point of the answer
     bool holds() const { return !waits && !reasons(); }
 
     bool reasons() const {
@@ -197,7 +197,7 @@ int kvf_grammar_new(
 int kvf_grammar_copy(kvf_grammar * grammar, kvf_grammar ** copy) {
     return kvf_guard([&] {
         kvf_check(grammar && copy, "a grammar and a place for its copy are needed");
-        grammar->place.move_on(); // or else every copy would have to, for itself
+        grammar->place.move_on(); // otherwise every copy would do it by itself
         auto res            = std::make_unique<kvf_grammar>();
         res->place          = grammar->place;
         res->triggers       = grammar->triggers;

@@ -1,5 +1,5 @@
-// what the attention graph puts out beside its result: queries of the last tokens, and what they attend to. and the mask
-// that it is given, where the cells are positions
+// further outputs of the attention graph: queries of the last tokens, and their attention. and its mask, where the cells are
+// positions
 
 #include "kvflash-fresh.h"
 #include "kvflash-impl.h"
@@ -20,8 +20,8 @@ void llm_graph_context::build_taps(
     if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
-    // in the midst of a prompt nobody asks, and this is as much as some of the attention itself. the library keeps graphs
-    // with outputs and without apart
+    // not needed in the middle of a prompt, and as costly as a part of the attention itself. the library keeps graphs with
+    // and without outputs apart
     if (cparams.mass_piece && n_outputs == 0) { return; }
 
     const int64_t n_q = std::min<int64_t>(q->ne[2], cparams.q_tap);
@@ -85,11 +85,12 @@ template <typename T> static void fill_mask(T * row, T keep, T drop, int64_t n_k
     }
 }
 
-// The library looks at each cell, beside the batch before. The panes' owner waits for each batch, so this has to be quick.
+// The library looks at each cell, in parallel with the batch before. The exact pass waits for each batch, so this must be
+// quick.
 bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal) {
     if (!panes(kv) || !causal || kv.hparams.use_alibi || kv.swa_type != LLAMA_SWA_TYPE_NONE) { return false; }
     const auto & cells = kv.v_cells[0];
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) { // no two are at one position, so M-RoPE's other axes say nothing
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) { // no two are at one position, so M-RoPE's other axes do not matter
         const llama_pos pos = ubatch.pos[i];
         if (cells.is_empty(pos) || cells.pos_get(pos) != pos) { return false; }
     }
@@ -110,7 +111,7 @@ bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const
     for (int64_t i = 1; i < n_thread; ++i) {
         try {
             threads.emplace_back(part, i);
-        } catch (const std::system_error &) { part(i); } // there are as many threads as there may be
+        } catch (const std::system_error &) { part(i); } // the limit of threads is reached
     }
     part(0);
     for (auto & t : threads) {

@@ -23,9 +23,9 @@ struct kvf_window_place;
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
 //
-// What keeps them right: a copy waits for the computations that were submitted before it and use its block. Into a block
-// that was free in the last batch that is all but this batch: it goes beside it. The computation waits for the copies from
-// a block before it may write to it (order), and for those into a block before it may read it (commit).
+// A copy waits for the computations that were submitted before it and use its block. If its block was free in the last
+// batch, it need not wait for that batch, and runs in parallel with it. The computation waits for the copies from a block
+// before it may write to it (order), and for those into a block before it may read it (commit).
 struct kvf_mover {
     // a part of block 0 that is contiguous in the pool and in a record; block b has its own b*size bytes further on
     struct piece {
@@ -72,7 +72,7 @@ struct kvf_mover {
     void wait() { wait(n_begun); }
 
     static ggml_backend_dev_t device_of(ggml_backend_buffer_t buf);
-    // whether copies can run beside what the device computes
+    // whether copies can run in parallel with the device's computation
     static bool is_async(ggml_backend_dev_t dev);
 
     // how many copies a block takes
@@ -124,7 +124,7 @@ private:
     ggml_context_ptr     windows;
     std::vector<part>    parts;
     std::deque<transfer> flying;
-    std::vector<bool>    unused; // blocks that the last batch does not use; empty: who knows
+    std::vector<bool>    unused; // blocks that the last batch does not use; empty: unknown
     uint64_t             n_begun = 0;
     uint64_t             n_batch = 0;
 };
@@ -137,7 +137,7 @@ struct kvf_layer_tensors {
 };
 
 // The layers of a full-attention cache, a few at a time. Each layer lies in a pane of its device's: the first n_pane - 2 in
-// one of their own, the others by turns in the last two. While one is computed, the next one is copied into the other
+// one of their own, the others take turns in the last two. While one is computed, the next one is copied into the other
 // pane; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.
 struct kvf_panes {
     explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
@@ -310,10 +310,10 @@ struct llama_kvflash {
     // what the scheduler asks at each node, nullptr: nothing
     static void set_callback(llama_context & ctx, ggml_backend_sched_eval_callback callback, void * data);
 
-    // whether there is state beside the full-attention cache
+    // whether there is state outside the full-attention cache
     static bool has_partial(llama_memory_i * mem);
 
-    // the sliding-window cache, if that is all the state there is beside the full-attention cache; else nullptr
+    // the sliding-window cache, if that is all the state outside the full-attention cache; else nullptr
     static llama_kv_cache * get_window(llama_memory_i * mem);
 
     static size_t window_size(const llama_kv_cache & kv, llama_seq_id seq);

@@ -113,7 +113,7 @@ void kvf_index::set(uint32_t n, const char * src) {
 // products
 //
 
-// what the 16 values of a nibble say of each of its components
+// the value of each component of a nibble, for all 16 values of the nibble
 struct nibble_values {
     lanes_f of[5][4] = {}; // [bits][component]
 
@@ -128,7 +128,7 @@ struct nibble_values {
     }
 };
 
-// entries of a nibble's table. x: what the query makes of each of its components
+// entries of a nibble's table. x: the query's factor for each of its components
 KVF_CLONES
 static void fill_table(const lanes_f * values, const float * x, uint32_t n, float least, float factor, uint8_t * dst) {
     lanes_f sum = lanes_f{} - least;

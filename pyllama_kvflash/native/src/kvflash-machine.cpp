@@ -303,7 +303,7 @@ bool kvf_machine::place::take(const std::string & text) {
     return true;
 }
 
-// leave a machine that has become large for one that has this place's stacks alone
+// replace a machine that has grown large by a new one, with the stacks of this place only
 void kvf_machine::place::move_on() {
     const auto                        old = machine; // until the lock is gone
     const std::lock_guard<std::mutex> lock(old->mutex);

@@ -47,8 +47,8 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
     const size_t size_k = largest(ks), size = size_k + largest(vs);
     const size_t n_pane = std::min<size_t>(params.n_pane, ks.size());
 
-    // the last two panes are for all layers that have none of their own: one is computed with while the other is filled.
-    // taking turns in all of them, each would be gone before it is wanted again
+    // all layers without a pane of their own share the last two: one is in use while the other is filled. if layers took
+    // turns in all panes, each would be overwritten before its next use
     const size_t n_turn = n_pane == ks.size() ? 0 : std::min<size_t>(n_pane, 2), n_own = n_pane - n_turn;
     const auto   pane_of = [&](size_t i) { return i < n_own ? i : n_own + (i - n_own) % n_turn; };
 
@@ -215,7 +215,7 @@ void kvf_panes::load(int32_t layer) {
 
     const uint32_t from = pane.holds == layer ? std::min(pane.n, pos) : 0;
     pane.holds          = layer;
-    pane.n              = from; // until it is done, if this is cut off
+    pane.n              = from; // in case this is interrupted
     copy(l, from, pos, true);
     pane.n = pos;
     if (p.stream) { ggml_backend_event_record(pane.loaded.get(), p.stream.get()); }
@@ -261,7 +261,7 @@ int32_t kvf_panes::touched(const ggml_tensor * t) const {
     return -1;
 }
 
-// in which order the graph takes the layers. the nodes tell, for upstream's names of them differ from model to model
+// the order in which the graph uses the layers, from its nodes: upstream's names of them differ from model to model
 void kvf_panes::find_turns() {
     auto * graph = llama_kvflash::graph(ctx)->get_gf();
 
@@ -322,7 +322,7 @@ void kvf_panes::store(const turn & turn) {
     p.panes[l.pane].n = pos + n;
 }
 
-// a layer's turn is over: its rows are stored, the next layer comes into its pane, and the one after it is awaited
+// a layer's turn is over: its rows are stored, the next layer of its pane is loaded, and the next turn's layer is awaited
 void kvf_panes::taken() {
     const auto & turn = order[n_done++];
     const auto & l    = layers[turn.layer];

@@ -157,8 +157,7 @@ kvf_rules::kvf_rules(const llama_vocab * vocab, const char * text) {
     check_left_recursion();
 }
 
-// add the alternatives of a rule, as a tree: those that begin alike share their beginning, so that few stacks are looked at
-// however many there are
+// add the alternatives of a rule as a tree: those with a common beginning share it, which keeps stacks few
 void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
     std::sort(sequences.begin(), sequences.end());
 
@@ -193,7 +192,7 @@ void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
     }
 }
 
-// throw for a rule that begins with itself, perhaps after what may be empty: its stacks would never end
+// throw for a rule that begins with itself, perhaps after items that may be empty: its stacks would never end
 void kvf_rules::check_left_recursion() const {
     const size_t          n = alternatives.size();
     std::vector<bool>     empty(n);
@@ -204,7 +203,7 @@ void kvf_rules::check_left_recursion() const {
             at.push_back(first);
         }
     }
-    // an alternative waits at its first rule that is not known to may be empty
+    // an alternative waits at its first rule that is not yet known to be possibly empty
     std::vector<std::vector<uint32_t>> waiting(n);
     std::vector<uint32_t>              todo(at.size());
     std::iota(todo.begin(), todo.end(), 0);

@@ -15,13 +15,13 @@
 #include <utility>
 #include <vector>
 
-// the tokens of a vocabulary as a tree of their bytes, in preorder. those that end a text, and those of no text, are not in
-// it
+// the tokens of a vocabulary as a tree of their bytes, in preorder. those that end a text, and those without text, are left
+// out
 struct kvf_token_tree {
     explicit kvf_token_tree(const llama_vocab * vocab);
 
     struct node {
-        uint32_t end;   // where what is not below it goes on
+        uint32_t end;   // the first node after its subtree
         uint32_t first; // its tokens are [first, first + n_tokens) of `tokens`
         uint16_t n_tokens;
         uint16_t depth; // bytes before its own
@@ -37,7 +37,7 @@ struct kvf_token_tree {
 
 // a grammar: sequences of items, each closed by an end
 struct kvf_rules {
-    // throws kvf_failure, with what is wrong with it
+    // throws kvf_failure, which names the error
     kvf_rules(const llama_vocab * vocab, const char * text);
 
     enum kind : uint8_t { chars, token, other_token, rule, end };

@@ -12,7 +12,7 @@
 #include <mutex>
 #include <string>
 
-// a sequence's drafts: one implementation, and what it has to know of the sequence
+// a sequence's drafts: one implementation, and its state of the sequence
 struct kvf_spec {
     ~kvf_spec() { listen(params.draft.ctx_tgt, false); }
 
@@ -52,7 +52,7 @@ struct kvf_spec {
     int32_t                   window   = 0;     // positions that the drafter remembers
 };
 
-// the library's drafters read what one context gives: have that be another's, for a while
+// the library's drafters read the outputs of one context: redirect them to another one for a while
 struct lent_features {
     lent_features(llama_context * from, llama_context * to) : from(from), to(to) { kvf_exchange_features(from, to); }
     ~lent_features() { kvf_exchange_features(from, to); }
@@ -73,7 +73,7 @@ static bool gives_last(const llama_model * model) {
     return std::find(std::begin(known), std::end(known), arch) != std::end(known);
 }
 
-// throw unless the drafter and the target go together, which the library asserts or finds out while it drafts
+// throw unless drafter and target match, which the library would assert or notice only while it drafts
 static void check_pair(const char * type, llama_context * ctx_tgt, llama_context * ctx_dft) {
     const auto refuse = [&](const std::string & what) { throw kvf_failure(KVF_E_UNSUPPORTED, what); };
 
@@ -199,7 +199,7 @@ int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, 
         p.result   = &found;
         spec->forget(p.pos0, -1);
         common_speculative_draft(spec->impl.get());
-        spec->forget(p.pos0, -1); // what it thought of is not what the target decodes
+        spec->forget(p.pos0, -1); // its own draft tokens are not the target's
 
         *n_draft = std::min<int32_t>(found.size(), n_max);
         std::copy_n(found.begin(), *n_draft, draft);

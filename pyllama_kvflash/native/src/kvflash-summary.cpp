@@ -10,7 +10,7 @@
 #include <numeric>
 
 static constexpr float TINY    = 1e-9f; // a row of zeros has no direction
-static constexpr float NOTHING = -1e4f; // the logarithm of no keys; finite, for what is multiplied by 0
+static constexpr float NOTHING = -1e4f; // the logarithm of no keys; finite, since it may be multiplied by 0
 
 static uint16_t to_bf16(float x) { return ggml_fp32_to_bf16(x).bits; }
 

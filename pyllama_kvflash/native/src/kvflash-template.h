@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 
-// what the template that runs on this thread may take; without a deadline, any time
+// limits of the template that runs on this thread; without a deadline, any time
 struct kvf_template_run {
     using clock = std::chrono::steady_clock;
 
@@ -17,7 +17,7 @@ struct kvf_template_run {
 
     clock::time_point deadline = clock::time_point::max();
     int               depth    = 0;
-    bool              refused  = false; // it took more than it may
+    bool              refused  = false; // it exceeded a limit
 };
 
 inline thread_local kvf_template_run kvf_template;
@@ -40,7 +40,7 @@ struct kvf_template_step {
     kvf_template_step(const kvf_template_step &)             = delete;
     kvf_template_step & operator=(const kvf_template_step &) = delete;
 
-    // what a step gives, unless it is too large
+    // the result of a step, unless it is too large
     template <typename T> T checked(T val) const {
         if (val->val_str.length() > kvf_template_run::max_text) { kvf_template_refuse("it makes too long a text"); }
         if (val->val_arr.size() > kvf_template_run::max_items) { kvf_template_refuse("it makes too long a list"); }

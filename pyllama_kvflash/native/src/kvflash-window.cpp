@@ -1,5 +1,5 @@
 // the sliding-window cache of a sequence as bytes, with the places of its cells: upstream's sequence state packs them anew,
-// and what is computed then rounds otherwise
+// and later results would round differently
 //
 // little endian: kvf_window, n_cell cells of kvf_window_cell, and for each layer in order the K rows of the cells, then
 // their V rows
