@@ -118,7 +118,7 @@ def main() -> None:
             options |= {"type_k": args.ct, "type_v": args.ct}
             ways = [("full", {"pool": "off"}, [None])]
             for policy, panes in itertools.product(args.policies, args.panes):
-                lossless = {"pool": args.pool, "exact": True, "panes": panes, "policy": policy}
+                lossless = {"pool": args.pool, "mode": "lossless", "panes": panes, "policy": policy}
                 ways.append((f"lossless, {policy}, {panes} panes", lossless, [None, *args.accepted]))
             base = None
             for name, own, accepted in ways:

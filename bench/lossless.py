@@ -167,7 +167,7 @@ class Bench:
         self.full = KVFlash.from_file(args.model, **options, pool="off")
         self.pools: dict[tuple[str, int], KVFlash] = {}
         for policy, n in itertools.product(args.policies, args.pool):
-            own = {"policy": policy, "pool": n, "panes": args.panes, "exact": True}
+            own = {"policy": policy, "pool": n, "panes": args.panes, "mode": "lossless"}
             kv = KVFlash.from_file(args.model, **options, **own, **more)
             if args.drafts:
                 kv.decoder.lossless = Lossless(kv.sequence, kv.decoder.drafts, args.drafts)

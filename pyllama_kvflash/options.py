@@ -16,6 +16,7 @@ from pyllama_kvflash.registry import policy_names
 CHUNKS = (16, 32, 64)
 FLASH_ATTN = ("auto", "on", "off")
 PREFILL = ("exact", "pool", "auto")
+MODES = ("fast", "lossless")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
@@ -101,9 +102,11 @@ class Options:
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
     opening: int = -1  # tokens of an answer that are decoded losslessly at first; -1: 32, or 0 with policy fresh
-    exact: bool = False  # lossless: tokens are drafted through the pool, and checked against everything before them
+    mode: str = (
+        "fast"  # "fast": an answer's tokens see the pool; "lossless": it drafts them, and all before them checks them
+    )
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
-    min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless, as with `exact`; 0: never
+    min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
 
     # which chunks are resident
@@ -239,19 +242,25 @@ class Options:
         check_range(self.opening, -1, MAX_TOKENS, "opening", "-1 takes 32, or 0 with policy fresh")
         check_range(self.meter, 0, 1, "meter", "0.05 is usual, 0 compares nothing")
         check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
-        names = {
-            "exact": "exact (--kvflash-exact)",
-            "meter": "meter",
-            "min_agreement": "min_agreement (--kvflash-min-agreement)",
+        check_choice(self.mode, MODES, "mode (--kvflash-mode)")
+        wanted = {
+            "mode (--kvflash-mode) 'lossless'": self.lossless,
+            "meter": self.meter,
+            "min_agreement (--kvflash-min-agreement)": self.min_agreement,
         }
-        wants = next((name for name in names if getattr(self, name)), None)
+        wants = next((name for name, value in wanted.items() if value), None)
         if wants is not None and self.prefill != "exact":
             msg = (
-                f"{names[wants]} needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
+                f"{wants} needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
                 f" {self.prefill!r}: leave one of the two out"
             )
             raise UsageError(msg)
         check_range(self.panes, 0, MAX_TOKENS, "panes", "0 decides, 1 takes the least memory")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all of an answer is decoded losslessly."""
+        return self.mode == "lossless"
 
     def n_asking(self, query: str) -> int:
         """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
@@ -260,7 +269,7 @@ class Options:
     def n_lookahead(self, *, recurrent: bool) -> int:
         """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether a state goes back."""
         n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
-        wanted = self.exact or self.min_agreement or (self.n_opening and not recurrent)
+        wanted = self.lossless or self.min_agreement or (self.n_opening and not recurrent)
         return min(n, self.n_ubatch - 1) if wanted else 0
 
     @property

@@ -67,6 +67,7 @@ VARIABLES = {
             ("WEBUI", "LLAMA_ARG_UI"),
         )
     },
+    "KVFLASH_EXACT": "KVFLASH_MODE",
 }
 """Former environment variables, each with the one that the option has now. docs/ENVIRONMENT.md lists those."""
 

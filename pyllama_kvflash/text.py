@@ -45,6 +45,9 @@ class TextStream:
     def push(self, piece: bytes) -> str:
         """Return the text that can be shown after these bytes. A stop string is not shown."""
         self._held += self._decode(piece)
+        if not self._stop:
+            shown, self._held = self._held, ""
+            return shown
         found = [(i + len(s), i, s) for s in self._stop if (i := self._held.find(s)) >= 0]
         if found:  # take the one that is complete first, however the bytes are cut
             _, start, self.stop = min(found)

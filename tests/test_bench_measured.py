@@ -248,7 +248,7 @@ def test_blame_is_the_first_mending_that_finds_it(blame: str, monkeypatch: pytes
     assert asked[0] == {0, 1}, "the chunks that the code lies across"
     assert rounds[0] is mine
     assert {type(s) for s in rounds[1:3]} <= {type(mine)}
-    assert [(s.summary, s.query) for s in rounds[1:]] == [("exact", mine.query), ("exact", "question"), (None, "last")][
+    assert [(s.summary, s.query) for s in rounds[1:]] == [("rows", mine.query), ("rows", "question"), (None, "last")][
         : len(rounds) - 1
     ]
 

@@ -21,6 +21,7 @@ from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, check_error, goo
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import main, report
 from pyllama_kvflash.engine import memory
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -345,8 +346,10 @@ def parsed(*args: str) -> dict[str, Any]:
         ((), {"n_cpu_moe": 0}),
         (("-ncmoe", "20"), {"n_cpu_moe": 20}),
         (("--n-cpu-moe", "auto"), {"n_cpu_moe": "auto"}),
-        ((), {"prefill": "exact", "exact": False}),
-        (("--kvflash-exact",), {"exact": True}),
+        ((), {"prefill": "exact", "mode": "fast"}),
+        (("--kvflash-mode", "lossless"), {"mode": "lossless"}),
+        (("--kvflash-exact",), {"mode": "lossless"}),
+        (("--kvflash-exact", "--kvflash-mode", "lossless"), {"mode": "lossless"}),
         (("--kvflash-prefill", "pool"), {"prefill": "pool"}),
         (("--kvflash-prefill", "auto", "--set", "panes=1"), {"prefill": "auto", "settings": {"panes": 1}}),
     ],
@@ -355,6 +358,13 @@ def parsed(*args: str) -> dict[str, Any]:
 def test_options_of_devices_and_memory(args: Sequence[str], want: dict[str, Any]) -> None:
     found = parsed(*args)
     assert {name: found[name] for name in want} == want
+
+
+def test_the_short_name_of_a_mode_contradicts_the_other() -> None:
+    with pytest.raises(
+        UsageError, match="--kvflash-exact is short for --kvflash-mode lossless, and --kvflash-mode is fast"
+    ):
+        parsed("--kvflash-exact", "--kvflash-mode", "fast")
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_context_that_cannot_be_made(opened: Open, monkeypatch: pytest.MonkeyPat
     def refused(*_: object, **__: object) -> None:
         raise UnsupportedError("this cannot be streamed")
 
-    monkeypatch.setattr("pyllama_kvflash.engine.exactly.ExactContext", refused)
+    monkeypatch.setattr("pyllama_kvflash.engine.panes.ExactContext", refused)
     words = r"no exact pass over 4,096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller -c"
     with pytest.raises(UnsupportedError, match=words):
         opened()

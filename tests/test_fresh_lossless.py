@@ -36,8 +36,8 @@ long_file = commands.long_file
 wordless = snapshots.wordless
 
 CHUNK = 16
-SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 256, "panes": 2, "exact": True, "policy": "fresh"}  # 16 blocks
-FULL = {**SMALL, "pool": "off", "exact": False, "policy": "lru"}
+SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 256, "panes": 2, "mode": "lossless", "policy": "fresh"}  # 16 blocks
+FULL = {**SMALL, "pool": "off", "mode": "fast", "policy": "lru"}
 SEED = Sampling(temperature=1.0, seed=1)
 
 
@@ -149,7 +149,7 @@ def test_cut_off_at_every_line(
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_an_answer_can_open_losslessly(opened: Open, known: Callable[..., Chosen], wordless: None, name: str) -> None:
     """If that is asked for; then it goes on through the pool."""
-    kv, full, chosen = opened(name, exact=False, opening=20), opened(name, **FULL), known(name)
+    kv, full, chosen = opened(name, mode="fast", opening=20), opened(name, **FULL), known(name)
     want, got = (chosen_alike(chosen, one, TOKENS[:700], 21) for one in (full, kv))
     assert got == want
     n_exact = kv.sequence.n_exact
@@ -157,7 +157,7 @@ def test_an_answer_can_open_losslessly(opened: Open, known: Callable[..., Chosen
     assert len(answer(kv, [], 60, append=True)) == 60
     assert kv.sequence.n_exact == n_exact
     check(kv)
-    assert not opened(name, exact=False).decoder.opens_losslessly
+    assert not opened(name, mode="fast").decoder.opens_losslessly
 
 
 #
@@ -165,7 +165,7 @@ def test_an_answer_can_open_losslessly(opened: Open, known: Callable[..., Chosen
 #
 
 
-@pytest.mark.parametrize("how", [{}, {"exact": False, "meter": 1.0}], ids=["lossless", "meter"])
+@pytest.mark.parametrize("how", [{}, {"mode": "fast", "meter": 1.0}], ids=["lossless", "meter"])
 def test_a_check_chooses_nothing(
     opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
@@ -189,7 +189,7 @@ def test_a_check_chooses_nothing(
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trial_leaves_guests_of_what_stands(opened: Open, name: str) -> None:
     """Though it fills chunks: these are gone with it. What it chose is as good as put there by hand."""
-    kv, other = opened(name, exact=False), opened(name, exact=False)
+    kv, other = opened(name, mode="fast"), opened(name, mode="fast")
     for one in (kv, other):
         read(one, 700)
     before, n_sealed = guests(kv), kv.pager.ledger.n_sealed
@@ -221,7 +221,7 @@ def test_a_trial_leaves_guests_of_what_stands(opened: Open, name: str) -> None:
 
 def test_the_meter_says_the_agreement(opened: Open, wordless: None) -> None:
     """Of tokens that are those without it; and of some, but not all, it finds that they are the full cache's."""
-    kv, control = opened(exact=False, meter=1.0), opened(exact=False)
+    kv, control = opened(mode="fast", meter=1.0), opened(mode="fast")
     events = list(kv.generate(TOKENS[:700], max_tokens=120, sampling=lossless.GREEDY))
     assert [e.id for e in events if hasattr(e, "id")] == answer(control, TOKENS[:700], 120)
     assert np.array_equal(guests(kv), guests(control))

@@ -258,7 +258,7 @@ def test_bad_grammars(kv: KVFlash, grammar: str, words: str | None) -> None:
 @pytest.mark.parametrize(
     ("how", "sampling", "lazy"),
     crossed(
-        [{"exact": True}, {"spec": Spec(kind="ngram", n_max=4, gate=0)}, {"opening": 20}],
+        [{"mode": "lossless"}, {"spec": Spec(kind="ngram", n_max=4, gate=0)}, {"opening": 20}],
         [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}],
         [False, True],
     ),

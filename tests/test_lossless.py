@@ -39,9 +39,9 @@ SMALL: dict[str, Any] = {
     **BY_SIXTEEN,
     "pool": N_POOL,
     "panes": 2,
-    "exact": True,
+    "mode": "lossless",
 }
-FULL = {**SMALL, "pool": "off", "exact": False}
+FULL = {**SMALL, "pool": "off", "mode": "fast"}
 
 
 def n_streamed(kv: KVFlash) -> int:
@@ -67,7 +67,7 @@ def rows_apart(kv: KVFlash, plain: KVFlash, first: int) -> float:
 
 def width_apart(opened: Open, name: str) -> float:
     """What the width of a batch does to rows: four times what is seen, for it has a tail."""
-    narrow, wide = opened(name, exact=False), opened(name, exact=False)
+    narrow, wide = opened(name, mode="fast"), opened(name, mode="fast")
     for at in (600, *range(603, 700, 3)):
         read(narrow, at)
     read(wide, narrow.n_tokens)
@@ -112,7 +112,7 @@ def test_the_text_is_the_full_caches(
     """Token for token, but for what the width of a batch does to logits; and every row is what reading that text makes."""
     sampling = GREEDY if seed is None else Sampling(temperature=1.0, seed=seed)
     chosen = known(name)
-    kv, full, plain = opened(name), opened(name, **FULL), opened(name, exact=False)
+    kv, full, plain = opened(name), opened(name, **FULL), opened(name, mode="fast")
     limit = width_apart(opened, name)
     for prompt, how in ((TOKENS[:1000], {}), (TOKENS[1000:1100], {"append": True})):
         chosen.rows.clear()
@@ -132,7 +132,7 @@ def test_whatever_was_drafted(
 ) -> None:
     """A draft may be wrong at once, later, or nowhere: its tokens leave no trace."""
     chosen = known(name)
-    kv, full, plain = opened(name), opened(name, **FULL), opened(name, exact=False)
+    kv, full, plain = opened(name), opened(name, **FULL), opened(name, mode="fast")
     want = chosen_alike(chosen, full, TOKENS[:700], 90)
 
     def draft(_: Lossless, token: int, n: int, _sampler: Any) -> Any:
@@ -155,7 +155,7 @@ def test_whatever_was_drafted(
 
 def test_rows_of_the_pools_own_decoding_are_told_apart(opened: Open, wordless: None) -> None:
     """The tests above can fail."""
-    kv, plain = opened(exact=False, policy="lru"), opened(exact=False)
+    kv, plain = opened(mode="fast", policy="lru"), opened(mode="fast")
     answer(kv, TOKENS[:700], 90)
     assert rows_apart(kv, plain, 700 // CHUNK) > 3 * width_apart(opened, "qwen3")
 
@@ -412,8 +412,8 @@ def test_what_does_not_stand_is_forgotten(opened: Open, wordless: None, monkeypa
 
 def test_what_cannot_be_asked_for() -> None:
     for prefill in ("pool", "auto"):
-        with pytest.raises(UsageError, match=rf"exact \(--kvflash-exact\) needs .* is '{prefill}'"):
-            Options(exact=True, prefill=prefill)
+        with pytest.raises(UsageError, match=rf"mode \(--kvflash-mode\) 'lossless' needs .* is '{prefill}'"):
+            Options(mode="lossless", prefill=prefill)
 
 
 def test_how_far_it_looks() -> None:
@@ -422,9 +422,9 @@ def test_how_far_it_looks() -> None:
     for some in (Options(), Options(policy="qk"), Options(policy="fresh", opening=32)):
         assert some.n_lookahead(recurrent=False) == LOOKAHEAD
         assert some.n_lookahead(recurrent=True) == 0
-    assert Options(exact=True).n_lookahead(recurrent=False) == LOOKAHEAD
-    assert Options(exact=True).n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
-    assert Options(exact=True, n_ubatch=4).n_lookahead(recurrent=False) == 3
+    assert Options(mode="lossless").n_lookahead(recurrent=False) == LOOKAHEAD
+    assert Options(mode="lossless").n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
+    assert Options(mode="lossless", n_ubatch=4).n_lookahead(recurrent=False) == 3
 
 
 def test_a_graph_of_one_token(opened: Open, known: Callable[..., Chosen], wordless: None) -> None:

@@ -203,7 +203,7 @@ def test_a_prompt_between_its_batches(opened: Open, tmp_path: Path, prefill: str
 @pytest.mark.parametrize(
     "options",
     [
-        {"exact": True, "prefill": "exact", "n_ubatch": 64},
+        {"mode": "lossless", "prefill": "exact", "n_ubatch": 64},
         {"spec": Spec(kind="ngram", n_max=4, gate=0)},
         {"prefill": "exact", "meter": 1.0, "opening": 0, "n_ubatch": 64},
         {"prefill": "exact", "opening": 32, "n_ubatch": 64},

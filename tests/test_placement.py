@@ -20,8 +20,8 @@ from support.runs import LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import placement
-from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Loaded, load, probe
+from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.placement import holdings, on_host
 from pyllama_kvflash.engine.refusals import MODELS
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError

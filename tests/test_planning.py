@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "automatic": {},
     "two sequences": {"pool": 2048, "n_parallel": 2},
     "lru": {"pool": 1024, "policy": "lru"},
-    "lossless": {"pool": 1024, "exact": True},
+    "lossless": {"pool": 1024, "mode": "lossless"},
 }
 
 

@@ -188,7 +188,7 @@ def test_a_scorer_of_ones_own(opened: Open) -> None:
     assert scorer.views[0].summaries is None
 
 
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:16", "mean", "direction", "exact"])
+@pytest.mark.parametrize("kind", ["centroid:1", "centroid:16", "mean", "direction", "rows"])
 def test_a_scorer_may_ask_for_summaries(opened: Open, kind: str) -> None:
     class Asking(Given):
         summary = kind

@@ -208,7 +208,7 @@ def test_nothing_is_ranked_again_where_it_cannot_matter() -> None:
     """All of it fits, there is no room at all, nobody asked, or the summaries are all keys."""
     rows = random_rows()
     queries, keys = random_queries(rows), AllKeys(rows.rows)
-    for qk, room in ((Qk(), 12), (Qk(), 0), (Qk(rerank=0), 2), (Qk(rerank=1), 2), (Qk("exact"), 2)):
+    for qk, room in ((Qk(), 12), (Qk(), 0), (Qk(rerank=0), 2), (Qk(rerank=1), 2), (Qk("rows"), 2)):
         qk.score(view(rows, queries, room=room, keys=keys, n_whole=12))
     assert keys.asked == set()
 
@@ -260,7 +260,7 @@ def test_shares_are_those_that_were_computed(out: tuple[int, ...], n_query: int)
     mass_ = attended(n_query, 12, rows.n_head, len(out))
     queries = random_queries(rows, n_query)
     seen = view(rows, queries, out, mass=mass_, summaries=Unasked(), keys=Unasked(), room=2, n_whole=3)
-    for scorer in (Qk(), Qk("exact"), Qk(rerank=0)):
+    for scorer in (Qk(), Qk("rows"), Qk(rerank=0)):
         check_scores(scorer.score(seen), exact_shares(mass_, candidates, 12, 3 * rows.n_head), atol=1e-6)
 
 

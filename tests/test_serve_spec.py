@@ -111,7 +111,7 @@ def questions() -> list[Any]:
 def test_clients_of_a_lossless_server_get_the_full_caches_text(questions: list[Any]) -> None:
     """Each sequence drafts and checks by itself, by turns."""
     want = alone(questions, 8, pool="off", flash_attn="off")
-    with scheduling(n_parallel=2, exact=True, **SMALL) as scheduler:
+    with scheduling(n_parallel=2, mode="lossless", **SMALL) as scheduler:
         asked = [Asked(scheduler, prompt, 8) for prompt in questions]  # the code, which is no near tie
         assert [a.text for a in asked] == want
         drafted, accepted = counted(scheduler)

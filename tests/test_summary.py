@@ -59,7 +59,7 @@ def summary(keys: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64]
         "centroid": lambda: centroids(keys, int(n)),
         "mean": lambda: mean[None],
         "direction": lambda: mean[None] / np.linalg.norm(mean),
-        "exact": lambda: keys,
+        "rows": lambda: keys,
     }[name]()
 
 
@@ -107,7 +107,7 @@ def test_a_summary_is_what_numpy_makes_of_the_keys(kind: str, type_k: str) -> No
             want = np.stack([summary(keys[:, h].astype(np.float64), kind) for h in range(2)])
             assert entry.shape == want.shape
             assert entry.dtype == np.float32
-            if kind == "exact":
+            if kind == "rows":
                 assert np.array_equal(entry, to_bf16(want.astype(np.float32)))
             else:
                 np.testing.assert_allclose(entry, want, rtol=BF16, atol=1e-5)  # 1e-5: sums in float near zero
@@ -119,14 +119,14 @@ def test_every_half_is_read_as_numpy_reads_it() -> None:
     (layer,) = geometry(n_layer=1, n_head=1, n_head_kv=1, d=992, n_chunk=64)
     record = np.zeros(layer.offs_v + layer.size_v, np.uint8)
     record[layer.offs_k : layer.offs_k + layer.size_k] = halves.view(np.uint8)
-    (entry,) = kept([layer], "exact", [record], 64).entry(0)
+    (entry,) = kept([layer], "rows", [record], 64).entry(0)
     want = to_bf16(halves.astype(np.float32))
     assert np.array_equal(entry.reshape(-1).view(np.uint32), want.view(np.uint32))  # the sign of a zero, too
 
 
 @pytest.mark.parametrize("n_chunk", [16, 32, 64])
 @pytest.mark.parametrize(("d", "n_head_kv"), [(64, 1), (80, 2), (128, 3)])
-@pytest.mark.parametrize("kind", ["centroid:4", "exact"])
+@pytest.mark.parametrize("kind", ["centroid:4", "rows"])
 def test_chunks_and_heads_of_any_size(n_chunk: int, d: int, n_head_kv: int, kind: str) -> None:
     layers = geometry(d=d, n_head_kv=n_head_kv, n_head=n_head_kv, n_chunk=n_chunk, type_k="q8_0")
     record = record_of(layers, 5, "q8_0", n_chunk)
@@ -308,7 +308,7 @@ def test_scores_across_slabs(kind: str) -> None:
 def test_scores_of_more_rows_than_a_panel_has(n_chunk: int) -> None:
     layers = geometry(n_chunk=n_chunk)
     records = [record_of(layers, seed, n_chunk=n_chunk) for seed in range(5)]
-    summaries = kept(layers, "exact", records, n_chunk)
+    summaries = kept(layers, "rows", records, n_chunk)
     for layer in (0, 1):
         check_scores(summaries, queries(layers[layer]), layer)
     found = summaries.score(0, queries(layers[0]))
@@ -363,7 +363,7 @@ def test_memory_comes_in_slabs_and_is_given_back() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "n_row"),
-    [("centroid:1", 1), ("centroid:4", 4), ("mean", 1), ("direction", 1), ("exact", 64)],
+    [("centroid:1", 1), ("centroid:4", 4), ("mean", 1), ("direction", 1), ("rows", 64)],
 )
 def test_a_summary_takes_its_part_of_the_keys(kind: str, n_row: int) -> None:
     """n_row rows of 16 bits, where a chunk has 64: four centroids are a sixteenth of f16 keys; and for each row how many keys it
@@ -434,7 +434,7 @@ def test_no_memory_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_summary_that_there_is_not(kind: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a summary of keys: give centroid:N, mean, direction or exact"):
+    with pytest.raises(UsageError, match=r"is not a summary of keys: give centroid:N, mean, direction or rows"):
         Summaries(geometry(), 16, kind)
 
 

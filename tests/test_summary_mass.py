@@ -100,7 +100,7 @@ def test_mass_is_the_share_of_the_attention(kind: str, d: int, group: int) -> No
 
 
 @pytest.mark.parametrize("n_chunk", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "centroid:16", "exact", "mean"])
+@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "centroid:16", "rows", "mean"])
 def test_mass_of_chunks_of_any_size(kind: str, n_chunk: int) -> None:
     """Chunks of more rows than a panel has, and panels of several chunks."""
     layers = geometry(n_head=3, n_head_kv=1, d=32, n_chunk=n_chunk)
@@ -109,7 +109,7 @@ def test_mass_of_chunks_of_any_size(kind: str, n_chunk: int) -> None:
         check_mass(summaries, 1, some_queries(layers[1], 2), 0.3, n)
 
 
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "exact"])
+@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "rows"])
 def test_mass_across_slabs(kind: str) -> None:
     """The share is of all chunks, wherever they lie."""
     layers = geometry(n_layer=1, n_head=2, n_head_kv=1, d=16)
@@ -144,7 +144,7 @@ def test_mass_of_exact_summaries_is_the_softmax_of_the_keys(type_k: str) -> None
     """Of the keys themselves, but for their rounding to bf16, which moves a product by 1/256 of it at most."""
     layers = geometry(n_head=6, n_head_kv=2, d=128, type_k=type_k)
     records = [record_of(layers, seed, type_k) for seed in range(12)]
-    summaries = kept(layers, "exact", records)
+    summaries = kept(layers, "rows", records)
     for i, layer in enumerate(layers):
         q = some_queries(layer, 1)
         keys = np.stack([keys_of(layer, r, type_k) for r in records]).astype(np.float64)  # chunk, row, head, dimension
@@ -163,7 +163,7 @@ def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
     summaries = kept(layers, "centroid:4", [record])
     assert np.allclose(np.sort(counts(summaries, 0, 0)[0]), [0, 0, 4, 12], rtol=0.01)
     assert np.allclose(counts(kept(layers, "mean", [record]), 0, 0), 16, rtol=0.01)
-    assert np.allclose(counts(kept(layers, "exact", [record]), 0, 0), 1)
+    assert np.allclose(counts(kept(layers, "rows", [record]), 0, 0), 1)
 
     other = np.zeros((16, 1, 2), np.float32)
     other[:4, 0], other[4:, 0] = (1, 0), (0, 1)
@@ -177,7 +177,7 @@ def test_very_large_products_do_not_overflow(size: float) -> None:
     """All of a head's attention is on its best key then, of either sign; and none of it is lost."""
     layers = geometry(n_layer=1, n_head=4, n_head_kv=2, d=64)
     records = [record_of(layers, seed) for seed in range(300)]
-    for kind in ("exact", "centroid:4"):
+    for kind in ("rows", "centroid:4"):
         summaries = kept(layers, kind, records)
         q = some_queries(layers[0], 1, size)
         for sign in (1, -1):
@@ -193,10 +193,10 @@ def test_very_large_products_do_not_overflow(size: float) -> None:
 def test_no_product_at_all_is_an_even_share() -> None:
     """A scale of zero, and keys of zero: each chunk has as much as any other."""
     layers = geometry(n_layer=1)
-    summaries = kept(layers, "exact", [record_of(layers, seed) for seed in range(5)])
+    summaries = kept(layers, "rows", [record_of(layers, seed) for seed in range(5)])
     np.testing.assert_allclose(mass_of(summaries, 0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
     layers, record = layer_of_keys(np.zeros((16, 2, 4), np.float32))
-    for kind in ("centroid:4", "centroid:16", "exact", "mean"):
+    for kind in ("centroid:4", "centroid:16", "rows", "mean"):
         found = mass_of(kept(layers, kind, [record] * 7), 0, np.full((1, 2, 4), 1e3, np.float32), 1)
         np.testing.assert_allclose(found, 2 / 7, rtol=1e-5)
 
@@ -236,7 +236,7 @@ def unlike() -> list[Layer]:
     return res
 
 
-@pytest.mark.parametrize("kind", ["centroid:4", "centroid:2", "mean", "exact"])
+@pytest.mark.parametrize("kind", ["centroid:4", "centroid:2", "mean", "rows"])
 def test_mass_of_several_layers_at_once_is_that_of_each(kind: str) -> None:
     """Bit for bit: whatever heads they have, in any order, across slabs, with a scale of its own for each."""
     layers = unlike()
@@ -340,7 +340,7 @@ def test_mass_is_the_attention_of_the_model(tiny_path: Callable[[str], Path], na
     """The softmax of the queries from the tap and the keys from the records, with the scale that the graph has; made in numpy."""
     tokens = np.random.default_rng(8).integers(0, tiny.N_VOCAB - 2, 900).astype(np.int32)
     options: dict[str, Any] = {"n_ctx": 4096, "pool": 512, "chunk": 16, "n_threads": 1}
-    with KVFlash.from_file(tiny_path(name), policy=Qk("exact"), type_k=type_k, type_v=type_k, **options) as kv:
+    with KVFlash.from_file(tiny_path(name), policy=Qk("rows"), type_k=type_k, type_v=type_k, **options) as kv:
         for _ in kv.prefill(tokens):
             pass
         pager, layers = kv.pager, kv.ctx.layers()
@@ -400,7 +400,7 @@ def test_all_keys_are_looked_at(n_token: int) -> None:
     """As the exact summaries, but for their rounding."""
     layers = geometry()
     records = [record_of(layers, seed) for seed in range(5)]
-    exact = kept(layers, "exact", records)
+    exact = kept(layers, "rows", records)
     keys = native.Keys(layers, 16, records.__getitem__)
     for i, layer in enumerate(layers):
         q = np.stack([queries(layer, seed) for seed in range(n_token)])

@@ -130,8 +130,8 @@ def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: 
     mine = kv.scorer
     rounds: list[tuple[str, Scorer]] = [
         *([("replay", mine)] if mine is not None else []),
-        ("summary", Qk("exact")),
-        ("query", Qk("exact", query="question")),
+        ("summary", Qk("rows")),
+        ("query", Qk("rows", query="question")),
         ("scorer", Oracle()),
     ]
     res = "prefill"

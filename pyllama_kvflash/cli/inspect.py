@@ -13,9 +13,9 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
 from pyllama_kvflash.engine.memory import device_memory, index_bytes
+from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.planning import Need, needs
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes

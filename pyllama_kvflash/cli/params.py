@@ -17,7 +17,7 @@ from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, rea
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
-from pyllama_kvflash.options import FLASH_ATTN, PREFILL, SPEC_KINDS, Spec
+from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.sizing import AUTO_CAP
 
 
@@ -101,6 +101,9 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda f: reduce(lambda g, d: d(g), reversed(decorators), f)
 
 
+_EXACT = "exactly"  # the parameter of --kvflash-exact
+
+
 def gone(*names: str) -> list[Callable[[Any], Any]]:
     """Return options that were removed, which help does not show: a value is an error that says what to do now."""
     return [_gone(name) for name in names]
@@ -119,6 +122,16 @@ def _gone(name: str) -> Callable[[Any], Any]:
     return click.option(
         name, f"gone_{own}", hidden=True, expose_value=False, envvar=variable, callback=refuse, help=says
     )
+
+
+def _mode(ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Return the mode, which --kvflash-exact may have chosen."""
+    if not ctx.meta.get(f"kvflash.{_EXACT}"):
+        return value
+    if value != "lossless" and ctx.get_parameter_source("mode") == ParameterSource.COMMANDLINE:
+        msg = f"--kvflash-exact is short for --kvflash-mode lossless, and --kvflash-mode is {value}: leave one of the two out"
+        raise UsageError(msg)
+    return "lossless"
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -191,13 +204,16 @@ POOL = options(
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
                  " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
                  " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
-    click.option("--kvflash-exact", "exact", is_flag=True, envvar="KVFLASH_EXACT",
-                 help="Lossless: draft tokens through the pool, and check them in one pass over the whole text. The answer"
-                 " is the full cache's, but for near ties by the width of batches, as in any speculative decoding. How"
-                 " many to draft follows from how many are right and what both cost."),
+    click.option("--kvflash-mode", "mode", type=click.Choice(MODES), default="fast", show_default=True,
+                 envvar="KVFLASH_MODE", callback=_mode,
+                 help="How an answer is decoded. fast: its tokens see the pool. lossless: the pool drafts them, and one pass"
+                 " over the whole text checks the draft; the answer is the full cache's, but for near ties by the width of"
+                 " batches, as in any speculative decoding. --kvflash-exact is short for lossless."),
+    click.option("--kvflash-exact", _EXACT, is_flag=True, is_eager=True, hidden=True, expose_value=False, callback=_keep,
+                 help="--kvflash-mode lossless."),
     click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_MIN_AGREEMENT",
-                 help="Go over to lossless decoding (--kvflash-exact) when fewer tokens than this share, 0 to 1, are the"
+                 help="Go over to mode lossless when fewer tokens than this share, 0 to 1, are the"
                  " full cache's, of which 5 % of the time is spent to look at some (--set meter=0.05). 0: never."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"

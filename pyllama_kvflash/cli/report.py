@@ -195,11 +195,11 @@ def banner(kv: KVFlash) -> list[str]:
         notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
     if kv.n_pool is None:
         return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
-    if o.exact:
+    if o.lossless:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
     elif kv.decoder.opens_losslessly:
         notes.append(f"the first {o.n_opening} tokens of an answer are lossless")
-    if o.min_agreement and not o.exact:
+    if o.min_agreement and not o.lossless:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
     policy = f"{kv.policy}{_index(kv, s)}"
     pool = (

@@ -38,7 +38,7 @@ class Decoder:
         self._n_batch = n_batch
         self._options = sequence.options
         can, o = sequence.exact is not None, self._options
-        self.lossless = Lossless(sequence, drafts) if can and o.exact else None
+        self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
         opens = can and o.n_opening and not sequence.recurrent
         self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
@@ -72,6 +72,8 @@ class Decoder:
     @property
     def lossless_now(self) -> Lossless | None:
         """The lossless decoding of the next token; None: it is decoded through the pool."""
+        if not self.lossless and not self._opening:
+            return None
         opening = self._opening if self.sequence.n_tokens < self.sequence.opens_until else None
         lossless = self.lossless or opening
         return lossless if lossless and self._is_too_long(1) else None
@@ -96,12 +98,12 @@ class Decoder:
         """Raise UsageError unless a token of the sequence can be decoded in one batch with those of others."""
         self.check_fits(1, self.sequence.n_tokens)
         if self.lossless and self.lossless_now:
-            msg = "a token of each of several sequences is decoded through the pool: with exact (--kvflash-exact) decode one"
+            msg = "a token of each of several sequences is decoded through the pool: in mode lossless (--kvflash-mode) decode one"
             raise UsageError(f"{msg} sequence at a time")
 
     def clear(self) -> None:
-        """Forget the sequence, its checkpoints, and what the drafter read. Another text is decoded through the pool, unless exact is on."""
-        if not self._options.exact:
+        """Forget the sequence, its checkpoints, and what the drafter read. In mode fast another text is decoded through the pool."""
+        if not self._options.lossless:
             self.lossless = None
         self.sequence.clear()
         self._saved.truncate(0)
@@ -149,7 +151,7 @@ class Decoder:
 
     def _exact_batch(self, step: "Step", outputs: int) -> Paged | None:
         """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved."""
-        part, start = step.part, self.sequence.n_tokens
+        part = step.part
         self.listen(len(part.tokens), exactly=True)
         paged = advance_exactly(part, outputs)
         if part.draft:
@@ -157,7 +159,7 @@ class Decoder:
                 step.accept()
             finally:
                 keep_exactly(part)
-        self.heard(part.tokens, start, exactly=True)
+        self.heard(part.tokens, step.start, exactly=True)
         return paged
 
     @property
@@ -356,11 +358,15 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 
 
 class Step:
-    """Tokens of one sequence that are decoded in one batch, perhaps with those of others."""
+    """Tokens of one sequence that are decoded in one batch, perhaps with those of others.
+
+    start: the position of the first of them.
+    """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
         self.decoder = decoder
         self.part = part
+        self.start = decoder.sequence.n_tokens
 
     def accept(self) -> None:
         """For a draft: set `part.accepted` from the logits of the batch."""
@@ -371,20 +377,19 @@ def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[E
 
     Returns what happened to each, in the same order. Decodes no token again. outputs: as for advance(). Raises as advance().
     """
-    starts = [step.decoder.sequence.n_tokens for step in steps]
     moved = _decode(steps, outputs)
     res: list[list[Event]] = []
-    for step, start, paged in zip(steps, starts, moved, strict=True):
-        events = step.decoder.sequence.tick(step.decoder.sequence.n_tokens - start)
+    for step, paged in zip(steps, moved, strict=True):
+        events = step.decoder.sequence.tick(step.decoder.sequence.n_tokens - step.start)
         res.append([paged, *events] if paged else events)
     return res
 
 
 def _decode(steps: Sequence[Step], outputs: int) -> list[Paged | None]:
     """Decode a batch, keep what is accepted, and let the drafters read it. Returns each one's moves."""
-    starts = [step.decoder.sequence.n_tokens for step in steps]
     for step in steps:
-        step.decoder.listen(len(step.part.tokens))
+        if step.decoder.drafts:
+            step.decoder.listen(len(step.part.tokens))
     moved = advance([step.part for step in steps], outputs)
     for step in steps:
         if step.part.draft:
@@ -392,6 +397,7 @@ def _decode(steps: Sequence[Step], outputs: int) -> list[Paged | None]:
                 step.accept()
             finally:
                 keep(step.part)
-    for step, start in zip(steps, starts, strict=True):
-        step.decoder.heard(step.part.tokens, start)
+    for step in steps:
+        if step.decoder.drafts:
+            step.decoder.heard(step.part.tokens, step.start)
     return moved

@@ -219,7 +219,8 @@ class Generation:
 
     def next_step(self, room: int) -> PlainStep:
         """Pick the next step: drafted if there are guesses, or plain. room: the most tokens of its batch."""
-        self._draft()
+        if self.decoder.drafts:
+            self._draft()
         guesses, self._guesses = self._guesses, None
         if guesses is None or not len(guesses):
             return PlainStep(self._writer)

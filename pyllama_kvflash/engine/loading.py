@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.engine.exactly import open_exact
 from pyllama_kvflash.engine.memory import check_memory, device_memory
+from pyllama_kvflash.engine.panes import open_exact
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from pyllama_kvflash.engine.exactly import exact_bytes
 from pyllama_kvflash.engine.memory import index_bytes
+from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.speculation import drafter_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight

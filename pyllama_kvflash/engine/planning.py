@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from pyllama_kvflash.engine.exactly import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.loading import (
     Probe,
     batch_of,
@@ -19,6 +18,7 @@ from pyllama_kvflash.engine.loading import (
     with_policy,
 )
 from pyllama_kvflash.engine.memory import device_memory, index_bytes
+from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.placement import on_host
 from pyllama_kvflash.native import CACHE_TYPES, Model, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
@@ -119,7 +119,9 @@ def _pool(
     exact: dict[int, ExactBytes] = {}
     if options.prefill != "pool" and pool_size(options, memory(weights)).n_pool:
         n_layer = len(seen.geometry.rows)
-        n_pane = n_panes(options.panes, options.pool, memory(weights), options.n_ctx, n_layer, lossless=options.exact)
+        n_pane = n_panes(
+            options.panes, options.pool, memory(weights), options.n_ctx, n_layer, lossless=options.lossless
+        )
         exact = exact_bytes(model, seen.geometry, replace(options, panes=n_pane), q_tap, q_every)
     beside = {i: weights[i] + sum(exact.get(i, ())) for i in indices}
     size = pool_size(options, memory(beside))

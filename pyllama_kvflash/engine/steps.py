@@ -22,7 +22,7 @@ class PlainStep(Step):
     """Decodes the last token, and samples what follows it."""
 
     def __init__(self, writer: Writer) -> None:
-        super().__init__(writer.decoder, Part(writer.decoder.sequence, writer.last()))
+        super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32)))
         self.writer = writer
 
     def report(self, seconds: float) -> None:
@@ -39,12 +39,11 @@ class DraftedStep(PlainStep):
         guessing_s: seconds that the guesses took.
         """
         super().__init__(writer)
-        tokens = writer.last(width)
+        tokens = np.full(width, writer.token, np.int32)
         tokens[1 : len(guesses) + 1] = guesses
         self.part = Part(writer.decoder.sequence, tokens, draft=True)
         self._n_guessed = len(guesses)
         self._guessing_s = guessing_s
-        self._start = writer.decoder.sequence.n_tokens
 
     def accept(self) -> None:
         """Accept the guesses that are right."""
@@ -52,7 +51,7 @@ class DraftedStep(PlainStep):
 
     def report(self, seconds: float) -> None:
         """Tell the drafter how many guesses were right, and how long the step took, without guessing."""
-        drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self._start - 1
+        drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self.start - 1
         if drafts:
             width, guessing_s = len(self.part.tokens), self._guessing_s
             drafts.checked(self._n_guessed, n_right, guessing_s + seconds, guessing_s, width)
@@ -64,20 +63,19 @@ class LosslessStep(Step):
     """
 
     def __init__(self, writer: Writer, lossless: Lossless) -> None:
-        super().__init__(writer.decoder, Part(writer.decoder.sequence, writer.last(), draft=True))
+        super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32), draft=True))
         self._writer = writer
         self._lossless = lossless
 
     def take(self) -> list[Event]:
         """Take the step. Returns what happened, without text. Raises as Decoder.decode_exactly()."""
         writer, lossless, decoder = self._writer, self._lossless, self.decoder
-        start = decoder.sequence.n_tokens
-        n = lossless.n_next(min(writer.answer.left(start), decoder.n_lossless - 1))
+        n = lossless.n_next(min(writer.answer.left(self.start), decoder.n_lossless - 1))
         guesses, events = lossless.draft(writer.token, n, writer.sampler)
         begin = time.perf_counter()
-        self.part.tokens = np.concatenate([writer.last(), guesses])
+        self.part.tokens = np.concatenate([self.part.tokens, guesses])
         events += decoder.decode_exactly(self, native.ALL)
-        lossless.checked(len(guesses), decoder.sequence.n_tokens - start - 1, time.perf_counter() - begin)
+        lossless.checked(len(guesses), decoder.sequence.n_tokens - self.start - 1, time.perf_counter() - begin)
         return events
 
     def accept(self) -> None:
@@ -96,7 +94,7 @@ def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
     for step, events in zip(steps, happened, strict=True):
         if step.part.draft:
             continue  # it has its tokens
-        if step.decoder.missed(events):
+        if events and step.decoder.missed(events):
             missed.append((step, events))
         else:
             step.writer.write()
@@ -105,5 +103,6 @@ def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
         step.writer.write()
     seconds = (time.perf_counter() - begin) / len(steps)
     for step in steps:
-        step.report(seconds)
+        if step.decoder.drafts:
+            step.report(seconds)
     return happened

@@ -1,12 +1,10 @@
 """The writer: samples the tokens of an answer from the logits of what was decoded."""
 
-import numpy as np
-
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Probs
-from pyllama_kvflash.native import Sampler, Tokens
+from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.pool.step import Part
 
 
@@ -67,7 +65,3 @@ class Writer:
         if sequence.n_tokens > self.at:
             self.decoder.rollback(self.at)
             sequence.pending = self.answer.token
-
-    def last(self, n: int = 1) -> Tokens:
-        """Return the tokens (n,) int32 of a batch: the last one of the answer, n times."""
-        return np.full(n, self.token, np.int32)

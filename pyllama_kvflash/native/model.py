@@ -232,7 +232,8 @@ class Model:
             raise errors.UnsupportedError(msg)
 
     def _check_token(self, token: int) -> None:
-        self._check_tokenizer()
+        if not self.has_tokenizer:
+            self._check_tokenizer()
         if not 0 <= token < self.n_vocab:
             msg = f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}"
             raise errors.UsageError(msg)

@@ -128,7 +128,8 @@ class Sampler:
         """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the
         chain. Raises UsageError (the grammar lets nothing through that the model has).
         """
-        native, i = ctx.output.native, ctx.output.row(i)
+        output = ctx.output
+        native, i = output.native, output.row(i)
         if self._grammar:
             chain, handle = ffi.NULL if self._plain else self._handle, self._grammar.handle
             status = lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)

@@ -19,7 +19,7 @@ _KINDS: dict[str, tuple[int, int]] = {
     "centroid": (lib.KVF_SUMMARY_CENTROIDS, 0),
     "mean": (lib.KVF_SUMMARY_MEAN, 1),
     "direction": (lib.KVF_SUMMARY_DIRECTION, 1),
-    "exact": (lib.KVF_SUMMARY_ROWS, 0),
+    "rows": (lib.KVF_SUMMARY_ROWS, 0),
 }
 
 SLAB = 256  # chunks
@@ -32,7 +32,7 @@ class Summaries:
 
     - "centroid:N": k-means with N = 1, 2, 4, 8 or 16 (farthest-point seeds, two Lloyd steps), each centroid scaled to
       the mean length of its keys;
-    - "mean"; "direction": the mean scaled to length 1; "exact": all keys.
+    - "mean"; "direction": the mean scaled to length 1; "rows": all keys.
 
     One thread may score while another appends, because existing entries do not change. A summary depends on the
     record's bytes alone.
@@ -40,9 +40,9 @@ class Summaries:
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
         """layers: of a pooled context whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
-        match = re.fullmatch(r"(?:(centroid):(\d{1,2}))|(mean|direction|exact)", kind)
+        match = re.fullmatch(r"(?:(centroid):(\d{1,2}))|(mean|direction|rows)", kind)
         if match is None:
-            msg = f"{kind!r} is not a summary of keys: give centroid:N, mean, direction or exact"
+            msg = f"{kind!r} is not a summary of keys: give centroid:N, mean, direction or rows"
             raise UsageError(msg)
         self.kind = kind
         self._kind, n_row = _KINDS[match[1] or match[3]]

@@ -198,22 +198,22 @@ class Ledger:
 
     def write(self, n_tokens: int) -> None:
         """Record that n_tokens more positions were decoded, into resident chunks and free blocks."""
-        n_new = self.new_chunks(n_tokens)
         if n_tokens <= 0:
             raise LedgerError("nothing to write")
-        inside = self.n_tokens % self.chunk and (self.n_tokens + n_tokens) % self.chunk
-        if inside and n_new == 0 and self._state[-1] == _RESIDENT:
+        before, chunks = self._now
+        last = before % self.chunk  # positions of the chunk that is being written
+        if last and last + n_tokens < self.chunk and chunks["state"][-1] == _RESIDENT:
             # most tokens: no chunk begins, and none is full
             self._tick += 1
-            self._touched[-1] = self._tick
-            self._now[1]["score"][-1] = np.nan
-            self._now = (self.n_tokens + n_tokens, self._now[1])
+            chunks["touched"][-1] = self._tick
+            chunks["score"][-1] = np.nan
+            self._now = (before + n_tokens, chunks)
             return
+        n_new = self.new_chunks(n_tokens)
         if n_new and n_new > self.n_free:
             raise LedgerError(f"{n_new} new chunks, {self.n_free} free blocks")
         if self.n_tokens % self.chunk and self._state[-1] != _RESIDENT:
             raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")
-        chunks = self._now[1]
         if n_new:
             chunks = np.concatenate([chunks, np.array([(State.RESIDENT, False, 0, np.nan)] * n_new, _CHUNK)])
         self._tick += 1

@@ -187,7 +187,7 @@ class Qk:
         scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
         mass = _mass(view, products, queries, scales, n_all).sum(axis=0)
         scores[:n] = np.where(view.candidates[:n], mass[:n], -np.inf)
-        if self.rerank and view.keys is not None and self.summary != "exact":
+        if self.rerank and view.keys is not None and self.summary != "rows":
             _closer(view, view.keys, queries, scales, scores, self.rerank * view.room)
         found: Scores = scores / n_head
         return found

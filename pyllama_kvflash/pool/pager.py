@@ -90,7 +90,8 @@ class Pager:
         """
         self.flights.land()  # the copies began during the previous batch
         ledger = self.ledger
-        if ledger.n_tokens % ledger.chunk and ledger.n_tokens % ledger.chunk + n_tokens < ledger.chunk:
+        last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
+        if last and last + n_tokens < ledger.chunk:
             return _NOTHING  # most tokens neither begin nor fill a chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new and n_new + taken[0] > ledger.n_free:

@@ -140,7 +140,7 @@ class PooledSequence:
 
     def extend(self, tokens: Tokens) -> None:
         """Move decoded tokens (n,) int32 into the history. If there is a pending token, it is the first of them."""
-        self._in_transit = None if self.pending is None else (self.n_tokens, self.pending)
+        self._in_transit = None if self.pending is None else (len(self.history), self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
         self._in_transit = None
@@ -228,6 +228,8 @@ class PooledSequence:
 
         Raises NativeError if the model's memory cannot go back.
         """
+        if self.consistent and len(self.peers) == 1:
+            return  # most steps
         cut_off = [s for s in self.peers if not s.consistent]
         if not cut_off:
             return

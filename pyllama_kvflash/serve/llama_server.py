@@ -77,7 +77,7 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
         "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"pyllama_kvflash {__version__}",
-        "kvflash": {"pool": kv.n_pool, "policy": kv.policy, "opening": kv.options.n_opening, "exact": kv.options.exact},
+        "kvflash": {"pool": kv.n_pool, "policy": kv.policy, "opening": kv.options.n_opening, "mode": kv.options.mode},
     }
 
 

@@ -13,7 +13,7 @@ from pyllama_kvflash.native import CACHE_TYPES, Layer, Record, Summaries, row_by
 from pyllama_kvflash.native.summary import SLAB
 
 Keys = npt.NDArray[np.float32]  # row, head of K, dimension
-KINDS = ("centroid:1", "centroid:4", "centroid:16", "mean", "direction", "exact")
+KINDS = ("centroid:1", "centroid:4", "centroid:16", "mean", "direction", "rows")
 
 META = 832  # bytes of a record before its first layer
 N_EMBD_V = 48

@@ -25,7 +25,7 @@ def open_exact(
     """
     if options.prefill == "pool":
         return None, (), ()
-    memory, often = device_memory(geometry, options), options.exact
+    memory, often = device_memory(geometry, options), options.lossless
     n_pane = n_panes(options.panes, options.pool, memory, options.n_ctx, len(geometry.rows), lossless=often)
     params = _params(n_pane, options, q_tap, q_every)
     n_cells = -(-options.n_ctx // CELLS) * CELLS
