@@ -64,8 +64,8 @@ int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void 
     });
 }
 
-int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q, float * dst,
-        size_t stride) {
+int kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+        float * dst, size_t stride) {
     return kvf_guard([&] {
         check_summary(layer, n, KVF_SUMMARY_CENTROIDS, n_row, 0);
         kvf_check(slab && q && dst && stride >= n, "a slab, queries and room for the scores are needed");

@@ -32,8 +32,8 @@ struct kvf_summary {
 
     static void write(const kvf_layer & layer, uint32_t n_chunk, const void * record, int kind, uint32_t n_row,
             uint16_t * dst, uint32_t i);
-    static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q, float * dst,
-            size_t stride);
+    static void score(const kvf_layer & layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
+            float * dst, size_t stride);
     static void mass(const kvf_layer & layer, const uint16_t * const * slabs, uint32_t slab_size, uint32_t n, uint32_t n_row,
             const float * q, uint32_t n_q, float scale, float * dst);
     static void score_keys(const kvf_layer & layer, uint32_t n_chunk, const void * const * records, uint32_t n,
