@@ -31,7 +31,7 @@ from pyllama_kvflash import Token
 from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule
-from pyllama_kvflash.pool.selector import FADES
+from pyllama_kvflash.policy.scorers import FADES
 
 pytestmark = pytest.mark.native
 

@@ -17,7 +17,7 @@ from pyllama_kvflash.errors import HostMemoryError, UsageError
 from pyllama_kvflash.native import Summaries, summary
 from pyllama_kvflash.needle import NeedlePrompt
 from pyllama_kvflash.policy import Qk
-from pyllama_kvflash.pool.selector import FADES
+from pyllama_kvflash.policy.scorers import FADES
 
 pytestmark = pytest.mark.native
 

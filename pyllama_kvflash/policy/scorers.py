@@ -139,6 +139,8 @@ class Fresh(Lru):
 UNSCORED = (Lru.name, Fresh.name)
 """Policies whose chunks are not scored between tokens."""
 CENTROIDS = "centroid:4"
+FADES = 0.8
+"""While decoding, a chunk's score falls to no less than this share of its last one: an answer may come back to it."""
 MOST_LAYERS = 24
 """Most layers that policy qk looks at: of a model with more, it takes every second one, or every third."""
 GRAIN = 1 << 20
@@ -305,6 +307,17 @@ class QkCos:
             found = np.max([_layer_mean(view, q, n) for q in unit], axis=0)
             scores[:n] = np.where(view.candidates[:n], found, -2.0)
         return scores
+
+
+def shares(scorer: Scorer) -> bool:
+    """Return whether a scorer's scores are shares of a token's attention, and so mean something by themselves."""
+    return bool(getattr(scorer, "shares", False))
+
+
+def faded(now: Scores, before: Scores) -> Scores:
+    """Return scores (n,) float64 of which none is below FADES of the one before; NaN stays NaN."""
+    res: Scores = np.where(np.isnan(now), np.nan, np.fmax(now, FADES * before))
+    return res
 
 
 def n_queries(query: str) -> int | None:

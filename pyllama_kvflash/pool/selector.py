@@ -14,11 +14,9 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
-from pyllama_kvflash.policy.scorers import Floats
+from pyllama_kvflash.policy.scorers import Floats, faded, shares
 from pyllama_kvflash.pool.pager import Pager
 
-FADES = 0.8
-"""While decoding, a chunk's score falls to no less than this share of its last one: an answer may come back to it."""
 COPIED = 32e9
 """Bytes per second to a device, roughly: PCIe 4."""
 _LAYER_THREADS = 8  # more would only wait for memory
@@ -275,8 +273,7 @@ class Selector:
             scores = self._with_later(scores)
         begin, now = time.perf_counter(), scores
         if reason == "decode" and shares(self.scorer):
-            faded = FADES * self._pager.ledger.score[: len(scores)]
-            scores = np.where(np.isnan(scores), np.nan, np.fmax(scores, faded))
+            scores = faded(scores, self._pager.ledger.score[: len(scores)])
         plan = self._pager.reselect(scores, n_free, n_most, spread=spread and self.schedule.beside)
         apply_s = time.perf_counter() - begin
         if reason == "prefill":
@@ -342,11 +339,6 @@ class Selector:
             return self._layers.map(f, items)
         except RuntimeError:  # no memory for a thread
             return map(f, items)
-
-
-def shares(scorer: Scorer) -> bool:
-    """Return whether a scorer's scores are shares of a token's attention, and so mean something by themselves."""
-    return bool(getattr(scorer, "shares", False))
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
