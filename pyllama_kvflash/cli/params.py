@@ -183,12 +183,11 @@ COMPUTE = options(
                  " Devices of --rpc come first.  [default: by their free memory]"),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HostLayers(), default=0,
                  show_default=True, envvar=env("N_CPU_MOE"),
-                 help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few layers as leave"
-                 " room for the pool, and without a pool if the full cache fits beside all experts, unless --kvflash is"
-                 " a number."),
+                 help="Keep the experts (MoE) of the first N layers in host memory. auto: as few layers as leave room for the pool;"
+                 " if all experts and the full cache fit, no pool is used, unless --kvflash is a number."),
     click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
                  help="RPC servers whose devices are used, too. Start llama.cpp's rpc-server on each machine; it trusts"
-                 " whoever reaches it."),
+                 " every client."),
 )  # fmt: skip
 
 VERBOSITY = click.option("-q/-v", "--quiet/--verbose", "quiet", default=None,
@@ -202,8 +201,8 @@ POOL = options(
     click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
                  envvar="KVFLASH_PREFILL",
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
-                 " full cache, layer by layer from host memory; pool: a token sees what the pool holds, which takes less"
-                 " memory and costs answers; auto: exact, or pool with a warning if the memory is not there."),
+                 " full cache, layer by layer from host memory. pool: a token sees what the pool holds; this takes less"
+                 " memory, and answers get worse. auto: exact, or pool with a warning if memory is short."),
     click.option("--kvflash-mode", "mode", type=click.Choice(MODES), default="fast", show_default=True,
                  envvar="KVFLASH_MODE", callback=_mode,
                  help="How an answer is decoded. fast: its tokens see the pool. lossless: the pool drafts them, and one pass"
@@ -213,8 +212,8 @@ POOL = options(
                  help="--kvflash-mode lossless."),
     click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
                  envvar="KVFLASH_MIN_AGREEMENT",
-                 help="Go over to mode lossless when fewer tokens than this share, 0 to 1, are the"
-                 " full cache's, of which 5 % of the time is spent to look at some (--set meter=0.05). 0: never."),
+                 help="Change to mode lossless when less than this share of tokens, 0 to 1, are the full cache's. Some are compared,"
+                 " in 5 % of the time (--set meter=0.05). 0: never."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
                  " refused before it runs.  [default: what there is]"),
@@ -223,13 +222,12 @@ POOL = options(
                  help="Folder on a fast disk for the records beyond --kvflash-host. They are in unnamed files, which"
                  " vanish with the process."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
-                 show_default="auto: fresh where each layer can choose (the CPU so far), else qk",
+                 show_default="auto: fresh on the CPU, else qk",
                  envvar="KVFLASH_POLICY",
-                 help="Policy that decides which chunks stay and come back. fresh: each layer chooses its own, by 16"
-                 " tokens, for every token that it computes; qk: those that the model's own attention asks for, the same"
-                 " for all layers; drafter: those that a small model's attention asks for (crosstok: through its own tokenizer);"
-                 " lru: the most recent ones; qk-cos: a published formula, for comparison; or a policy that a package"
-                 " registered."),
+                 help="Policy that decides which chunks stay and come back. fresh: for every token, each layer chooses its own, in"
+                 " units of 16 tokens. qk: the same chunks for all layers, by the model's own attention. drafter: by a small"
+                 " model's attention (crosstok: through its own tokenizer). lru: the most recent ones. qk-cos: a published"
+                 " formula, for comparison. Packages can register more."),
     settings.OPTION,
     *gone(*removed.OPTIONS, *(name for name in removed.MOVED if name.startswith(("--kvflash-", "--pin-", "--scorer-")))),
     *gone("--draft-scorer", "--draft-pool"),
@@ -257,14 +255,14 @@ SAMPLING = options(
     click.option("--min-p", type=float, default=0.05, show_default=True, envvar=env("MIN_P"), help="Min-p, 0: off."),
     click.option("--repeat-penalty", type=float, default=1.0, show_default=True, envvar=env("REPEAT_PENALTY"), help="Repeat penalty, 1: off."),
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, envvar=env("PRESENCE_PENALTY"),
-                 help="What a token that was said loses, 0: off."),
+                 help="Penalty for tokens already generated, 0: off."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, envvar=env("FREQUENCY_PENALTY"),
-                 help="What a token loses for each time that it was said, 0: off."),
+                 help="Penalty for each time that a token was generated, 0: off."),
     click.option("--grammar", "--grammar-file", "grammar", metavar="GRAMMAR|FILE", type=TextOrFile(is_grammar),
-                 default=None, help="BNF-like grammar (GBNF) that the answer keeps to, or a file with one."),
+                 default=None, help="BNF-like grammar (GBNF) to constrain the answer, or a file with one."),
     click.option("-j", "--json-schema", "-jf", "--json-schema-file", "json_schema", metavar="SCHEMA|FILE",
                  type=TextOrFile(is_schema), default=None,
-                 help="JSON schema (https://json-schema.org) that the answer keeps to, {} for any JSON, or a file with one."),
+                 help="JSON schema (https://json-schema.org) to constrain the answer, {} for any JSON, or a file with one."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
     *gone("--repeat-last-n", "-l", "--logit-bias"),
 )  # fmt: skip

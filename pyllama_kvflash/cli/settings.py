@@ -108,7 +108,7 @@ OPTION = click.option(
     is_eager=True,  # --set help needs nothing else
     callback=_read,
     envvar="KVFLASH_SET",
-    help="Set a field that has no option, since only experiments turn it: --set chunk=32. It can be given several times."
+    help="Set a field that has no option of its own, for experiments: --set chunk=32. It can be given several times."
     " --set help lists the fields.",
 )
 
