@@ -45,7 +45,7 @@ class ChatTemplate:
     ) -> None:  # fmt: skip
         """source: None: a plain template. bos, eos: texts of these tokens. engine: llama.cpp's. seconds: that it may take.
 
-        Raises UsageError if the source is no template.
+        Raises UsageError if the source is not a template.
         """
         self.warning = NO_TEMPLATE if source is None else ""
         self.stop = ("\nuser:", "\nsystem:") if source is None else ()
@@ -93,7 +93,7 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message], *, answer: bool = True, **asked: Any) -> Rendered:
         """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
 
-        answer: add the beginning of the assistant's next message; one that is there already is gone on with.
+        answer: add the beginning of the assistant's next message; one that is there already is continued.
         asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
         (or one that was checked), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
@@ -152,7 +152,7 @@ class ChatTemplate:
         """Return the token ids (n,) int32 of a conversation, with special tokens, and with BOS as the model wants it,
         but only once.
 
-        Raises UsageError as rendered() does, and if a message is no UTF-8 text.
+        Raises UsageError as rendered() does, and if a message is not UTF-8 text.
         """
         return tokenize_chat(model, self.render(messages, answer=answer))
 
@@ -163,7 +163,7 @@ def _goes_on(messages: Sequence[Message]) -> bool:
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
-    """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is no UTF-8 text."""
+    """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is not UTF-8 text."""
     encoded(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # none, if the model's prompts do not begin with it

@@ -3,7 +3,7 @@
     KVFlashError                1
     ├── UsageError              2   an option, an argument or the prompt is at fault; the engine or model is closed
     │   └── InUseError          2   another thread uses the engine, or another call has taken over the sequence
-    ├── ModelError              1   the file is no model, is damaged, or cannot be loaded
+    ├── ModelError              1   the file is not a model, is damaged, or cannot be loaded
     │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
     ├── PoolError               1   the pool has no room for a batch, a pin or a page-in
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache

@@ -66,7 +66,9 @@ class Wanted(NamedTuple):
         """
         match = _NAME.fullmatch(text)
         if not match:
-            msg = f"-hf {text} is no model of the Hub: give user/model, user/model:quant or user/model@revision:quant"
+            msg = (
+                f"-hf {text} is not a model of the Hub: give user/model, user/model:quant or user/model@revision:quant"
+            )
             raise UsageError(msg)
         return cls(match[1], match[2], match[3], file, offline)
 

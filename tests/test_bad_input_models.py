@@ -57,7 +57,7 @@ def test_no_model(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, path), RUNTIME, str(path), "is no GGUF model")
+        check_error(kvflash(*command, path), RUNTIME, str(path), "is not a GGUF model")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

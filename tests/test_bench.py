@@ -72,7 +72,7 @@ def test_a_variant_of_what_was_removed(text: str) -> None:
 
 @pytest.mark.parametrize("part", ["", "replay", "replays=1", "=1", "x=1", "__class__=1", "replay =1"])
 def test_variant_with_no_option(part: str) -> None:
-    with pytest.raises(UsageError, match="is no option: give name=value") as error:
+    with pytest.raises(UsageError, match="is not an option: give name=value") as error:
         Variant.parse(f"qk/{part}")
     assert str(error.value).startswith(repr(part))
 
@@ -80,7 +80,7 @@ def test_variant_with_no_option(part: str) -> None:
 @pytest.mark.parametrize("part", ["n_ctx=4096", "pool=1024", "pins=()", "policy=lru"])
 def test_variant_cannot_set_what_the_bench_sets(part: str) -> None:
     for policy in ("full", "qk"):
-        with pytest.raises(UsageError, match="is no option"):
+        with pytest.raises(UsageError, match="is not an option"):
             Variant.parse(f"{policy}/{part}")
 
 
@@ -155,7 +155,7 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
     path.write_text(f"{fine}\n{bad}\n{fine}\n", encoding="utf-8")
     with pytest.raises(UsageError) as error:
         Results(tmp_path)
-    assert str(error.value) == f"line 2 of {path} is no result: delete it, or give another folder"
+    assert str(error.value) == f"line 2 of {path} is not a result: delete it, or give another folder"
     assert path.read_text(encoding="utf-8") == f"{fine}\n{bad}\n{fine}\n"
 
 

@@ -242,13 +242,13 @@ def test_kld_scores_less_than_the_context(score: str) -> None:
         ("niah", "--pools", "1.5K", "'1.5K' is not a token count"),
         ("facts", "--pools", "1K,0", "'1K,0' has a number below 1"),
         ("niah", "--pools", "64K", "no pool of --pools is smaller than a context of --contexts"),
-        ("kld", "--shares", "half", "'half' is no list of percentages"),
-        ("kld", "--shares", "50,", "'50,' is no list of percentages"),
+        ("kld", "--shares", "half", "'half' is not a list of percentages"),
+        ("kld", "--shares", "50,", "'50,' is not a list of percentages"),
         ("kld", "--shares", "0", "'0' must be above 0 and below 100"),
         ("kld", "--shares", "50,100", "'50,100' must be above 0 and below 100"),
         ("kld", "--shares", "nan", "'nan' must be above 0 and below 100"),
         ("niah", "--variants", "full,best", "'best' in 'best' is not a policy"),
-        ("niah", "--variants", "qk/pool=1", "is no option"),
+        ("niah", "--variants", "qk/pool=1", "is not an option"),
         ("niah", "--needles", "0", "0 is not in the range"),
         ("facts", "--facts", "65", "65 is not in the range"),
         ("niah", "--docs", "0", "0 is not in the range"),
@@ -283,7 +283,7 @@ def test_a_model_that_is_not_there_leaves_no_folder() -> None:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"key": {}, "result": {}}\nxx\n\n{"key": {}, "result": {}}\n')
-    assert f"line 2 of {tmp_path / 'results.jsonl'} is no result" in refused("niah", *TINY, "-o", str(tmp_path))
+    assert f"line 2 of {tmp_path / 'results.jsonl'} is not a result" in refused("niah", *TINY, "-o", str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])

@@ -510,11 +510,11 @@ def test_a_snapshot_of_something_else_is_a_miss_with_a_reason(
     assert "the first 1 are those of this text" in done.stderr or "the first 0 are" in done.stderr
     file.write_bytes(file.read_bytes()[:-1])
     done = run("-f", asked, "--restore", file)
-    assert "is no whole snapshot" in done.stderr
+    assert "is not a whole snapshot" in done.stderr
     assert first in done.stdout
     done = run("-f", question, "--restore", file, "--append")
     assert done.exit_code == 1
-    assert "is no whole snapshot" in done.stderr
+    assert "is not a whole snapshot" in done.stderr
 
 
 def test_the_prefix_cache_makes_the_second_run_warm(texts: tuple[Path, Path, Path, list[str]], tmp_path: Path) -> None:

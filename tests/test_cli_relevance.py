@@ -188,7 +188,7 @@ def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None
     bad.write_bytes(b"no model")
     res = good("run", *args, "--set", f"scorer_model={bad}", "--temp", "0", "-q")
     assert res.stderr.count("\n") == 1
-    assert res.stderr.startswith(f"kvflash: warning: drafter cannot score: {bad} is no GGUF model")
+    assert res.stderr.startswith(f"kvflash: warning: drafter cannot score: {bad} is not a GGUF model")
     assert (long_file.parent / "answer.txt").read_text() in res.stdout
 
 

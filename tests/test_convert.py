@@ -216,7 +216,7 @@ def test_options(tmp_path: Path, targets: dict[bool, Path]) -> None:
     )
     check_error(invoke("convert-draft", folder, "--target", tmp_path / "no.gguf", "-o", out), USAGE, "does not exist")
     check_error(
-        invoke("convert-draft", folder, "--target", folder / "config.json", "-o", out), RUNTIME, "is no GGUF model"
+        invoke("convert-draft", folder, "--target", folder / "config.json", "-o", out), RUNTIME, "is not a GGUF model"
     )
     check_error(invoke("convert-draft", tmp_path / "none", "--dry-run"), USAGE, "does not exist", "hf:owner/repo")
     check_error(invoke("convert-draft", folder / "config.json", "--dry-run"), USAGE, "is a file")
@@ -341,7 +341,7 @@ def test_hub_errors(error: Exception, code: int, words: tuple[str, ...], monkeyp
 
 def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("hf:", "hf:owner", "hf:/repo", "hf:a/b/c"):
-        check_error(invoke("convert-draft", name, "--dry-run"), USAGE, "is no repository", "hf:owner/repo")
+        check_error(invoke("convert-draft", name, "--dry-run"), USAGE, "is not a repository", "hf:owner/repo")
     check_error(
         invoke("convert-draft", "hf:owner/repo@", "--dry-run"), USAGE, "names no revision", "hf:owner/repo@BRANCH"
     )

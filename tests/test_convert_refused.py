@@ -136,7 +136,7 @@ MALFORMED: list[tuple[str, Edit, tuple[str, ...]]] = [
     ("a3b", key("rope_scaling.factor"), ("has no", "factor")),
     ("swa", key("rope_parameters", {"sliding_attention": {"rope_theta": 1e4}}), ("sliding_attention", "one for both")),
     ("dflash2", key("dflash_config.selector_top_k", 8), ("hidden_size = 64", "selector_top_k = 8", "72")),
-    ("dflash2", key("dflash_config.conv_group_size", 48), ("hidden_size = 64 is no multiple", "conv_group_size = 48")),
+    ("dflash2", key("dflash_config.conv_group_size", 48), ("hidden_size = 64 is not a multiple", "conv_group_size = 48")),
     ("dspark", key("markov_head_type", "gated"), ("markov_head_type is gated", "vanilla")),
     ("speculator", key("draft_vocab_size", 999), ("draft_vocab_size is 999", "vocab_size = 320")),
     ("gemma4", tensor("lm_head.weight"), ("has no tensor lm_head.weight", "tie_word_embeddings")),
@@ -154,7 +154,7 @@ MALFORMED: list[tuple[str, Edit, tuple[str, ...]]] = [
     ("dense", block_gone, ("num_hidden_layers = 2", "1 blocks", "layers.0")),
     ("dense", added("layers.0.self_attn.q_proj.bias", 128), ("layers.0.self_attn.q_proj.bias", "no part of")),
     ("dense", added(f"layers.{'9' * 5000}.x", 1), ("layers.999", "no part of")),
-    ("dense", added("new\nline", 1), ("header is no list of tensors",)),
+    ("dense", added("new\nline", 1), ("header is not a list of tensors",)),
     ("dense", key("hidden_act", "si\nlu"), ('"si\\nlu"', "a string")),
     ("dense", added("model.norm.weight", 64), ("norm.weight", "is there twice")),
     ("dense", tensor("norm.weight", lambda t: t[:32]), ("norm.weight is 32", "hidden_size = 64")),
@@ -204,13 +204,13 @@ HEADER = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
         (b"\x10\0\0", ("header is longer than the file",)),
         (b"\xff" * 8 + b"{}", ("header would be",)),
         (b"\x40\0\0\0\0\0\0\0{}", ("header is longer",)),
-        (b"\x02\0\0\0\0\0\0\0[]", ("header is no list of tensors",)),
-        (b"\x02\0\0\0\0\0\0\0{{", ("header is no list of tensors",)),
+        (b"\x02\0\0\0\0\0\0\0[]", ("header is not a list of tensors",)),
+        (b"\x02\0\0\0\0\0\0\0{{", ("header is not a list of tensors",)),
         (b"\x02\0\0\0\0\0\0\0{}", ("has no weights",)),
-        (b"\x07\0\0\0\0\0\0\0" + b'{"a":1}', ("header is no list of tensors",)),
+        (b"\x07\0\0\0\0\0\0\0" + b'{"a":1}', ("header is not a list of tensors",)),
         (len(HEADER).to_bytes(8, "little") + HEADER + b"1234567", ("is cut off", "ends at byte 8", "has 7")),
         (len(HEADER).to_bytes(8, "little") + HEADER.replace(b"[2]", b"[3]") + b"12345678", ("is damaged", "8 bytes")),
-        (len(HEADER).to_bytes(8, "little") + HEADER.replace(b"[2]", b"-22"), ("header is no list",)),
+        (len(HEADER).to_bytes(8, "little") + HEADER.replace(b"[2]", b"-22"), ("header is not a list",)),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ("header",)),
     ],
 )
@@ -258,15 +258,15 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "pytorch_model.bin is torch's format")
     for text, words in (
-        ("", "is no JSON"),
+        ("", "is not JSON"),
         ("[1]", "no JSON object"),
-        ("{" * 9, "is no JSON"),
-        ("[" * 10**5, "is no JSON"),
+        ("{" * 9, "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
     ):
         (folder / "config.json").write_text(text)
         check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, words)
     (folder / "config.json").write_bytes(b"\xff\xfe\x00")
-    check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "is no JSON")
+    check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "is not JSON")
     (folder / "config.json").unlink()
     check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "has no config.json")
 

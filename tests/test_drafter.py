@@ -256,7 +256,7 @@ def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
     [
         ("drafter", "missing", "does not exist"),
         ("crosstok", "missing", "does not exist"),
-        ("drafter", "no model", "is no GGUF model"),
+        ("drafter", "no model", "is not a GGUF model"),
         ("drafter", "half", "cannot be loaded"),
         ("drafter", "directory", "is a directory"),
         ("drafter", "cannot be pooled", "cannot be pooled"),

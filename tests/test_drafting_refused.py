@@ -37,8 +37,8 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     # files
     ({"kind": "draft", "model": "missing"}, UsageError, ("missing.gguf does not exist",)),
     ({"kind": "draft", "model": "folder"}, UsageError, ("folder.gguf is a directory",)),
-    ({"kind": "draft", "model": "empty"}, ModelError, ("empty.gguf is no GGUF model: it is empty",)),
-    ({"kind": "draft", "model": "text"}, ModelError, ("text.gguf is no GGUF model: it begins with",)),
+    ({"kind": "draft", "model": "empty"}, ModelError, ("empty.gguf is not a GGUF model: it is empty",)),
+    ({"kind": "draft", "model": "text"}, ModelError, ("text.gguf is not a GGUF model: it begins with",)),
     ({"kind": "draft", "model": "half"}, ModelError, ("half.gguf cannot be loaded",)),
     ({"kind": "draft", "model": "some bytes"}, ModelError, ("some bytes.gguf cannot be loaded",)),
     ({"kind": "dflash", "model": "dflash without an end"}, ModelError, ("an end.gguf cannot be loaded",)),

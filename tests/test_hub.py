@@ -188,7 +188,7 @@ def test_names(text: str, wanted: Wanted) -> None:
     ["", "a", "a/", "/b", "a/b/c", "a/b:", "a/b@", "a/b@:Q8_0", "a b/c", "hf:a/b", "https://hf.co/a/b", "a/b:Q8_0@v1"],
 )
 def test_bad_names(text: str) -> None:
-    with pytest.raises(UsageError, match="is no model of the Hub: give user/model"):
+    with pytest.raises(UsageError, match="is not a model of the Hub: give user/model"):
         Wanted.parse(text)
 
 
@@ -283,14 +283,14 @@ def test_without_the_usual_quant_the_first(fake: Hub, environ: dict[str, str]) -
 def test_all_parts_of_a_split_model(fake: Hub, environ: dict[str, str]) -> None:
     """The first is the model, whichever is named; offline, a model of which a part is missing is none."""
     res = process(environ, "inspect", "-hf", "test/split")
-    check_error(res, RUNTIME, "big-Q4_K_M-00001-of-00003.gguf is no GGUF model")
+    check_error(res, RUNTIME, "big-Q4_K_M-00001-of-00003.gguf is not a GGUF model")
     assert fake.downloads() == list(fake.repos["test/split"].files)
     res = process(environ, "inspect", "-hf", "test/split", "-hff", "Q4_K_M/big-Q4_K_M-00002-of-00003.gguf")
-    check_error(res, RUNTIME, "00001-of-00003.gguf is no GGUF model")
+    check_error(res, RUNTIME, "00001-of-00003.gguf is not a GGUF model")
     assert len(fake.downloads()) == 3
 
     offline = ("inspect", "-hf", "test/split:Q4_K_M", "--offline")
-    check_error(process(environ, *offline), RUNTIME, "is no GGUF model")
+    check_error(process(environ, *offline), RUNTIME, "is not a GGUF model")
     next(Path(environ["HF_HOME"]).rglob("*00003-of-00003.gguf")).unlink()
     check_error(process(environ, *offline), RUNTIME, "hf:test/split: Q4_K_M is not in the cache", "without --offline")
 
@@ -310,7 +310,7 @@ def test_a_download_that_breaks_off_goes_on(fake: Hub, environ: dict[str, str]) 
 
 def test_quiet(fake: Hub, environ: dict[str, str]) -> None:
     res = process(environ, "run", "-hf", "test/needle:F16", "-q", "-p", "x")
-    assert res.stderr.count("\n") == 1, res.stderr  # needle-F16.gguf is no model
+    assert res.stderr.count("\n") == 1, res.stderr  # needle-F16.gguf is not a model
 
 
 def test_interrupted(fake: Hub, environ: dict[str, str]) -> None:
@@ -354,7 +354,7 @@ def test_interrupted(fake: Hub, environ: dict[str, str]) -> None:
             RUNTIME,
             ("gated", "accept its terms on https://huggingface.co/test/gated,", "hf auth login"),
         ),
-        (("needle",), USAGE, ("-hf needle is no model of the Hub: give user/model",)),
+        (("needle",), USAGE, ("-hf needle is not a model of the Hub: give user/model",)),
         (("test/needle", "--offline"), RUNTIME, ("hf:test/needle: a model is not in the cache", "without --offline")),
         (("test/needle", "-m", "a.gguf"), USAGE, ("two models are given, a.gguf and -hf test/needle: give one",)),
         (("test/needle:Q8_0", "b.gguf"), USAGE, ("two models are given, b.gguf and -hf test/needle:Q8_0",)),
@@ -511,7 +511,7 @@ def test_snapshot(fake: Hub, environ: dict[str, str], tmp_path: Path) -> None:
     """By the same code: the files that fit, and the same sentences."""
     res = process(environ, "convert-draft", "hf:test/weights", "--dry-run")
     assert res.returncode == RUNTIME
-    assert "model.safetensors is no safetensors file" in res.stderr
+    assert "model.safetensors is not a safetensors file" in res.stderr
     assert sorted(fake.downloads()) == ["config.json", "model.safetensors"]
     res = process(environ, "convert-draft", "hf:test/none", "--dry-run")
     assert res.returncode == USAGE

@@ -231,8 +231,8 @@ LAYERS: dict[str, Any] = {"event": "layers", "pos": 512, "n_layer": 4, "layers":
         ('{"event": "tok', "is not JSON"),
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("7", "is no event"),
-        ('{"pos": 3}', "is no event"),
+        ("7", "is not an event"),
+        ('{"pos": 3}', "is not an event"),
         (json.dumps(START), "starts another run"),
         (json.dumps({**PREFILL, "done": -3}), '-3 for "done"'),
         (json.dumps({**PREFILL, "done": 4097}), '4097 for "done"'),
@@ -274,7 +274,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, says: str) -> None:
 def test_a_last_line_that_is_json_and_no_event_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(f"{json.dumps(START)}\n{json.dumps(PREFILL)}\n7\n")
-    with pytest.raises(UsageError, match=r"line 3 of .* is no event"):
+    with pytest.raises(UsageError, match=r"line 3 of .* is not an event"):
         read_trace(path)
 
 

@@ -194,7 +194,7 @@ def test_control_is_an_option_of_a_pool() -> None:
     with pytest.raises(UsageError, match="the full cache has none: name a policy"):
         Variant.parse("full/answer=full")
     for text in ("qk/answer=half", "qk/answer"):
-        with pytest.raises(UsageError, match="is no option"):
+        with pytest.raises(UsageError, match="is not an option"):
             Variant.parse(text)
 
 

@@ -418,7 +418,7 @@ def test_the_number_of_queries(query: str, n: int | None) -> None:
 )
 def test_a_choice_of_queries_that_there_is_not(query: str) -> None:
     for ask in (n_queries, lambda query: Qk(query=query)):
-        with pytest.raises(UsageError, match=r"^'.*' is no choice of queries: give last, last:N .* or question$"):
+        with pytest.raises(UsageError, match=r"^'.*' is not a choice of queries: give last, last:N .* or question$"):
             ask(query)
 
 

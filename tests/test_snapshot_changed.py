@@ -172,7 +172,7 @@ def test_changed_before_a_capture_is_written(
     capture = kv.capture()
     if when == "after":
         change(snap)
-    with pytest.raises(SnapshotError, match=f"{snap} is no whole snapshot: the record of chunk"):
+    with pytest.raises(SnapshotError, match=f"{snap} is not a whole snapshot: the record of chunk"):
         capture.write(snap.with_name("new.kvsnap"))
     assert list(snap.parent.iterdir()) == [snap]
     kv.check_integrity()
@@ -247,7 +247,7 @@ def test_a_cached_text_is_changed_in_use(
     changed = first if which == "records of its source" else last
     change(changed)
     chunk = next(c for c in range(0 if changed == first else 20, 31) if kv.residency().state[c] == State.OUT)
-    with pytest.raises(SnapshotError, match=f"{changed} is no whole snapshot: the record of chunk {chunk} was"):
+    with pytest.raises(SnapshotError, match=f"{changed} is not a whole snapshot: the record of chunk {chunk} was"):
         kv.page_in(chunk)
     assert [entry.path for entry in cache.entries()] == ([] if changed == first else [first])
     assert cache.stats.damaged == 1
@@ -280,7 +280,7 @@ def test_a_turn_is_written_after_its_source_was_changed(opened: Open, tmp_path: 
     assert cache.restore(kv, np.concatenate([TOKENS[:2000], MORE[:100]])) == 2000
     answer(kv, MORE[:100])
     truncate(first)
-    with pytest.raises(SnapshotError, match=f"{first} is no whole snapshot: the record of chunk"):
+    with pytest.raises(SnapshotError, match=f"{first} is not a whole snapshot: the record of chunk"):
         cache.save(kv)
     assert not [entry.path for entry in cache.entries() if entry.path in {first, last}]
     assert not list(tmp_path.rglob("*.part"))

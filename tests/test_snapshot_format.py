@@ -342,7 +342,7 @@ def test_damage_of_another_file_s_record_is_said_of_that_file(tmp_path: Path) ->
     file.on_damage = told.append
     for i in (6, 8, 41):
         file.record(i)
-    with pytest.raises(SnapshotError, match=f"{source} is no whole snapshot: the record of chunk 7 was changed"):
+    with pytest.raises(SnapshotError, match=f"{source} is not a whole snapshot: the record of chunk 7 was changed"):
         file.record(7)
     assert told == [source]
 

@@ -45,7 +45,7 @@ def test_a_byte_of_a_section(fresh: Path, name: str, at: float) -> None:
     data = bytearray(fresh.read_bytes())
     data[start + round(at * (end - start - 1))] ^= 0x80
     fresh.write_bytes(data)
-    why = re.escape(f"{fresh} is no whole snapshot: its section {name} was changed")
+    why = re.escape(f"{fresh} is not a whole snapshot: its section {name} was changed")
     if name != "index":
         with pytest.raises(SnapshotError, match=why):
             SnapshotFile(fresh)
@@ -107,7 +107,7 @@ def test_cut_off_at_every_border(small: Path) -> None:
     borders = {0, 1, HEADER.itemsize, len(data) - 4096, *(at for pair in sections(small).values() for at in pair)}
     for n in sorted({max(0, at + d) for at in borders for d in (-1, 0, 1)} - {len(data), len(data) + 1}):
         small.write_bytes(data[:n])
-        with pytest.raises(SnapshotError, match=f"{small} is no whole snapshot: it has {n:,} bytes"):
+        with pytest.raises(SnapshotError, match=f"{small} is not a whole snapshot: it has {n:,} bytes"):
             SnapshotFile(small)
 
 
@@ -137,7 +137,7 @@ def test_a_version_that_a_file_has_not(small: Path) -> None:
         data = bytearray(path.read_bytes())
         data[8] = version
         path.write_bytes(data)
-        with pytest.raises(SnapshotError, match=f"{path} is no whole snapshot: its header was changed"):
+        with pytest.raises(SnapshotError, match=f"{path} is not a whole snapshot: its header was changed"):
             SnapshotFile(path)
         path.write_bytes(data[:600])
         with pytest.raises(SnapshotError, match="its header was changed" if version == 2 else "fewer than a header"):
@@ -202,7 +202,9 @@ def test_an_open_source_that_is_truncated(tmp_path: Path) -> None:
     for i in (3, 4):
         np.testing.assert_array_equal(file.record(i), records[i])
     for i in range(3):
-        with pytest.raises(SnapshotError, match=f"{first} is no whole snapshot: the record of chunk {i} was cut off"):
+        with pytest.raises(
+            SnapshotError, match=f"{first} is not a whole snapshot: the record of chunk {i} was cut off"
+        ):
             file.record(i)
     assert set(damaged) == {first}
     with pytest.raises(SnapshotError, match="some of its records in"):

@@ -349,7 +349,7 @@ def assert_usable(kv: KVFlash) -> None:
 @pytest.mark.parametrize("section", ["guests", "index"])
 def test_a_damaged_section(opened: Open, saved: Path, snap: Path, section: str) -> None:
     kv, want = opened(**EXACT), opened(**EXACT)
-    with pytest.raises(SnapshotError, match=f"{snap} is no whole snapshot: its section {section} was changed"):
+    with pytest.raises(SnapshotError, match=f"{snap} is not a whole snapshot: its section {section} was changed"):
         kv.restore(damage(saved, section, snap))
     assert_usable(kv)
     for one in (kv, want):

@@ -125,7 +125,7 @@ def test_a_shape_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.Monke
 
 def test_a_shape_of_no_name_and_one_without_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"'9b' is no shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
+        UsageError, match=r"'9b' is not a shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
     ):
         write_shape("9b", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -439,5 +439,5 @@ def test_memory_that_runs_out_on_the_way_keeps_what_was_measured(
 
 def test_a_pool_that_is_raised_to_the_context_is_refused(shape_path: Callable[[str], Path]) -> None:
     speed = make_speed(contexts=(300, 600), common={**ENGINE, "n_batch": 512})
-    with pytest.raises(UsageError, match="lru 512 is no pool: a pool of 1,024 tokens covers the context of 744"):
+    with pytest.raises(UsageError, match="lru 512 is not a pool: a pool of 1,024 tokens covers the context of 744"):
         speed_bench.measure(speed, speed.caches()[1], shape_path("tiny"), ignore)

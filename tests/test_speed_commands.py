@@ -281,7 +281,7 @@ def test_what_is_no_model_is_one_sentence(command: str, args: tuple[str, ...], s
         ("speed", ("--variants", "full,best"), "'best' in 'best' is not a policy"),
         ("speed", ("--variants", "oracle"), "the oracle has no speed to measure"),
         ("speed", ("--variants", "qk/write_back=0"), "only lru can go without, as lru/write_back=0"),
-        ("speed", ("--variants", "lru/write_back=1"), "'write_back=1' in 'lru/write_back=1' is no option"),
+        ("speed", ("--variants", "lru/write_back=1"), "'write_back=1' in 'lru/write_back=1' is not an option"),
         ("speed", ("-b", "-1"), "n_batch (-b/--batch-size) is -1"),
         ("paging", ("--pool", "512"), "a pool of 512 tokens (--pool) is too small to page: give at least 768"),
         ("paging", ("--reselect", "16"), "16 chunks cannot be swapped (--reselect) in a pool of 768 tokens: at most 6"),

@@ -76,9 +76,7 @@ def _option(part: str, text: str) -> tuple[str, Any]:
     if name in removed.KEYWORDS:
         raise UsageError(removed.option(removed.KEYWORDS[name], name))
     if not equals or name not in _SETTABLE or name in _FIXED:
-        msg = (
-            f"{part!r} in {text!r} is no option: give name=value, the name a field of Options such as replay or type_k"
-        )
+        msg = f"{part!r} in {text!r} is not an option: give name=value, the name a field of Options such as replay or type_k"
         raise UsageError(msg)
     default = getattr(Options(), name)
     if not isinstance(default, bool | int | float):
@@ -122,7 +120,7 @@ class Results:
             msg = f"{folder} cannot be used for the results: {err.strerror}"
             raise OutputError(msg) from None
         except UnicodeDecodeError:
-            msg = f"{self._path} is no file of results: delete it, or give another folder"
+            msg = f"{self._path} is not a file of results: delete it, or give another folder"
             raise UsageError(msg) from None
         for i, line in enumerate(lines):
             try:
@@ -130,7 +128,7 @@ class Results:
                 self._known[_canonical(entry["key"])] = entry["result"]
             except (ValueError, KeyError, TypeError):
                 if i + 1 < len(lines):  # the last one may have been cut off
-                    msg = f"line {i + 1} of {self._path} is no result: delete it, or give another folder"
+                    msg = f"line {i + 1} of {self._path} is not a result: delete it, or give another folder"
                     raise UsageError(msg) from None
 
     def get(self, key: Key) -> Result | None:

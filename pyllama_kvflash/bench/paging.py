@@ -167,7 +167,7 @@ class Stream:
 class Measured:
     """All results of a run.
 
-    record_bytes: size of a chunk's record, meta_bytes of which are no K or V rows.
+    record_bytes: size of a chunk's record, meta_bytes of which are not K or V rows.
     n_copy: copies that moving a chunk takes.
     plain_bytes: size of the block of a plain copy.
     """
@@ -218,7 +218,7 @@ def _fill(ctx: Context, n_pool: int, n_batch: int) -> None:
 
 
 def _plain_bytes(record_bytes: int) -> int:
-    """Return the size of a block that fits all memories, and is no smaller than a record."""
+    """Return the size of a block that fits all memories, and is at least as large as a record."""
     return max(record_bytes, min(PLAIN_BYTES, min(d.free for d in devices()) // 4))
 
 

@@ -237,7 +237,7 @@ def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
 def shape_named(name: str) -> Shape:
     """Return a shape by its name. Raises UsageError."""
     if name not in SHAPES:
-        msg = f"{name!r} is no shape: there are {', '.join(SHAPES)}"
+        msg = f"{name!r} is not a shape: there are {', '.join(SHAPES)}"
         raise UsageError(msg)
     return SHAPES[name]
 

@@ -181,7 +181,7 @@ def _failure(context: int, err: Exception) -> Result:
 
 def _check_pool(kv: KVFlash, cache: Cache) -> None:
     if cache.pool is not None and kv.n_pool is None:
-        msg = f"{cache.label} is no pool: {'; '.join((*kv.warnings, *kv.notes))}"
+        msg = f"{cache.label} is not a pool: {'; '.join((*kv.warnings, *kv.notes))}"
         raise UsageError(msg)
 
 

@@ -17,7 +17,7 @@ from pyllama_kvflash.errors import UsageError
 
 MAX_MOMENTS = 1000  # for the prompt, and as many for the decoded tokens: a picture has no room for more
 _MAX_CELLS = 1 << 24  # most cells of an array of moments by chunks
-_MAX_START = 1 << 16  # most bytes of the first line: a file that is no trace may be one line of many GB
+_MAX_START = 1 << 16  # most bytes of the first line: a file that is not a trace may be one line of many GB
 _RECORD = "record one with kvflash run --trace FILE"
 
 Ints = npt.NDArray[np.int64]
@@ -124,7 +124,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):  # no UTF-8 and no JSON are ValueErrors
         raise _NotJSONError("is not JSON") from None
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
-        raise _BadEventError("is no event")
+        raise _BadEventError("is not an event")
     return found
 
 

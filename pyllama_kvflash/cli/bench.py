@@ -134,7 +134,7 @@ class Shares(click.ParamType[tuple[float, ...]]):
             found = (float(part.strip().removesuffix("%")) / 100 for part in str(value).split(","))
             res = tuple(dict.fromkeys(found))
         except ValueError:
-            self.fail(f"{value!r} is no list of percentages: give one such as 50,25,12.5", param, ctx)
+            self.fail(f"{value!r} is not a list of percentages: give one such as 50,25,12.5", param, ctx)
         if not all(0 < x < 1 for x in res):
             self.fail(f"{value!r} must be above 0 and below 100", param, ctx)
         return res

@@ -46,7 +46,7 @@ def plot(trace: str, output: str | None) -> None:
     kind = target.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         allowed = ", ".join(f".{name}" for name in FORMATS)
-        msg = f"{target} is no picture that can be written: give a name that ends in one of {allowed}"
+        msg = f"{target} is not a picture that can be written: give a name that ends in one of {allowed}"
         raise UsageError(msg)
     if not is_stream(target):
         writes("-o/--output", target)

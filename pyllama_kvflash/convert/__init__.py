@@ -78,7 +78,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
     outtype: one of OUTTYPES.
     progress: called with 0.0 to 1.0.
 
-    Raises UsageError, ModelError for a weight that is no number, UnsupportedError, and OutputError.
+    Raises UsageError, ModelError for a weight that is not a number, UnsupportedError, and OutputError.
     """
     if plan.target is None:
         msg = "a drafter needs its target's tokenizer: give the target's GGUF with --target"

@@ -44,10 +44,10 @@ class Config:
             msg = f"{path} cannot be read: {err.strerror}"
             raise ModelError(msg) from None
         except (ValueError, RecursionError) as err:
-            msg = f"{path} is no JSON: {err}"
+            msg = f"{path} is not JSON: {err}"
             raise ModelError(msg) from None
         if not isinstance(values, dict):
-            msg = f"{path} is no JSON object: it is a {type(values).__name__}"
+            msg = f"{path} is not a JSON object: it is a {type(values).__name__}"
             raise ModelError(msg)
         for name in _NESTED:
             if isinstance(values.get(name), dict):

@@ -48,7 +48,7 @@ def write_file(part: Path, contents: Contents, outtype: str, progress: Progress)
     outtype: one of TYPES.
     progress: called with 0.0 to 1.0.
 
-    Raises ModelError for a weight that is no number or does not fit, OutputError if there is no room, and OSError.
+    Raises ModelError for a weight that is not a number or does not fit, OutputError if there is no room, and OSError.
     """
     gguf = load_gguf()
     file = gguf.GGUFWriter(part, "dflash")
@@ -84,7 +84,7 @@ def _close(file: Any) -> None:
 
 
 def tensor_type(gguf: Any, tensor: Tensor, outtype: str) -> Any:
-    """Return the type to write a tensor in: as upstream's converter, f16 if a row is no whole number of blocks."""
+    """Return the type to write a tensor in: as upstream's converter, f16 if a row is not a whole number of blocks."""
     kinds = gguf.GGMLQuantizationType
     if tensor.values is not None and tensor.values.dtype == np.int64:
         return kinds.I64

@@ -226,7 +226,7 @@ def _dflash2_sizes(config: Config, sizes: dict[str, Size]) -> dict[str, Size]:
         for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     )
     if hidden.value % group.value:
-        msg = f"{config.path}: hidden_size = {hidden.value} is no multiple of {group.key} = {group.value}"
+        msg = f"{config.path}: hidden_size = {hidden.value} is not a multiple of {group.key} = {group.value}"
         raise ModelError(msg)
     if hidden.value < top_k.value * (top_k.value + 1):
         msg = f"{config.path}: hidden_size = {hidden.value} is too small for {top_k.key} = {top_k.value}"

@@ -71,7 +71,7 @@ def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
             res.append(_tensor(slot, stored, drafter))
     if left:
         name = weights.tensors[min(left)].name
-        msg = f"{name} is in the weights, and is no part of a {drafter.architecture} that llama.cpp knows"
+        msg = f"{name} is in the weights, and is not part of a {drafter.architecture} that llama.cpp knows"
         raise ModelError(msg)
     return res
 

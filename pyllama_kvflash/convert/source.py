@@ -49,6 +49,6 @@ def find_source(text: str) -> Source:
 
 def _download(repo: str, revision: str | None) -> Path:
     if repo.count("/") != 1 or not all(repo.split("/")):
-        msg = f"hf:{repo} is no repository: give hf:owner/repo"
+        msg = f"hf:{repo} is not a repository: give hf:owner/repo"
         raise UsageError(msg)
     return hub.snapshot(repo, revision, _FILES)

@@ -137,13 +137,13 @@ def read_header(path: Path) -> list[Stored]:
         raise ModelError(msg) from None
     if len(text) < max(n, 2):
         why = "its header is longer than the file" if n <= _MAX_HEADER else f"its header would be {n:,} bytes"
-        msg = f"{path} is no safetensors file, or is cut off: {why if n_file else 'it is empty'}"
+        msg = f"{path} is not a safetensors file, or is cut off: {why if n_file else 'it is empty'}"
         raise ModelError(msg)
     try:
         header = json.loads(text)
         entries = [(_printable(name), *_entry(value)) for name, value in header.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        msg = f"{path} is no safetensors file: its header is no list of tensors"
+        msg = f"{path} is not a safetensors file: its header is not a list of tensors"
         raise ModelError(msg) from None
     return [_stored(path, n_file - 8 - n, 8 + n, *entry) for entry in entries]
 
@@ -202,6 +202,6 @@ def _indexed(index: Path) -> list[str]:
         raise ModelError(msg) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            msg = f"{index} is damaged: {name!r} is no name of a file in its folder"
+            msg = f"{index} is damaged: {name!r} is not the name of a file in its folder"
             raise ModelError(msg)
     return names

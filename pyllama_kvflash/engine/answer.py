@@ -78,7 +78,7 @@ class Answer:
         return self._text.stop
 
     def go_on(self, tokens: Tokens, token: int) -> None:
-        """Go on with an answer that was broken off after `token`, which comes after `tokens` (n,) int32.
+        """Go on with an interrupted answer after `token`, which comes after `tokens` (n,) int32.
 
         A character that it ended in the middle of is shown once it is complete.
         """

@@ -108,7 +108,7 @@ class KVFlash:
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
         context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
-        goes on as if it had not been broken off: a character that it ended in the middle of comes with the text that goes on.
+        goes on as if it had not been interrupted: a character that it ended in the middle of comes with the text that goes on.
         stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
         for.
 

@@ -362,7 +362,7 @@ def check_file(path: Path) -> None:
             msg = f"{path} is a directory: give the .gguf file in it"
             raise UsageError(msg)
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
-            msg = f"{path} is no regular file: give the path of a .gguf model"
+            msg = f"{path} is not a regular file: give the path of a .gguf model"
             raise UsageError(msg)
         with path.open("rb") as file:
             magic = file.read(4)
@@ -374,5 +374,5 @@ def check_file(path: Path) -> None:
         raise UsageError(msg) from None
     if magic != _GGUF_MAGIC:
         what = "is empty" if not magic else f"begins with {magic!r}, not {_GGUF_MAGIC!r}"
-        msg = f"{path} is no GGUF model: it {what}; convert it with llama.cpp, or download a .gguf file"
+        msg = f"{path} is not a GGUF model: it {what}; convert it with llama.cpp, or download a .gguf file"
         raise ModelError(msg)

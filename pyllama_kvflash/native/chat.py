@@ -58,7 +58,7 @@ class ChatEngine:
     def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
         """source: a template; None: the model's own. seconds: that it may take, each time.
 
-        Raises UsageError (it is no template that llama.cpp knows), and UnsupportedError if it takes more than it may.
+        Raises UsageError (it is not a template that llama.cpp knows), and UnsupportedError if it takes more than it may.
         """
         self._seconds = seconds
         out = ffi.new("struct kvf_chat **")

@@ -184,7 +184,7 @@ class Qk:
             shares: Scores = _attended(view, view.mass) / n_head
             return shares
         products = _products(view)
-        n_all = max(n, view.n_whole)  # chunks that are no candidates have a share, too
+        n_all = max(n, view.n_whole)  # chunks that are not candidates have a share, too
         queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
         scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
         mass = _mass(view, products, queries, scales, n_all).sum(axis=0)
@@ -324,7 +324,7 @@ def n_queries(query: str) -> int | None:
     """Return how many of the last tokens' queries a scorer wants; None: all of the question's. Raises UsageError."""
     match = re.fullmatch(r"question|last(?::([1-9]\d{0,2}))?", query)
     if match is None:
-        msg = f"{query!r} is no choice of queries: give last, last:N (1 to 999) or question"
+        msg = f"{query!r} is not a choice of queries: give last, last:N (1 to 999) or question"
         raise UsageError(msg)
     return None if query == "question" else int(match[1] or 1)
 

@@ -99,7 +99,7 @@ class PoolShape:
 
     chunk: tokens of a chunk.
     sinks, tail: chunks of each sequence.
-    pinned: pinned chunks of all sequences that are no sinks.
+    pinned: pinned chunks of all sequences that are not sinks.
     n_seq: sequences that share the pool.
     """
 
@@ -120,7 +120,7 @@ class PoolShape:
         return _round_up((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
     def largest_batch(self, n_pool: int) -> int:
-        """Return the largest batch in tokens, of whole chunks, for which the pool is no smaller than its floor; at most
+        """Return the largest batch in tokens, of whole chunks, for which the pool is at least as large as its floor; at most
         BATCH.
         """
         return max(1, min((n_pool // self.chunk - self.kept - 1) * self.chunk, BATCH))
@@ -220,7 +220,7 @@ def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
 
 
 def n_pinned(chunks: set[int], n_sinks: int) -> int:
-    """Return the number of pinned chunks that are no sinks."""
+    """Return the number of pinned chunks that are not sinks."""
     return len(chunks - set(range(n_sinks)))
 
 

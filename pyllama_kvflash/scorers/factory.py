@@ -17,7 +17,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     model: the target. A scorer's model is searched for next to it.
     open_engine: loads the scorer's model.
 
-    Raises UsageError if there is no model for it, or if what was registered is no scorer.
+    Raises UsageError if there is no model for it, or if the registered object is not a scorer.
     """
     policy = options.policy
     if not isinstance(policy, str):

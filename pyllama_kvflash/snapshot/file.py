@@ -49,7 +49,7 @@ class _Opened:
         self.start = int(self.header["sections"][-1]["offset"])
 
     def damaged(self, what: str) -> SnapshotError:
-        return SnapshotError(f"{self.path} is no whole snapshot: {what}")
+        return SnapshotError(f"{self.path} is not a whole snapshot: {what}")
 
     def _unreadable(self, err: OSError | ValueError) -> SnapshotError:
         return SnapshotError(f"{self.path} cannot be read: {getattr(err, 'strerror', None) or err}")

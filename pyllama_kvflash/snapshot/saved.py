@@ -163,7 +163,7 @@ def checked_path(path: str | Path) -> Path:
     """Return a path. Raises UsageError for one that cannot be a file."""
     res = Path(path)
     if "\0" in str(path):
-        msg = f"{str(path)!r} is no file name: it has a zero byte"
+        msg = f"{str(path)!r} is not a file name: it has a zero byte"
         raise UsageError(msg)
     with suppress(OSError):  # opening it reports that
         if res.is_dir():
