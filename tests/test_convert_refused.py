@@ -259,7 +259,7 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "pytorch_model.bin is torch's format")
     for text, words in (
         ("", "is not JSON"),
-        ("[1]", "no JSON object"),
+        ("[1]", "is not a JSON object"),
         ("{" * 9, "is not JSON"),
         ("[" * 10**5, "is not JSON"),
     ):
