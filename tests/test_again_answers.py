@@ -187,10 +187,16 @@ class Missing(Shares):
         return res
 
 
+STEPS = r"pyllama_kvflash/(engine|pool)/.*"
+DAILY = {("qwen3", "in a chunk"), ("gemma4", "fills a chunk")}
+
+
 @pytest.mark.parametrize(
     ("name", "at", "step"),
     [
-        pytest.param(name, at, step, id=f"{name}-{place}")
+        pytest.param(
+            name, at, step, id=f"{name}-{place}", marks=[] if (name, place) in DAILY else pytest.mark.nightly(STEPS)
+        )
         for name, steps in {"qwen3": (1, 3, 3), "gemma4": (5, 5, 5)}.items()
         for at, place, step in zip((325, 336, 337), PLACES, steps, strict=True)
     ],

@@ -251,17 +251,20 @@ def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
     return path
 
 
+LOADING = pytest.mark.nightly(r"pyllama_kvflash/(scorers|native)/.*", r"pyllama_kvflash/engine/(loading|refusals)\.py")
+
+
 @pytest.mark.parametrize(
     ("policy", "kind", "says"),
     [
         ("drafter", "missing", "does not exist"),
-        ("crosstok", "missing", "does not exist"),
-        ("drafter", "no model", "is not a GGUF model"),
         ("drafter", "half", "cannot be loaded"),
-        ("drafter", "directory", "is a directory"),
         ("drafter", "cannot be pooled", "cannot be pooled"),
-        ("drafter", "no vocabulary", "has no tokenizer"),
         ("crosstok", "no vocabulary", "has no tokenizer"),
+        pytest.param("crosstok", "missing", "does not exist", marks=LOADING),
+        pytest.param("drafter", "no model", "is not a GGUF model", marks=LOADING),
+        pytest.param("drafter", "directory", "is a directory", marks=LOADING),
+        pytest.param("drafter", "no vocabulary", "has no tokenizer", marks=LOADING),
     ],
 )
 def test_qk_takes_over_from_a_drafter_that_cannot(

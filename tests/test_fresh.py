@@ -5,6 +5,7 @@ in each layer are those that the guests of that layer have. Equal means equal bi
 scores in numpy, from the index's own bytes.
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -148,10 +149,20 @@ BY_NODE = [(name, cache, 64) for name in NAMES for cache in CACHES] + [("qwen3",
 BY_KERNELS = [("qwen3", cache, 64) for cache in CACHES] + [("gemma4", "f16", 64), ("qwen3", "f16", 16)]
 
 
-@pytest.fixture(
-    params=[(*cell, "node") for cell in BY_NODE] + [(*cell, "kernels") for cell in BY_KERNELS],
-    ids=lambda cell: "-".join(map(str, cell)),
-)
+def by(how: str, cells: list[tuple[str, str, int]]) -> list[Any]:
+    """The cells for one way of choosing. Those that differ from the first in more than one are nightly, as in support.changes."""
+    rare = pytest.mark.nightly(r"pyllama_kvflash/native/src/.*", "tests/native/.*", "patches/.*")
+    return [
+        pytest.param(
+            (*cell, how),
+            marks=[rare] if sum(map(operator.ne, cell, cells[0])) > 1 else [],
+            id="-".join(map(str, (*cell, how))),
+        )
+        for cell in cells
+    ]
+
+
+@pytest.fixture(params=[*by("node", BY_NODE), *by("kernels", BY_KERNELS)])
 def cell(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) -> Iterator[tuple[Model, Cache, int]]:
     name, cache, chunk, how = request.param
     with choosing(request, how):

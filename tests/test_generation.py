@@ -205,7 +205,7 @@ def test_a_step_of_several_is_cut_off_at_every_line(opened: Open) -> None:
 
     files = ("step.py", "steps.py", "writer.py", "generation.py", "decoder.py", "sequence.py")
     _, places = cut_off_at_every_line(
-        lambda: kv, lambda _: step_together(runs), check, prepare=prepare, files=files, step=5
+        lambda: kv, lambda _: step_together(runs), check, prepare=prepare, files=files, step=9
     )
     assert any("step.py" in place for place in places)
     prepare(kv)
