@@ -236,4 +236,4 @@ def test_cut_off_at_every_line_of_a_token_that_is_decoded_again(
 
     _, places = cut_off_at_every_line(fresh, act, check, prepare=prepare, step=step)
     assert len(places) >= 300 // step, "nothing was cut off"
-    assert sum(where.endswith((" take_back", " again")) for where in places) > 10 // step
+    assert sum(where.endswith((" take_back", " again")) for where in places) >= 10 // step
