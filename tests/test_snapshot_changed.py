@@ -103,7 +103,7 @@ def test_changed_between_open_and_restore(
 ) -> None:
     kv, file = opened(policy=policy), SnapshotFile(snap)
     change(snap)
-    with pytest.raises(SnapshotError, match="no whole snapshot: the record of chunk 0 was"):
+    with pytest.raises(SnapshotError, match="not a whole snapshot: the record of chunk 0 was"):
         kv.restore(file)
     assert kv.n_tokens == 0
     assert kv.pager.records.memory.n_used == 0
@@ -149,7 +149,7 @@ def test_changed_between_two_records(opened: Open, snap: Path, change: Callable[
         one.page_in(2)
     change(snap)
     for _ in range(2):
-        with pytest.raises(SnapshotError, match="no whole snapshot: the record of chunk 3 was"):
+        with pytest.raises(SnapshotError, match="not a whole snapshot: the record of chunk 3 was"):
             kv.page_in(3)
         kv.check_integrity()
     for one in (kv, control):

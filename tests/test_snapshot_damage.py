@@ -171,7 +171,7 @@ def chunk_that_is(file: Path, state: State) -> int:
 def test_a_damaged_record_that_comes_back_at_once(opened: Open, saved: Path, snap: Path, policy: str) -> None:
     chunk = chunk_that_is(saved, State.RESIDENT)
     kv = opened(policy=policy)
-    with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {chunk} was changed"):
+    with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {chunk} was changed"):
         kv.restore(damaged(saved, chunk, snap))
     usable_afterwards(kv)
 

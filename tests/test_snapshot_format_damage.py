@@ -71,7 +71,7 @@ def test_a_byte_of_a_record(small: Path, chunk: int) -> None:
     file = SnapshotFile(small)
     for i in range(5):
         if i == chunk:
-            with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {i} was changed"):
+            with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {i} was changed"):
                 file.record(i)
         else:
             np.testing.assert_array_equal(file.record(i), records[i])
@@ -162,7 +162,7 @@ def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int,
             np.testing.assert_array_equal(file.record(i), record)
         else:
             place = np.full_like(record, 7)
-            with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {i} was {why}"):
+            with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {i} was {why}"):
                 file.fill(i, place)
             assert (place == 7).all(), "nothing of it was given out"
 

@@ -367,7 +367,7 @@ def test_a_damaged_record(opened: Open, saved: Path, snap: Path, chunk: int) -> 
     snap.write_bytes(data)
     kv = opened(**EXACT)
     for _ in range(2):
-        with pytest.raises(SnapshotError, match=f"no whole snapshot: the record of chunk {chunk} was changed"):
+        with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {chunk} was changed"):
             kv.restore(snap)
         assert_usable(kv)
     assert kv.restore(saved) == N
