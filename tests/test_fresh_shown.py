@@ -198,7 +198,7 @@ def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
 def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
-    assert "fresh: each layer chooses its own, by 16 tokens, for every token that it computes" in text
+    assert "fresh: for every token, each layer chooses its own, in units of 16 tokens" in text
     fields = " ".join(good(command, "--set", "help").stdout.split())
     assert "-1: 32, or 0 with policy fresh" in fields
     assert "with fresh, guests that a layer exchanges, 0: 32" in fields
