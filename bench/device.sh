@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Build and check on a machine with a GPU and a CUDA toolkit, but no network.
 #
-#   bench/device.sh cuda      here: the wheel of `make wheel-cuda`, for KVFLASH_CUDA_ARCH (default 90a-real), by the nvcc that pip has; half
-#                             an hour on 2 cores, and none of the other machine's time
+#   bench/device.sh cuda      here: the native libraries, for KVFLASH_CUDA_ARCH (default 90a-real), by the nvcc that pip has, into
+#                             .dev/native.tgz; half an hour on 2 cores, and none of the other machine's time; again: what changed
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
-#   bench/device.sh build     there: unpack the wheel, or build if there is none (200 s on 16 cores)
+#   bench/device.sh build     there: unpack what `cuda` made, or build if it is not there (200 s on 16 cores)
 #   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: continues. All architectures take over 16 minutes on 16
 #                             cores; CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90a-real over 6
 #   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
@@ -18,7 +18,8 @@
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill with the full cache, with copies and without
 #   bench/device.sh lossless  there: lossless decoding and the full cache, with a fixed share of right drafts
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
-#   bench/device.sh kernels   there: the kernels that choose chunks (KVFLASH_GPU_CHOICE=ON bench/device.sh build): tests, compute-sanitizer
+#   bench/device.sh kernels   there: the kernels that choose chunks (KVFLASH_GPU_CHOICE=ON bench/device.sh build): their tests
+#   bench/device.sh checkers  there: the same under compute-sanitizer
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
 #   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in parallel processes, for S seconds; again:
@@ -51,31 +52,36 @@ results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" 
 case ${1:-} in
 cuda)
     toolkit=$PWD/build/cuda-toolkit
-    if [ ! -x "$toolkit/nvidia/cu13/bin/nvcc" ]; then
+    cuda=$toolkit/nvidia/cu13
+    if [ ! -e "$cuda/lib64" ]; then
         mkdir -p "$toolkit"
         .venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --dest "$toolkit" nvidia-cuda-nvcc==13.0.\* \
             nvidia-cuda-crt==13.0.\* nvidia-nvvm==13.0.\* nvidia-cuda-runtime==13.0.\* nvidia-cuda-cccl==13.0.\* \
             nvidia-cuda-culibos==13.0.\* nvidia-cublas==13.\*
         for wheel in "$toolkit"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$toolkit"; done
         rm "$toolkit"/*.whl
-        chmod +x "$toolkit"/nvidia/cu13/bin/* "$toolkit"/nvidia/cu13/nvvm/bin/*
-        cd "$toolkit/nvidia/cu13/lib"
-        for lib in cudart cublas cublasLt; do ln -sf lib$lib.so.13 lib$lib.so; done
-        gcc -shared -x c /dev/null -o libcuda.so -Wl,-soname,libcuda.so.1 # the driver's, which is only there
-        ln -sfn lib ../lib64
-        cd - >/dev/null
+        chmod +x "$cuda"/bin/* "$cuda"/nvvm/bin/*
+        for lib in cudart cublas cublasLt; do ln -sf lib$lib.so.13 "$cuda/lib/lib$lib.so"; done
+        gcc -shared -x c /dev/null -o "$cuda/lib/libcuda.so" -Wl,-soname,libcuda.so.1 # the driver's, which is only there
+        ln -sfn lib "$cuda/lib64"
     fi
-    PATH=$toolkit/nvidia/cu13/bin:$PATH CUDACXX=$toolkit/nvidia/cu13/bin/nvcc \
-        CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=$arch -DCUDAToolkit_ROOT=$toolkit/nvidia/cu13 -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed" \
-        make wheel-cuda
-    mkdir -p .dev/wheels
-    rm -f .dev/wheels/pyllama_kvflash-*
-    cp dist/pyllama_kvflash-*+cu*.whl .dev/wheels
+    # for its processor, and not this one's: the lent machines have AVX-512
+    CUDACXX=$cuda/bin/nvcc .venv/bin/cmake -S . -B build/device -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" \
+        -DCMAKE_BUILD_TYPE=Release -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+        -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES="$arch" -DCUDAToolkit_ROOT="$cuda" \
+        -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF \
+        -DKVFLASH_GPU_CHOICE="${KVFLASH_GPU_CHOICE:-OFF}" >build/device.log
+    .venv/bin/ninja -C build/device _kvflash
+    rm -rf build/device-native
+    .venv/bin/cmake --install build/device --prefix build/device-native >>build/device.log
+    mkdir -p .dev
+    tar czf .dev/native.tgz -C build/device-native/pyllama_kvflash/native .
+    du -sh .dev/native.tgz
     ;;
 pack)
     mkdir -p .dev/wheels
     tar czf .dev/tree.tgz -C vendor llama.cpp
-    find .dev/wheels -name '*.whl' ! -name 'pyllama_kvflash-*' -delete
+    rm -f .dev/wheels/*.whl
     .venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" \
         --implementation cp --abi "cp${python/./}" --abi abi3 --abi none \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
@@ -85,22 +91,20 @@ pack)
 build)
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
     rm -rf vendor/llama.cpp build
-    [ ! -f .dev/tree.tgz ] || tar xzf .dev/tree.tgz -C vendor # a wheel needs none
+    [ ! -f .dev/tree.tgz ] || tar xzf .dev/tree.tgz -C vendor # .dev/native.tgz needs none
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
     begin=$SECONDS
-    if ls .dev/wheels/pyllama_kvflash-* >/dev/null 2>&1; then
-        python3 -m pip install --quiet --no-index --no-deps .dev/wheels/pyllama_kvflash-*.whl
-        python3 -m zipfile -e .dev/wheels/pyllama_kvflash-*.whl build/wheel # the tests run on the files that lie here
-        cp build/wheel/pyllama_kvflash/native/*.so pyllama_kvflash/native/
-        cp -r build/wheel/pyllama_kvflash.libs . # auditwheel's
-        rm -rf build/wheel
+    if [ -f .dev/native.tgz ]; then
+        tar xzf .dev/native.tgz -C pyllama_kvflash/native
         cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")
-        installed=$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
         for lib in cudart cublas cublasLt; do # found in the library's folder
-            found=$(find -L "$cuda" -name "lib$lib.so.13" -print -quit)
-            ln -sf "$found" pyllama_kvflash/native/
-            ln -sf "$found" "$installed/pyllama_kvflash/native/"
+            ln -sf "$(find -L "$cuda" -name "lib$lib.so.13" -print -quit)" pyllama_kvflash/native/
         done
+        python3 -c "import pathlib, site
+pathlib.Path(site.getsitepackages()[0], 'kvflash.pth').write_text('$PWD\n')"
+        printf '#!/bin/sh\nexec python3 -c "import sys; from pyllama_kvflash.cli import main; sys.exit(main())" "$@"\n' \
+            >/usr/local/bin/kvflash
+        chmod +x /usr/local/bin/kvflash
         python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
         exit
     fi
@@ -206,9 +210,11 @@ sanitize)
     done
     ;;
 kernels)
-    python3 -m pytest -q -p no:cacheprovider tests/test_fresh*.py tests/test_snapshot_fresh.py "${@:2}" || true
+    timeout "${2:-200}" python3 -m pytest -q --maxfail 8 --durations 8 -p no:cacheprovider tests/test_fresh*.py tests/test_snapshot_fresh.py
+    ;;
+checkers)
     for tool in memcheck racecheck; do
-        timeout 150 compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all python3 -m pytest -q -p no:cacheprovider \
+        timeout "${2:-150}" compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all python3 -m pytest -q -p no:cacheprovider \
             tests/test_fresh.py -k "node and (qwen3-f16-64 or qwen3-q4_0 or worst or twice)" 2>&1 | tail -15
     done
     ;;
@@ -332,8 +338,13 @@ fresh)
 guests)
     mkdir -p $at
     shape=${2:-8b}
-    kvflash bench speed --shape "$shape" --shape-dir /dev/shm/kvflash-shapes -ub 2048 --contexts 8K,64K,128K,256K --pools 4K \
-        --variants full,lru,fresh,fresh/turns=2,fresh/turns=4 -ctk q8_0 -ctv q8_0 -o "$at/guests-$shape" "${@:3}"
+    common="--shape $shape --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --pools 4K"
+    # shellcheck disable=SC2086
+    {
+        kvflash bench speed $common --contexts 8K,64K,128K,256K -o "$at/guests-$shape" \
+            --variants lru/prefill=pool,fresh/prefill=pool,fresh/turns=2/prefill=pool,fresh/turns=4/prefill=pool,full "${@:3}"
+        kvflash bench speed $common --contexts 64K -o "$at/guests-$shape-exact" --variants lru,fresh "${@:3}"
+    }
     results
     ;;
 accepted)

@@ -54,6 +54,13 @@ class IndexForm:
         """Bits of a key."""
         return 4 * self.n_four + 2 * self.n_two + self.n_one
 
+    @property
+    def n_words(self) -> int:
+        """Products of four components at once, of a GPU: make_words() of native/src/kvflash-gpu.cpp."""
+        whole, halves = self.n_four, self.n_four + self.n_two // 2
+        shifts = [1 if i < whole else 2 if i < halves else 4 for i in range(halves + self.n_one // 4)]
+        return -(-sum(max(shifts[i : i + 4]) for i in range(0, len(shifts), 4)) // 8) * 8
+
     def n_bytes(self, n_head_kv: int, n_embd_head: int, n: int) -> int:
         """Return the bytes of a layer's index of n positions: their codes, and each head's mean, basis and steps."""
         codes = -(-n // GROUP) * GROUP * self.n_bits // 8
@@ -114,20 +121,21 @@ class GpuChoice:
         return _WORD * self.n_seq * heads.n_kv * (heads.n_embd + heads.n_embd * n_comp + n_comp)
 
     def _scratch(self) -> list[int]:
-        """Of the layer that chooses: shares of the attention, what is best, what is fetched; of a new index: moments."""
+        """Of the layer that chooses: shares of the attention, the words of a product, what is fetched; of a new index: moments."""
         n_unit, n_asking = self._n_chunks * self.chunk // UNIT, max(self.n_seq, _ASKING)
         n_query = max(h.n_query for h in self.heads)
-        shares = [n_asking * n_query * n_unit, 2 * n_asking * n_query * _PARTS, self.n_seq * n_unit]
-        moves = [2 * self.n_seq * self._n_slot, self.n_seq]
-        pairs = [4 * self.n_seq * max(n_unit, self._n_slot), 4 * self.n_seq * self._n_slot]
+        shares = [n_asking * n_query * n_unit, 2 * n_asking * n_query * _PARTS]
+        keys = [self.n_seq * n_unit, self.n_seq * (n_unit // 4 + 1)]
+        moves = [2 * self._n_slot, 1]
         cov = max(h.n_kv * h.n_embd**2 for h in self.heads)
-        return [_WORD * n for n in (*shares, *moves, *pairs, 4, self._n_value, cov)]
+        return [_WORD * n for n in (*shares, *keys, *moves, 4, 4 * self.form.n_words, self._n_value, cov)]
 
     def _tables(self) -> list[int]:
         """Of all layers: units in slots, where indexes are; of all: where records are, and the blocks of guests."""
         n_index = self.n_seq * len(self.heads)
         slots, blocks = _WORD * n_index * self._n_slot, _WORD * (self.n_pool // self.chunk)
-        return [slots, 6 * _POINTER * n_index, _POINTER * self.n_seq * self._n_chunks, blocks]
+        keys = 6 * _POINTER * len(self.heads)  # how they lie in records
+        return [slots, 6 * _POINTER * n_index, _POINTER * self.n_seq * self._n_chunks, blocks, keys]
 
     @property
     def _n_chunks(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from shutil import copy
 
 from pyllama_kvflash.native.lib import ffi, lib
 
@@ -20,10 +21,11 @@ def build_kernels(folder: Path) -> Path:
 
     What they do where there are many units they do from 4 on.
     """
-    library, source = folder / "kernels.so", (SOURCES / "kvflash-fresh.cu").read_text()
-    changed = source.replace("FEW = 512", "FEW = 4")
+    library, source = folder / "kernels.so", (SOURCES / "kvflash-choose.cuh").read_text()
+    changed = source.replace("FEW = 1024", "FEW = 4")
     assert changed != source
-    (folder / "kvflash-fresh.cu").write_text(changed)
+    (folder / "kvflash-choose.cuh").write_text(changed)
+    copy(SOURCES / "kvflash-fresh.cu", folder)  # what a file includes is looked for beside it first
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
     ours = Path(
         str(import_module("pyllama_kvflash.native._kvflash").__file__)

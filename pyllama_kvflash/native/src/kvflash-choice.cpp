@@ -41,12 +41,16 @@ struct cpu_chooser : kvf_chooser {
         own[seq].index[layer].fit(mean, basis, step);
     }
 
-    void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) override {
-        const auto &       info = fresh.layers[layer].info;
-        std::vector<float> keys((size_t) fresh.n_chunk * info.n_embd_k);
-        for (uint32_t i = 0; i < n; ++i) {
-            kvf_rows_to_float(info, fresh.n_chunk, (const char *) records[i] + info.offs_k, keys.data());
-            own[seq].index[layer].put((first + i) * fresh.n_chunk, keys.data(), fresh.n_chunk);
+    void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
+            uint32_t n) override {
+        for (uint32_t l = layer; l < layer + n_layer; ++l) {
+            if (fresh.layers[l].chooser != this) { continue; }
+            const auto &       info = fresh.layers[l].info;
+            std::vector<float> keys((size_t) fresh.n_chunk * info.n_embd_k);
+            for (uint32_t i = 0; i < n; ++i) {
+                kvf_rows_to_float(info, fresh.n_chunk, (const char *) records[i] + info.offs_k, keys.data());
+                own[seq].index[l].put((first + i) * fresh.n_chunk, keys.data(), fresh.n_chunk);
+            }
         }
     }
 
@@ -55,6 +59,13 @@ struct cpu_chooser : kvf_chooser {
     void cover(llama_seq_id seq) override { own[seq].shares.resize((size_t) n_head * fresh.of(seq).n_unit()); }
 
     std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override { return own[seq].tables[layer]; }
+
+    void keep(llama_seq_id seq, uint32_t n) override {
+        for (auto & table : own[seq].tables) {
+            table.resize(std::min<size_t>(n, table.size()));
+            table.resize(fresh.n_slot(fresh.of(seq)), -1);
+        }
+    }
 
     void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) override {
         const auto & s     = fresh.of(seq);
@@ -326,14 +337,14 @@ void cpu_chooser::choose(uint32_t i_layer, const sequence & s, choice & o) {
     in.clear();
     for (uint32_t slot = 0; slot < table.size(); ++slot) {
         auto & unit = table[slot];
-        if (slot >= s.n_visible || (unit >= 0 && s.common[unit])) { unit = -1; }
+        if (slot >= s.n_fill || (unit >= 0 && s.common[unit])) { unit = -1; }
         if (unit >= 0) {
             taken[unit] = 1;
             in.push_back(slot);
         }
     }
     // free slots are filled, or else guests are exchanged. then only those count that are better than one: a few
-    const auto n_free = s.n_visible - in.size();
+    const auto n_free = s.n_fill - in.size();
     float      least  = n_free ? -1 : std::numeric_limits<float>::infinity();
     for (size_t i = 0; i < in.size() && !n_free; ++i) {
         least = std::min(least, score[table[in[i]]]);
@@ -349,7 +360,7 @@ void cpu_chooser::choose(uint32_t i_layer, const sequence & s, choice & o) {
     std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);
 
     size_t next = 0;
-    for (uint32_t slot = 0; slot < s.n_visible; ++slot) {
+    for (uint32_t slot = 0; slot < s.n_fill; ++slot) {
         if (table[slot] >= 0) { continue; }
         fetch(i_layer, s, slot, out[next]);
         table[slot] = out[next++];

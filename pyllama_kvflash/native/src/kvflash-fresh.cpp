@@ -100,15 +100,11 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
 
     const uint32_t n_before = n_slot(s);
     s.blocks                = std::move(want);
-    s.changed               = true;
-    for (uint32_t i = 0; i < layers.size(); ++i) {
-        std::vector<int32_t> table(std::max(n_before, n_slot(s)), -1);
-        if (n_before) {
-            const auto had = layers[i].chooser->table(seq, i);
-            std::copy_n(had.begin(), std::min<size_t>({had.size(), n_before, n_slot(s)}), table.begin());
-        }
-        layers[i].chooser->set_table(seq, i, table.data(), false);
+    for (const auto & chooser : choosers) {
+        chooser->keep(seq, std::min(n_before, n_slot(s)));
     }
+    s.n_fill  = std::min(s.n_fill, n_slot(s));
+    s.n_shown = std::min(s.n_shown, n_slot(s));
     if (!s.blocks.empty()) {
         const uint32_t last = *std::max_element(s.blocks.begin(), s.blocks.end());
         llama_kvflash::set_n_kv(kv, GGML_PAD((last + 1) * n_chunk, 256));
@@ -135,9 +131,9 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         if (!s.blocks.empty()) { s.tokens.push_back(i); }
     }
     for (size_t seq = 0; seq < sequences.size(); ++seq) {
-        auto &     s       = sequences[seq];
-        const auto visible = s.n_visible;
-        s.n_visible        = 0;
+        auto &     s      = sequences[seq];
+        const auto filled = s.n_fill;
+        s.n_fill = s.n_visible = 0;
         if (s.tokens.empty()) { continue; }
 
         const auto common = std::move(s.common);
@@ -148,16 +144,24 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
             if (pos < (llama_pos) s.n) { s.common[pos / UNIT] = 1; }
         });
         const uint32_t n_out = std::count(s.common.begin(), s.common.end(), 0);
-        s.n_visible          = std::min(n_out, n_slot(s));
+        s.n_fill             = std::min(n_out, n_slot(s));
 
         const uint32_t n = s.tokens.size(), n_asking = std::min(n, MOST_ASKING);
         for (uint32_t i = 0; i < n_asking; ++i) {
             const uint32_t row = s.tokens[(i + 1) * n / n_asking - 1];
             s.asking.emplace_back(row, ubatch.pos[row]);
         }
-        // a chunk that is common now may be in a slot, too
-        s.all     = s.changed || n > 1 || s.common != common || s.n_visible != visible;
-        s.changed = false;
+        // a chunk that has become common may be in a slot, too. new slots are filled by turns, and seen by nobody until they
+        // all are
+        bool more = false;
+        for (size_t i = 0; i < std::min(s.common.size(), common.size()); ++i) {
+            more = more || (s.common[i] && !common[i]);
+        }
+        s.all       = s.changed || n > 1 || more || !filled;
+        s.changed   = false;
+        s.n_since   = s.n_fill > filled ? 0 : s.n_since + 1;
+        s.n_visible = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, s.n_shown);
+        s.n_shown   = s.n_visible;
         s.n_step++;
     }
 }
@@ -230,8 +234,9 @@ int kvf_index_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
     return kvf_guard([&] {
         auto & fresh = fresh_of(ctx, seq);
         kvf_check(records, "records are needed");
-        for (uint32_t i = layer; i < layer + n_layer; ++i) {
-            layer_of(fresh, i).chooser->put(seq, i, first, records, n);
+        kvf_check(layer + n_layer <= fresh.layers.size(), "the attention cache has no such layer");
+        for (const auto & chooser : fresh.choosers) {
+            chooser->put(seq, layer, n_layer, first, records, n);
         }
     });
 }

@@ -75,7 +75,8 @@ struct kvf_chooser {
     virtual void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) = 0;
 
     virtual void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) = 0;
-    virtual void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n)    = 0;
+    // of those of n_layer layers that are this one's
+    virtual void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) = 0;
     virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)                                      = 0;
     virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src)                                = 0;
     // the index has what was put, and the sequence has more records
@@ -83,6 +84,8 @@ struct kvf_chooser {
 
     // the units in the slots of a layer, -1: none
     virtual std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) = 0;
+    // the sequence has another number of slots: the units in the first n slots stay, in all layers
+    virtual void keep(llama_seq_id seq, uint32_t n) = 0;
     // set them; fetch: their rows are to be fetched
     virtual void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) = 0;
 
@@ -154,7 +157,10 @@ struct kvf_fresh {
         std::vector<std::pair<uint32_t, llama_pos>> asking;           // those whose queries choose, and their positions
         std::vector<std::pair<llama_pos, int32_t>>  cells;            // positions that all layers hold, and where
         std::vector<uint8_t>                        common;           // of each unit: whether they are among these
-        uint32_t                                    n_visible = 0;    // slots
+        uint32_t                                    n_fill    = 0;    // slots that a layer fills when it chooses
+        uint32_t                                    n_visible = 0;    // of these, those that all layers have filled
+        uint32_t                                    n_shown   = 0;    // the same, of the ubatch before
+        uint32_t                                    n_since   = 0;    // ubatches since n_fill grew
         uint32_t                                    n_step    = 0;    // of turns
         bool                                        all       = true; // every layer chooses, not only those whose turn it is
         bool                                        changed   = true; // `all` is set for the next ubatch
@@ -164,7 +170,7 @@ struct kvf_fresh {
 
     // whether a layer chooses for the ubatch
     bool has_turn(const sequence & s, uint32_t layer) const {
-        return s.n_visible > 0 && (s.all || (s.n_step + layer) % its.n_turn == 0);
+        return s.n_fill > 0 && (s.all || (s.n_step + layer) % its.n_turn == 0);
     }
 
     // forget positions from p on

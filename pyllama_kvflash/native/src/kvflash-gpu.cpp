@@ -54,12 +54,14 @@ struct gpu_chooser : kvf_chooser {
 
     void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override;
     void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override;
-    void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) override;
+    void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
+            uint32_t n) override;
     void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
     void cover(llama_seq_id seq) override;
 
     std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override;
+    void                 keep(llama_seq_id seq, uint32_t n) override;
     void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) override;
 
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
@@ -86,22 +88,20 @@ struct gpu_chooser : kvf_chooser {
     std::array<std::pair<void *, size_t>, 4> parts(llama_seq_id seq, uint32_t layer, uint32_t n);
     bool                                     mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
     const char *                             device_record(const void * record);
-    void                                     take_scratch();
 
-    // go over the keys in records, as floats on the device, so many at a time
-    template <typename F>
-    void each_keys(uint32_t layer, const void * const * records, uint32_t n, uint32_t every, const F & go);
+    kvf_gpu_records device_records(const void * const * records, uint32_t n);
 
     kvf_fresh &                fresh;
     kernels &                  gpu;
     ggml_backend_buffer_type_t buft;
 
     std::vector<kvf_gpu_layer> layers;
+    std::vector<kvf_gpu_keys>  keys; // of all layers, as the device has them
     std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
     std::vector<own>           owns;
 
     memory      fixed; // what is always there
-    size_t      at_index = 0, at_records = 0, at_blocks = 0;
+    size_t      at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
     uint32_t    n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
     memory      scratch;                   // of keys as floats
     float *     mean = nullptr;
@@ -126,28 +126,33 @@ struct ask_input : llm_graph_input_i {
     ggml_tensor *       words;
 };
 
-// which nibbles a lane multiplies: those of four at a time that have bits at a shift
-kvf_gpu_form make_form(const kvf_index::form & f) {
-    kvf_gpu_form res = {f.n_four, f.n_two, f.n_one, f.n_comp(), f.n_nibble(), 0, {}, {}, {}};
-    uint32_t     n   = 0;
-    for (uint32_t quad = 0; quad * 4 < res.n_nibble; ++quad) {
+// which component has these bits of a nibble; -1: none
+int component(const kvf_index::form & f, uint32_t nibble, uint32_t shift) {
+    const uint32_t n_two = f.n_two / 2;
+    if (nibble < f.n_four) { return shift ? -1 : (int) nibble; }
+    if (nibble < f.n_four + n_two) { return shift % 2 ? -1 : (int) (f.n_four + 2 * (nibble - f.n_four) + shift / 2); }
+    return nibble < f.n_nibble() ? (int) (f.n_four + f.n_two + 4 * (nibble - f.n_four - n_two) + shift) : -1;
+}
+
+// what lanes multiply: those of four nibbles at a time that have bits at a shift; an even number for each of four lanes
+std::vector<kvf_gpu_word> make_words(const kvf_index::form & f) {
+    std::vector<kvf_gpu_word> res;
+    for (uint32_t quad = 0; quad * 4 < f.n_nibble(); ++quad) {
         for (uint32_t shift = 0; shift < 4; ++shift) {
-            uint32_t mask = 0;
+            kvf_gpu_word word = {0, {-1, -1, -1, -1}, (uint16_t) quad, (uint16_t) shift};
             for (uint32_t b = 0; b < 4; ++b) {
                 const uint32_t nibble = quad * 4 + b;
                 const uint32_t n_bit  = nibble < f.n_four ? 4 : nibble < f.n_four + f.n_two / 2 ? 2 : 1;
-                if (nibble < res.n_nibble && shift % n_bit == 0) { mask |= ((1u << n_bit) - 1) << 8 * b; }
+                word.comps[b]         = component(f, nibble, shift);
+                if (word.comps[b] >= 0) { word.mask |= ((1u << n_bit) - 1) << 8 * b; }
             }
-            if (!mask) { continue; }
-            if (n == kvf_gpu_form::MOST) {
-                throw kvf_failure(KVF_E_UNSUPPORTED, "the index has too many components for a GPU");
-            }
-            res.quad[n]   = quad;
-            res.shift[n]  = shift;
-            res.mask[n++] = mask;
+            if (word.mask) { res.push_back(word); }
         }
     }
-    res.n_each = GGML_PAD((n + 3) / 4, 2);
+    res.resize(GGML_PAD(res.size(), 8), {0, {-1, -1, -1, -1}, 0, 0});
+    if (res.size() > kvf_gpu_word::MOST) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "the index has too many components for a GPU");
+    }
     return res;
 }
 
@@ -167,8 +172,12 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), owns(fresh.sequences.size()) {
     const auto all = lay_out();
     for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
-        layers.push_back(of_layer(all, i));
+        const auto & l = layers.emplace_back(of_layer(all, i));
+        const auto   type = (ggml_type) l.type_k;
+        keys.push_back({l.type_k, l.n_head_kv, l.d, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), l.row_size,
+                l.k.offs, l.index});
     }
+    gpu.upload(fixed.at(at_keys), keys.data(), keys.size() * sizeof(keys[0]));
     const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
     gpu.upload(indexes[0].table, none.data(), none.size() * sizeof(int32_t));
     gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));
@@ -198,19 +207,21 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     res.n_chunk       = fresh.n_chunk;
     res.n_slot        = n_block * each;
     res.n_exchange    = fresh.its.n_exchange;
-    res.form          = make_form(fresh.its.form);
+    res.least_gain    = getenv("KVF_GAIN") ? atof(getenv("KVF_GAIN")) : 0;
+    const auto words  = make_words(fresh.its.form);
+    const auto & form = fresh.its.form;
+    res.form          = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), (uint32_t) words.size() / 4};
     res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
-    res.n_room        = 2 * std::max(res.ask.n_unit, res.n_slot);
 
     places     in;
     const auto at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
     const auto at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
-    const auto at_score   = in.take(sizeof(float) * n_seq * res.ask.n_unit);
-    const auto at_moves   = in.take(2 * sizeof(int32_t) * n_seq * res.n_slot);
-    const auto at_n_moves = in.take(sizeof(int32_t) * n_seq);
-    const auto at_room    = in.take(sizeof(kvf_pair) * n_seq * res.n_room);
-    const auto at_lists   = in.take(2 * sizeof(kvf_pair) * n_seq * res.n_slot);
+    const auto at_shares  = in.take(sizeof(int32_t) * n_seq * res.ask.n_unit);
+    const auto at_tops    = in.take(sizeof(int32_t) * n_seq * (res.ask.n_unit / 4 + 1));
+    const auto at_moves   = in.take(sizeof(kvf_move) * res.n_slot);
+    const auto at_n_moves = in.take(sizeof(uint32_t));
     const auto at_counts  = in.take(2 * sizeof(uint64_t));
+    const auto at_words   = in.take(sizeof(kvf_gpu_word) * words.size());
     const auto at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
     const auto at_table = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
     const auto at_own   = in.end; // a mean, a basis and steps of each layer and sequence
@@ -221,6 +232,7 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     at_records = in.take(sizeof(void *) * n_seq * n_record);
     at_blocks  = in.take(sizeof(int32_t) * n_block);
     at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
+    at_keys    = in.take(sizeof(kvf_gpu_keys) * n_layer);
     fixed      = memory(buft, in.end);
     mean       = (float *) fixed.at(at_mean);
     cov        = (float *) fixed.at(at_cov);
@@ -238,13 +250,14 @@ kvf_gpu_layer gpu_chooser::lay_out() {
             at = step + l.n_head_kv * n_comp;
         }
     }
+    gpu.upload(fixed.at(at_words), words.data(), words.size() * sizeof(words[0]));
+    res.words     = (const kvf_gpu_word *) fixed.at(at_words);
     res.lse       = (float *) fixed.at(at_lse);
     res.parts     = (float *) fixed.at(at_parts);
-    res.score     = (float *) fixed.at(at_score);
-    res.moves     = (int32_t *) fixed.at(at_moves);
-    res.n_moves   = (int32_t *) fixed.at(at_n_moves);
-    res.room      = (kvf_pair *) fixed.at(at_room);
-    res.lists     = (kvf_pair *) fixed.at(at_lists);
+    res.keys      = (int32_t *) fixed.at(at_shares);
+    res.tops      = (int32_t *) fixed.at(at_tops);
+    res.moves     = (kvf_move *) fixed.at(at_moves);
+    res.n_moves   = (uint32_t *) fixed.at(at_n_moves);
     res.n_fetched = (uint64_t *) fixed.at(at_counts);
     res.n_arrived = (unsigned long long *) fixed.at(at_counts) + 1;
     return res;
@@ -332,42 +345,33 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     o.n_room = room;
 }
 
-void gpu_chooser::take_scratch() {
-    if (scratch.size) { return; }
-    scratch = memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES);
-}
-
-template <typename F>
-void gpu_chooser::each_keys(uint32_t layer, const void * const * records, uint32_t n, uint32_t every, const F & go) {
-    const auto &   l       = layers[layer];
-    const uint32_t n_chunk = fresh.n_chunk, n_value = l.n_head_kv * l.d;
-    const uint32_t at_once  = std::min(kvf_gpu_keys::MOST, kvf_index::MOST_SAMPLES / n_chunk);
-    uint32_t       n_before = 0; // keys
-    for (uint32_t first = 0; first < n; first += at_once) {
-        kvf_gpu_keys keys = {l.type_k, l.n_head_kv, l.d, n_chunk, std::min(at_once, n - first), l.row_size, l.k.offs, {}};
-        for (uint32_t i = 0; i < keys.n; ++i) {
-            keys.records[i] = device_record(records[first + i]);
-        }
-        const uint32_t skip = (every - first * n_chunk % every) % every;
-        const uint32_t some = skip < keys.n * n_chunk ? (keys.n * n_chunk - skip + every - 1) / every : 0;
-        float *        to   = (float *) scratch.at() + (every > 1 ? (size_t) n_before * n_value : 0);
-        if (some) { gpu.decode(keys, skip, every, to, some); }
-        go(n_before, some);
-        n_before += some;
+kvf_gpu_records gpu_chooser::device_records(const void * const * records, uint32_t n) {
+    kvf_gpu_records res = {fresh.n_chunk, n, {}};
+    for (uint32_t i = 0; i < n; ++i) {
+        res.at[i] = device_record(records[i]);
     }
+    return res;
 }
 
 void gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
     const std::lock_guard<std::mutex> lock(mutex);
 
-    take_scratch();
-    const auto &   l     = layers[layer];
-    const uint32_t every = (n * fresh.n_chunk + kvf_index::MOST_SAMPLES - 1) / kvf_index::MOST_SAMPLES;
-    uint32_t       n_all = 0;
-    each_keys(layer, records, n, every, [&](uint32_t, uint32_t some) { n_all += some; });
+    if (!scratch.size) { scratch = memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES); }
+    const auto &   l      = layers[layer];
+    const uint32_t n_each = l.n_head_kv * l.d, n_chunk = fresh.n_chunk;
+    const uint32_t every = (n * n_chunk + kvf_index::MOST_SAMPLES - 1) / kvf_index::MOST_SAMPLES;
+    uint32_t       n_all = 0; // keys
+    for (uint32_t first = 0; first < n; first += kvf_gpu_records::MOST) {
+        const auto     some = device_records(records + first, std::min(kvf_gpu_records::MOST, n - first));
+        const uint32_t skip = (every - first * n_chunk % every) % every, n_here = some.n * n_chunk;
+        if (skip >= n_here) { continue; }
+        const uint32_t n_taken = (n_here - skip + every - 1) / every;
+        gpu.decode(keys[layer], some, skip, every, (float *) scratch.at() + (size_t) n_all * n_each, n_taken);
+        n_all += n_taken;
+    }
     gpu.moments((const float *) scratch.at(), n_all, l.n_head_kv, l.d, this->mean, this->cov);
-    gpu.download(mean, this->mean, sizeof(float) * l.n_head_kv * l.d);
-    gpu.download(cov, this->cov, sizeof(float) * l.n_head_kv * l.d * l.d);
+    gpu.download(mean, this->mean, sizeof(float) * n_each);
+    gpu.download(cov, this->cov, sizeof(float) * n_each * l.d);
 }
 
 void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
@@ -380,16 +384,25 @@ void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, cons
     }
 }
 
-void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
+void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
+        uint32_t n) {
     const std::lock_guard<std::mutex> lock(mutex);
 
-    const auto & l = layers[layer];
     reserve(seq, (first + n) * fresh.n_chunk, first == 0);
-    take_scratch();
-    each_keys(layer, records, n, 1, [&](uint32_t at, uint32_t some) {
-        gpu.encode(
-                (const float *) scratch.at(), some, first * fresh.n_chunk + at, l.n_head_kv, l.d, l.form, index(seq, layer));
-    });
+    for (uint32_t at = layer, end = layer + n_layer; at < end;) {
+        uint32_t     last = at; // layers of this device, one after the other
+        kvf_gpu_keys most = {};
+        for (; last < end && mine(last); ++last) {
+            const auto & k = keys[last];
+            most           = {k.type, std::max(most.n_head_kv, k.n_head_kv), std::max(most.d, k.d), k.block, k.block_size, 0, 0, nullptr};
+        }
+        for (uint32_t i = 0; i < n && last > at; i += kvf_gpu_records::MOST) {
+            const auto some = device_records(records + i, std::min(kvf_gpu_records::MOST, n - i));
+            gpu.encode((const kvf_gpu_keys *) fixed.at(at_keys) + at, last - at, most, some, seq, (first + i) * fresh.n_chunk,
+                    layers[at].form);
+        }
+        at = last + 1;
+    }
 }
 
 void gpu_chooser::cover(llama_seq_id seq) {
@@ -436,21 +449,28 @@ std::vector<int32_t> gpu_chooser::table(llama_seq_id seq, uint32_t layer) {
     return res;
 }
 
+void gpu_chooser::keep(llama_seq_id seq, uint32_t n) {
+    const size_t each = layers[0].n_slot * sizeof(int32_t);
+    char *       from = (char *) index(seq, 0).table + n * sizeof(int32_t);
+    if (n < layers[0].n_slot) { gpu.fill(from, -1, each * owns.size(), each - n * sizeof(int32_t), layers.size()); }
+}
+
 void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
     const auto &         s = fresh.of(seq);
     const uint32_t       n = fresh.n_slot(s);
-    std::vector<int32_t> all(layers[layer].n_slot, -1), moves;
+    std::vector<int32_t>  all(layers[layer].n_slot, -1);
+    std::vector<kvf_move> moves;
     std::copy_n(units, n, all.begin());
     gpu.upload(index(seq, layer).table, all.data(), all.size() * sizeof(int32_t));
     for (uint32_t slot = 0; fetching && slot < n; ++slot) {
-        if (units[slot] >= 0) { moves.insert(moves.end(), {(int32_t) slot, units[slot]}); }
+        if (units[slot] >= 0) { moves.push_back({slot, (uint32_t) units[slot]}); }
     }
     if (moves.empty()) { return; }
 
-    const int32_t n_move = moves.size() / 2;
-    const auto &  l      = layers[layer];
-    gpu.upload(l.moves + (size_t) seq * l.n_slot * 2, moves.data(), moves.size() * sizeof(int32_t));
-    gpu.upload(l.n_moves + seq, &n_move, sizeof(n_move));
+    const uint32_t n_move = moves.size();
+    const auto &   l      = layers[layer];
+    gpu.upload(l.moves, moves.data(), n_move * sizeof(kvf_move));
+    gpu.upload(l.n_moves, &n_move, sizeof(n_move));
     gpu.upload(fixed.at(at_blocks), s.blocks.data(), s.blocks.size() * sizeof(int32_t));
     gpu.fetch(l, seq, (const int32_t *) fixed.at(at_blocks));
     gpu.wait(fixed.at());
@@ -482,7 +502,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
     for (size_t seq = 0; seq < owns.size(); ++seq) {
         const auto & s  = fresh.sequences[seq];
         int32_t *    to = res.data() + A::LEN + A::LEN_ASKER * shape.n_asker + seq * shape.seq_size();
-        if (!s.n_visible) { continue; }
+        if (!s.n_fill) { continue; }
 
         // fewer ask where many sequences do
         const size_t room = std::max<size_t>(1, shape.n_asker / owns.size()), n = std::min(room, s.asking.size());
@@ -494,7 +514,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
             asker[A::POS]           = pos;
         }
         to[A::N_UNIT]    = s.n_unit();
-        to[A::N_VISIBLE] = s.n_visible;
+        to[A::N_FILL]    = s.n_fill;
         to[A::STEP]      = s.all ? -1 : (int32_t) (s.n_step % fresh.its.n_turn);
         int32_t * blocks = to + A::LEN_SEQ;
         std::copy(s.blocks.begin(), s.blocks.end(), blocks);

@@ -36,23 +36,28 @@ struct kvf_gpu_index {
     const char * const * records; // of all chunks
 };
 
-// the components of keys that a lane of a warp multiplies, four at a time: those of four nibbles, after a shift
+// the components of keys, and how many words a lane of a warp multiplies: an even number
 struct kvf_gpu_form {
-    static constexpr uint32_t MOST = 192;
-
     uint32_t n_four, n_two, n_one;
     uint32_t n_comp, n_nibble;
-    uint32_t n_each;      // words of a lane, of four: an even number
-    uint8_t  quad[MOST];  // by word: first nibble, divided by 4
-    uint8_t  shift[MOST]; // and the bits of nibbles that come before
-    uint32_t mask[MOST];
+    uint32_t n_each;
+};
+
+// four components, which are multiplied at once: those of four nibbles, after a shift
+struct alignas(16) kvf_gpu_word {
+    static constexpr uint32_t MOST = 192;
+
+    uint32_t mask;
+    int16_t  comps[4]; // -1: none
+    uint16_t quad;     // first nibble, divided by 4
+    uint16_t shift;    // and the bits of nibbles that come before
 };
 
 // the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
 struct kvf_gpu_ask {
     enum { N_ASKER, LEN };
     enum { SEQ, ROW, POS, LEN_ASKER };
-    enum { N_UNIT, N_VISIBLE, N_COMMON, STEP, LEN_SEQ }; // STEP: -1: all layers choose
+    enum { N_UNIT, N_FILL, N_COMMON, STEP, LEN_SEQ }; // STEP: -1: all layers choose
     enum { CELL, FIRST, N, LEN_COMMON };
 
     uint32_t n_asker, n_seq, n_block, n_unit; // the most of each
@@ -66,42 +71,53 @@ struct kvf_pair {
     uint32_t key, what;
 };
 
+// where a unit goes
+struct kvf_move {
+    uint32_t slot, unit;
+};
+
 struct kvf_gpu_layer {
     uint32_t     i, n_turn;
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
     int32_t      type_k; // ggml_type
     uint64_t     row_size;
-    float        scale, cap;
+    float        scale, cap, least_gain;
     kvf_gpu_rows k, v; // v.n_run: 0: there is none
     kvf_gpu_form form;
     kvf_gpu_ask  ask;
 
+    const kvf_gpu_word *  words; // [4][form.n_each]
     const kvf_gpu_index * index; // of each sequence
 
     // scratch, of all layers
     float *    lse;     // [n_asker][n_head][n_unit]
     float *    parts;   // [n_asker][n_head][KVF_GPU_PARTS][2]
-    float *    score;   // [n_seq][n_unit]
-    int32_t *  moves;   // [n_seq][n_slot][2]: slot, unit
-    int32_t *  n_moves; // [n_seq]
-    kvf_pair * room;    // [n_seq][n_room]
-    uint32_t   n_room;
-    kvf_pair * lists; // [n_seq][2][n_slot]: what comes, what goes
+    int32_t *  keys;    // [n_seq][n_unit]: by which units are compared
+    int32_t *  tops;    // [n_seq][n_unit/4 and one]: the largest ones
+    kvf_move * moves;   // [n_slot]: what `fetch` below is to do
+    uint32_t * n_moves;
     uint64_t * n_fetched;
 
     unsigned long long * n_arrived; // blocks of all launches, at the places where they wait for each other
 };
 
-static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
+static constexpr uint32_t KVF_GPU_PARTS = 512;  // blocks of a head, at most
 
-// keys in records: n_chunk positions each, the rows of a layer from offs on
+// how the keys of a layer lie in a record
 struct kvf_gpu_keys {
-    static constexpr uint32_t MOST = 256; // records at once
+    int32_t  type;
+    uint32_t n_head_kv, d, block, block_size; // values that are quantised together, and their bytes
+    uint64_t row_size, offs;
 
-    int32_t      type;
-    uint32_t     n_head_kv, d, n_chunk, n;
-    uint64_t     row_size, offs;
-    const char * records[MOST];
+    const kvf_gpu_index * index; // of each sequence
+};
+
+// of n_chunk positions each
+struct kvf_gpu_records {
+    static constexpr uint32_t MOST = 256; // at once
+
+    uint32_t     n_chunk, n;
+    const char * at[MOST];
 };
 
 // the functions, which run on a stream of their own
@@ -117,11 +133,15 @@ struct kvf_gpu {
     const char * (*pinned)(const char * host); // where the device sees this, null: nowhere
 
     // every n-th of the keys, from `skip` on, as floats; and how many these are
-    void (*decode)(const kvf_gpu_keys & keys, uint32_t skip, uint32_t every, float * dst, uint32_t n);
+    void (*decode)(const kvf_gpu_keys & keys, const kvf_gpu_records & records, uint32_t skip, uint32_t every, float * dst,
+            uint32_t n);
     // x: [n][n_head_kv][d]. mean: [n_head_kv][d]. cov: [n_head_kv][d][d]
     void (*moments)(const float * x, uint32_t n, uint32_t n_head_kv, uint32_t d, float * mean, float * cov);
-    void (*encode)(const float * x, uint32_t n, uint32_t pos, uint32_t n_head_kv, uint32_t d, const kvf_gpu_form & form,
-            const kvf_gpu_index & index);
+    // the codes of positions pos ... in n_layer layers. layers: the device's. most: of each number, of these
+    void (*encode)(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_keys & most, const kvf_gpu_records & records,
+            uint32_t seq, uint32_t pos, const kvf_gpu_form & form);
+    // fill n rows of `width` bytes with a byte
+    void (*fill)(void * dst, int value, size_t stride, size_t width, size_t n);
     // fetch what l.moves says, of one sequence. blocks: its guests'
     void (*fetch)(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks);
     void (*wait)(const void * on); // for the device on which this lies

@@ -19,12 +19,16 @@ static cudaStream_t stream_on(const void * on) {
     return streams[at.device];
 }
 
+static __device__ const char * row_of(const kvf_gpu_keys & keys, const kvf_gpu_records & records, uint32_t i) {
+    return records.at[i / records.n_chunk] + keys.offs + i % records.n_chunk * keys.row_size;
+}
+
 // x: [n][n_value]. grid: positions
-static __global__ void kvf_decode(const __grid_constant__ kvf_gpu_keys keys, uint32_t skip, uint32_t every, float * dst) {
+static __global__ void kvf_decode(const __grid_constant__ kvf_gpu_keys keys, const __grid_constant__ kvf_gpu_records records,
+        uint32_t skip, uint32_t every, float * dst) {
     char * const   row = &shared<char>();
-    const uint32_t at = skip + blockIdx.x * every, n = keys.n_head_kv * keys.d;
-    copy_bytes(row, keys.records[at / keys.n_chunk] + keys.offs + at % keys.n_chunk * keys.row_size, keys.row_size,
-            threadIdx.x, blockDim.x);
+    const uint32_t n   = keys.n_head_kv * keys.d;
+    copy_bytes(row, row_of(keys, records, skip + blockIdx.x * every), keys.row_size, threadIdx.x, blockDim.x);
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
         dst[(uint64_t) blockIdx.x * n + i] = key_value(keys.type, row, i);
@@ -50,27 +54,27 @@ static __global__ void kvf_mean(const float * x, uint32_t n, uint32_t n_value, f
     }
 }
 
-static constexpr uint32_t TILE = 32;
+static constexpr uint32_t SIDE = 32;
 
 // grid: tiles of rows and of columns of a covariance; heads. 16 x 16 threads, each 2 x 2 values
 static __global__ void kvf_cov(const float * x, uint32_t n, uint32_t n_head, uint32_t d, const float * mean, float * cov) {
-    auto & a = shared<float[TILE][TILE + 1]>(), & b = shared<float[TILE][TILE + 1]>(sizeof(a)); // [position][value]
+    auto & a = shared<float[SIDE][SIDE + 1]>(), & b = shared<float[SIDE][SIDE + 1]>(sizeof(a)); // [position][value]
 
     const uint32_t head = blockIdx.z, tx = threadIdx.x, ty = threadIdx.y, tid = ty * 16 + tx;
     const float *  from = x + head * d;
     mean += head * d;
 
     float sums[2][2] = {};
-    for (uint32_t t0 = 0; t0 < n; t0 += TILE) {
-        for (uint32_t i = tid; i < TILE * TILE; i += 256) {
-            const uint32_t t = i / TILE, ia = blockIdx.x * TILE + i % TILE, ib = blockIdx.y * TILE + i % TILE;
+    for (uint32_t t0 = 0; t0 < n; t0 += SIDE) {
+        for (uint32_t i = tid; i < SIDE * SIDE; i += 256) {
+            const uint32_t t = i / SIDE, ia = blockIdx.x * SIDE + i % SIDE, ib = blockIdx.y * SIDE + i % SIDE;
             const float *  key = from + (uint64_t) (t0 + t) * n_head * d;
-            a[t][i % TILE]     = t0 + t < n && ia < d ? key[ia] - mean[ia] : 0;
-            b[t][i % TILE]     = t0 + t < n && ib < d ? key[ib] - mean[ib] : 0;
+            a[t][i % SIDE]     = t0 + t < n && ia < d ? key[ia] - mean[ia] : 0;
+            b[t][i % SIDE]     = t0 + t < n && ib < d ? key[ib] - mean[ib] : 0;
         }
         __syncthreads();
 #pragma unroll
-        for (uint32_t t = 0; t < TILE; ++t) {
+        for (uint32_t t = 0; t < SIDE; ++t) {
             for (uint32_t i = 0; i < 2; ++i) {
                 for (uint32_t j = 0; j < 2; ++j) {
                     sums[i][j] += a[t][ty + 16 * i] * b[t][tx + 16 * j];
@@ -81,22 +85,46 @@ static __global__ void kvf_cov(const float * x, uint32_t n, uint32_t n_head, uin
     }
     for (uint32_t i = 0; i < 2; ++i) {
         for (uint32_t j = 0; j < 2; ++j) {
-            const uint32_t ia = blockIdx.x * TILE + ty + 16 * i, ib = blockIdx.y * TILE + tx + 16 * j;
+            const uint32_t ia = blockIdx.x * SIDE + ty + 16 * i, ib = blockIdx.y * SIDE + tx + 16 * j;
             if (ia < d && ib < d) { cov[((uint64_t) head * d + ia) * d + ib] = sums[i][j] / n; }
         }
     }
 }
 
-// the codes of positions pos ... pos + n, whole units. grid: units; heads. x of a unit in shared memory, and its components
-static __global__ void kvf_encode(const float * x, uint32_t pos, uint32_t n_head, uint32_t d,
-        const __grid_constant__ kvf_gpu_form f, const __grid_constant__ kvf_gpu_index index) {
-    float * const  keys = &shared<float>(); // [d][UNIT], and then [n_comp][UNIT]
-    const uint32_t unit = blockIdx.x, head = blockIdx.y, n_comp = f.n_comp, tid = threadIdx.x;
-    float *        comps = keys + d * UNIT;
+// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
+static KVF_BOTH uint32_t piece_of(const kvf_gpu_keys & keys, uint32_t head, uint32_t & n) {
+    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
+    n = (last - first) * keys.block_size;
+    return first * keys.block_size;
+}
 
+// bytes of such a piece, at most, and as it lies in shared memory
+static KVF_BOTH uint32_t piece_room(const kvf_gpu_keys & keys) {
+    return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
+}
+
+// The codes of whole units from position pos on. grid: units; heads; layers. In shared memory: the rows of a unit, its keys
+// [d][UNIT] and their components [n_comp][UNIT]
+static __global__ void kvf_encode(const kvf_gpu_keys * layers, const __grid_constant__ kvf_gpu_records records, uint32_t seq,
+        uint32_t pos, const __grid_constant__ kvf_gpu_form f) {
+    const kvf_gpu_keys layer = layers[blockIdx.z];
+    const uint32_t     unit = blockIdx.x, head = blockIdx.y, n_comp = f.n_comp, tid = threadIdx.x, d = layer.d;
+    if (head >= layer.n_head_kv) { return; }
+
+    const kvf_gpu_index index = layer.index[seq];
+    float * const       keys  = &shared<float>();
+    float * const       comps = keys + d * UNIT;
+    char * const        rows  = (char *) (comps + n_comp * UNIT);
+
+    uint32_t       n_byte;
+    const uint32_t from = piece_of(layer, head, n_byte), room = piece_room(layer);
+    for (uint32_t t = tid / 32; t < UNIT; t += blockDim.x / 32) {
+        copy_bytes(rows + t * room, row_of(layer, records, unit * UNIT + t) + from, n_byte, tid % 32, 32);
+    }
+    __syncthreads();
     for (uint32_t i = tid; i < UNIT * d; i += blockDim.x) {
-        const uint32_t t = i / d, j = i % d;
-        keys[j * UNIT + t] = x[((uint64_t) (unit * UNIT + t) * n_head + head) * d + j] - index.mean[head * d + j];
+        const uint32_t t = i / d, j = i % d, at = head * d + j - from / layer.block_size * layer.block;
+        keys[j * UNIT + t] = key_value(layer.type, rows + t * room, at) - index.mean[head * d + j];
     }
     __syncthreads();
     const float * basis = index.basis + (uint64_t) head * d * n_comp;
@@ -118,7 +146,7 @@ static __global__ void kvf_encode(const float * x, uint32_t pos, uint32_t n_head
 
     // a byte has a position and the one that is 32 further on: another unit, which may be written at the same time
     const uint32_t first = pos + unit * UNIT, group = first / GROUP, shift = first % GROUP < 32 ? 0 : 4;
-    uint8_t *      codes = index.codes + ((uint64_t) group * n_head + head) * f.n_nibble * 32;
+    uint8_t *      codes = index.codes + ((uint64_t) group * layer.n_head_kv + head) * f.n_nibble * 32;
     for (uint32_t i = tid; i < f.n_nibble * (UNIT / 4); i += blockDim.x) {
         const uint32_t nibble = i / (UNIT / 4), t = i % (UNIT / 4) * 4;
 
@@ -165,22 +193,30 @@ static const char * pinned(const char * host) {
     return (const char *) res;
 }
 
-static void decode(const kvf_gpu_keys & keys, uint32_t skip, uint32_t every, float * dst, uint32_t n) {
-    launch(kvf_decode, dim3(n), dim3(128), GGML_PAD(keys.row_size, 16), stream_on(dst), false, keys, skip, every, dst);
+static void decode(
+        const kvf_gpu_keys & keys, const kvf_gpu_records & records, uint32_t skip, uint32_t every, float * dst, uint32_t n) {
+    launch(kvf_decode, dim3(n), dim3(128), GGML_PAD(keys.row_size, 16), stream_on(dst), false, keys, records, skip, every, dst);
 }
 
 static void moments(const float * x, uint32_t n, uint32_t n_head, uint32_t d, float * mean, float * cov) {
     const auto     stream = stream_on(x);
-    const uint32_t n_tile = (d + TILE - 1) / TILE, n_value = n_head * d;
+    const uint32_t n_tile = (d + SIDE - 1) / SIDE, n_value = n_head * d;
     launch(kvf_mean, dim3((n_value + 31) / 32), dim3(1024), sizeof(float[32][33]), stream, false, x, n, n_value, mean);
-    launch(kvf_cov, dim3(n_tile, n_tile, n_head), dim3(16, 16), 2 * sizeof(float[TILE][TILE + 1]), stream, false, x, n, n_head,
+    launch(kvf_cov, dim3(n_tile, n_tile, n_head), dim3(16, 16), 2 * sizeof(float[SIDE][SIDE + 1]), stream, false, x, n, n_head,
             d, (const float *) mean, cov);
 }
 
-static void encode(const float * x, uint32_t n, uint32_t pos, uint32_t n_head, uint32_t d, const kvf_gpu_form & form,
-        const kvf_gpu_index & index) {
-    launch(kvf_encode, dim3(n / UNIT, n_head), dim3(256), (d + form.n_comp) * UNIT * sizeof(float), stream_on(x), false, x,
-            pos, n_head, d, form, index);
+static void encode(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_keys & most, const kvf_gpu_records & records,
+        uint32_t seq, uint32_t pos, const kvf_gpu_form & form) {
+    const size_t memory = (most.d + form.n_comp) * UNIT * sizeof(float) + UNIT * piece_room(most);
+    launch(kvf_encode, dim3(records.n * records.n_chunk / UNIT, most.n_head_kv, n_layer), dim3(256), memory, stream_on(layers), false, layers,
+            records, seq, pos, form);
+}
+
+static void fill(void * dst, int value, size_t stride, size_t width, size_t n) {
+    const auto stream = stream_on(dst);
+    CUDA_CHECK(cudaMemset2DAsync(dst, stride, value, width, n, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
 static void fetch_of(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks) {
@@ -198,6 +234,6 @@ void kvflash_launch(ggml_tensor * node, void * stream) {
 }
 
 const kvf_gpu * kvflash_gpu() {
-    static const kvf_gpu res = {kvf_choose_node, upload, download, copy, pinned, decode, moments, encode, fetch_of, wait};
+    static const kvf_gpu res = {kvf_choose_node, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
     return &res;
 }

@@ -26,6 +26,7 @@
 #define __global__
 #define __device__
 #define __shared__
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 
@@ -80,6 +81,7 @@ struct block {
     std::vector<std::unique_ptr<fiber>> threads;
     std::vector<warp>                   warps;
     meeting                             here;
+    uint32_t                            n_counted[2]; // at this meeting and at the next one
     std::unique_ptr<char[]>             shared{new char[SHARED]};
 };
 
@@ -204,6 +206,15 @@ inline void go(dim3 grid, dim3 size, char * shared, bool at_once, std::function<
 
 inline void __syncthreads() { fibers::wait(fibers::now->here, 0, fibers::now->n); }
 
+inline uint32_t __syncthreads_count(bool is) {
+    auto &         own   = *fibers::now;
+    const uint32_t round = own.here.round % 2;
+    if (own.here.n_here == 0) { own.n_counted[round] = 0; }
+    own.n_counted[round] += is;
+    __syncthreads();
+    return own.n_counted[round];
+}
+
 inline void __nanosleep(uint32_t) {
     auto & own = *fibers::now;
     if (_setjmp(own.threads[own.now]->at) == 0) { _longjmp(fibers::outside, 1); }
@@ -254,6 +265,7 @@ template <typename T, typename F> inline T kvf_bits(F x) {
 inline uint32_t __float_as_uint(float x) { return kvf_bits<uint32_t>(x); }
 inline int      __float_as_int(float x) { return kvf_bits<int>(x); }
 inline float    __uint_as_float(uint32_t x) { return kvf_bits<float>(x); }
+inline float    __int_as_float(int x) { return kvf_bits<float>(x); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
     const uint64_t both = (uint64_t) y << 32 | x;
@@ -328,6 +340,13 @@ inline cudaError_t cudaMemcpyAsync(void * dst, const void * src, size_t size, in
     return cudaSuccess;
 }
 
+inline cudaError_t cudaMemset2DAsync(void * dst, size_t stride, int value, size_t width, size_t n, cudaStream_t) {
+    for (size_t i = 0; i < n; ++i) {
+        memset((char *) dst + i * stride, value, width);
+    }
+    return cudaSuccess;
+}
+
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
@@ -352,3 +371,4 @@ struct kvf_devices {
 inline kvf_devices ggml_cuda_info() { return {}; }
 inline void        ggml_cuda_set_device(int) {}
 inline int         ggml_cuda_get_device() { return 0; }
+
