@@ -4,7 +4,8 @@
 #   bench/device.sh cuda      here: the native libraries, for KVFLASH_CUDA_ARCH (default 90a-real), by the nvcc that pip has, into
 #                             .dev/native.tgz; half an hour on 2 cores, and none of the other machine's time; again: what changed
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
-#   bench/device.sh build     there: unpack what `cuda` made, or build if it is not there (200 s on 16 cores)
+#   bench/device.sh build     there: unpack .dev/native.tgz, or build if it is not there (200 s on 16 cores); then $OUT has it in pieces,
+#                             for the next machine: cat FOLDER/native.tgz.* >.dev/native.tgz
 #   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: continues. All architectures take over 16 minutes on 16
 #                             cores; CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90a-real over 6
 #   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
@@ -18,7 +19,7 @@
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill with the full cache, with copies and without
 #   bench/device.sh lossless  there: lossless decoding and the full cache, with a fixed share of right drafts
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
-#   bench/device.sh kernels   there: the kernels that choose chunks (KVFLASH_GPU_CHOICE=ON bench/device.sh build): their tests
+#   bench/device.sh kernels   there: the tests of the kernels by which layers choose
 #   bench/device.sh checkers  there: the same under compute-sanitizer
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
@@ -69,8 +70,7 @@ cuda)
     CUDACXX=$cuda/bin/nvcc .venv/bin/cmake -S . -B build/device -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" \
         -DCMAKE_BUILD_TYPE=Release -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
         -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES="$arch" -DCUDAToolkit_ROOT="$cuda" \
-        -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF \
-        -DKVFLASH_GPU_CHOICE="${KVFLASH_GPU_CHOICE:-OFF}" >build/device.log
+        -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF >build/device.log
     .venv/bin/ninja -C build/device _kvflash
     rm -rf build/device-native
     .venv/bin/cmake --install build/device --prefix build/device-native >>build/device.log
@@ -110,10 +110,14 @@ pathlib.Path(site.getsitepackages()[0], 'kvflash.pth').write_text('$PWD\n')"
     fi
     # an image may name a compiler that links libstdc++ statically into each library: they then crash in each other's copy
     [ -x /usr/bin/g++ ] && export CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++
-    CMAKE_ARGS="-DGGML_CUDA=${KVFLASH_DEVICE_CUDA:-ON} -DCMAKE_CUDA_ARCHITECTURES=$arch -DKVFLASH_GPU_CHOICE=${KVFLASH_GPU_CHOICE:-OFF}" \
+    CMAKE_ARGS="-DGGML_CUDA=${KVFLASH_DEVICE_CUDA:-ON} -DCMAKE_CUDA_ARCHITECTURES=$arch" \
         python3 -m pip install --no-index --no-deps --no-build-isolation --editable . >build.log 2>&1 \
         || { tail -40 build.log; exit 1; }
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"
+    if [ -n "${OUT:-}" ]; then
+        tar czf - -C "$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/pyllama_kvflash/native" . \
+            | split -b 15M -d - "$OUT/native.tgz."
+    fi
     python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
     ;;
 wheel)

@@ -106,6 +106,14 @@ static size_t shared_size(const kvf_gpu_layer & p) {
     return GGML_PAD(places(p).work + std::max(score_size(p), choose_size(p)), 16);
 }
 
+bool kvf_fits(const kvf_gpu_layer & l, const void * on) {
+    cudaPointerAttributes at;
+    int                   most = 0;
+    CUDA_CHECK(cudaPointerGetAttributes(&at, on));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, at.device));
+    return shared_size(l) <= (size_t) most;
+}
+
 template <uint32_t N_EACH> static decltype(&kvf_node<0, -1>) node_of(int32_t type_k) {
     switch (type_k) {
         case GGML_TYPE_F16: return kvf_node<N_EACH, GGML_TYPE_F16>;

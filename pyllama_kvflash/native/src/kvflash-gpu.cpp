@@ -178,6 +178,13 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
                 l.k.offs, l.index});
     }
     gpu.upload(fixed.at(at_keys), keys.data(), keys.size() * sizeof(keys[0]));
+    for (const auto & l : layers) {
+        if (!gpu.fits(l, fixed.at())) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("a pool of %u tokens is too large for this GPU's choice of guests: use a "
+                                                        "smaller pool, or policy qk",
+                                                         l.n_slot * kvf_fresh::UNIT));
+        }
+    }
     const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
     gpu.upload(indexes[0].table, none.data(), none.size() * sizeof(int32_t));
     gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));

@@ -126,6 +126,7 @@ struct kvf_gpu {
     static constexpr int32_t LAUNCHES = -256;
 
     void (*choose)(ggml_tensor * dst, void * stream); // dst->src: scratch, q, the ask
+    bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
 
     void (*upload)(void * dst, const void * src, size_t size);
     void (*download)(void * dst, const void * src, size_t size);

@@ -234,6 +234,6 @@ void kvflash_launch(ggml_tensor * node, void * stream) {
 }
 
 const kvf_gpu * kvflash_gpu() {
-    static const kvf_gpu res = {kvf_choose_node, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
+    static const kvf_gpu res = {kvf_choose_node, kvf_fits, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
     return &res;
 }

@@ -112,4 +112,5 @@ static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
 
 // of kvflash-fresh.cu, see kvf_gpu
 void kvf_choose_node(ggml_tensor * dst, void * stream);
+bool kvf_fits(const kvf_gpu_layer & l, const void * on);
 void kvf_fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks, cudaStream_t stream);

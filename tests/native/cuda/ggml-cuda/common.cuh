@@ -296,7 +296,7 @@ typedef void * cudaStream_t;
 typedef int    cudaError_t;
 
 enum { cudaSuccess, cudaLaunchAttributeCooperative, cudaStreamNonBlocking, cudaFuncAttributeMaxDynamicSharedMemorySize,
-    cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+    cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 
 struct cudaLaunchAttribute {
     int id;
@@ -332,6 +332,11 @@ struct cudaPointerAttributes {
 
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes * res, const void *) {
     res->device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int * res, int, int) {
+    *res = fibers::SHARED;
     return cudaSuccess;
 }
 
