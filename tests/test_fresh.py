@@ -416,9 +416,7 @@ def test_layers_choose_by_turns(chooser: None, tiny_model: Callable[[str], Model
     assert {0, 1, 2} == set().union(*chose)
 
 
-def test_new_slots_are_seen_when_all_layers_have_filled_them(
-    chooser: None, tiny_model: Callable[[str], Model]
-) -> None:
+def test_new_slots_are_seen_when_all_layers_have_filled_them(chooser: None, tiny_model: Callable[[str], Model]) -> None:
     model, cache = tiny_model("qwen3"), CACHES["f16"]
     run, guests, _ = fresh_run(model, cache, n_exchange=0, n_blocks=3, n_turn=2)
     with run:

@@ -331,7 +331,7 @@ def test_a_pool_that_fresh_does_not_take(
     """The library says why, in words that are in its code, and loading adds what to use instead; other errors stay."""
     reason = GUESTS[name].reason.replace("{}", "3")
     native = Path(refusals.__file__).parents[1] / "native" / "src"
-    source = "".join((native / f"kvflash-{part}.cpp").read_text("utf-8") for part in ("pool", "fresh"))
+    source = "".join((native / f"kvflash-{part}.cpp").read_text("utf-8") for part in ("pool", "fresh", "gpu"))
     assert GUESTS[name].reason.replace("{}", "%d") in source
 
     def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:

@@ -88,9 +88,12 @@ CALLS = {
 """Calls of the native library that a pool refuses, in the library's own words."""
 
 GUESTS = {
-    "a KV cache on a GPU": Refusal(
-        "each layer's choice is made on the CPU so far, and the KV cache is a GPU's",
+    "a KV cache on a device that is neither the CPU nor CUDA's": Refusal(
+        "layers choose on the CPU or by CUDA, and the KV cache is on another device",
         f"{_OTHER}, or the CPU (-ngl 0)",
+    ),
+    "a pool that is too large for a GPU's shared memory": Refusal(
+        "a block of this GPU cannot choose among the {} tokens of the pool", _OTHER
     ),
     "positions as a bias of the attention (ALiBi)": Refusal(
         "ALiBi needs the position of each cell, which guests do not have", _OTHER

@@ -21,8 +21,8 @@ static size_t choose_size(const kvf_gpu_layer & p) {
     return sizeof(choose_memory) + (n_list(p) + 2 * p.n_slot) * sizeof(kvf_pair) + p.n_slot * sizeof(int32_t);
 }
 
-// Of n keys those that are `only`, numbered from 1 on, or all those above 0 if it is 0: the k-th largest, of at least k. above: how
-// many are larger
+// Of n keys those that are `only`, numbered from 1 on, or all those above 0 if it is 0: the k-th largest, of at least k.
+// above: how many are larger
 static __device__ __noinline__ uint32_t kth(
         const int32_t * keys, int32_t only, uint32_t n, uint32_t k, choose_memory & m, uint32_t & above) {
     uint32_t prefix = 0, mask = 0;
@@ -74,8 +74,8 @@ static __device__ __noinline__ uint32_t kth(
     return prefix;
 }
 
-// Those of n keys that are larger than `last`, or the same and not before `from`; in no order, as many as there is room. tops: the
-// largest of `each` keys. Returns how many there are
+// Those of n keys that are larger than `last`, or the same and not before `from`; in no order, as many as there is room.
+// tops: the largest of `each` keys. Returns how many there are
 static __device__ __noinline__ uint32_t gather(const int32_t * keys, const int32_t * tops, uint32_t each, uint32_t n,
         int32_t last, uint32_t from, kvf_pair * to, uint32_t room, choose_memory & m) {
     if (threadIdx.x == 0) { m.n = 0; }
@@ -95,8 +95,8 @@ static __device__ __noinline__ uint32_t gather(const int32_t * keys, const int32
     return m.n;
 }
 
-// A key that at least k of n keys reach, and few more; 1 where there are fewer. Each thread looks for its largest one; of these
-// a bound is found bit by bit
+// A key that at least k of n keys reach, and few more; 1 where there are fewer. Each thread looks for its largest one; of
+// these a bound is found bit by bit
 static __device__ __noinline__ int32_t reached(const int32_t * keys, uint32_t n, uint32_t k) {
     int32_t mine = 0, bound = 0;
 #pragma unroll 8
@@ -176,12 +176,12 @@ static __device__ uint32_t read_guests(const kvf_gpu_layer & p, const asked & as
 // to. moves: room for n_slot. returns how many
 static __device__ uint32_t choose(
         const kvf_gpu_layer & p, const asked & ask, uint32_t seq, uint32_t n_free, const kvf_move *& moves) {
-    auto &           m     = work<choose_memory>(p);
-    kvf_pair * const list  = &work<kvf_pair>(p, sizeof(choose_memory));
-    kvf_pair * const in    = list + n_list(p);
-    kvf_pair * const out   = in + p.n_slot;
-    int32_t * const  goes  = (int32_t *) (out + p.n_slot);
-    const int32_t *  table = &shared<int32_t>(places(p).table);
+    auto &           m      = work<choose_memory>(p);
+    kvf_pair * const list   = &work<kvf_pair>(p, sizeof(choose_memory));
+    kvf_pair * const in     = list + n_list(p);
+    kvf_pair * const out    = in + p.n_slot;
+    int32_t * const  goes   = (int32_t *) (out + p.n_slot);
+    const int32_t *  table  = &shared<int32_t>(places(p).table);
     const uint32_t   n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT], n_fill = ask.seq(seq)[kvf_gpu_ask::N_FILL];
     const int32_t *  keys = keys_of(p, seq), *tops = tops_of(p, seq);
 
@@ -193,7 +193,7 @@ static __device__ uint32_t choose(
     }
     const uint32_t n_most = n_free ? n_free : min(p.n_exchange, p.n_slot);
     const uint32_t n_in   = largest(keys, tops, TILE, n_unit, n_most, list, n_list(p), in, m);
-    const uint32_t n_out = largest(goes, goes, 1, n_fill, n_in, list, n_list(p), out, m);
+    const uint32_t n_out  = largest(goes, goes, 1, n_fill, n_in, list, n_list(p), out, m);
 
     if (threadIdx.x == 0) { m.n = 0; }
     __syncthreads();
@@ -215,7 +215,8 @@ static __device__ uint32_t choose(
 //
 
 // a warp copies a piece of a unit's rows
-static __device__ __noinline__ void fetch_piece(const kvf_gpu_rows & r, const char * rec, uint32_t part, uint32_t cell, uint64_t from) {
+static __device__ __noinline__ void fetch_piece(
+        const kvf_gpu_rows & r, const char * rec, uint32_t part, uint32_t cell, uint64_t from) {
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t n    = min((uint64_t) kvf_gpu_rows::PIECE, r.size * r.n_run - from);
     if (r.n_run == 1) {

@@ -33,7 +33,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
             chooser = choosers.back().get();
             if (!chooser) {
                 throw kvf_failure(
-                        KVF_E_UNSUPPORTED, "each layer's choice is made on the CPU so far, and the KV cache is a GPU's");
+                        KVF_E_UNSUPPORTED, "layers choose on the CPU or by CUDA, and the KV cache is on another device");
             }
         }
         l.chooser = chooser;

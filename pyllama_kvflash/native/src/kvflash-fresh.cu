@@ -1,6 +1,6 @@
 // The node of kvflash-fresh.h on a GPU, a part of the backend's library: each layer scores all units by its queries, chooses
-// and fetches, in one launch, with no word from the host. What changes between two tokens lies in the device's memory, so that
-// a CUDA graph may hold the launch.
+// and fetches, in one launch, with no word from the host. What changes between two tokens lies in the device's memory, so
+// that a CUDA graph may hold the launch.
 
 #include "kvflash-choose.cuh"
 
@@ -41,11 +41,11 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
     return n;
 }
 
-// Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is read
-// from memory each time, since a layer's weights are as large as the cache of the device: it is kept short
+// Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
+// read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short
 template <uint32_t N_EACH, int TYPE>
-static __global__ void __launch_bounds__(THREADS, 1)
-        kvf_node(const __grid_constant__ kvf_gpu_layer p, const char * q, uint64_t q_head, uint64_t q_row, const int32_t * all) {
+static __global__ void __launch_bounds__(THREADS, 1) kvf_node(
+        const __grid_constant__ kvf_gpu_layer p, const char * q, uint64_t q_head, uint64_t q_row, const int32_t * all) {
     const asked ask = {p, &shared<int32_t>(places(p).ask), all};
     ask.read(&shared<int32_t>(places(p).ask));
 #pragma unroll 1

@@ -76,9 +76,10 @@ struct kvf_chooser {
 
     virtual void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) = 0;
     // of those of n_layer layers that are this one's
-    virtual void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) = 0;
-    virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)                                      = 0;
-    virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src)                                = 0;
+    virtual void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
+            uint32_t n)                                                              = 0;
+    virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)       = 0;
+    virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) = 0;
     // the index has what was put, and the sequence has more records
     virtual void cover(llama_seq_id seq) = 0;
 

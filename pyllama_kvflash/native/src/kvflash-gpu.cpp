@@ -96,7 +96,7 @@ struct gpu_chooser : kvf_chooser {
     ggml_backend_buffer_type_t buft;
 
     std::vector<kvf_gpu_layer> layers;
-    std::vector<kvf_gpu_keys>  keys; // of all layers, as the device has them
+    std::vector<kvf_gpu_keys>  keys;    // of all layers, as the device has them
     std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
     std::vector<own>           owns;
 
@@ -172,17 +172,16 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), owns(fresh.sequences.size()) {
     const auto all = lay_out();
     for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
-        const auto & l = layers.emplace_back(of_layer(all, i));
+        const auto & l    = layers.emplace_back(of_layer(all, i));
         const auto   type = (ggml_type) l.type_k;
-        keys.push_back({l.type_k, l.n_head_kv, l.d, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), l.row_size,
-                l.k.offs, l.index});
+        keys.push_back({l.type_k, l.n_head_kv, l.d, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type),
+                l.row_size, l.k.offs, l.index});
     }
     gpu.upload(fixed.at(at_keys), keys.data(), keys.size() * sizeof(keys[0]));
     for (const auto & l : layers) {
         if (!gpu.fits(l, fixed.at())) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, format("a pool of %u tokens is too large for this GPU's choice of guests: use a "
-                                                        "smaller pool, or policy qk",
-                                                         l.n_slot * kvf_fresh::UNIT));
+            throw kvf_failure(KVF_E_UNSUPPORTED,
+                    format("a block of this GPU cannot choose among the %d tokens of the pool", (int) (l.n_slot * kvf_fresh::UNIT)));
         }
     }
     const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
@@ -209,16 +208,16 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     }
     n_record = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
 
-    kvf_gpu_layer res = {};
-    res.n_turn        = fresh.its.n_turn;
-    res.n_chunk       = fresh.n_chunk;
-    res.n_slot        = n_block * each;
-    res.n_exchange    = fresh.its.n_exchange;
-    res.least_gain    = getenv("KVF_GAIN") ? atof(getenv("KVF_GAIN")) : 0;
-    const auto words  = make_words(fresh.its.form);
-    const auto & form = fresh.its.form;
-    res.form          = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), (uint32_t) words.size() / 4};
-    res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
+    kvf_gpu_layer res  = {};
+    res.n_turn         = fresh.its.n_turn;
+    res.n_chunk        = fresh.n_chunk;
+    res.n_slot         = n_block * each;
+    res.n_exchange     = fresh.its.n_exchange;
+    res.least_gain     = getenv("KVF_GAIN") ? atof(getenv("KVF_GAIN")) : 0;
+    const auto   words = make_words(fresh.its.form);
+    const auto & form  = fresh.its.form;
+    res.form           = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), (uint32_t) words.size() / 4};
+    res.ask            = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
 
     places     in;
     const auto at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
@@ -391,8 +390,8 @@ void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, cons
     }
 }
 
-void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
-        uint32_t n) {
+void gpu_chooser::put(
+        llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
     const std::lock_guard<std::mutex> lock(mutex);
 
     reserve(seq, (first + n) * fresh.n_chunk, first == 0);
@@ -401,12 +400,13 @@ void gpu_chooser::put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32
         kvf_gpu_keys most = {};
         for (; last < end && mine(last); ++last) {
             const auto & k = keys[last];
-            most           = {k.type, std::max(most.n_head_kv, k.n_head_kv), std::max(most.d, k.d), k.block, k.block_size, 0, 0, nullptr};
+            most = {k.type, std::max(most.n_head_kv, k.n_head_kv), std::max(most.d, k.d), k.block, k.block_size, 0, 0,
+                    nullptr};
         }
         for (uint32_t i = 0; i < n && last > at; i += kvf_gpu_records::MOST) {
             const auto some = device_records(records + i, std::min(kvf_gpu_records::MOST, n - i));
-            gpu.encode((const kvf_gpu_keys *) fixed.at(at_keys) + at, last - at, most, some, seq, (first + i) * fresh.n_chunk,
-                    layers[at].form);
+            gpu.encode((const kvf_gpu_keys *) fixed.at(at_keys) + at, last - at, most, some, seq,
+                    (first + i) * fresh.n_chunk, layers[at].form);
         }
         at = last + 1;
     }
@@ -463,8 +463,8 @@ void gpu_chooser::keep(llama_seq_id seq, uint32_t n) {
 }
 
 void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
-    const auto &         s = fresh.of(seq);
-    const uint32_t       n = fresh.n_slot(s);
+    const auto &          s = fresh.of(seq);
+    const uint32_t        n = fresh.n_slot(s);
     std::vector<int32_t>  all(layers[layer].n_slot, -1);
     std::vector<kvf_move> moves;
     std::copy_n(units, n, all.begin());

@@ -90,18 +90,18 @@ struct kvf_gpu_layer {
     const kvf_gpu_index * index; // of each sequence
 
     // scratch, of all layers
-    float *    lse;     // [n_asker][n_head][n_unit]
-    float *    parts;   // [n_asker][n_head][KVF_GPU_PARTS][2]
-    int32_t *  keys;    // [n_seq][n_unit]: by which units are compared
-    int32_t *  tops;    // [n_seq][n_unit/4 and one]: the largest ones
-    kvf_move * moves;   // [n_slot]: what `fetch` below is to do
+    float *    lse;   // [n_asker][n_head][n_unit]
+    float *    parts; // [n_asker][n_head][KVF_GPU_PARTS][2]
+    int32_t *  keys;  // [n_seq][n_unit]: by which units are compared
+    int32_t *  tops;  // [n_seq][n_unit/4 and one]: the largest ones
+    kvf_move * moves; // [n_slot]: what `fetch` below is to do
     uint32_t * n_moves;
     uint64_t * n_fetched;
 
     unsigned long long * n_arrived; // blocks of all launches, at the places where they wait for each other
 };
 
-static constexpr uint32_t KVF_GPU_PARTS = 512;  // blocks of a head, at most
+static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
 
 // how the keys of a layer lie in a record
 struct kvf_gpu_keys {
@@ -125,7 +125,7 @@ struct kvf_gpu {
     // of a node of the graph: n_tasks that says so, and what is called in place of its function
     static constexpr int32_t LAUNCHES = -256;
 
-    void (*choose)(ggml_tensor * dst, void * stream); // dst->src: scratch, q, the ask
+    void (*choose)(ggml_tensor * dst, void * stream);       // dst->src: scratch, q, the ask
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
 
     void (*upload)(void * dst, const void * src, size_t size);

@@ -38,7 +38,7 @@ static __global__ void kvf_decode(const __grid_constant__ kvf_gpu_keys keys, con
 // grid: blocks of 256 values
 static __global__ void kvf_mean(const float * x, uint32_t n, uint32_t n_value, float * mean) {
     const uint32_t i = blockIdx.x * 32 + threadIdx.x % 32, part = threadIdx.x / 32;
-    auto & sums = shared<float[32][33]>();
+    auto &         sums = shared<float[32][33]>();
 
     float sum = 0;
     for (uint32_t t = part; t < n && i < n_value; t += 32) {
@@ -58,7 +58,7 @@ static constexpr uint32_t SIDE = 32;
 
 // grid: tiles of rows and of columns of a covariance; heads. 16 x 16 threads, each 2 x 2 values
 static __global__ void kvf_cov(const float * x, uint32_t n, uint32_t n_head, uint32_t d, const float * mean, float * cov) {
-    auto & a = shared<float[SIDE][SIDE + 1]>(), & b = shared<float[SIDE][SIDE + 1]>(sizeof(a)); // [position][value]
+    auto &a = shared<float[SIDE][SIDE + 1]>(), &b = shared<float[SIDE][SIDE + 1]>(sizeof(a)); // [position][value]
 
     const uint32_t head = blockIdx.z, tx = threadIdx.x, ty = threadIdx.y, tid = ty * 16 + tx;
     const float *  from = x + head * d;
@@ -195,22 +195,23 @@ static const char * pinned(const char * host) {
 
 static void decode(
         const kvf_gpu_keys & keys, const kvf_gpu_records & records, uint32_t skip, uint32_t every, float * dst, uint32_t n) {
-    launch(kvf_decode, dim3(n), dim3(128), GGML_PAD(keys.row_size, 16), stream_on(dst), false, keys, records, skip, every, dst);
+    launch(kvf_decode, dim3(n), dim3(128), GGML_PAD(keys.row_size, 16), stream_on(dst), false, keys, records, skip, every,
+            dst);
 }
 
 static void moments(const float * x, uint32_t n, uint32_t n_head, uint32_t d, float * mean, float * cov) {
     const auto     stream = stream_on(x);
     const uint32_t n_tile = (d + SIDE - 1) / SIDE, n_value = n_head * d;
     launch(kvf_mean, dim3((n_value + 31) / 32), dim3(1024), sizeof(float[32][33]), stream, false, x, n, n_value, mean);
-    launch(kvf_cov, dim3(n_tile, n_tile, n_head), dim3(16, 16), 2 * sizeof(float[SIDE][SIDE + 1]), stream, false, x, n, n_head,
-            d, (const float *) mean, cov);
+    launch(kvf_cov, dim3(n_tile, n_tile, n_head), dim3(16, 16), 2 * sizeof(float[SIDE][SIDE + 1]), stream, false, x, n,
+            n_head, d, (const float *) mean, cov);
 }
 
 static void encode(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_keys & most, const kvf_gpu_records & records,
         uint32_t seq, uint32_t pos, const kvf_gpu_form & form) {
     const size_t memory = (most.d + form.n_comp) * UNIT * sizeof(float) + UNIT * piece_room(most);
-    launch(kvf_encode, dim3(records.n * records.n_chunk / UNIT, most.n_head_kv, n_layer), dim3(256), memory, stream_on(layers), false, layers,
-            records, seq, pos, form);
+    launch(kvf_encode, dim3(records.n * records.n_chunk / UNIT, most.n_head_kv, n_layer), dim3(256), memory,
+            stream_on(layers), false, layers, records, seq, pos, form);
 }
 
 static void fill(void * dst, int value, size_t stride, size_t width, size_t n) {
@@ -230,10 +231,11 @@ bool kvflash_launches(const ggml_tensor * node) {
 }
 
 void kvflash_launch(ggml_tensor * node, void * stream) {
-    ((void (*)(ggml_tensor *, void *)) ((const ggml_custom_op_params *) node->op_params)->fun)(node, stream);
+    ((void (*)(ggml_tensor *, void *))((const ggml_custom_op_params *) node->op_params)->fun)(node, stream);
 }
 
 const kvf_gpu * kvflash_gpu() {
-    static const kvf_gpu res = {kvf_choose_node, kvf_fits, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
+    static const kvf_gpu res = {
+            kvf_choose_node, kvf_fits, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
     return &res;
 }

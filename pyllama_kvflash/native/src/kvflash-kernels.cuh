@@ -13,12 +13,15 @@ static constexpr uint32_t UNIT = 16, GROUP = 64; // as in kvf_fresh and kvf_inde
 // what a block shares, whatever the kernel
 extern __shared__ uint4 kvf_shared[];
 
-template <typename T> static inline __device__ T & shared(size_t offset = 0) { return *(T *) ((char *) kvf_shared + offset); }
+template <typename T> static inline __device__ T & shared(size_t offset = 0) {
+    return *(T *) ((char *) kvf_shared + offset);
+}
 
 // at_once: all blocks run at the same time. (to begin before the kernel ahead has ended, as the backend's own do, was slower
 // together with that)
 template <typename... P, typename... A>
-static void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, bool at_once, A &&... args) {
+static void launch(
+        void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, bool at_once, A &&... args) {
     cudaLaunchAttribute at_all = {};
     at_all.id                  = cudaLaunchAttributeCooperative;
     at_all.val.cooperative     = 1;

@@ -1,12 +1,13 @@
 #pragma once
 
-// how the kernel of kvflash-fresh.cu scores units: the logarithm of each one's part of the attention, by head; then its share
+// how the kernel of kvflash-fresh.cu scores units: the logarithm of each one's part of the attention, by head; then its
+// share
 
 #include "kvflash-kernels.cuh"
 
-static constexpr uint32_t HEADS = 4, COLUMNS = 2 * HEADS; // queries that share a pass over the codes: two digits each
+static constexpr uint32_t HEADS = 4, COLUMNS = 2 * HEADS;      // queries that share a pass over the codes: two digits each
 static constexpr uint32_t THREADS = 512, WARPS = THREADS / 32; // of a block of the node
-static constexpr uint32_t TILE = 4; // units whose largest share is known, too
+static constexpr uint32_t TILE  = 4;                           // units whose largest share is known, too
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
 
 //
@@ -95,8 +96,8 @@ template <typename T> static __device__ T add(T a, T b) { return a + b; }
 static __device__ float                   most(float a, float b) { return fmaxf(a, b); }
 static __device__ int32_t                 larger(int32_t a, int32_t b) { return max(a, b); }
 
-// Shares as keys: whole numbers, which are in the same order because no share is negative. One of nothing counts, too. Of units
-// that are taken the keys have a sign
+// Shares as keys: whole numbers, which are in the same order because no share is negative. One of nothing counts, too. Of
+// units that are taken the keys have a sign
 static constexpr int32_t LAST = 0x7fffffff, SIGN = ~LAST;
 
 static __device__ int32_t key_of(float share) { return __float_as_int(share) + 1; }
@@ -130,8 +131,8 @@ static __device__ void transpose(uint32_t (&w)[4]) {
 static __device__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2], const uint32_t * words, int (&d)[4]) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
     for (uint32_t i = 0; i < 4; ++i) { // what the lane's neighbours have
         uint32_t its[4];
@@ -188,10 +189,10 @@ struct basis_part {
 
     __device__ basis_part(const kvf_gpu_layer & p, const kvf_gpu_index & index, uint32_t head, uint32_t i) {
         const uint32_t row = i / p.form.n_comp, of = n_row(p.form);
-        step               = p.form.n_comp;
-        first              = row * p.d / of;
-        n                  = row < of ? (row + 1) * p.d / of - first : 0;
-        from               = index.basis + ((uint64_t) head * p.d + first) * step + i % p.form.n_comp;
+        step  = p.form.n_comp;
+        first = row * p.d / of;
+        n     = row < of ? (row + 1) * p.d / of - first : 0;
+        from  = index.basis + ((uint64_t) head * p.d + first) * step + i % p.form.n_comp;
         load(0);
     }
 
@@ -233,8 +234,8 @@ struct early {
 };
 
 // q: [d][HEADS]. the queries' components times their steps, as whole numbers of two digits of base 254. x, part: room
-static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task, const float * q,
-        const early & its, basis_part & mine, float * x, float * part, score_memory & m) {
+static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task,
+        const float * q, const early & its, basis_part & mine, float * x, float * part, score_memory & m) {
     const uint32_t n_comp = p.form.n_comp, n = n_row(p.form), tid = threadIdx.x;
 
 #pragma unroll 1
@@ -301,8 +302,8 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
     __syncthreads();
 }
 
-// the keys of common cells as they are. q: [d][HEADS]. a warp takes two positions, 16 lanes each, of which the first ones add a
-// head each. TYPE: of the cache, -1: p.type_k. where it is known, many values are on their way at once
+// the keys of common cells as they are. q: [d][HEADS]. a warp takes two positions, 16 lanes each, of which the first ones
+// add a head each. TYPE: of the cache, -1: p.type_k. where it is known, many values are on their way at once
 template <int TYPE>
 static __device__ void score_near(const kvf_gpu_layer & p, const score_task & task, const float * q, sum_of_powers & all) {
     constexpr uint32_t PIECE = 2, LANES = 32 / PIECE;
@@ -373,8 +374,8 @@ template <uint32_t N_EACH> struct far_rows {
 };
 
 template <uint32_t N_EACH>
-static __device__ void score_far(
-        const kvf_gpu_layer & p, const score_task & task, far_rows<N_EACH> & f, const score_memory & m, sum_of_powers & all) {
+static __device__ void score_far(const kvf_gpu_layer & p, const score_task & task, far_rows<N_EACH> & f,
+        const score_memory & m, sum_of_powers & all) {
     constexpr uint32_t KEPT = far_rows<N_EACH>::KEPT;
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -436,7 +437,7 @@ static __device__ void score_far(
                 if (far[i]) { top = fmaxf(top, logits[i][x]); }
             }
         }
-        top = over_lanes(top, most, 4, 16);
+        top        = over_lanes(top, most, 4, 16);
         float both = 0;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
@@ -465,8 +466,8 @@ static __device__ void score_far(
 // the sums of a block's lanes, together
 static __device__ void put_parts(const kvf_gpu_layer & p, const score_task & task, sum_of_powers all, score_memory & m) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float    top  = over_lanes(all.top, most, 4, 16);
-    const float    sum  = over_lanes(all.sum * exp2f(all.top - top), add<float>, 4, 16);
+    const float    top = over_lanes(all.top, most, 4, 16);
+    const float    sum = over_lanes(all.sum * exp2f(all.top - top), add<float>, 4, 16);
     if (lane < HEADS) { m.parts[lane][warp] = {top, sum}; }
     __syncthreads();
     if (threadIdx.x < HEADS * WARPS) {
@@ -514,7 +515,7 @@ static __device__ void score(
 
 template <uint32_t N_EACH, int TYPE>
 static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const char * q, uint64_t q_head, uint64_t q_row) {
-    const uint32_t n_of  = n_split(p, ask.n_asker()), n_each = p.n_head_kv * n_tile(p), n_task = ask.n_asker() * n_each;
+    const uint32_t n_of = n_split(p, ask.n_asker()), n_each = p.n_head_kv * n_tile(p), n_task = ask.n_asker() * n_each;
     const uint32_t share = p.n_head / p.n_head_kv;
 
 #pragma unroll 1
@@ -545,13 +546,13 @@ static __device__ void add_shares(
     // of the first units, by one asker: on their way while the totals are computed
     constexpr uint32_t EARLY = 8;
 
-    float        early[EARLY];
-    const auto   lse_of = [&](uint32_t a, uint32_t u) { return p.lse + (uint64_t) a * p.n_head * p.ask.n_unit + u; };
-    const bool   is_early = n_asker == 1 && p.n_head <= EARLY * ADDERS;
+    float      early[EARLY];
+    const auto lse_of   = [&](uint32_t a, uint32_t u) { return p.lse + (uint64_t) a * p.n_head * p.ask.n_unit + u; };
+    const bool is_early = n_asker == 1 && p.n_head <= EARLY * ADDERS;
 #pragma unroll
     for (uint32_t i = 0; i < EARLY; ++i) {
         const uint32_t u = rank * ADDED + tid % ADDED, h = tid / ADDED + i * ADDERS;
-        early[i]         = is_early && u < n_unit && h < p.n_head ? lse_of(0, u)[(uint64_t) h * p.ask.n_unit] : NOWHERE;
+        early[i] = is_early && u < n_unit && h < p.n_head ? lse_of(0, u)[(uint64_t) h * p.ask.n_unit] : NOWHERE;
     }
 
     __syncthreads();

@@ -1,8 +1,9 @@
 #pragma once
 
-// CUDA as far as kvflash-fresh.cu uses it, on the CPU: the same source, compiled as C++ with this folder before ggml's own, is
-// tested where there is no GPU. Each thread of a block is a fiber. All fibers are of one thread of the system: one runs until
-// it waits for others. A block that waits for other blocks (__nanosleep) lets them run, and takes its shared memory along.
+// CUDA as far as kvflash-fresh.cu uses it, on the CPU: the same source, compiled as C++ with this folder before ggml's own,
+// is tested where there is no GPU. Each thread of a block is a fiber. All fibers are of one thread of the system: one runs
+// until it waits for others. A block that waits for other blocks (__nanosleep) lets them run, and takes its shared memory
+// along.
 
 #define GGML_COMMON_DECL_CUDA
 #define GGML_COMMON_IMPL_C
@@ -145,7 +146,7 @@ inline void run() {
 }
 
 inline void begin(block & b) {
-    b.n = blockDim.x * blockDim.y * blockDim.z;
+    b.n   = blockDim.x * blockDim.y * blockDim.z;
     b.now = b.n_done = 0;
     b.here           = {b.n};
     b.warps.assign((b.n + 31) / 32, {});
@@ -223,8 +224,8 @@ inline void __nanosleep(uint32_t) {
 inline void __threadfence() {}
 
 template <typename T> inline T kvf_shuffle(T x, uint32_t from) {
-    auto &         own = *fibers::now;
-    auto &         w   = own.warps[own.now / 32];
+    auto &         own   = *fibers::now;
+    auto &         w     = own.warps[own.now / 32];
     const uint32_t first = own.now / 32 * 32, round = w.here.round % 2;
     memcpy(&w.values[round][own.now % 32], &x, sizeof(x));
     fibers::wait(w.here, first, w.here.n);
@@ -233,7 +234,9 @@ template <typename T> inline T kvf_shuffle(T x, uint32_t from) {
     return res;
 }
 
-template <typename T> inline T __shfl_xor_sync(uint32_t, T x, int with) { return kvf_shuffle(x, fibers::now->now % 32 ^ with); }
+template <typename T> inline T __shfl_xor_sync(uint32_t, T x, int with) {
+    return kvf_shuffle(x, fibers::now->now % 32 ^ with);
+}
 
 template <typename T> inline T __shfl_sync(uint32_t, T x, int lane, int width) {
     return kvf_shuffle(x, fibers::now->now % 32 / width * width + lane);
@@ -251,10 +254,10 @@ template <typename T> inline T __shfl_up_sync(uint32_t, T x, int by) {
 using std::max;
 using std::min;
 
-inline float    __half2float(half x) { return GGML_FP16_TO_FP32(x.bits); }
-inline float    __low2float(half2 x) { return __half2float(x.x); }
-inline float    __high2float(half2 x) { return __half2float(x.y); }
-inline int      __float2int_rn(float x) { return (int) nearbyintf(x); }
+inline float __half2float(half x) { return GGML_FP16_TO_FP32(x.bits); }
+inline float __low2float(half2 x) { return __half2float(x.x); }
+inline float __high2float(half2 x) { return __half2float(x.y); }
+inline int   __float2int_rn(float x) { return (int) nearbyintf(x); }
 
 template <typename T, typename F> inline T kvf_bits(F x) {
     T res;
@@ -295,8 +298,16 @@ template <typename T> inline T             atomicAnd(T * at, T x) { return std::
 typedef void * cudaStream_t;
 typedef int    cudaError_t;
 
-enum { cudaSuccess, cudaLaunchAttributeCooperative, cudaStreamNonBlocking, cudaFuncAttributeMaxDynamicSharedMemorySize,
-    cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum {
+    cudaSuccess,
+    cudaLaunchAttributeCooperative,
+    cudaStreamNonBlocking,
+    cudaFuncAttributeMaxDynamicSharedMemorySize,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 
 struct cudaLaunchAttribute {
     int id;
@@ -376,4 +387,3 @@ struct kvf_devices {
 inline kvf_devices ggml_cuda_info() { return {}; }
 inline void        ggml_cuda_set_device(int) {}
 inline int         ggml_cuda_get_device() { return 0; }
-
