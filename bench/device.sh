@@ -20,6 +20,7 @@
 #   bench/device.sh lossless  there: lossless decoding and the full cache, with a fixed share of right drafts
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
 #   bench/device.sh kernels   there: the tests of the kernels by which layers choose
+#   bench/device.sh node      here: compiles bench/node.cu (carry .dev/node along); there: how long a layer's choice takes
 #   bench/device.sh checkers  there: the same under compute-sanitizer
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
@@ -221,6 +222,16 @@ checkers)
         timeout "${2:-150}" compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all python3 -m pytest -q -p no:cacheprovider \
             tests/test_fresh.py -k "node and (qwen3-f16-64 or qwen3-q4_0 or worst or twice)" 2>&1 | tail -15
     done
+    ;;
+node)
+    if command -v nvidia-smi >/dev/null; then
+        for n in 32 16 8; do .dev/node $n; done
+        exit
+    fi
+    mkdir -p .dev
+    native=pyllama_kvflash/native/src ggml=vendor/llama.cpp/ggml
+    nvcc -O3 -std=c++17 -gencode="arch=compute_${arch/-real/},code=sm_${arch/-real/}" -Xptxas -v -I$native -I$ggml/include -I$ggml/src \
+        -Ibuild/cuda-toolkit/nvidia/cu13/include --use_fast_math -extended-lambda -cudart static bench/node.cu -o .dev/node
     ;;
 pieces)
     rm -rf .dev/m[0-9][0-9]
