@@ -595,7 +595,7 @@ def test_the_sizes_in_the_docs_are_those_of_the_format() -> None:
     assert f"| {layout.HEADER.fields['digest'][1]} | v32 | digest of all bytes of the header" in text
     assert f"## sequence, {layout.SEQUENCE.itemsize} bytes" in text
     assert f"For each chunk that has a position, {layout.CHUNK.itemsize} bytes:" in text
-    assert f"For each state {layout.STOP.itemsize} bytes" in text
-    assert f"{layout.SCORING.itemsize} bytes, then" in text
-    assert f"For each source {layout.SOURCE.itemsize} bytes" in text
+    assert f"Each state takes {layout.STOP.itemsize} bytes" in text
+    assert f"It has {layout.SCORING.itemsize} bytes, and then" in text
+    assert f"Each source takes {layout.SOURCE.itemsize} bytes" in text
     assert layout.MAGIC.hex(" ") in text
