@@ -200,8 +200,7 @@ static __device__ uint32_t choose(
     kvf_move * const to = (kvf_move *) list;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < min(n_in, n_out); i += THREADS) {
-        const bool more = share_of(in[i].key) > share_of(LAST - out[i].key) + p.least_gain;
-        if (!n_free && !more) { continue; } // nor is any after it
+        if (!n_free && in[i].key <= LAST - out[i].key) { continue; } // nor is any after it
         to[i] = {out[i].what, in[i].what};
         atomicAdd(&m.n, 1);
     }

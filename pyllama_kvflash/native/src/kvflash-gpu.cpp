@@ -180,8 +180,8 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     gpu.upload(fixed.at(at_keys), keys.data(), keys.size() * sizeof(keys[0]));
     for (const auto & l : layers) {
         if (!gpu.fits(l, fixed.at())) {
-            throw kvf_failure(KVF_E_UNSUPPORTED,
-                    format("a block of this GPU cannot choose among the %d tokens of the pool", (int) (l.n_slot * kvf_fresh::UNIT)));
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("a block of this GPU cannot choose among the %d tokens of the pool",
+                                                         (int) (l.n_slot * kvf_fresh::UNIT)));
         }
     }
     const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
@@ -213,7 +213,6 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     res.n_chunk        = fresh.n_chunk;
     res.n_slot         = n_block * each;
     res.n_exchange     = fresh.its.n_exchange;
-    res.least_gain     = getenv("KVF_GAIN") ? atof(getenv("KVF_GAIN")) : 0;
     const auto   words = make_words(fresh.its.form);
     const auto & form  = fresh.its.form;
     res.form           = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), (uint32_t) words.size() / 4};

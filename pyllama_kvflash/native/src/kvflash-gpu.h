@@ -81,7 +81,7 @@ struct kvf_gpu_layer {
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
     int32_t      type_k; // ggml_type
     uint64_t     row_size;
-    float        scale, cap, least_gain;
+    float        scale, cap;
     kvf_gpu_rows k, v; // v.n_run: 0: there is none
     kvf_gpu_form form;
     kvf_gpu_ask  ask;

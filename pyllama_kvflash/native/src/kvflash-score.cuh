@@ -101,7 +101,6 @@ static __device__ int32_t                 larger(int32_t a, int32_t b) { return 
 static constexpr int32_t LAST = 0x7fffffff, SIGN = ~LAST;
 
 static __device__ int32_t key_of(float share) { return __float_as_int(share) + 1; }
-static __device__ float   share_of(int32_t key) { return __int_as_float(key - 1); }
 
 static __device__ int32_t * keys_of(const kvf_gpu_layer & p, uint32_t seq) { return p.keys + (uint64_t) seq * p.ask.n_unit; }
 static __device__ int32_t * tops_of(const kvf_gpu_layer & p, uint32_t seq) {

@@ -268,7 +268,6 @@ template <typename T, typename F> inline T kvf_bits(F x) {
 inline uint32_t __float_as_uint(float x) { return kvf_bits<uint32_t>(x); }
 inline int      __float_as_int(float x) { return kvf_bits<int>(x); }
 inline float    __uint_as_float(uint32_t x) { return kvf_bits<float>(x); }
-inline float    __int_as_float(int x) { return kvf_bits<float>(x); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
     const uint64_t both = (uint64_t) y << 32 | x;
