@@ -95,8 +95,9 @@ bench: build        ## decode speed, memory, Python overhead and what scoring co
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/scorer.py
 
-docs: build         ## write docs/CLI.md, docs/ENVIRONMENT.md, docs/REFUSALS.md, a table of docs/SERVER.md and, in some minutes, docs/FAMILIES.md from the code
+docs: build         ## write docs/CLI.md, docs/API.md, docs/ENVIRONMENT.md, docs/REFUSALS.md, a table of docs/SERVER.md and, in some minutes, docs/FAMILIES.md from the code
 	$(BIN)/python docs/cli.py
+	$(BIN)/python docs/api.py
 	$(BIN)/python docs/environment.py
 	$(BIN)/python docs/refusals.py
 	$(BIN)/python docs/schemas.py

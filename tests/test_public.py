@@ -91,10 +91,10 @@ def test_user_code_type_checks(tmp_path):
 
 
 @pytest.mark.native
-def test_help_in_the_docs_is_up_to_date():
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs/cli.py", "--check"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("script", ["cli", "api"])
+def test_pages_made_from_the_code_are_up_to_date(script):
+    command = [sys.executable, ROOT / f"docs/{script}.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
