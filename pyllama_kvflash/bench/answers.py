@@ -22,7 +22,7 @@ ANSWER = 16  # tokens of an answer to a question
 COUNTS = ("drafted", "accepted", "draft_steps", "plain_steps", "gated_steps")  # counters of events.Stats
 
 _SEED = 2  # of documents and of the sampler: with it, needle-7m keeps copying and draws no end of text
-_REPEATED = 8  # times that a copy-heavy text repeats the line that it goes on with
+_REPEATED = 8  # times that a copy-heavy text repeats the line that it continues with
 _LINE = 64  # most tokens of such a line, or of a question
 _DOCUMENT = 4  # pools that the questions' document fills; the other texts begin with half a pool
 _TURN = 64  # tokens of a turn

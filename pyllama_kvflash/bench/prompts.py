@@ -20,7 +20,7 @@ class Prompts:
         self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
 
     def first(self, question: Question, said: str = "") -> Tokens:
-        """Return the token ids (n,) int32 of a prompt that ends where the first answer goes on. said: of that answer."""
+        """Return the token ids (n,) int32 of a prompt that ends where the first answer continues. said: of that answer."""
         if self._template is None:
             return self._model.tokenize(question.text + question.prefix + said)
         from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (an extra)
@@ -29,7 +29,7 @@ class Prompts:
         return tokenize_chat(self._model, self._template.render([message]) + question.prefix + said)
 
     def further(self, question: Question, said: str = "") -> Tokens:
-        """Return the token ids (n,) int32 from an answer's end to where the next answer goes on. said: of the next one.
+        """Return the token ids (n,) int32 from an answer's end to where the next answer continues. said: of the next one.
 
         Raises UsageError.
         """

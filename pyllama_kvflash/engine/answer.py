@@ -22,7 +22,7 @@ class Answer:
     """The tokens of an answer, taken one by one.
 
     token: the last token taken, which is not decoded yet; None before the first, and after the end of text.
-    reason: why the answer ended, as in events.Done; None while it goes on.
+    reason: why the answer ended, as in events.Done; None while it continues.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
-        """Take one more token, which will be decoded at pos. Returns whether the answer goes on. probs: how likely it was."""
+        """Take one more token, which will be decoded at pos. Returns whether the answer continues. probs: how likely it was."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"

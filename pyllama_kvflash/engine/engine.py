@@ -38,7 +38,7 @@ class KVFlash:
     llama.cpp's full cache: the control.
 
     Several threads may use it, one after the other: a call while another thread's is under way raises InUseError.
-    close() may come from any thread and at any time; later calls raise UsageError. A generate() or prefill() that goes on
+    close() may come from any thread and at any time; later calls raise UsageError. A generate() or prefill() that continues
     after something else has begun or changed its sequence raises InUseError, and changes nothing.
 
     With n_parallel > 1 it is the first of `sequences`, which share the pool. Use each as if it were alone, one call
@@ -108,7 +108,7 @@ class KVFlash:
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
         context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
-        goes on as if it had not been interrupted: a character that it ended in the middle of comes with the text that goes on.
+        continues as if it had not been interrupted: a character that it ended in the middle of comes with the text that follows.
         stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
         for.
 
@@ -412,7 +412,7 @@ class KVFlash:
 
     @guarded
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Return what save() would write now, to write later or in a thread while this goes on. Raises UsageError.
+        """Return what save() would write now, to write later or in a thread while this continues. Raises UsageError.
 
         It keeps the records, and can be written after close(), too.
         """
@@ -423,7 +423,7 @@ class KVFlash:
         """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
 
         Returns the number of positions. Read what comes after them with generate(..., append=True); without a prompt,
-        that goes on after the last token produced. Nothing is computed; records are read when needed. In a pool of the
+        that continues after the last token produced. Nothing is computed; records are read when needed. In a pool of the
         same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back, or
         with policy "fresh" each layer chooses at the first token.
 

@@ -38,7 +38,7 @@ class Generation:
         stop: Sequence[str] = (),
         preserved: Collection[int] = (),
     ) -> None:
-        """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer goes on after the
+        """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer continues after the
         pending token, or from the logits of the last token. preserved: special tokens that are text of the answer.
         """
         sequence = decoder.sequence
@@ -75,7 +75,7 @@ class Generation:
 
     @property
     def n_text(self) -> int:
-        """Positions to be read before the answer begins or goes on."""
+        """Positions to be read before the answer begins or continues."""
         return len(self._text)
 
     @property
@@ -162,7 +162,7 @@ class Generation:
 
     def recover(self, n_kept: int = 0) -> None:
         """Forget all but the first n_kept positions of a sequence that cannot be used, and have its text read anew. The answer
-        then goes on where it was. Raises InUseError.
+        then continues where it was. Raises InUseError.
         """
         self._claim.run(self._recover, n_kept)
 

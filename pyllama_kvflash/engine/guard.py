@@ -30,7 +30,7 @@ class Guard:
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine, and goes on where Ctrl-C has cut it off if called again. name: of the engine, for errors."""
+        """free: frees the engine, and continues where Ctrl-C has cut it off if called again. name: of the engine, for errors."""
         self.closed = False
         self._closing = False
         self._free = free
@@ -126,7 +126,7 @@ class Claim:
             raise InUseError(_OVERTAKEN)
 
     def run(self, call: Callable[..., R], *args: Any) -> R:
-        """Make a call that goes on with the sequence. Raises as check() and Guard.run()."""
+        """Make a call that continues the sequence. Raises as check() and Guard.run()."""
         return self._guard.run(self._checked, call, args)
 
     def each(self, events: Iterator[R]) -> Iterator[R]:

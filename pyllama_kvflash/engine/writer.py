@@ -49,7 +49,7 @@ class Writer:
                 return
 
     def _sample(self, pos: int, i: int) -> bool:
-        """Sample what follows the token at position pos, token i of the last batch. Returns whether the answer goes on."""
+        """Sample what follows the token at position pos, token i of the last batch. Returns whether the answer continues."""
         ctx, meter = self.decoder.sequence.ctx, self.decoder.meter
         if meter:
             meter.saw(pos, i)

@@ -30,7 +30,7 @@ class PooledSequence:
     peers: all sequences of the context, by number.
     history: the tokens written so far.
     pending: the last token produced, which is not decoded yet; None: there is none.
-    opens_until: positions, from the first, after which an answer that opens losslessly goes on fast.
+    opens_until: positions, from the first, after which an answer with a lossless opening is decoded in fast mode.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
     holder: the claim of the last caller that began or changed something; see engine.guard.

@@ -156,7 +156,7 @@ class PrefixCache:
         return self._write(sequence.capture(), path, 0)
 
     def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
-        """Save a sequence in a thread, while it goes on. Returns its file to come; None: there is nothing to write.
+        """Save a sequence in a thread, while it continues. Returns its file to come; None: there is nothing to write.
 
         keep_s: seconds from now until which it counts as just used, and goes last.
 

@@ -1,4 +1,4 @@
-"""Captures of a sequence for a snapshot: taken while it goes on, put back where it was or elsewhere."""
+"""Captures of a sequence for a snapshot: taken while it continues, put back where it was or elsewhere."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,7 +56,7 @@ def identity_of(ctx: Context, fingerprint: int, *, exact: bool) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence as it was at one moment; the sequence itself goes on.
+    """A sequence as it was at one moment; the sequence itself continues.
 
     It holds its records until release(): once they are written, could not be, or the capture is garbage.
     """
@@ -95,8 +95,8 @@ class Capture:
                 for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]
-            told = (lambda i: on_record(i, len(own))) if on_record else None
-            return layout.write(path, contents, own, told, self.index)
+            report = (lambda i: on_record(i, len(own))) if on_record else None
+            return layout.write(path, contents, own, report, self.index)
         finally:
             self.release()
 

@@ -237,7 +237,7 @@ class SnapshotFile:
         """
         k = bisect_right(self._ends, i)
         part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
-        with self._told(part):
+        with self._reporting(part):
             res = part.read(start, self._record_bytes, f"the record of chunk {i}")
             if layout.digest(res) != self.contents.chunks["digest"][i].tobytes():
                 raise part.damaged(f"the record of chunk {i} was changed")
@@ -251,12 +251,12 @@ class SnapshotFile:
         guests, own = self.contents.guests, self._parts[-1]
         if guests is None:
             return []
-        with self._told(own):
+        with self._reporting(own):
             raw = own.section("index")
         return np.split(raw, np.cumsum(guests.sizes[:-1]))
 
     @contextmanager
-    def _told(self, part: _Opened) -> Iterator[None]:
+    def _reporting(self, part: _Opened) -> Iterator[None]:
         """Call on_damage with a file of which something cannot be read."""
         try:
             yield

@@ -66,7 +66,7 @@ SEQUENCE = np.dtype(
         ("n_kv", "<u4"),  # width of the attention graph
         ("tick", "<u8"),
         ("pending", "<i4"),  # a token that was produced but not decoded yet; -1: none
-        ("opens_until", "<u4"),  # positions after which an answer that opens losslessly goes on fast
+        ("opens_until", "<u4"),  # positions up to which an answer is decoded losslessly
     ]
 )
 CHUNK = np.dtype(

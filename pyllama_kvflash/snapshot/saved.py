@@ -1,4 +1,4 @@
-"""A sequence that can be saved while it goes on, and restored in this process or another."""
+"""A sequence that can be saved while it continues, and restored in this process or another."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -85,7 +85,7 @@ class SavedSequence:
     #
 
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Capture the first n_tokens positions (None: all), to be written while the sequence goes on.
+        """Capture the first n_tokens positions (None: all), to be written while the sequence continues.
 
         Raises UsageError; see KVFlash.save.
         """
