@@ -252,13 +252,13 @@ int32_t llama_kvflash::block_of(const llama_kv_cache & kv, llama_seq_id seq, int
 uint32_t llama_kvflash::n_block(const llama_kv_cache & kv) { return kv.get_size() / kv.pool_chunk; }
 
 bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
-    const auto & cells = kv.v_cells[0];
+    if (mover(kv).is_landing(block) || (fresh(kv) && fresh(kv)->is_guest(block))) { return false; }
 
+    const auto & cells = kv.v_cells[0];
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
         if (!cells.is_empty(block * kv.pool_chunk + i)) { return false; }
     }
-
-    return !mover(kv).is_landing(block) && !(fresh(kv) && fresh(kv)->is_guest(block));
+    return true;
 }
 
 llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
