@@ -25,7 +25,7 @@ pytestmark = pytest.mark.native
 
 environment = benches.environment
 
-WHY = GUESTS["a KV cache on a GPU"]
+WHY = GUESTS["a KV cache on a device that is neither the CPU nor CUDA's"]
 SAID = f"kvflash: variant fresh is left out: {WHY.reason}"
 SHAPE = ("speed", "--shape", "tiny", "--contexts", "512,1K", "--pools", "512", "--steps", "24", "-t", "1")
 FACTS = ("facts", "--contexts", "2K", "--pools", "1K", "--docs", "1", "--facts", "1", "--session", "0", "-t", "1")
