@@ -82,8 +82,11 @@ def test_the_text_is_the_full_caches(opened: Open, known: Callable[..., Chosen],
 
 
 @pytest.mark.parametrize("spec", [None, Spec(kind="ngram", n_max=4, gate=0)], ids=["plain", "drafts"])
-def test_needles(opened: Open, known: Callable[..., Chosen], spec: Spec | None) -> None:
+def test_needles(
+    opened: Open, known: Callable[..., Chosen], monkeypatch: pytest.MonkeyPatch, spec: Spec | None
+) -> None:
     """A trained model, alone and with a drafter in front of the pool."""
+    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
     kv, full, chosen = opened("needle", spec=spec), opened("needle", **FULL), known("needle")
     text = make_prompt(2000, lambda part: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=1)
     for prompt, how in ((text.text + text.needles[0].question, {}), (text.needles[1].question, {"append": True})):
