@@ -65,8 +65,11 @@ def check(kv: KVFlash) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_text_is_the_full_caches(opened: Open, known: Callable[..., Chosen], wordless: None, name: str) -> None:
+def test_the_text_is_the_full_caches(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Greedy and with a seed, in a second turn, and after a rollback to where the index is shorter; if the model can go back."""
+    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
     kv, full, chosen = opened(name), opened(name, **FULL), known(name)
     for n, sampling in ((700, SEED), (820, lossless.GREEDY), (500, SEED)):
         for one in (kv, full):
@@ -99,8 +102,11 @@ def test_needles(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sequences_take_turns(opened: Open, known: Callable[..., Chosen], wordless: None, name: str) -> None:
+def test_sequences_take_turns(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Without flash attention, which sums in f16: where two share a window's cells, these are in another order."""
+    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
     plain: dict[str, Any] = {"flash_attn": "off"}
     kv, texts = opened(name, n_parallel=2, pool=512, **plain), (TOKENS[:700], TOKENS[700:1300])
     chosen = [known(name, **plain) for _ in texts]
