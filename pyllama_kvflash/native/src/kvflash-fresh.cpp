@@ -103,8 +103,8 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
     for (const auto & chooser : choosers) {
         chooser->keep(seq, std::min(n_before, n_slot(s)));
     }
-    s.n_fill  = std::min(s.n_fill, n_slot(s));
-    s.n_shown = std::min(s.n_shown, n_slot(s));
+    s.n_fill    = std::min(s.n_fill, n_slot(s));
+    s.n_visible = std::min(s.n_visible, n_slot(s));
     if (!s.blocks.empty()) {
         const uint32_t last = *std::max_element(s.blocks.begin(), s.blocks.end());
         llama_kvflash::set_n_kv(kv, GGML_PAD((last + 1) * n_chunk, 256));
@@ -132,7 +132,7 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
     }
     for (size_t seq = 0; seq < sequences.size(); ++seq) {
         auto &     s      = sequences[seq];
-        const auto filled = s.n_fill;
+        const auto filled = s.n_fill, seen = s.n_visible;
         s.n_fill = s.n_visible = 0;
         if (s.tokens.empty()) { continue; }
 
@@ -160,8 +160,7 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         s.all       = s.changed || n > 1 || more || !filled;
         s.changed   = false;
         s.n_since   = s.n_fill > filled ? 0 : s.n_since + 1;
-        s.n_visible = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, s.n_shown);
-        s.n_shown   = s.n_visible;
+        s.n_visible = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
         s.n_step++;
     }
 }

@@ -160,7 +160,6 @@ struct kvf_fresh {
         std::vector<uint8_t>                        common;           // of each unit: whether they are among these
         uint32_t                                    n_fill    = 0;    // slots that a layer fills when it chooses
         uint32_t                                    n_visible = 0;    // of these, those that all layers have filled
-        uint32_t                                    n_shown   = 0;    // the same, of the ubatch before
         uint32_t                                    n_since   = 0;    // ubatches since n_fill grew
         uint32_t                                    n_step    = 0;    // of turns
         bool                                        all       = true; // every layer chooses, not only those whose turn it is

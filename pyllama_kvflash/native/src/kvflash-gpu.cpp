@@ -126,24 +126,16 @@ struct ask_input : llm_graph_input_i {
     ggml_tensor *       words;
 };
 
-// which component has these bits of a nibble; -1: none
-int component(const kvf_index::form & f, uint32_t nibble, uint32_t shift) {
-    const uint32_t n_two = f.n_two / 2;
-    if (nibble < f.n_four) { return shift ? -1 : (int) nibble; }
-    if (nibble < f.n_four + n_two) { return shift % 2 ? -1 : (int) (f.n_four + 2 * (nibble - f.n_four) + shift / 2); }
-    return nibble < f.n_nibble() ? (int) (f.n_four + f.n_two + 4 * (nibble - f.n_four - n_two) + shift) : -1;
-}
-
 // what lanes multiply: those of four nibbles at a time that have bits at a shift; an even number for each of four lanes
-std::vector<kvf_gpu_word> make_words(const kvf_index::form & f) {
+std::vector<kvf_gpu_word> make_words(const kvf_gpu_form & f) {
     std::vector<kvf_gpu_word> res;
-    for (uint32_t quad = 0; quad * 4 < f.n_nibble(); ++quad) {
+    for (uint32_t quad = 0; quad * 4 < f.n_nibble; ++quad) {
         for (uint32_t shift = 0; shift < 4; ++shift) {
             kvf_gpu_word word = {0, {-1, -1, -1, -1}, (uint16_t) quad, (uint16_t) shift};
             for (uint32_t b = 0; b < 4; ++b) {
                 const uint32_t nibble = quad * 4 + b;
                 const uint32_t n_bit  = nibble < f.n_four ? 4 : nibble < f.n_four + f.n_two / 2 ? 2 : 1;
-                word.comps[b]         = component(f, nibble, shift);
+                word.comps[b]         = f.component(nibble, shift);
                 if (word.comps[b] >= 0) { word.mask |= ((1u << n_bit) - 1) << 8 * b; }
             }
             if (word.mask) { res.push_back(word); }
@@ -208,15 +200,16 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     }
     n_record = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
 
-    kvf_gpu_layer res  = {};
-    res.n_turn         = fresh.its.n_turn;
-    res.n_chunk        = fresh.n_chunk;
-    res.n_slot         = n_block * each;
-    res.n_exchange     = fresh.its.n_exchange;
-    const auto   words = make_words(fresh.its.form);
-    const auto & form  = fresh.its.form;
-    res.form           = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), (uint32_t) words.size() / 4};
-    res.ask            = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
+    kvf_gpu_layer res = {};
+    res.n_turn        = fresh.its.n_turn;
+    res.n_chunk       = fresh.n_chunk;
+    res.n_slot        = n_block * each;
+    res.n_exchange    = fresh.its.n_exchange;
+    const auto & form = fresh.its.form;
+    res.form          = {form.n_four, form.n_two, form.n_one, n_comp, form.n_nibble(), 0};
+    const auto words  = make_words(res.form);
+    res.form.n_each   = words.size() / 4;
+    res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
 
     places     in;
     const auto at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);

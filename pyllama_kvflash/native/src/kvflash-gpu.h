@@ -41,6 +41,15 @@ struct kvf_gpu_form {
     uint32_t n_four, n_two, n_one;
     uint32_t n_comp, n_nibble;
     uint32_t n_each;
+
+    // which component has these bits of a nibble; -1: none
+    KVF_BOTH int component(uint32_t nibble, uint32_t shift) const {
+        if (nibble < n_four) { return shift ? -1 : (int) nibble; }
+        nibble -= n_four;
+        if (nibble < n_two / 2) { return shift % 2 ? -1 : (int) (n_four + 2 * nibble + shift / 2); }
+        nibble -= n_two / 2;
+        return nibble < n_one / 4 ? (int) (n_four + n_two + 4 * nibble + shift) : -1;
+    }
 };
 
 // four components, which are multiplied at once: those of four nibbles, after a shift

@@ -153,7 +153,7 @@ static __global__ void kvf_encode(const kvf_gpu_keys * layers, const __grid_cons
         uint32_t word = 0;
         for (uint32_t b = 0; b < 4; ++b) {
             for (uint32_t low = 0; low < 4; ++low) {
-                const int c = component(f, nibble, low);
+                const int c = f.component(nibble, low);
                 if (c < 0) { continue; }
                 const float mid = middle(f, c), step = index.step[head * n_comp + c];
                 const float v = step > 0 ? roundf(comps[c * UNIT + t + b] / step + mid) : mid;

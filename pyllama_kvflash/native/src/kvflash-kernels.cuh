@@ -100,15 +100,6 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
 // the index
 //
 
-// which component has these bits of a nibble; -1: none
-static inline __device__ int component(const kvf_gpu_form & f, uint32_t nibble, uint32_t shift) {
-    if (nibble < f.n_four) { return shift ? -1 : (int) nibble; }
-    nibble -= f.n_four;
-    if (nibble < f.n_two / 2) { return shift % 2 ? -1 : (int) (f.n_four + 2 * nibble + shift / 2); }
-    nibble -= f.n_two / 2;
-    return nibble < f.n_one / 4 ? (int) (f.n_four + f.n_two + 4 * nibble + shift) : -1;
-}
-
 static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
     return comp < f.n_four ? 7.5f : comp < f.n_four + f.n_two ? 1.5f : 0.5f;
 }
