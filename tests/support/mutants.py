@@ -31,13 +31,17 @@ class Mutant:
         """Whether it may no longer be found, after these changes, or after unknown ones."""
         return changes is None or changes.touch(re.escape(self.source), SHARED)
 
-    def apply(self, folder: Path) -> None:
-        """Write the changed file to a folder."""
+    def changed(self) -> str:
+        """The text of its file with the change."""
         pattern = r"\s*".join(re.escape(token) for token in re.findall(r"\w+|[^\w\s]", self.old))
         source = asan.ROOT / self.source
         text, n = re.subn(pattern, lambda m: self.new.replace("$", m[0]), source.read_text())
         assert n == 1, f"{self.old!r} occurs {n} times in {source.name}"
-        (folder / source.name).write_text(text)
+        return text
+
+    def apply(self, folder: Path) -> None:
+        """Write the changed file to a folder."""
+        (folder / Path(self.source).name).write_text(self.changed())
 
 
 SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
@@ -105,7 +109,7 @@ MUTANTS = [
     Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
     Mutant("used blocks are scribbled on", "record", "if (!is_free(kv, b)) { continue; }", ""),
     # copies under way
-    Mutant("a block may be used while a chunk lands", "pool", "return !mover(kv).is_landing(block) &&", "return"),
+    Mutant("a block may be used while a chunk lands", "pool", "mover(kv).is_landing(block) ||", ""),
     Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
     Mutant("queries lie upon each other", "move", "to += r.size;", ""),
     Mutant("clear leaves what is landing", "decode", "llama_kvflash::mover(*kv).landings.clear();", ""),
