@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pyllama_kvflash.cli.flags import spelled
+from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
@@ -38,7 +40,7 @@ def render() -> str:
         "\n## Context shift\n\nA `UsageError` when tokens do not fit.\n",
         table("Call", {"going on in a full context": SHIFT}),
     ]
-    return "\n".join(parts) + "\n"
+    return spelled("\n".join(parts) + "\n", run)
 
 
 if __name__ == "__main__":

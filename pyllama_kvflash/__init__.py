@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pyllama_kvflash.engine.engine import KVFlash
+    from pyllama_kvflash.engine.sequence import KVSequence
     from pyllama_kvflash.errors import KVFlashError
     from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
     from pyllama_kvflash.native import Sampling
@@ -29,6 +30,7 @@ _HOME = {
     "Event": "events",
     "KVFlash": "engine.engine",
     "KVFlashError": "errors",
+    "KVSequence": "engine.sequence",
     "Options": "options",
     "Paged": "events",
     "Prefill": "events",
@@ -48,6 +50,7 @@ __all__ = [
     "Event",
     "KVFlash",
     "KVFlashError",
+    "KVSequence",
     "Options",
     "Paged",
     "Prefill",

@@ -14,7 +14,8 @@
     ├── NativeError             1   the computation failed
     └── Interrupted           130   stopped by the user; what was produced is kept
 
-Messages are one sentence or two: what is wrong, the value, the fix.
+Messages are one sentence or two: what is wrong, the value, the fix. They name options as Python does, `n_ctx`; the command
+line shows its own names there (cli/flags.py).
 """
 
 import math
@@ -96,9 +97,9 @@ def number(value: float) -> str:
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; NaN fails. name: as users spell it. hint: a usual value."""
+    """Raise UsageError unless low <= value <= high; NaN fails. name: of an option. hint: a usual value."""
     if not low <= value <= high:
-        raise UsageError(out_of_range(value, low, high, name) + (f": {hint}" if hint else ""))
+        raise UsageError(out_of_range(value, low, high, f"`{name}`") + (f": {hint}" if hint else ""))
 
 
 def out_of_range(value: float, low: float, high: float, name: str) -> str:
@@ -108,9 +109,9 @@ def out_of_range(value: float, low: float, high: float, name: str) -> str:
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
-    """Raise UsageError unless value is one of `allowed`. name: as users spell it."""
+    """Raise UsageError unless value is one of `allowed`. name: of an option."""
     if value not in allowed:
-        msg = f"{name} is {value!r}, and must be one of {', '.join(map(str, allowed))}"
+        msg = f"`{name}` is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)
 
 

@@ -210,7 +210,7 @@ def _get(hub: Any, repo: str, name: str, revision: str | None, progress: Progres
 def _offline(wanted: Wanted, note: Note) -> Path:
     path = _cached(wanted)
     if path is None:
-        why = "--offline" if wanted.offline else "HF_HUB_OFFLINE"
+        why = "`offline`" if wanted.offline else "HF_HUB_OFFLINE"
         what = wanted.file or wanted.quant or "a model"
         msg = f"{wanted.name}: {what} is not in the cache, and nothing is downloaded: run it once without {why}"
         raise ModelError(msg)

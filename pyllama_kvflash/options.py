@@ -2,16 +2,15 @@
 
 import os
 import re
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
-from pyllama_kvflash import removed
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.fresh import BITS, EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
-from pyllama_kvflash.registry import policy_names
+from pyllama_kvflash.registry import check_not_removed, policy_names
 
 CHUNKS = (16, 32, 64)
 FLASH_ATTN = ("auto", "on", "off")
@@ -60,16 +59,14 @@ class Spec:
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
-        check_choice(self.kind, SPEC_KINDS, "spec (--spec)")
+        check_choice(self.kind, SPEC_KINDS, "spec.kind")
         if self.model is None and self.kind in ("draft", "dflash", "eagle3"):
-            msg = f"spec (--spec) is {self.kind!r}, which needs a drafter: give its file with -md/--model-draft"
+            msg = f"`spec.kind` is {self.kind!r}, which needs a drafter: give its file as `spec.model`"
             raise UsageError(msg)
         if self.model is not None and self.kind == "ngram":
-            msg = (
-                "spec (--spec) is 'ngram', which takes no drafter: leave -md/--model-draft out, or give another --spec"
-            )
+            msg = "`spec.kind` is 'ngram', which takes no drafter: leave `spec.model` out, or give another kind"
             raise UsageError(msg)
-        check_range(self.n_max, 0, MAX_DRAFT, "n_max (--draft-max)", "0 takes as many as pay, up to 8")
+        check_range(self.n_max, 0, MAX_DRAFT, "spec.n_max", "0 takes as many as pay, up to 8")
         check_range(self.p_min, 0, 1, "spec.p_min", "0 takes every token")
         check_range(self.window, 256, 1 << 20, "spec.window", "2,048 is usual")
         check_range(self.gate, 0, 100, "spec.gate", "1 is usual, 0 drafts always")
@@ -146,68 +143,54 @@ class Options:
     disk: str | None = None  # a folder for the records beyond that limit; None: no such records
     snapshots: bool = False  # keep what save() needs: checkpoints, and a pool even if it covers the context
 
-    # removed: a value is an error
-    qk_summary: InitVar[object] = None
-    qk_aggregate: InitVar[object] = None
-    qk_query: InitVar[object] = None
-    qk_rerank: InitVar[object] = None
-
-    def __post_init__(self, *gone: object) -> None:
+    def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
-        for keyword, value in zip(removed.KEYWORDS, gone, strict=True):
-            if value is not None:
-                raise UsageError(removed.option(removed.KEYWORDS[keyword], keyword))
         self._check_sizes()
         self._check_devices()
         self._check_policy()
         self._check_cache()
 
     def _check_sizes(self) -> None:
-        check_range(self.n_ctx, 0, MAX_TOKENS, "n_ctx (-c/--ctx-size)", "0 takes the model's own context")
-        check_range(self.n_batch, 0, MAX_TOKENS, "n_batch (-b/--batch-size)", "0 takes as many as the pool allows")
-        check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch (-ub/--ubatch-size)", "512 is usual")
+        check_range(self.n_ctx, 0, MAX_TOKENS, "n_ctx", "0 takes the model's own context")
+        check_range(self.n_batch, 0, MAX_TOKENS, "n_batch", "0 takes as many as the pool allows")
+        check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
         check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
         check_range(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         check_range(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 
     def _check_devices(self) -> None:
-        check_range(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers (-ngl/--n-gpu-layers)", "-1 offloads all")
+        check_range(self.n_gpu_layers, -1, MAX_TOKENS, "n_gpu_layers", "-1 offloads all")
         if self.n_threads is not None:
-            check_range(self.n_threads, 1, MAX_THREADS, "n_threads (-t/--threads)", "leave it out for all cores")
+            check_range(self.n_threads, 1, MAX_THREADS, "n_threads", "leave it out for all cores")
         if not all(0 <= x <= MAX_TOKENS for x in self.tensor_split) or (
             self.tensor_split and not any(self.tensor_split)
         ):
-            msg = f"tensor_split (-ts/--tensor-split) is {self.tensor_split}: give a share for each GPU, such as 3,1"
+            msg = f"`tensor_split` is {self.tensor_split}: give a share for each GPU, such as 3,1"
             raise UsageError(msg)
         if isinstance(self.n_cpu_moe, str):
-            check_choice(self.n_cpu_moe, ("auto",), "n_cpu_moe (-ncmoe/--n-cpu-moe)")
+            check_choice(self.n_cpu_moe, ("auto",), "n_cpu_moe")
         else:
-            check_range(self.n_cpu_moe, 0, MAX_TOKENS, "n_cpu_moe (-ncmoe/--n-cpu-moe)", '"auto" chooses, 0 is none')
+            check_range(self.n_cpu_moe, 0, MAX_TOKENS, "n_cpu_moe", '"auto" chooses, 0 is none')
         for server in self.rpc:
             host, _, port = server.rpartition(":")
             if not re.fullmatch(r"[^\s:/]+", host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-                msg = f"rpc (--rpc) has {server!r}: give servers as host:port, several with commas"
+                msg = f"`rpc` has {server!r}: give servers as host:port, several with commas"
                 raise UsageError(msg)
         if self.host_limit is not None:
-            check_range(
-                self.host_limit, 1, 1 << 60, "host_limit (--kvflash-host)", "64GiB, say; leave it out for no limit"
-            )
+            check_range(self.host_limit, 1, 1 << 60, "host_limit", "64GiB, say; leave it out for no limit")
         check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap", f"{AUTO_CAP:,} is usual")
 
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk")
         if isinstance(self.policy, str):
-            if self.policy in removed.POLICIES:
-                raise UsageError(removed.policy(self.policy))
-            check_choice(self.policy, policy_names(), "policy (--kvflash-policy)")
+            check_not_removed(self.policy)
+            check_choice(self.policy, policy_names(), "policy")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
-            msg = f"policy is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
+            msg = f"`policy` is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
             raise UsageError(msg)
         if self.n_parallel > 1 and not isinstance(self.policy, str):
-            msg = (
-                f"policy is one scorer, for n_parallel = {self.n_parallel} sequences: give the name of a registered one"
-            )
+            msg = f"`policy` is one scorer, for `n_parallel` = {self.n_parallel} sequences: give the name of a registered one"
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau", "0 takes 2, or 64 with spec")
         check_range(self.swaps, 0, MAX_TOKENS, "swaps", "0 takes 4, or 32 with policy fresh")
@@ -223,36 +206,34 @@ class Options:
         if self.index and self.policy not in _CHOOSING:
             name = self.policy if isinstance(self.policy, str) else self.policy.name
             msg = (
-                f"index is {self.index}, and policy (--kvflash-policy) {name!r} has no index: give policy"
-                " fresh, or leave index out"
+                f"`index` is {self.index}, and `policy` {name!r} has no index: give policy fresh, or leave `index` out"
             )
             raise UsageError(msg)
 
     def _check_cache(self) -> None:
-        check_choice(self.type_k, tuple(CACHE_TYPES), "type_k (-ctk/--cache-type-k)")
-        check_choice(self.type_v, tuple(CACHE_TYPES), "type_v (-ctv/--cache-type-v)")
-        check_choice(self.flash_attn, FLASH_ATTN, "flash_attn (-fa/--flash-attn)")
+        check_choice(self.type_k, tuple(CACHE_TYPES), "type_k")
+        check_choice(self.type_v, tuple(CACHE_TYPES), "type_v")
+        check_choice(self.flash_attn, FLASH_ATTN, "flash_attn")
         if isinstance(self.pool, str):
-            check_choice(self.pool, ("auto", "off"), "pool (--kvflash)")
+            check_choice(self.pool, ("auto", "off"), "pool")
         else:
-            check_range(self.pool, 1, MAX_TOKENS, "pool (--kvflash)", '"auto" chooses, "off" is the full cache')
+            check_range(self.pool, 1, MAX_TOKENS, "pool", '"auto" chooses, "off" is the full cache')
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
-        check_choice(self.prefill, PREFILL, "prefill (--kvflash-prefill)")
+        check_choice(self.prefill, PREFILL, "prefill")
         check_range(self.opening, -1, MAX_TOKENS, "opening", "-1 takes 32, or 0 with policy fresh")
         check_range(self.meter, 0, 1, "meter", "0.05 is usual, 0 compares nothing")
-        check_range(self.min_agreement, 0, 1, "min_agreement (--kvflash-min-agreement)", "0.9, say; 0 sets no bound")
-        check_choice(self.mode, MODES, "mode (--kvflash-mode)")
+        check_range(self.min_agreement, 0, 1, "min_agreement", "0.9, say; 0 sets no bound")
+        check_choice(self.mode, MODES, "mode")
         wanted = {
-            "mode (--kvflash-mode) 'lossless'": self.lossless,
-            "meter": self.meter,
-            "min_agreement (--kvflash-min-agreement)": self.min_agreement,
+            "`mode` 'lossless'": self.lossless,
+            "`meter`": self.meter,
+            "`min_agreement`": self.min_agreement,
         }
         wants = next((name for name, value in wanted.items() if value), None)
         if wants is not None and self.prefill != "exact":
             msg = (
-                f"{wants} needs what reads prompts exactly, and prefill (--kvflash-prefill) is"
-                f" {self.prefill!r}: leave one of the two out"
+                f"{wants} needs what reads prompts exactly, and `prefill` is {self.prefill!r}: leave one of the two out"
             )
             raise UsageError(msg)
         check_range(self.panes, 0, MAX_TOKENS, "panes", "0 decides, 1 takes the least memory")

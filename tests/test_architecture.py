@@ -4,6 +4,7 @@ What tests share is in tests/support: no test file imports another.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,7 +98,6 @@ ORDER = [
     "fingerprint",
     "needle",
     "registry",
-    "removed",
     "policy",
     "json_schema",
     "native",
@@ -196,7 +196,6 @@ def test_no_test_imports_another() -> None:
         "events",
         "fingerprint",
         "registry",
-        "removed",
         "bench.trace",
         "bench.plot",
         "scorers.crosstok",
@@ -225,3 +224,22 @@ def test_runs_without_a_compiler(module: str) -> None:
 def test_imports_are_seen(source: str, found: set[str]) -> None:
     assert imports(source, "pyllama_kvflash.policy.ledger") == found
     assert found == {"os.path"} or imports(source, "pyllama_kvflash.policy", package=True) == found
+
+
+def flags(path: Path) -> list[str]:
+    """Texts of a module, its docstrings left out, that name an option of the command line."""
+    tree = ast.parse(path.read_text())
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docs]
+    return [
+        t for t in texts if isinstance(t, str) and re.search(r"(?<![\w-])(--[a-z]|-(c|ctk|ctv|ngl|md|ub|np|fa)\b)", t)
+    ]
+
+
+def test_only_the_command_line_names_its_options() -> None:
+    """A message of the library says `n_ctx`; cli/flags.py puts -c/--ctx-size there. The server is a command, too."""
+    others = [path for path in modules() if part(path) not in ("cli", "serve")]
+    found = [(path.name, text) for path in others for text in flags(path) if "kvflash run --" not in text]
+    found = [(name, text) for name, text in found if "convert_hf_to_gguf.py" not in text]  # llama.cpp's
+    assert found == []
+    assert flags(PACKAGE / "cli" / "params.py")

@@ -81,7 +81,7 @@ def test_lengths(kv: KVFlash) -> None:
     tokens = kv.tokens
     assert len(tokens) > 1
     for n, said in ((-5, "-5"), (-2, "-2"), (2**31, "2,147,483,648")):
-        with pytest.raises(UsageError, match=rf"^max_tokens \(-n/--predict\) is {said}, and must be from 0 to 2,147"):
+        with pytest.raises(UsageError, match=rf"^`max_tokens` is {said}, and must be from 0 to 2,147"):
             next(kv.generate("another text", max_tokens=n))
         np.testing.assert_array_equal(kv.tokens, tokens)
     *_, done = kv.generate([66] * 1000, max_tokens=-1, sampling=GREEDY)
@@ -91,7 +91,7 @@ def test_lengths(kv: KVFlash) -> None:
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
 def test_lengths_of_commands(command: str) -> None:
-    check_error(kvflash(command, BUNDLED_MODEL, "-n", "-5"), 2, "max_tokens (-n/--predict) is -5, and must be from")
+    check_error(kvflash(command, BUNDLED_MODEL, "-n", "-5"), 2, "-n/--predict is -5, and must be from")
 
 
 #
@@ -227,7 +227,7 @@ def test_the_most_of_many(m: int, n_values: int) -> None:
 
 
 def test_limits_of_what_each_token_costs() -> None:
-    with pytest.raises(UsageError, match=r"^n_probs is 1,025, and must be from 0 to 1,024: "):
+    with pytest.raises(UsageError, match=r"^`n_probs` is 1,025, and must be from 0 to 1,024: "):
         Sampling(n_probs=MAX_PROBS + 1)
     biases = tuple((i, 1.0) for i in range(MAX_BIASES))
     Sampling(logit_bias=biases)

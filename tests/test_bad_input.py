@@ -27,8 +27,8 @@ from support.commands import (
     shell,
 )
 
+from pyllama_kvflash.cli.removed import OPTIONS
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.removed import OPTIONS
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
 
@@ -43,8 +43,8 @@ environment = commands.environment
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--kvflash", "0"), ("pool (--kvflash) is 0",)),
-        (("--kvflash", "-5"), ("pool (--kvflash) is -5",)),
+        (("--kvflash", "0"), ("--kvflash is 0",)),
+        (("--kvflash", "-5"), ("--kvflash is -5",)),
         (("--kvflash", "many"), ("--kvflash", "'many'", "auto", "off")),
         (("--kvflash", ""), ("--kvflash", "''")),
         (("--kvflash", "1.5K"), ("--kvflash", "'1.5K'")),
@@ -100,7 +100,7 @@ environment = commands.environment
             ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-cos, lru, drafter, crosstok"),
         ),
         (("--set", "swaps=-1"), ("swaps is -1",)),
-        (("--kvflash-policy", "qk-zmax"), ("policy (--kvflash-policy) 'qk-zmax' was removed: give qk, ",)),
+        (("--kvflash-policy", "qk-zmax"), ("--kvflash-policy 'qk-zmax' was removed: give qk, ",)),
         *(((name, "4"), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
         *(((f"{name}=x",), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
         (("--set", "scorer_pool=0"), ("scorer_pool is 0",)),

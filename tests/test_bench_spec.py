@@ -188,9 +188,9 @@ def test_a_key_has_all_that_a_result_depends_on() -> None:
         ({"kinds": ("draft", "best")}, "there is no kind 'best': give some of draft,dflash,eagle3,mtp,ngram"),
         ({"texts": ("poem",)}, "there is no text 'poem': give some of copy,entropy,needles"),
         ({"drafter": None}, "kind draft needs a drafter: give its file with -md/--model-draft"),
-        ({"n_max": (8, 65)}, "n_max (--draft-max) is 65"),
-        ({"pool": 128, "chunk": 32}, "a pool of 128 (--pool) is too small for chunks of 32: give at least 512"),
-        ({"chunk": 24}, "chunk is 24"),
+        ({"n_max": (8, 65)}, "`spec.n_max` is 65"),
+        ({"pool": 128, "chunk": 32}, "a pool of 128 (`pool`) is too small for chunks of 32: give at least 512"),
+        ({"chunk": 24}, "`chunk` is 24"),
         ({"lengths": (500, 128)}, "128 tokens (-n) after a text of 128 do not fill a pool of 256: give more than 128"),
     ],
 )
@@ -391,7 +391,7 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
         (("--kinds", "best"), "there is no kind 'best'"),
         (("--texts", "copy,"), "there is no text ''"),
         (("--draft-max", "0"), "'0' has a number below 1"),
-        (("--draft-max", "8,100"), "n_max (--draft-max) is 100"),
+        (("--draft-max", "8,100"), "--draft-max is 100"),
         (("--chunk", "64"), "a pool of 256 (--pool) is too small for chunks of 64: give at least 768"),
         (("-n", "16"), "16 tokens (-n) after a text of 128 do not fill a pool of 256"),
         (("-n", "many"), "'many' is not a token count"),
@@ -403,7 +403,7 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
         ),
         (("-md", "no.gguf"), "no.gguf does not exist"),
         (("-m", "no/such.gguf"), "no/such.gguf does not exist"),
-        (("-t", "0"), "n_threads (-t/--threads) is 0"),
+        (("-t", "0"), "-t/--threads is 0"),
     ],
 )
 def test_what_cannot_be_run_is_one_sentence(args: tuple[str, ...], says: str) -> None:

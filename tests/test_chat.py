@@ -263,7 +263,7 @@ def test_the_context_is_full_at_last() -> None:
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "(-n/--predict) is 0" in talk("", "-n", "0").stderr
+    assert "-n/--predict is 0" in talk("", "-n", "0").stderr
     (tmp_path / "bad.jinja").write_text("{% for %}")
     res = talk("hello\n", "--chat-template-file", str(tmp_path / "bad.jinja"))
     assert res.exit_code == 2

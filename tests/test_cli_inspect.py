@@ -163,7 +163,7 @@ def test_run_on_several_devices_says_which_is_the_tightest() -> None:
     assert res.exit_code == 1
     assert (
         "the full cache of 1,048,576 tokens takes 1.5 GiB on CUDA2, and 1.0 GiB are free: use a pool (--kvflash) or a"
-        " smaller -c" in res.stderr
+        " smaller -c/--ctx-size" in res.stderr
     )
 
 

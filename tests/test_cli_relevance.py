@@ -20,9 +20,9 @@ from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, good, invoke, pr
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli.removed import OPTIONS
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.removed import OPTIONS
 
 pytestmark = pytest.mark.native
 

@@ -16,8 +16,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands
 from support.commands import USAGE, check_error, good, invoke, summary
 
-from pyllama_kvflash import removed
-from pyllama_kvflash.cli import main, params, roles, settings
+from pyllama_kvflash.cli import flags, main, params, removed, roles, settings
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.options import Options, Spec
 
@@ -213,14 +213,40 @@ def test_it_reaches_the_run(long_file: Path) -> None:
         ("tau=many", ("--set tau: 'many' is not a whole number",)),
         ("share=some", ("--set share: 'some' is not a number",)),
         ("prefill_reselect=perhaps", ("'perhaps' is not true or false",)),
-        ("tau=-1", ("tau is -1, and must be from 0",)),
+        ("tau=-1", ("--set tau is -1, and must be from 0",)),
         ("policy=lru", ("policy has an option of its own: give --kvflash-policy",)),
         ("spec=ngram", ("there is no such field",)),
-        ("qk_query=last", ("qk_query (--qk-query) was removed",)),
     ],
 )
 def test_bad_settings(given: str, words: tuple[str, ...]) -> None:
     assert all(word in fault("--set", given) for word in words)
+
+
+#
+# names in messages
+#
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "want"),
+    [
+        (("run",), "a larger `n_ctx`, or `type_k` q8_0", "a larger -c/--ctx-size, or -ctk/--cache-type-k q8_0"),
+        (("run",), "`max_tokens` is 0, `spec.model` is gone", "-n/--predict is 0, -md/--model-draft is gone"),
+        (("run",), "`tau`, `spec.p_min`", "--set tau, --set spec.p_min"),
+        (("run",), "`n_parallel`, `tau is 3`, `ls`", "`n_parallel`, `tau is 3`, `ls`"),
+        (("serve",), "`n_parallel`", "-np/--parallel"),
+        (("bench", "niah"), "`n_ctx` of `contexts`", "`n_ctx` of --contexts"),
+        (("bench", "spec"), "`n_max`, `spec.n_max`, `drafter`", "--draft-max, --draft-max, -md/--model-draft"),
+    ],
+)
+def test_messages_name_what_a_command_has(names: tuple[str, ...], text: str, want: str) -> None:
+    assert flags.spelled(text, COMMANDS[names]) == want
+
+
+def test_messages_of_the_library_keep_its_names() -> None:
+    assert flags.spelled("`n_ctx` is 3") == "`n_ctx` is 3"
+    assert "`tau` is -1, and must be" in str(pytest.raises(UsageError, Options, tau=-1).value)
+    assert "--set tau is -1, and must be" in fault("--set", "tau=-1")
 
 
 def test_meanings_are_those_beside_the_fields() -> None:

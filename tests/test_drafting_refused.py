@@ -23,12 +23,12 @@ opened = drafting.opened
 
 REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     # options
-    ({"kind": "eagle9"}, UsageError, ("spec (--spec) is 'eagle9'", "draft, dflash, eagle3, mtp, ngram")),
+    ({"kind": "eagle9"}, UsageError, ("`spec.kind` is 'eagle9'", "draft, dflash, eagle3, mtp, ngram")),
     ({"kind": "draft"}, UsageError, ("-md/--model-draft",)),
     ({"kind": "dflash"}, UsageError, ("-md/--model-draft",)),
     ({"kind": "ngram", "model": "draft"}, UsageError, ("takes no drafter", "-md/--model-draft")),
-    ({"n_max": -1}, UsageError, ("n_max (--draft-max) is -1", "from 0 to 64")),
-    ({"n_max": 65}, UsageError, ("n_max (--draft-max) is 65",)),
+    ({"n_max": -1}, UsageError, ("`spec.n_max` is -1", "from 0 to 64")),
+    ({"n_max": 65}, UsageError, ("`spec.n_max` is 65",)),
     ({"p_min": 2}, UsageError, ("spec.p_min is 2",)),
     ({"p_min": np.nan}, UsageError, ("spec.p_min is nan",)),
     ({"window": 0}, UsageError, ("spec.window is 0",)),

@@ -97,8 +97,8 @@ def assert_same(got: Logits, want: Logits) -> None:
 #
 
 OTHER_WAY = {
-    "exact": r"its prompts were read through the pool, and here they are read exactly \(--kvflash-prefill\)",
-    "pool": r"its prompts were read exactly, and here they are read through the pool \(--kvflash-prefill\)",
+    "exact": r"its prompts were read through the pool, and here they are read exactly \(`prefill`\)",
+    "pool": r"its prompts were read exactly, and here they are read through the pool \(`prefill`\)",
 }
 
 

@@ -104,14 +104,14 @@ def test_a_pool_is_redundant_if_the_full_cache_fits_beside_all_experts() -> None
     assert note == (
         "experts: all stay on the GPU, and the full cache beside them: 100 MiB other weights and states + 1200 MiB experts"
         " + 512 MiB KV of 32,768 tokens + 512 MiB reserve = 2324 MiB, of 2324 MiB free on CUDA0, so the pool is redundant,"
-        " and turned off (--kvflash N keeps one of N tokens)"
+        " and turned off (`pool` N keeps one of N tokens)"
     )
 
 
 def test_a_pool_that_was_asked_for_by_its_size_stays() -> None:
     found = on(BESIDE_ALL, pool=2048)
     assert (found.n_cpu_moe, found.pool, found.redundant, found.warnings) == (0, 2048, True, ())
-    assert found.notes[0].endswith("so the pool of 2,048 tokens is not needed (--kvflash off)")
+    assert found.notes[0].endswith("so the pool of 2,048 tokens is not needed (`pool` off)")
 
 
 def test_a_pool_that_keeps_experts_on_the_gpu_is_never_turned_off() -> None:
@@ -178,7 +178,7 @@ def test_a_warning_if_nothing_fits(pool: int | str, mib: int) -> None:
         "the GPU is too small even with all experts on the host: 100 MiB other weights and states + "
     )
     assert "+ 0 MiB experts + " in warning
-    assert f"use a{' smaller' * (pool != 'off')} pool (--kvflash)" in warning
+    assert f"use a{' smaller' * (pool != 'off')} pool (`pool`)" in warning
     assert on(0, pool=pool).n_cpu_moe == 4
 
 
@@ -263,7 +263,7 @@ def test_a_model_without_experts(request_: int | str) -> None:
     found = place(dense, HOST, request=request_)
     assert (found.n_cpu_moe, found.pool, found.redundant, found.notes) == (0, "auto", False, ())
     assert found.warnings == (
-        f"n_cpu_moe (-ncmoe/--n-cpu-moe) is {request_}, but the model has no experts: there is nothing to keep on the host",
+        f"`n_cpu_moe` is {request_}, but the model has no experts: there is nothing to keep on the host",
     )
     assert place(replace(dense, experts=()), request=request_).warnings == found.warnings, "nor layers"
 
@@ -277,7 +277,7 @@ def test_a_model_without_experts(request_: int | str) -> None:
         (
             99,
             4,
-            "experts: all stay on the host (1200 MiB) (n_cpu_moe (-ncmoe/--n-cpu-moe) is 99, and the model has 4 layers)",
+            "experts: all stay on the host (1200 MiB) (`n_cpu_moe` is 99, and the model has 4 layers)",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
         ((*FRESH, "--set", "index=3"), "index is 3, and must be one of 0, 1, 2, 4"),
         (
             ("--kvflash-policy", "qk", "--set", "index=2"),
-            "index is 2, and policy (--kvflash-policy) 'qk' has no index: give policy",
+            "--set index is 2, and --kvflash-policy 'qk' has no index: give policy",
         ),
         (
             (*FRESH, "--set", "swaps=-1"),

@@ -412,7 +412,7 @@ def test_what_does_not_stand_is_forgotten(opened: Open, wordless: None, monkeypa
 
 def test_what_cannot_be_asked_for() -> None:
     for prefill in ("pool", "auto"):
-        with pytest.raises(UsageError, match=rf"mode \(--kvflash-mode\) 'lossless' needs .* is '{prefill}'"):
+        with pytest.raises(UsageError, match=rf"`mode` 'lossless' needs .* is '{prefill}'"):
             Options(mode="lossless", prefill=prefill)
 
 

@@ -281,7 +281,7 @@ def test_cut_off_at_every_line(opened: Open, wordless: None, options: dict[str, 
 def test_what_cannot_be_asked_for() -> None:
     for name in ("meter", "min_agreement"):
         for prefill in ("pool", "auto"):
-            with pytest.raises(UsageError, match=rf"{name}( \(--kvflash-[a-z-]+\))? needs .* is '{prefill}'"):
+            with pytest.raises(UsageError, match=rf"`{name}` needs .* is '{prefill}'"):
                 Options(**{name: 0.5}, prefill=prefill)
         for value in (-0.1, 1.1, float("nan")):
             with pytest.raises(UsageError, match=name):

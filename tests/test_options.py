@@ -6,13 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllama_kvflash import errors, events, removed
+from pyllama_kvflash import errors, events
 from pyllama_kvflash.errors import KVFlashError, UsageError, number
 from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
@@ -232,25 +232,14 @@ def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str
 def test_only_fresh_has_an_index(options: type["Options"], policy: Any) -> None:
     """Bits for nothing would make a run that was meant to be fresh look like one."""
     name = policy if isinstance(policy, str) else policy.name
-    want = rf"index is 4, and policy \(--kvflash-policy\) '{name}' has no index: give policy fresh, .*"
+    want = rf"`index` is 4, and `policy` '{name}' has no index: give policy fresh, .*"
     with pytest.raises(UsageError, match=f"^{want}$"):
         options(policy=policy, index=4)
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("name", removed.KEYWORDS)
-@pytest.mark.parametrize("value", ["mean", 0, False])
-def test_removed_options_say_what_to_do(options: type["Options"], name: str, value: object) -> None:
-    """Whatever their value, and replace() goes on without them."""
-    with pytest.raises(UsageError, match=rf"^{name} \(--qk-\w+\) was removed: .*; leave it out$"):
-        options(**{name: value})
-    assert name not in {field.name for field in fields(options)}
-    assert replace(options(tau=3), swaps=2).tau == 3
-
-
-@pytest.mark.native
 def test_a_removed_policy_says_what_to_do(options: type["Options"]) -> None:
-    with pytest.raises(UsageError, match=r"^policy \(--kvflash-policy\) 'qk-zmax' was removed: give qk, .*$"):
+    with pytest.raises(UsageError, match=r"^`policy` 'qk-zmax' was removed: give qk, .*$"):
         options(policy="qk-zmax")
 
 

@@ -157,9 +157,7 @@ def test_a_number_does_not_look_at_memory(opened: Open, gpu: Callable[..., None]
 @pytest.mark.parametrize("n", [1, "auto"])
 def test_a_model_without_experts_says_so(opened: Open, loads: list[dict[str, Any]], n: int | str) -> None:
     kv = opened("qwen3", n_cpu_moe=n)
-    assert kv.warnings == (
-        f"n_cpu_moe (-ncmoe/--n-cpu-moe) is {n}, but the model has no experts: there is nothing to keep on the host",
-    )
+    assert kv.warnings == (f"`n_cpu_moe` is {n}, but the model has no experts: there is nothing to keep on the host",)
     assert loads[-1]["on_host"] == []
     assert (kv.n_pool, kv.options.n_cpu_moe) == (768, 0)
 

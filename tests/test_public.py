@@ -52,6 +52,7 @@ def test_all_is_pinned():
         "Event",
         "KVFlash",
         "KVFlashError",
+        "KVSequence",
         "Options",
         "Paged",
         "Prefill",

@@ -483,7 +483,7 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (("-f", "empty.txt"), "the text file empty.txt is empty: give one with words"),
         (("-f", "few.txt", "--tasks", "cwe"), "the text has 2 different words of 4 to 9 letters, and cwe needs 40"),
         (("--docs", "0"), "0 is not in the range"),
-        (("-t", "0"), "n_threads (-t/--threads) is 0"),
+        (("-t", "0"), "-t/--threads is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(args: tuple[str, ...], says: str) -> None:

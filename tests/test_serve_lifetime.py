@@ -252,8 +252,8 @@ def refusal(*args: str) -> str:
 
 def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "none.gguf does not exist" in refusal("none.gguf")
-    assert "(-n/--predict) is 0" in refusal("-n", "0")
-    assert "temperature (--temp) is nan" in refusal("--temp", "nan")
+    assert "-n/--predict is 0" in refusal("-n", "0")
+    assert "--temp is nan" in refusal("--temp", "nan")
     assert "cannot be read: No such file" in refusal("--chat-template-file", str(tmp_path / "x"))
     (tmp_path / "y").write_bytes(b"\xff")
     assert "it is not UTF-8 text" in refusal("--chat-template-file", str(tmp_path / "y"))

@@ -260,7 +260,7 @@ def test_paging_writes_its_tables(kept: Path) -> None:
         (("a.gguf", "-m", "b.gguf"), "two models are given"),
         (("no/such.gguf",), "no/such.gguf does not exist"),
         (("--shape", "9b"), "'9b' is not one of"),
-        (("--shape", "tiny", "-t", "0"), "n_threads (-t/--threads) is 0"),
+        (("--shape", "tiny", "-t", "0"), "-t/--threads is 0"),
         (("--shape", "tiny", "-ctk", "q9_0"), "'q9_0' is not one of"),
     ],
 )
@@ -282,7 +282,7 @@ def test_what_is_no_model_is_one_sentence(command: str, args: tuple[str, ...], s
         ("speed", ("--variants", "oracle"), "the oracle has no speed to measure"),
         ("speed", ("--variants", "qk/write_back=0"), "only lru can go without, as lru/write_back=0"),
         ("speed", ("--variants", "lru/write_back=1"), "'write_back=1' in 'lru/write_back=1' is not an option"),
-        ("speed", ("-b", "-1"), "n_batch (-b/--batch-size) is -1"),
+        ("speed", ("-b", "-1"), "-b/--batch-size is -1"),
         ("paging", ("--pool", "512"), "a pool of 512 tokens (--pool) is too small to page: give at least 768"),
         ("paging", ("--reselect", "16"), "16 chunks cannot be swapped (--reselect) in a pool of 768 tokens: at most 6"),
         ("paging", ("--steps", "32"), "32 steps (--steps) are too few to see a reselect every 16 tokens (--tau)"),

@@ -50,8 +50,8 @@ def make_text(kv: KVFlash, text: str, pool: int, questions: int) -> tuple[str, t
             return prompt.text, prompt.needles
         prompt = make_prompt(pool // 2, count, n_needles=1, seed=_SEED, drop=text == "entropy")
     except ValueError as err:
-        asked = f" and {questions} questions (--questions)" if text == "needles" else ""
-        msg = f"no text can be made for a pool of {pool} (--pool){asked}: {err}"
+        asked = f" and {questions} questions (`questions`)" if text == "needles" else ""
+        msg = f"no text can be made for a pool of {pool} (`pool`){asked}: {err}"
         raise UsageError(msg) from None
     return prompt.text + (f"{prompt.needles[0].statement}\n" * _REPEATED if text == "copy" else ""), ()
 

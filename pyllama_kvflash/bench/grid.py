@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from pyllama_kvflash import __version__, removed
+from pyllama_kvflash import __version__
 from pyllama_kvflash.errors import OutputError, UsageError
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.registry import policy_names
+from pyllama_kvflash.registry import check_not_removed, policy_names
 
 Key = dict[str, Any]
 Result = dict[str, Any]
@@ -57,8 +57,7 @@ class Variant:
         The option answer=full makes it a control. Raises UsageError.
         """
         policy, *parts = text.split("/")
-        if policy in removed.POLICIES:
-            raise UsageError(removed.policy(policy))
+        check_not_removed(policy)
         known = ("full", "oracle", *policy_names())
         if policy not in known:
             msg = f"{policy!r} in {text!r} is not a policy: there are {', '.join(known)}"
@@ -73,8 +72,6 @@ class Variant:
 
 def _option(part: str, text: str) -> tuple[str, Any]:
     name, equals, value = part.partition("=")
-    if name in removed.KEYWORDS:
-        raise UsageError(removed.option(removed.KEYWORDS[name], name))
     if not equals or name not in _SETTABLE or name in _FIXED:
         msg = f"{part!r} in {text!r} is not an option: give name=value, the name a field of Options such as replay or type_k"
         raise UsageError(msg)

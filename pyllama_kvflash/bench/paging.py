@@ -83,17 +83,17 @@ class Paging:
         usual = Options(chunk=CHUNK)
         floor = usual.shape.floor(self.common.get("n_batch") or 0)
         if self.pool < floor:
-            msg = f"a pool of {self.pool} tokens (--pool) is too small to page: give at least {floor}"
+            msg = f"a pool of {self.pool} tokens (`pool`) is too small to page: give at least {floor}"
             raise UsageError(msg)
         room = self.n_block - usual.sinks - usual.tail - 1  # one stays free for the chunk that begins next
         if self.n_swap > room:
             msg = (
-                f"{self.n_swap} chunks cannot be swapped (--reselect) in a pool of {self.n_pool} tokens: at most {room}, or"
-                " give a larger --pool"
+                f"{self.n_swap} chunks cannot be swapped (`n_swap`) in a pool of {self.n_pool} tokens: at most {room}, or"
+                " give a larger `pool`"
             )
             raise UsageError(msg)
         if self.steps <= 2 * self.tau:
-            msg = f"{self.steps} steps (--steps) are too few to see a reselect every {self.tau} tokens (--tau)"
+            msg = f"{self.steps} steps (`steps`) are too few to see a reselect every {self.tau} tokens (`tau`)"
             raise UsageError(msg)
 
     @property

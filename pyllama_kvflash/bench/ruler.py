@@ -68,10 +68,10 @@ class Ruler:
     def __post_init__(self) -> None:
         """Check that there is something to measure."""
         if any(v.policy == "oracle" for v in self.variants):
-            msg = "the oracle is told where codes are, and has no place among RULER's tasks: leave it out of --variants"
+            msg = "the oracle is told where codes are, and has no place among RULER's tasks: leave it out of `variants`"
             raise UsageError(msg)
         if not any(True for _ in self.cells()):
-            msg = "there is nothing to measure: no pool of --pools is smaller than a context of --contexts"
+            msg = "there is nothing to measure: no pool of `pools` is smaller than a context of `contexts`"
             raise UsageError(msg)
 
     def cells(self) -> Iterator[Cell]:
@@ -189,7 +189,7 @@ def _grammar(question: Question) -> str:
 
 
 def answer(kv: KVFlash, n_new: int, grammar: str = "") -> Said:
-    """Return the greedy answer to what was just read: what KVFlash.generate() says after its own prompt."""
+    """Return the greedy answer to what was just read: what KVSequence.generate() says after its own prompt."""
     sampling = Sampling(temperature=0, grammar=grammar)
     run = kv.generation(np.empty(0, np.int32), max_tokens=n_new, sampling=sampling)
     text = "".join(token.text for token in run.answer.shown())

@@ -39,7 +39,7 @@ def make_text(task: str, n_tokens: int, count: Count, haystack: str, seed: int) 
 
     questions = fit(build, n_total, n_tokens)
     if questions is None:
-        msg = f"a text of {n_tokens} tokens is too short for {task}: use a longer one (--contexts)"
+        msg = f"a text of {n_tokens} tokens is too short for {task}: use a longer one (`contexts`)"
         raise UsageError(msg)
     return questions
 

@@ -247,7 +247,7 @@ def _check_room(name: str, shape: Shape, folder: Path) -> None:
     if free < shape.n_bytes:
         msg = (
             f"the model of shape {name} takes {shape.n_bytes / 2**30:.1f} GiB, and {folder} has {free / 2**30:.1f} GiB free:"
-            " give a folder with more room with --shape-dir"
+            " give a folder with more room with `shape_dir`"
         )
         raise UsageError(msg)
 
@@ -256,7 +256,7 @@ def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None) -> None
     try:
         import gguf  # noqa: PLC0415 (an optional extra)
     except ImportError:
-        msg = "--shape needs gguf: pip install gguf, or give a model"
+        msg = "`shape` needs gguf: pip install gguf, or give a model"
         raise UsageError(msg) from None
     file = gguf.GGUFWriter(path, shape.arch)
     file.add_string("general.name", f"random weights, shape {name}")

@@ -98,18 +98,18 @@ class SpecBench:
                     msg = f"there is no {name} {word!r}: give some of {','.join(known)}"
                     raise UsageError(msg)
         if self.drafter is None and (wanting := [k for k in self.kinds if k not in ("ngram", "mtp")]):
-            msg = f"kind {wanting[0]} needs a drafter: give its file with -md/--model-draft, or leave it out of --kinds"
+            msg = f"kind {wanting[0]} needs a drafter: give its file as `drafter`, or leave it out of `kinds`"
             raise UsageError(msg)
         for way in self.ways():
             self.spec(way)
         floor = Options(chunk=self.chunk).shape.floor(self.common.get("n_batch") or 0)
         if self.n_pool < floor:
-            msg = f"a pool of {self.pool} (--pool) is too small for chunks of {self.chunk}: give at least {floor}"
+            msg = f"a pool of {self.pool} (`pool`) is too small for chunks of {self.chunk}: give at least {floor}"
             raise UsageError(msg)
         if set(self.texts) - {"needles"} and min(self.lengths) <= self.n_pool - self.n_pool // 2:
             msg = (
                 f"{min(self.lengths)} tokens (-n) after a text of {self.n_pool // 2} do not fill a pool of {self.n_pool}:"
-                f" give more than {self.n_pool - self.n_pool // 2}, or a smaller --pool"
+                f" give more than {self.n_pool - self.n_pool // 2}, or a smaller `pool`"
             )
             raise UsageError(msg)
 

@@ -99,15 +99,15 @@ class Speed:
         for low, high in pairwise(self.contexts):
             if high - low <= self.steps + WARM_UP:
                 msg = (
-                    f"contexts {low} and {high} are too close: {self.steps} steps (--steps) and {WARM_UP} to warm up are"
+                    f"contexts {low} and {high} are too close: {self.steps} steps (`steps`) and {WARM_UP} to warm up are"
                     f" decoded at {low}"
                 )
                 raise UsageError(msg)
         for pool in self.pools:
             if pool >= self.contexts[-1] and not all(v.full for v in self.variants):
                 msg = (
-                    f"a pool of {pool:,} tokens covers the longest context of {self.contexts[-1]:,}: give longer --contexts,"
-                    " or smaller --pools"
+                    f"a pool of {pool:,} tokens covers the longest context of {self.contexts[-1]:,}: give longer `contexts`,"
+                    " or smaller `pools`"
                 )
                 raise UsageError(msg)
 

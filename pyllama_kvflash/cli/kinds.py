@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from pyllama_kvflash import removed
-from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.registry import policy_names
+from pyllama_kvflash.registry import check_not_removed, policy_names
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -87,8 +85,7 @@ class Policy(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the name, or fail with the names that there are. Raises UsageError for one that there was."""
-        if value in removed.POLICIES:
-            raise UsageError(removed.policy(value))
+        check_not_removed(value)
         if value not in policy_names():
             self.fail(f"{value!r} is not a policy: there are {', '.join(policy_names())}", param, ctx)
         return str(value)

@@ -9,8 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pyllama_kvflash import removed
-from pyllama_kvflash.cli import settings
+from pyllama_kvflash.cli import removed, settings
 from pyllama_kvflash.cli.kinds import ByteSize, HostLayers, Layers, Policy, Servers, Split, TokenCount
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads

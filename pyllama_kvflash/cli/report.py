@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
@@ -39,11 +40,11 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Show a line of information."""
-        self.console.print(f"kvflash: {text}", markup=False)
+        self.console.print(f"kvflash: {spelled(text)}", markup=False)
 
     def warn(self, text: str) -> None:
         """Show a warning, even if quiet."""
-        click.echo(f"kvflash: warning: {text}", err=True)
+        click.echo(f"kvflash: warning: {spelled(text)}", err=True)
 
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from pyllama_kvflash import removed
-from pyllama_kvflash.errors import OutputError, SnapshotError, UsageError
+from pyllama_kvflash.cli import removed
+from pyllama_kvflash.cli.flags import spelled
+from pyllama_kvflash.errors import KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
 from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.snapshot.file import Outline
@@ -142,7 +143,11 @@ class Command(click.Command):
             if isinstance(param.type, Role) and value is not None:
                 name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
                 param.type.declare(_uses(ctx), name, value)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KVFlashError as err:
+            err.args = (spelled(str(err)), *err.args[1:])
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in groups, each with a heading: first those of the command alone."""

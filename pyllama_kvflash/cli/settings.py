@@ -13,7 +13,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pyllama_kvflash import removed
 from pyllama_kvflash.cli import kinds
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Sampling
@@ -119,8 +118,6 @@ def _unknown(name: str, command: click.Command, known: dict[str, Setting]) -> st
         found = [p for p in command.params if p.name == wanted and isinstance(p, click.Option) and not p.hidden]
         if name.startswith(part) and found:
             return f"--set {name}: {name} has an option of its own: give {found[0].opts[-1]}"
-    if name in removed.KEYWORDS:
-        return removed.option(removed.KEYWORDS[name], name)
     near = get_close_matches(name, known, n=1) or [full for full in known if name and full.endswith(f".{name}")]
     hint = f"did you mean {near[0]}? " if near else ""
     return f"--set {name}: there is no such field: {hint}--set help lists them"

@@ -81,7 +81,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
     Raises UsageError, ModelError for a weight that is not a number, UnsupportedError, and OutputError.
     """
     if plan.target is None:
-        msg = "a drafter needs its target's tokenizer: give the target's GGUF with --target"
+        msg = "a drafter needs its target's tokenizer: give the target's GGUF as `target`"
         raise UsageError(msg)
     weights = {t.stored.path for t in plan.tensors if t.stored}
     check_outputs(

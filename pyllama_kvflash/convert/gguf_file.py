@@ -144,7 +144,7 @@ def _check_values(tensor: Tensor, rows: npt.NDArray[np.float32], first: int, *, 
         return
     name = tensor.stored.name if tensor.stored else tensor.name
     if math.isfinite(largest):
-        msg = f"{name} has a weight of {number(largest)}, and f16 ends at {number(_F16_MAX)}: use --outtype bf16"
+        msg = f"{name} has a weight of {number(largest)}, and f16 ends at {number(_F16_MAX)}: use `outtype` bf16"
         raise ModelError(msg)
     i = int(np.flatnonzero(~np.isfinite(rows))[0])
     msg = f"{name} has a weight that is {rows.reshape(-1)[i]}, at row {first + i // rows.shape[1]}: the file is damaged"

@@ -14,8 +14,7 @@ _TAIL = 8  # tokens that have a character's bytes: of four, and special ones amo
 def check_max_tokens(max_tokens: int, least: int = 0) -> None:
     """Raise UsageError unless max_tokens is a number of tokens from `least` on, or -1."""
     if max_tokens != -1:
-        name = "max_tokens (-n/--predict)"
-        check_range(max_tokens, least, MAX_ANSWER, name, "-1 goes on until the context is full")
+        check_range(max_tokens, least, MAX_ANSWER, "max_tokens", "-1 goes on until the context is full")
 
 
 class Answer:

@@ -89,8 +89,8 @@ class Decoder:
         if at + n > self._options.n_ctx:
             after = f" after the {at:,} in the context" if at else ""
             msg = (
-                f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: use a larger n_ctx"
-                " (-c/--ctx-size) or a shorter prompt"
+                f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: use a larger `n_ctx`"
+                " or a shorter prompt"
             )
             raise UsageError(msg)
 
@@ -98,7 +98,7 @@ class Decoder:
         """Raise UsageError unless a token of the sequence can be decoded in one batch with those of others."""
         self.check_fits(1, self.sequence.n_tokens)
         if self.lossless and self.lossless_now:
-            msg = "a token of each of several sequences is decoded through the pool: in mode lossless (--kvflash-mode) decode one"
+            msg = "a token of each of several sequences is decoded through the pool: with `mode` lossless decode one"
             raise UsageError(f"{msg} sequence at a time")
 
     def clear(self) -> None:
@@ -226,7 +226,7 @@ class Decoder:
     def prefill(self, tokens: Tokens) -> Iterator[Event]:
         """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits.
 
-        See KVFlash.prefill.
+        See KVSequence.prefill.
         """
         sequence, n = self.sequence, len(tokens)
         self.check_fits(n, sequence.n_tokens)

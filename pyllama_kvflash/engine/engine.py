@@ -1,48 +1,31 @@
-"""The engine: a prompt in, typed events out."""
+"""The engine: a model, its pool, and the sequences that share it."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from pyllama_kvflash import native
-from pyllama_kvflash.engine.answer import check_max_tokens
-from pyllama_kvflash.engine.decoder import Decoder, Step, decode_each
-from pyllama_kvflash.engine.generation import Generation
-from pyllama_kvflash.engine.guard import Claim, Guard, guarded
+from pyllama_kvflash.engine.decoder import Step, decode_each
+from pyllama_kvflash.engine.guard import Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded, load
-from pyllama_kvflash.engine.stats import stats_of
+from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.events import Done, Event, Reselect, Stats
-from pyllama_kvflash.native import Sampling, Summaries, Tokens
+from pyllama_kvflash.events import Event
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Queries, Scorer
-from pyllama_kvflash.pool.pager import Pager
-from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.pool.step import Part
-from pyllama_kvflash.snapshot.capture import Capture, OnRecord
-from pyllama_kvflash.snapshot.file import SnapshotFile
-from pyllama_kvflash.snapshot.layout import Identity
-from pyllama_kvflash.snapshot.saved import SavedSequence, checked_path
-
-Prompt = str | bytes | Sequence[int] | Tokens
-"""A text, or token ids (n,)."""
 
 
-class KVFlash:
-    """A model with a sequence of up to n_ctx positions, of which the pool keeps n_pool on the device.
+class KVFlash(KVSequence):
+    """A model and its pool, with n_parallel sequences that share it. It is the first of them itself.
 
     Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it is
     llama.cpp's full cache: the control.
 
-    Several threads may use it, one after the other: a call while another thread's is under way raises InUseError.
-    close() may come from any thread and at any time; later calls raise UsageError. A generate() or prefill() that continues
-    after something else has begun or changed its sequence raises InUseError, and changes nothing.
+    sequences: all of them. Use each as if it were alone, one call after the other; decode_each() decodes a token of several
+    at once. notes: sentences about the pool and where things are.
 
-    With n_parallel > 1 it is the first of `sequences`, which share the pool. Use each as if it were alone, one call
-    after the other; decode_each() decodes a token of several at once.
+    close() may come from any thread and at any time; later calls raise UsageError.
     """
 
     @classmethod
@@ -58,26 +41,13 @@ class KVFlash:
         """Load a GGUF file, with the options in one object. Raises as from_file()."""
         return cls(load(path, options, cls.open, progress))
 
-    def __init__(self, loaded: Loaded, beside: Self | None = None) -> None:
-        """Use from_file() instead. beside: the first sequence of the context; None: this is the first."""
-        self.sequences: list[Self] = beside.sequences if beside else []
-        self.seq = len(self.sequences)
-        self.sequences.append(self)
-        self.sequence = loaded.sequences[self.seq]
-        self.model = loaded.model
-        self.ctx = self.sequence.ctx
-        self.options = loaded.options
-        self.n_pool = loaded.n_pool
+    def __init__(self, loaded: Loaded) -> None:
+        """Use from_file() instead."""
+        guard = Guard(loaded.close, str(loaded.model.path))
+        super().__init__(loaded, guard)
+        others = range(1, len(loaded.sequences))
+        self.sequences: tuple[KVSequence, ...] = (self, *(KVSequence(loaded, guard, i) for i in others))
         self.notes = loaded.notes
-        self.warnings = loaded.warnings + self.sequence.warnings
-        self._loaded = loaded
-        self.guard: Guard = beside.guard if beside else Guard(loaded.close, str(self.model.path))
-        self._saved = SavedSequence(self.sequence)
-        drafts = loaded.drafts[self.seq] if loaded.drafts else None
-        self.decoder = Decoder(self.sequence, self._saved, drafts, loaded.n_batch, self.guard)
-        if beside is None:
-            for _ in loaded.sequences[1:]:
-                type(self)(loaded, self)
 
     def close(self) -> None:
         """Free the context and the model, for all sequences, after a call that another thread has under way: a batch, or a
@@ -90,92 +60,6 @@ class KVFlash:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    #
-    # generation
-    #
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        append: bool = False,
-    ) -> Iterator[Event]:
-        """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
-
-        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
-        context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
-        continues as if it had not been interrupted: a character that it ended in the middle of comes with the text that follows.
-        stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
-        for.
-
-        Raises UsageError (the prompt is empty, too long or not Unicode text; max_tokens, stop), InUseError, PoolError,
-        HostMemoryError and NativeError.
-        """
-        check_max_tokens(max_tokens)
-        sampling = sampling or Sampling()
-        run = self.guard.run(self._begin, prompt, append=append, max_tokens=max_tokens, sampling=sampling, stop=stop)
-        yield from run.rest()
-        answer = run.answer
-        yield from answer.shown()
-        stats = self.stats(seed=None if sampling.greedy else sampling.seed, **run.counts)
-        yield Done(answer.reason or "interrupted", answer.flush(), stats)
-
-    def _begin(self, prompt: Prompt, *, append: bool, **options: Any) -> Generation:
-        self.sequence.recover()  # makes a token pending that was being decoded again
-        tokens = self._prompt_tokens(prompt, append=append)
-        if not append:
-            self.decoder.claim()
-            self.decoder.clear()
-        elif len(prompt) == 0:
-            tokens = tokens[:0]  # the pending token begins the answer
-        return Generation(self.decoder, tokens, **options)
-
-    @guarded
-    def generation(
-        self,
-        tokens: Tokens,
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        preserved: Collection[int] = (),
-    ) -> Generation:
-        """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after
-        what is in the context. preserved: special tokens that are text of the answer, and not left out.
-        """
-        return Generation(
-            self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, preserved=preserved
-        )
-
-    def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) in batches after what is in the context; the last one gets logits.
-
-        Chooses the pool anew between batches, and for the last tokens, which then run again (tail replay). Yields
-        Paged, Reselect, Warn and Prefill. Raises as generate().
-        """
-        ids = np.ascontiguousarray(tokens, np.int32)
-        yield from self.guard.run(self._claimed, len(ids)).each(self.decoder.prefill(ids))
-
-    def _claimed(self, n: int) -> Claim:
-        """Take the sequence, to decode n tokens. Raises UsageError if they do not fit."""
-        self.decoder.check_fits(n, self.n_tokens)
-        return self.decoder.claim()
-
-    @guarded
-    def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage as scheduled.
-
-        outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
-        UsageError (the context is full), InUseError, PoolError, HostMemoryError, Interrupted and NativeError, and leaves
-        the sequence as it was before.
-        """
-        ids = np.ascontiguousarray(tokens, np.int32)
-        self._claimed(len(ids))
-        return self.decoder.decode(ids, outputs)
 
     @guarded
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
@@ -195,244 +79,3 @@ class KVFlash:
         decoders = [self.sequences[i].decoder for i in tokens]
         happened = decode_each([Step(d, Part(d.sequence, t)) for d, t in zip(decoders, one, strict=True)])
         return dict(zip(tokens, happened, strict=True))
-
-    @guarded
-    def clear(self) -> None:
-        """Forget the sequence and its records; pins stay."""
-        self.decoder.claim()
-        self.decoder.clear()
-
-    @guarded
-    def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and bring back the last chunks of these if they are out.
-
-        logits() is out of date until the next decode. Raises UnsupportedError if a recurrent state, or a sliding window
-        that was overwritten, cannot go back.
-        """
-        self.sequence.check_kept(n_tokens)
-        self.decoder.claim()
-        self.decoder.rollback(n_tokens)
-
-    @guarded
-    def expect(self, n_tokens: int) -> None:
-        """Announce n_tokens more tokens, so that host memory for their chunks is taken meanwhile and no decode waits
-        for it. Optional. Raises HostMemoryError if `host_limit` does not allow so many.
-        """
-        if self.sequence.pager:
-            self.sequence.pager.expect(n_tokens)
-
-    @guarded
-    def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token."""
-        return self.ctx.logits(i)
-
-    @guarded
-    def stats(self, /, **counts: Any) -> Stats:
-        """Return memory and page traffic now. counts: other fields of Stats, such as n_prompt; they are 0 if not given."""
-        return stats_of(self._loaded, self.sequence, **counts)
-
-    @property
-    def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks; None without a pool, or if the scorer wants none."""
-        self.guard.check_open()
-        return self.sequence.pager.summaries if self.sequence.pager else None
-
-    def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
-        """Return the token ids (n,) int32 of a text. add_special: add BOS and EOS as the model's metadata asks for."""
-        return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int] | Tokens) -> str:
-        """Return the text of tokens, without special ones. Broken UTF-8 becomes U+FFFD."""
-        return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
-
-    def _prompt_tokens(self, prompt: Prompt, *, append: bool) -> Tokens:
-        if len(prompt) == 0 and not (append and self.sequence.pending is not None):
-            msg = "the prompt is empty: give at least one character, or one token"
-            raise UsageError(msg)
-        if isinstance(prompt, str | bytes):
-            tokens = self.tokenize(prompt, add_special=not append)
-        else:
-            tokens = np.ascontiguousarray(prompt, np.int32)
-        if append and self.sequence.pending is not None:
-            tokens = np.concatenate([[self.sequence.pending], tokens]).astype(np.int32)
-        self.decoder.check_fits(len(tokens), self.sequence.n_tokens if append else 0)
-        return tokens
-
-    #
-    # the sequence
-    #
-
-    @property
-    def n_tokens(self) -> int:
-        """Positions written so far."""
-        self.guard.check_open()
-        return self.sequence.n_tokens
-
-    @property
-    def tokens(self) -> Tokens:
-        """The tokens written so far, (n_tokens,) int32, a copy."""
-        self.guard.check_open()
-        return self.sequence.tokens
-
-    @property
-    def n_batch(self) -> int:
-        """The most tokens of a batch: what the pool holds beside its sinks, tail and pins."""
-        return self.decoder.n_batch
-
-    @property
-    def n_draft(self) -> int:
-        """The most tokens of a draft; 0 without speculative decoding."""
-        return self.decoder.drafts.n_max if self.decoder.drafts else 0
-
-    @property
-    @guarded
-    def resident_bytes(self) -> int:
-        """Device bytes allocated for full-attention KV: the pool, the index if it is there and the panes, or the whole
-        context.
-        """
-        return self.sequence.resident_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host bytes taken for records, over all sequences."""
-        self.guard.check_open()
-        return self.sequence.host_bytes
-
-    #
-    # relevance
-    #
-
-    @property
-    def policy(self) -> str:
-        """Name of the scorer at work; without one "fresh" (each layer chooses) or "lru"; "full" without a pool."""
-        if self.sequence.pager is None:
-            return "full"
-        if self.sequence.pager.guests:
-            return "fresh"
-        return self.scorer.name if self.scorer else "lru"
-
-    @property
-    def scorer(self) -> Scorer | None:
-        """The scorer at work; None with lru or the full cache."""
-        return self.sequence.selector.scorer if self.sequence.selector else None
-
-    @guarded
-    def use(self, scorer: Scorer) -> None:
-        """Let another scorer choose from now on, on the same layers. Its summaries are made from the stored records.
-
-        Raises UsageError (there was no scorer: lru, full cache), UnsupportedError and HostMemoryError.
-        """
-        if self.sequence.selector is None:
-            msg = f"policy {self.policy} has no scorer to replace: open the model with one"
-            raise UsageError(msg)
-        self.sequence.selector.use(scorer)
-
-    @guarded
-    def queries(self) -> Queries:
-        """Return the last token's queries, (n_head, n_embd_head_k) for each pooled layer; empty without a scorer."""
-        return self.sequence.queries()
-
-    @guarded
-    def reselect(self) -> Reselect | None:
-        """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or lru."""
-        if self.sequence.selector is None or not self.sequence.selector.needed:
-            return None
-        events = list(self.sequence.reselect_now("decode", [self.sequence.queries()], 1))
-        return next((e for e in events if isinstance(e, Reselect)), None)
-
-    #
-    # residency: the calls below need a pool, and raise UsageError without one
-    #
-
-    @property
-    def pager(self) -> Pager:
-        """The pager (ledger, host store and moves), for code that extends this class."""
-        self.guard.check_open()
-        return self.sequence.paged
-
-    @guarded
-    def residency(self) -> Residency:
-        """Return where every chunk is now, as arrays."""
-        return self.sequence.residency()
-
-    @guarded
-    def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device from now on, and bring back their chunks that are out.
-
-        The range may lie ahead of what is written. Raises PoolError, and pins nothing, if too little were left to page.
-        """
-        self.sequence.pin(start, end)
-
-    @guarded
-    def unpin(self, start: int, end: int) -> None:
-        """Let the chunks of positions [start, end) be evicted again."""
-        self.pager.unpin(start, end)
-
-    @guarded
-    def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
-        self.sequence.page_in(chunk)
-
-    @guarded
-    def page_out(self, chunk: int) -> None:
-        """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
-        self.sequence.page_out(chunk)
-
-    @guarded
-    def check_integrity(self) -> None:
-        """Raise LedgerError unless ledger, host store and native pool agree. Meant for tests and idle moments."""
-        self.sequence.check_integrity()
-
-    #
-    # snapshots
-    #
-
-    @property
-    @guarded
-    def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
-        return self._saved.identity
-
-    @property
-    @guarded
-    def checkpoints(self) -> list[int]:
-        """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
-        return self._saved.checkpoints
-
-    def save(self, path: str | Path, n_tokens: int | None = None, on_record: OnRecord | None = None) -> int:
-        """Write a snapshot of the first n_tokens positions (None: all). Returns its size in bytes.
-
-        The file is written under another name and renamed once it is whole. n_tokens: a multiple of the chunk; with a
-        recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records done, of how many).
-
-        Raises UsageError (nothing to save, no pool, a wrong n_tokens, a file of a model in use) and SnapshotError (the
-        file cannot be written).
-        """
-        return self.capture(n_tokens).write(checked_path(path), on_record)
-
-    @guarded
-    def capture(self, n_tokens: int | None = None) -> Capture:
-        """Return what save() would write now, to write later or in a thread while this continues. Raises UsageError.
-
-        It keeps the records, and can be written after close(), too.
-        """
-        return self._saved.capture(n_tokens)
-
-    @guarded
-    def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
-
-        Returns the number of positions. Read what comes after them with generate(..., append=True); without a prompt,
-        that continues after the last token produced. Nothing is computed; records are read when needed. In a pool of the
-        same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back, or
-        with policy "fresh" each layer chooses at the first token.
-
-        Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
-        sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,
-        and other calls raise SnapshotError.
-        """
-        file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
-        _ = self._saved.identity  # raises UsageError before anything is forgotten
-        self.decoder.claim()
-        self.decoder.clear()
-        return self._saved.restore(file, prompt)

@@ -287,7 +287,7 @@ class Generation:
             found,
             Warn(
                 f"{100 * agreement:.0f} % of the last tokens compared are the full cache's, less than the"
-                f" {number(100 * options.min_agreement)} % of min_agreement (--kvflash-min-agreement): the answer is read"
+                f" {number(100 * options.min_agreement)} % of `min_agreement`: the answer is read"
                 " again, and decoding is lossless from here on"
             ),
         ]

@@ -160,7 +160,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     if size.n_pool is None:
         n_all = options.n_ctx * options.n_parallel
         check_memory(
-            device_memory(seen.geometry, options), n_all, "the full cache", "a pool (--kvflash) or a smaller -c"
+            device_memory(seen.geometry, options), n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`"
         )
     else:
         scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))

@@ -11,7 +11,7 @@ from pyllama_kvflash.policy.scorers import EDGE
 from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES, n_panes
 from pyllama_kvflash.pool.exact import ExactReader
 
-_WAY_OUT = "a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool"
+_WAY_OUT = "a smaller `n_ctx`, a smaller cache type (`type_k`, `type_v`), or `prefill` pool"
 
 
 def open_exact(

@@ -13,9 +13,9 @@ class Refusal(NamedTuple):
         return f"{self.reason}; {self.alternative}"
 
 
-_FULL = "run it with the full cache: --kvflash off"
-_NO_GAIN = "run it with the full cache, which is as small: --kvflash off"
-_OTHER = "use another policy, such as --kvflash-policy qk"
+_FULL = "run it with the full cache: `pool` off"
+_NO_GAIN = "run it with the full cache, which is as small: `pool` off"
+_OTHER = "use another policy, such as `policy` qk"
 _AGAIN = "clear the sequence and read its tokens again"
 _PICKS = "by which each token picks the positions it attends to, and which a pool cannot page"
 
@@ -90,7 +90,7 @@ CALLS = {
 GUESTS = {
     "a KV cache on a device that is neither the CPU nor CUDA's": Refusal(
         "layers choose on the CPU or by CUDA, and the KV cache is on another device",
-        f"{_OTHER}, or the CPU (-ngl 0)",
+        f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),
     "a pool that is too large for a GPU's shared memory": Refusal(
         "a block of this GPU cannot choose among the {} tokens of the pool", _OTHER
@@ -104,7 +104,7 @@ GUESTS = {
 
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
-    "use a larger -c/--ctx-size, which costs a pool no memory",
+    "use a larger `n_ctx`, which costs a pool no memory",
 )
 """Context shift: llama_memory_can_shift() returns false, and the engine says that the tokens do not fit."""
 

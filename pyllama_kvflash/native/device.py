@@ -55,8 +55,8 @@ def add_rpc(endpoint: str) -> None:
     if endpoint in _servers:
         return
     try:
-        check(lib.kvf_add_rpc(encoded(endpoint, "rpc (--rpc)")))
+        check(lib.kvf_add_rpc(encoded(endpoint, "`rpc`")))
     except NativeError:
-        msg = f"the RPC server {endpoint} (--rpc) does not answer: start llama.cpp's rpc-server there, or leave it out"
+        msg = f"the RPC server {endpoint} (`rpc`) does not answer: start llama.cpp's rpc-server there, or leave it out"
         raise NativeError(msg) from None
     _servers.add(endpoint)

@@ -106,7 +106,9 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         if len(tensor_split) > lib.llama_max_devices():
-            msg = f"{len(tensor_split)} shares are given (-ts/--tensor-split), for at most {lib.llama_max_devices()} devices"
+            msg = (
+                f"{len(tensor_split)} shares are given (`tensor_split`), for at most {lib.llama_max_devices()} devices"
+            )
             raise errors.UsageError(msg)
         shares = ffi.new("float[]", lib.llama_max_devices())
         shares[0 : len(tensor_split)] = list(tensor_split)

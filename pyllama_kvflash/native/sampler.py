@@ -51,14 +51,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        errors.check_range(self.temperature, -math.inf, 1e3, "temperature (--temp)")
-        errors.check_range(self.top_k, 0, 2**31 - 1, "top_k (--top-k)")
-        errors.check_range(self.top_p, 0, 1, "top_p (--top-p)")
-        errors.check_range(self.min_p, 0, 1, "min_p (--min-p)")
-        errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty (--repeat-penalty)")
+        errors.check_range(self.temperature, -math.inf, 1e3, "temperature")
+        errors.check_range(self.top_k, 0, 2**31 - 1, "top_k")
+        errors.check_range(self.top_p, 0, 1, "top_p")
+        errors.check_range(self.min_p, 0, 1, "min_p")
+        errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty")
         errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n")
-        errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty (--frequency-penalty)")
-        errors.check_range(self.presence_penalty, -2, 2, "presence_penalty (--presence-penalty)")
+        errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty")
+        errors.check_range(self.presence_penalty, -2, 2, "presence_penalty")
         if len(self.logit_bias) > MAX_BIASES:
             msg = (
                 f"logit_bias has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}, since each is"
@@ -70,7 +70,7 @@ class Sampling:
         if self.n_probs is not None:
             errors.check_range(self.n_probs, 0, MAX_PROBS, "n_probs", "each token of the answer is told with so many")
         if self.seed is not None:
-            errors.check_range(self.seed, 0, 2**32 - 2, "seed (-s/--seed)")
+            errors.check_range(self.seed, 0, 2**32 - 2, "seed")
 
     @property
     def penalises(self) -> bool:

@@ -103,7 +103,7 @@ def place_experts(
     n_layer = max(len(h.experts) for h in holdings)
     gpus = [h for h in holdings if h.gpu and any(h.experts)]
     if not any(any(h.experts) for h in holdings):
-        text = f"n_cpu_moe (-ncmoe/--n-cpu-moe) is {request}, but the model has no experts: there is nothing to keep on the host"
+        text = f"`n_cpu_moe` is {request}, but the model has no experts: there is nothing to keep on the host"
         return Placement(0, pool, warnings=(text,))
     if not gpus:
         text = "experts: all are in host memory as it is, there is no GPU to save memory on"
@@ -118,9 +118,9 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
     if pool != "off" and _fit(gpus, 0, full):
         beside = f"experts: all stay on the GPU, and the full cache beside them: {_arithmetic(gpus, 0, full)}, so"
         if pool == "auto":
-            text = f"{beside} the pool is redundant, and turned off (--kvflash N keeps one of N tokens)"
+            text = f"{beside} the pool is redundant, and turned off (`pool` N keeps one of N tokens)"
             return Placement(0, "off", redundant=True, notes=(text,))
-        text = f"{beside} the pool of {pool:,} tokens is not needed (--kvflash off)"
+        text = f"{beside} the pool of {pool:,} tokens is not needed (`pool` off)"
         return Placement(0, pool, redundant=True, notes=(text,))
     tokens, least = (min(full, max(floor, cells)) for cells in _cells(pool, full, cap))
     n = _fewest(gpus, n_layer, tokens)
@@ -140,8 +140,8 @@ def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: in
         return Placement(n_layer, pool, notes=(text,))
     text = (
         f"the GPU is too small even with all experts on the host: {_arithmetic(gpus, n_layer, least)}, so use a"
-        f"{'' if pool == 'off' else ' smaller'} pool (--kvflash), smaller cache types (-ctk, -ctv) or fewer layers on the"
-        " GPU (-ngl)"
+        f"{'' if pool == 'off' else ' smaller'} pool (`pool`), smaller cache types (`type_k`, `type_v`) or fewer layers on"
+        " the GPU (`n_gpu_layers`)"
     )
     return Placement(n_layer, pool, warnings=(text,))
 
@@ -164,7 +164,7 @@ def _fewest(gpus: Sequence[Holding], n_layer: int, tokens: int) -> int | None:
 
 
 def _given(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
-    of = f" (n_cpu_moe (-ncmoe/--n-cpu-moe) is {n}, and the model has {n_layer} layers)" if n > n_layer else ""
+    of = f" (`n_cpu_moe` is {n}, and the model has {n_layer} layers)" if n > n_layer else ""
     return f"experts: {_first(min(n, n_layer), n_layer, gpus)}{of}"
 
 

@@ -180,7 +180,7 @@ def resolve_pool(
         which = "the automatic pool of" if request == "auto" else "a pool of"
         warnings.append(
             f"{which} {wanted:,} tokens is too small: raised to {floor:,}, which holds the sinks, the tail, the pins,"
-            f" one batch and {SPARE_BLOCKS} more chunks (a smaller -b/--batch-size lowers this)"
+            f" one batch and {SPARE_BLOCKS} more chunks (a smaller `n_batch` lowers this)"
         )
     elif floor <= n_pool != wanted:
         notes.append(f"pool rounded up from {wanted:,} to {n_pool:,} tokens (steps of {CELLS})")

@@ -20,7 +20,7 @@ def slabs_in(folder: str | Path) -> Callable[[int], Record]:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        msg = f"{folder} is not a folder: give one on a disk with room for records (disk, --kvflash-disk)"
+        msg = f"{folder} is not a folder: give one on a disk with room for records (`disk`)"
         raise UsageError(msg)
     return lambda size: _slab(path, size)
 

@@ -138,7 +138,7 @@ class HostMemory:
                 msg = (
                     f"no host memory for another {count * self.record_bytes / 2**20:.1f} MiB of chunk records, with"
                     f" {self.n_used * self.record_bytes / 2**20:.1f} MiB held: use a shorter context, a smaller cache type"
-                    " (-ctk, -ctv), or a machine with more memory"
+                    " (`type_k`, `type_v`), or a machine with more memory"
                 )
                 raise HostMemoryError(msg) from None
             self._slabs.append(slab)
@@ -163,8 +163,8 @@ class HostMemory:
         if self._limit is not None and need > self._limit and not self._spill:
             msg = (
                 f"{self.n_used + n:,} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
-                " allowed: raise host_limit (--kvflash-host), have the rest in a file (--kvflash-disk), use a shorter context"
-                " or a smaller cache type (-ctk, -ctv)"
+                " allowed: raise `host_limit`, have the rest in a file (`disk`), use a shorter context"
+                " or a smaller cache type (`type_k`, `type_v`)"
             )
             raise HostMemoryError(msg)
 

@@ -116,7 +116,7 @@ class PooledSequence:
     def reads_exactly(self) -> ExactReader:
         """What reads prompts exactly. Raises UsageError if they are read through the pool."""
         if self.exact is None:
-            msg = "prompts are read through the pool: open the model with prefill (--kvflash-prefill) exact"
+            msg = "prompts are read through the pool: open the model with `prefill` exact"
             raise UsageError(msg)
         return self.exact
 
@@ -293,7 +293,7 @@ class PooledSequence:
             self.exact.forget(self.seq, n_tokens)
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions; see KVFlash.rollback. Raises UsageError and UnsupportedError."""
+        """Keep the first n_tokens positions; see KVSequence.rollback. Raises UsageError and UnsupportedError."""
         self.check_kept(n_tokens)
         self.cancel_scoring()
         with self.step():
@@ -417,7 +417,7 @@ class PooledSequence:
         return self.paged.residency()
 
     def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device; see KVFlash.pin."""
+        """Keep positions [start, end) on the device; see KVSequence.pin."""
         check_span(start, end, self.options.n_ctx)
         with self.step():
             self.paged.pin(start, end)

@@ -116,4 +116,4 @@ def _try_reserve(summaries: Summaries, n: int) -> None:
 
 def _no_memory(summaries: Summaries, n: int) -> HostMemoryError:
     size = n * summaries.chunk_bytes / 2**20
-    return HostMemoryError(f"no host memory for {size:.1f} MiB of key summaries: use --kvflash-policy lru")
+    return HostMemoryError(f"no host memory for {size:.1f} MiB of key summaries: use `policy` lru")

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
 
@@ -113,13 +113,13 @@ class Job:
 class Cache(Protocol):
     """A cache on disk of text that was read before, as in snapshot.cache."""
 
-    def match(self, sequence: KVFlash, tokens: Tokens, /) -> int:
+    def match(self, sequence: KVSequence, tokens: Tokens, /) -> int:
         """Return the length of the longest cached prefix for this sequence, in tokens (n,); 0: none."""
 
-    def restore(self, sequence: KVFlash, tokens: Tokens, /) -> int:
+    def restore(self, sequence: KVSequence, tokens: Tokens, /) -> int:
         """Fill a sequence with the longest cached prefix of tokens (n,). Returns its length; 0: none, the sequence is clear."""
 
-    def begin(self, sequence: KVFlash, keep_s: float = 0.0, /) -> Future[Any] | None:
+    def begin(self, sequence: KVSequence, keep_s: float = 0.0, /) -> Future[Any] | None:
         """Start writing the present text of a sequence, which may continue meanwhile. Returns None if nothing needs writing.
 
         keep_s: seconds during which it is evicted last.

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.events import Stats
 
 OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
@@ -101,7 +101,7 @@ class Metrics:
         with self._lock:
             return self._totals[name]
 
-    def pages(self, seq: KVFlash) -> Stats:
+    def pages(self, seq: KVSequence) -> Stats:
         """Count the chunks moved since the last call. Returns the sequence's stats.
 
         Call it before the sequence is cleared: that resets the sequence's own counts.
@@ -115,7 +115,7 @@ class Metrics:
         self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1], guests_fetched=fetched)
         return stats
 
-    def look(self, sequences: Iterable[KVFlash], busy: int, queue: int) -> None:
+    def look(self, sequences: Iterable[KVSequence], busy: int, queue: int) -> None:
         """Record the present state of the sequences."""
         stats = [self.pages(seq) for seq in sequences]
         self.figures = Figures(

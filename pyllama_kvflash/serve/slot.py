@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import Generation
+from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, TokenLogprob
@@ -46,7 +46,7 @@ class Slot:
     reselect, checked: the last events of these types, for the present text.
     """
 
-    def __init__(self, seq: KVFlash) -> None:
+    def __init__(self, seq: KVSequence) -> None:
         self.seq = seq
         self.serving: Serving | None = None
         self.kept = 0
@@ -107,7 +107,7 @@ class Slot:
                 self.checked = event
 
     def pin(self, chunk: int) -> None:
-        """Keep a chunk on the device until its text is replaced. Raises as KVFlash.pin()."""
+        """Keep a chunk on the device until its text is replaced. Raises as KVSequence.pin()."""
         self.seq.pin(*self._span(chunk))
         self.pins.add(chunk)
 

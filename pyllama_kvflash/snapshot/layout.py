@@ -126,11 +126,11 @@ class Identity:
             return "it is of another model"
         if (mine["flags"] ^ its["flags"]) & EXACT:
             was, now = (_READ[bool(fields["flags"] & EXACT)] for fields in (mine, its))
-            return f"its prompts were read {was}, and here they are read {now} (--kvflash-prefill)"
+            return f"its prompts were read {was}, and here they are read {now} (`prefill`)"
         for name, words in _DIFFERENCES.items():
             if mine[name] != its[name]:
                 return words.format(mine[name], its[name])
-        return "its layers or cache types are others (-ctk, -ctv)"
+        return "its layers or cache types are others (`type_k`, `type_v`)"
 
 
 _READ = {False: "through the pool", True: "exactly"}
@@ -138,8 +138,8 @@ _READ = {False: "through the pool", True: "exactly"}
 _DIFFERENCES = {
     "memory": "it is of a memory of class {}, and this one is {}",
     "chunk": "its chunks have {} positions, and {} here (chunk)",
-    "layers": "its layers or cache types are others (-ctk, -ctv)",
-    "flags": "its cache is laid out or rotated otherwise: flags {}, and {} here (-fa, -ctk, -ctv)",
+    "layers": "its layers or cache types are others (`type_k`, `type_v`)",
+    "flags": "its cache is laid out or rotated otherwise: flags {}, and {} here (`flash_attn`, `type_k`, `type_v`)",
 }
 
 

@@ -87,7 +87,7 @@ class SavedSequence:
     def capture(self, n_tokens: int | None = None) -> Capture:
         """Capture the first n_tokens positions (None: all), to be written while the sequence continues.
 
-        Raises UsageError; see KVFlash.save.
+        Raises UsageError; see KVSequence.save.
         """
         sequence = self.sequence
         n = sequence.n_tokens if n_tokens is None else n_tokens
@@ -129,11 +129,11 @@ class SavedSequence:
     #
 
     def restore(self, file: SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Put a snapshot into the sequence, which must be empty; see KVFlash.restore. Returns the positions."""
+        """Put a snapshot into the sequence, which must be empty; see KVSequence.restore. Returns the positions."""
         sequence = self.sequence
         n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
         if n > sequence.options.n_ctx:
-            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger -c"
+            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger `n_ctx`"
             raise SnapshotError(msg)
         try:
             with sequence.step():

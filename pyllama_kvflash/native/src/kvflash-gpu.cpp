@@ -23,8 +23,8 @@ struct memory {
     memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
         if (!buf) {
             throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index by which layers choose are not "
-                                                   "free: use --set index=1, a "
-                                                   "smaller -c/--ctx-size, or a smaller pool",
+                                                   "free: use `index` 1, a "
+                                                   "smaller `n_ctx`, or a smaller `pool`",
                                                     size));
         }
         ggml_backend_buffer_clear(buf.get(), 0); // the last group of the index has unused positions

@@ -1,4 +1,4 @@
-"""What there once was: options and a policy that were removed. Whoever still gives one is told what to do now."""
+"""Removed options of the command line and former environment variables, each with what to do now."""
 
 OPTIONS = {
     "--kvflash-tau": "fresh chooses at every token, and qk scores as often as pays",
@@ -37,17 +37,6 @@ MOVED = {
 }
 """Options whose field only experiments turn, each with how it is set now. `bench` and `serve` still have some."""
 
-KEYWORDS = {
-    "qk_summary": "--qk-summary",
-    "qk_aggregate": "--qk-aggregate",
-    "qk_query": "--qk-query",
-    "qk_rerank": "--qk-rerank",
-}
-"""Fields of Options that went with them."""
-
-POLICIES = {"qk-zmax": "give qk, which keeps more of what an answer needs, or leave the policy out"}
-"""Policies, each with what to do instead."""
-
 VARIABLES = {
     **{
         f"KVFLASH_{name}": f"LLAMA_ARG_{name}"
@@ -72,16 +61,11 @@ VARIABLES = {
 """Former environment variables, each with the one that the option has now. docs/ENVIRONMENT.md lists those."""
 
 
-def option(name: str, keyword: str = "") -> str:
-    """Return the sentence for an option. keyword: its name in Python, if it was given there."""
+def option(name: str) -> str:
+    """Return the sentence for an option."""
     if name in MOVED:
         return f"{name} was removed: give {MOVED[name]}"
-    return f"{f'{keyword} ({name})' if keyword else name} was removed: {OPTIONS[name]}; leave it out"
-
-
-def policy(name: str) -> str:
-    """Return the sentence for a policy."""
-    return f"policy (--kvflash-policy) {name!r} was removed: {POLICIES[name]}"
+    return f"{name} was removed: {OPTIONS[name]}; leave it out"
 
 
 def variable(name: str) -> str:

@@ -1,0 +1,43 @@
+"""The command line's names for options, in place of Python's: a message of the library says `n_ctx`."""
+
+import re
+
+import click
+
+from pyllama_kvflash.cli import settings
+
+_OTHERS = {
+    "n_predict": "max_tokens",
+    "spec_kind": "spec.kind",
+    "spec_model": "spec.model",
+    "spec_n_max": "spec.n_max",
+    "drafter": "spec.model",  # of `bench spec`
+    "n_max": "spec.n_max",
+}
+"""Parameters of commands that are not called as the field is."""
+_FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)?)`")
+
+
+def spelled(text: str, command: click.Command | None = None) -> str:
+    """Return a message with a command's names: -c/--ctx-size for `n_ctx`, --set tau for `tau`.
+
+    command: None for the one that runs. Options that it does not have keep Python's names.
+    """
+    if command is None:
+        running = click.get_current_context(silent=True)
+        if running is None:
+            return text
+        command = running.command
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    has_set = any(option.name == "settings" for option in options)
+    names = {name: f"--set {name}" for name in settings.settable(command)} if has_set else {}
+    for option in options:
+        name = option.name or ""
+        names[name] = names[_OTHERS.get(name, name)] = _name(option)
+    return _FIELD.sub(lambda found: names.get(found[1], found[0]), text)
+
+
+def _name(option: click.Option) -> str:
+    """Return what --help begins with: a short name and a long one, or the first long one."""
+    short = [opt for opt in option.opts if not opt.startswith("--")]
+    return "/".join([*short[:1], *[opt for opt in option.opts if opt.startswith("--")][:1]])
