@@ -33,6 +33,7 @@
 #   bench/device.sh fresh F [S] there: policy fresh and others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
 #                             seconds; again: continues. WHAT=picture: KLD against device memory; WHAT=turns: by turns
 #   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
+#   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
@@ -360,6 +361,12 @@ guests)
             --variants lru/prefill=pool,fresh/prefill=pool,fresh/turns=2/prefill=pool,fresh/turns=4/prefill=pool,full "${@:3}"
         kvflash bench speed $common --contexts 64K -o "$at/guests-$shape-exact" --variants lru,fresh "${@:3}"
     }
+    results
+    ;;
+timeline)
+    mkdir -p $at /dev/shm/kvflash-shapes
+    python3 bench/timeline.py "${2:-8b}" --shape-dir /dev/shm/kvflash-shapes \
+        --variants lru/prefill=pool fresh/prefill=pool fresh/turns=4/prefill=pool "${@:3}" | tee "$at/timeline-${2:-8b}.md"
     results
     ;;
 accepted)
