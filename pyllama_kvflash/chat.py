@@ -158,7 +158,7 @@ class ChatTemplate:
 
 
 def _goes_on(messages: Sequence[Message]) -> bool:
-    """Return whether the answer goes on with the last message."""
+    """Return whether the answer continues the last message."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
@@ -168,7 +168,7 @@ def tokenize_chat(model: Model, text: str) -> Tokens:
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # none, if the model's prompts do not begin with it
     if len(bos) and str(bos[0]) == model.meta("tokenizer.ggml.eos_token_id") != _id(model, "bos"):
-        bos = bos[:0]  # such a BOS ends prompts, and a conversation goes on
+        bos = bos[:0]  # such a BOS ends prompts, and a conversation continues
     if len(bos) == 0 or (len(ids) and ids[0] == bos[0]):
         return ids
     return np.concatenate([bos, ids]).astype(np.int32)

@@ -9,7 +9,7 @@
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
-    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run goes on
+    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
     └── Interrupted           130   stopped by the user; what was produced is kept
@@ -64,7 +64,7 @@ class HostMemoryError(KVFlashError):
 
 
 class SnapshotError(KVFlashError):
-    """A snapshot is damaged, of another model, cache or text, or cannot be written. The run goes on without it."""
+    """A snapshot is damaged, of another model, cache or text, or cannot be written. The run continues without it."""
 
 
 class OutputError(KVFlashError):
@@ -76,7 +76,7 @@ class NativeError(KVFlashError):
 
 
 class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
-    """Stopped by Ctrl-C. The engine can go on from where it was."""
+    """Stopped by Ctrl-C. The engine can continue from where it was."""
 
     exit_code = 130
 

@@ -182,7 +182,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that the user should know; the run goes on."""
+    """Something that the user should know; the run continues."""
 
     text: str
 
@@ -213,7 +213,7 @@ class Done:
     """The end of a run.
 
     reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted".
-    text: text held back until now, to be shown. Half a character at the end of an answer that can go on is not in it.
+    text: text held back until now, to be shown. Half a character at the end of an answer that can continue is not in it.
     """
 
     reason: str

@@ -53,7 +53,7 @@ class Spec:
     window: int = 2048
     """Positions, back from the last one, that the draft model remembers."""
     gate: float = 1.0
-    """Drafting goes on while a drafted step is worth this many plain steps. 0: always draft."""
+    """Drafting continues while a drafted step is worth this many plain steps. 0: always draft."""
     sustain: int = 4
     """Drafting stops after this many drafted steps in a row that are worth less than `gate`."""
 

@@ -70,7 +70,7 @@ class TextStream:
     def flush(self, *, goes_on: bool = False) -> str:
         """Return the text held back, at the end of the generation.
 
-        An incomplete UTF-8 sequence becomes U+FFFD. goes_on: leave it out, since the text may go on with the rest of it.
+        An incomplete UTF-8 sequence becomes U+FFFD. goes_on: leave it out, since the text may continue with the rest of it.
         """
         rest = self._held + ("" if goes_on else self._decode(b"", final=True))
         self._held = ""

@@ -275,7 +275,7 @@ def test_guesses_are_compared_where_both_caches_say_the_same(tmp_path: Path) -> 
     assert (off["gate"], off["same"], off["full"]) == (False, 2, 0)
     table = as_markdown(bench, results)
     assert "draft of 8, gate on: 1 of 2 answers are the same through the pool; of the guesses in those 40.0 %" in table
-    assert "Codes told right, full: 4 of 4." in table
+    assert "Codes answered right, full: 4 of 4." in table
     results.add(bench.key(cells[1]), made_up(bench, asked("xy", (3, 9)), plain))
     assert (agreements(bench, results)[0]["same"], agreements(bench, results)[0]["full"]) == (0, None)
 
@@ -336,7 +336,7 @@ def test_greedy_text_is_plains_and_copies_are_guessed(measured: tuple[Result, Pa
         assert (free["copy", cache, "ngram"].committed or 0) > 4
     assert [(a["kind"], a["gate"], a["asked"]) for a in whole["agreements"]] == [("ngram", g, 2) for g in (True, False)]
     assert measured[0].stdout.count("answers are the same through the pool") == 2
-    assert "Codes told right, full: 4 of 4." in measured[0].stdout
+    assert "Codes answered right, full: 4 of 4." in measured[0].stdout
 
 
 def test_what_was_measured_is_not_measured_again(

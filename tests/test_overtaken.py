@@ -22,7 +22,7 @@ from pyllama_kvflash.policy import QkCos
 pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = LRU
-LOST = "another call has begun or changed this sequence in the meantime, so this one cannot go on: .*n_parallel"
+LOST = "another call has begun or changed this sequence in the meantime, so this one cannot continue: .*n_parallel"
 NONE = np.empty(0, np.int32)
 
 

@@ -22,7 +22,7 @@ class Answers:
     stats: Stats
 
     def found(self, needles: tuple[Needle, ...]) -> list[bool]:
-        """Which codes were told right."""
+        """Which codes were answered right."""
         return [needle.answer in answer for needle, answer in zip(needles, self.answers, strict=True)]
 
 

@@ -230,7 +230,7 @@ class Row:
     equal: how many of `answers` answers equal those of plain decoding beside it, token for token (for plain decoding:
         those of the first time).
     differs: the first token that differs.
-    found: codes told right.
+    found: codes answered right.
     """
 
     text: str
@@ -334,7 +334,7 @@ def as_markdown(bench: SpecBench, results: Results) -> str:
     rows = summarise(bench, results)
     text = markdown(_HEAD, [_cells(row) for row in rows])
     questions = [r for r in rows if r.found is not None and r.kind == PLAIN]
-    notes = [f"Codes told right, {r.cache}: {r.found} of {r.answers}." for r in questions]
+    notes = [f"Codes answered right, {r.cache}: {r.found} of {r.answers}." for r in questions]
     notes += [
         f"{Way(a['kind'], a['n_max'], a['gate']).label}: {a['same']} of {a['asked']} answers are the same through the pool;"
         f" of the guesses in those {_percent(a['full'])} were right with the full cache, {_percent(a['pool'])} through it."

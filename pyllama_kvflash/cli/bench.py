@@ -29,7 +29,7 @@ from pyllama_kvflash.options import Options
 HELP = """Compare the answers of pools with the full cache's.
 
 Each bench runs the full cache and the pools on the same text, and writes results.md, .csv, .json and a picture into a
-folder. It can be stopped at any time: results.jsonl there keeps what was measured, and a new run goes on from it.
+folder. It can be stopped at any time: results.jsonl there keeps what was measured, and a new run continues from it.
 
 A variant is a policy, with options of its own after slashes: full, lru, fresh, qk, qk-cos, oracle (forces in the chunk
 that holds the answer), qk/replay=0, fresh/index=4, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler also

@@ -45,7 +45,7 @@ def cache() -> None:
 def _cache(folder: str | None) -> PrefixCache:
     path = Path(folder) if folder is not None else default_folder()
     if not path.is_dir():
-        msg = f"{path} is no folder: there is no prefix cache; give it with --prefix-cache"
+        msg = f"{path} is not a folder: there is no prefix cache; give it with --prefix-cache"
         raise UsageError(msg)
     return PrefixCache(path, _ALL)
 

@@ -14,7 +14,7 @@ _TAIL = 8  # tokens that have a character's bytes: of four, and special ones amo
 def check_max_tokens(max_tokens: int, least: int = 0) -> None:
     """Raise UsageError unless max_tokens is a number of tokens from `least` on, or -1."""
     if max_tokens != -1:
-        check_range(max_tokens, least, MAX_ANSWER, "max_tokens", "-1 goes on until the context is full")
+        check_range(max_tokens, least, MAX_ANSWER, "max_tokens", "-1 continues until the context is full")
 
 
 class Answer:
@@ -86,5 +86,5 @@ class Answer:
         self._text.go_on(b"".join(self._model.piece(t, special=t in self._preserved) for t in before))
 
     def flush(self) -> str:
-        """Return the text held back until now, without half a character if the answer can go on."""
+        """Return the text held back until now, without half a character if the answer can continue."""
         return self._text.flush(goes_on=self.reason not in {"eos", "stop"})

@@ -166,7 +166,7 @@ _BY_ITSELF = (
     " callback or a signal handler"
 )
 _OVERTAKEN = (
-    "another call has begun or changed this sequence in the meantime, so this one cannot go on: finish one before the next, or"
+    "another call has begun or changed this sequence in the meantime, so this one cannot continue: finish one before the next, or"
     " use a sequence for each (n_parallel)"
 )
 

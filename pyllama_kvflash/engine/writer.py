@@ -24,7 +24,7 @@ class Writer:
     def token(self) -> int:
         """The last token of the answer, to be decoded next. Raises UsageError if there is none."""
         if self.answer.token is None:
-            msg = "the answer has ended, or not begun: there is no token to go on from"
+            msg = "the answer has ended, or not begun: there is no token to continue from"
             raise UsageError(msg)
         return self.answer.token
 

@@ -124,7 +124,7 @@ class Branches:
         if not place.has("not"):
             return "not", [], ""
         found = self._negated(self._document.child(place, "not"))
-        return "not", None if found is None else [[one] for one in found], "what is not of that schema cannot be told"
+        return "not", None if found is None else [[one] for one in found], "what is not of that schema cannot be determined"
 
     def _if(self, place: Place) -> tuple[str, list[Option] | None, str]:
         if not place.has("if") or not (place.has("then") or place.has("else")):
@@ -132,12 +132,12 @@ class Branches:
         test = self._document.child(place, "if")
         negated = self._negated(test)
         if negated is None:
-            return "if", None, "what is not of that schema cannot be told"
+            return "if", None, "what is not of that schema cannot be determined"
         then, other = ([self._document.child(place, k)] if place.has(k) else [] for k in ("then", "else"))
         return "if", [[test, *then], *([one, *other] for one in negated)], ""
 
     def _negated(self, place: Place) -> list[Place] | None:
-        """Return schemas of which a value meets one if it does not meet this one; None: they cannot be told."""
+        """Return schemas of which a value meets one if it does not meet this one; None: they cannot be determined."""
         made = self._document.made
         if isinstance(place.schema, bool):
             return [made(place, "not", not place.schema)]

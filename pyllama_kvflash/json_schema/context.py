@@ -44,11 +44,11 @@ class Context:
         self.loosened.setdefault(Loosened(place.pointer, keyword, why, annotation))
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema; True, with a note, if that cannot be told."""
+        """Return whether a value meets a schema; True, with a note, if that cannot be determined."""
         try:
             return self.checker.meets(value, place)
         except Unsure as unsure:
-            self.note(unsure.place, unsure.keyword, "whether a value keeps to it cannot be told")
+            self.note(unsure.place, unsure.keyword, "whether a value keeps to it cannot be determined")
             return True
 
 

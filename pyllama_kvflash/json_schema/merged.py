@@ -233,7 +233,7 @@ def _unevaluated(context: Context, branch: Branch, key: Key, after: list[Place])
     res = []
     for place, _ in having(branch, "unevaluatedItems"):
         if not outermost(context, branch, place, key) or any(p.has("contains") for p in branch.places):
-            context.note(place, "unevaluatedItems", "what is not evaluated cannot be told here")
+            context.note(place, "unevaluatedItems", "what is not evaluated cannot be determined here")
         elif not after:
             res.append(context.document.child(place, "unevaluatedItems"))
     return res

@@ -58,12 +58,12 @@ def _unevaluated(context: Context, branch: Branch, key: Key) -> list[Place]:
         if outermost(context, branch, place, key):
             res.append(context.document.child(place, "unevaluatedProperties"))
         else:
-            context.note(place, "unevaluatedProperties", "what is not evaluated cannot be told here")
+            context.note(place, "unevaluatedProperties", "what is not evaluated cannot be determined here")
     return res
 
 
 def _matching(context: Context, place: Place, name: str) -> list[Place]:
-    """Return the schemas of the patterns that a name matches. A pattern of which that cannot be told is taken for one."""
+    """Return the schemas of the patterns that a name matches. A pattern of which that cannot be determined is taken for one."""
     res = []
     for pattern in place.get("patternProperties", {}):
         try:
@@ -110,7 +110,7 @@ def _others(context: Context, branch: Branch, unevaluated: list[Place], names: d
     if len({p for _, p in patterns}) > 1:
         for place, _ in having(branch, "patternProperties"):
             context.note(
-                place, "patternProperties", "there are several patterns: which names are of both cannot be told"
+                place, "patternProperties", "there are several patterns: which names are of both cannot be determined"
             )
         return _Open([])
     place, pattern = patterns[0]
@@ -142,7 +142,7 @@ def _named(context: Context, branch: Branch, names: dict[str, None], others: _Op
         others.names = shapes[0]
     else:
         for place, _ in having(branch, "propertyNames"):
-            context.note(place, "propertyNames", "which names are left beside `properties` cannot be told")
+            context.note(place, "propertyNames", "which names are left beside `properties` cannot be determined")
     return None
 
 

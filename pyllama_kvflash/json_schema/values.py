@@ -1,4 +1,4 @@
-"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be told raises Unsure."""
+"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be determined raises Unsure."""
 
 import json
 import re
@@ -13,7 +13,7 @@ _FEW = 3  # repetitions without end: a text of n characters takes n**3 steps
 
 
 class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
-    """It cannot be told. keyword: what of the place could not be looked at."""
+    """It cannot be determined. keyword: what of the place could not be looked at."""
 
     def __init__(self, place: Place, keyword: str) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ class Reply:
         self._handle = ffi.gc(out[0], lib.kvf_reply_free)
 
     def push(self, text: str, *, partial: bool = True) -> list[Delta]:
-        """Return what more text adds. partial: whether the answer may go on.
+        """Return what more text adds. partial: whether the answer may continue.
 
         Raises UsageError if the answer is not of the template's form. Its text is kept all the same.
         """

@@ -129,7 +129,7 @@ def row_bytes(cache_type: int, n: int) -> int:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise Interrupted in a load or the next decode (on a CPU: the running one), and KeyboardInterrupt if
-    pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can go on.
+    pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can continue.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
     waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once.

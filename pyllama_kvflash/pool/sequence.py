@@ -162,7 +162,7 @@ class PooledSequence:
         self.paged.ledger.append(n)
 
     def arrive(self) -> None:
-        """Have the pool go on from where an exact batch ended, if one has."""
+        """Have the pool continue from where an exact batch ended, if one has."""
         if self._arriving == self.n_tokens and self.exact is not None:
             self.exact.hand_over(self.ctx, self.n_tokens)
             self.paged.arrive()
@@ -224,7 +224,7 @@ class PooledSequence:
             self.paged.lay_out()
 
     def recover(self) -> None:
-        """After a step that was cut off, remove what it left in the cache, and go on from the last position.
+        """After a step that was cut off, remove what it left in the cache, and continue from the last position.
 
         Raises NativeError if the model's memory cannot go back.
         """

@@ -207,7 +207,7 @@ class Scheduler:
             raise Interrupted(msg)
 
     def _wait(self) -> bool:
-        """Wait for work. Returns whether to go on."""
+        """Wait for work. Returns whether to continue."""
         while True:
             self._queries.answer(self._slots)
             with self._changed:
