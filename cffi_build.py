@@ -150,6 +150,7 @@ enum kvf_status {
     KVF_OK, KVF_E_ARGUMENT, KVF_E_UNSUPPORTED, KVF_E_NO_BLOCK, KVF_E_RECORD, KVF_E_STATE, KVF_E_MODEL,
     KVF_E_MEMORY, KVF_E_BACKEND, KVF_E_ABORTED, ...
 };
+enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 #define KVF_RECORD_MAGIC   ...
 #define KVF_RECORD_VERSION ...
 #define KVF_UNIT ...
@@ -285,8 +286,8 @@ int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const u
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
                     size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 void kvf_set_host_kernels(const void * kernels);
-int  kvf_index_moments(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean,
-        float * cov);
+int  kvf_index_components(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
+                          float * mean, float * variances, float * components);
 int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
                    const float * step);
 int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,

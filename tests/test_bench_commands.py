@@ -15,6 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import benches
 from support.benches import FILES, FORGETFUL, good, invoke, png, refused, result, stored, type_examples
+from support.changes import BENCHES
 from support.commands import SCRIPT
 
 from pyllama_kvflash.bench import kld, sweep
@@ -86,6 +87,7 @@ def test_a_second_run_measures_nothing_again(
     assert res.stdout.splitlines()[:-1] == niah[0].stdout.splitlines()[:-1], "but for the command in the last line"
 
 
+@pytest.mark.nightly(BENCHES)
 def test_an_interrupted_run_goes_on_to_the_same_table(
     niah: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,12 +127,14 @@ def test_what_was_measured_is_kept_when_a_later_run_fails(tmp_path: Path, monkey
     assert "| full | 1/2 | 1/2 |\n| lru | - | 0/0 |" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.nightly(BENCHES)
 def test_niah_in_a_text(book: Path, tmp_path: Path) -> None:
     res = good("niah", *TINY, "--variants", "full", "-f", str(book), "-o", str(tmp_path))
     assert json.loads(stored(tmp_path)[0])["key"]["haystack"] == digest(book.read_text())
     assert "| full | 2/2 | 2/2 |" in res.stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_facts(tmp_path: Path) -> None:
     tiny = ("--contexts", "2K", "--pools", "1K", "--docs", "1", "--facts", "3", "--session", "2", "--decoys", "1")
     res = good("facts", *tiny, "-t", "1", "--variants", "full,lru")
@@ -166,6 +170,7 @@ def test_kld_of_a_text(book: Path, tmp_path: Path) -> None:
     assert (folder / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.nightly(BENCHES)
 def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
     with KVFlash.from_file(BUNDLED_MODEL, n_ctx=1024, pool="off", n_threads=1) as kv:
         text = kld.questions(kv, 1024)
@@ -177,6 +182,7 @@ def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
     assert "| 1024 | full/type_k=q8_0 | - |" in good(*args).stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_kld_of_a_task_is_of_its_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     read, given = [], []
@@ -304,6 +310,7 @@ def test_kld_of_the_full_cache_alone_is_all_zeros_and_no_failure(book: Path) -> 
     assert "| 0.00e+00 | 0.00e+00 | 100.0 % |" in res.stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_the_reference_is_f16_whatever_the_others_are(book: Path) -> None:
     """`-ctk` is "of all variants that do not say", and the table is "against the full f16 cache"."""
     args = (
@@ -326,6 +333,7 @@ def test_the_reference_is_f16_whatever_the_others_are(book: Path) -> None:
     assert full["share"] == 34 / 64
 
 
+@pytest.mark.nightly(BENCHES)
 def test_a_text_asked_for_twice_counts_once() -> None:
     args = (
         "--contexts",
@@ -344,6 +352,7 @@ def test_a_text_asked_for_twice_counts_once() -> None:
     assert "| full | 2/2 | 2/2 |\n" in good("niah", *args).stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_a_scorer_that_cannot_score_is_told(tmp_path: Path) -> None:
     """qk takes the drafter's place: a table that has qk's figures in the drafter's row must say so."""
     bad = tmp_path / "draft.gguf"
@@ -352,6 +361,7 @@ def test_a_scorer_that_cannot_score_is_told(tmp_path: Path) -> None:
     assert "drafter cannot score" in res.stderr
 
 
+@pytest.mark.nightly(BENCHES)
 def test_a_pool_that_is_raised_is_told() -> None:
     res = good("niah", *TINY, "--pools", "128", "--variants", "lru")
     assert "a pool of 128 tokens is too small: raised to " in res.stderr

@@ -14,6 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import benches
 from support.benches import ONE_THREAD, ignore
+from support.changes import BENCHES
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall
@@ -25,7 +26,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from pyllama_kvflash.policy import Qk, Scorer
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
 
 book = benches.book
 count = benches.count

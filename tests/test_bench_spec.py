@@ -16,6 +16,7 @@ from click.testing import Result
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.benches import FILES, good, isolate, refused, type_examples
+from support.changes import BENCHES
 from support.drafting import width_noise
 from support.rounding import Chosen
 
@@ -295,6 +296,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
         return good("spec", *SIZES, *SOME, "-o", str(folder)), folder
 
 
+@pytest.mark.nightly(BENCHES)
 def test_the_bench_writes_its_tables(measured: tuple[Result, Path]) -> None:
     res, folder = measured
     assert {p.name for p in folder.iterdir()} == FILES
@@ -324,6 +326,7 @@ def test_the_bench_writes_its_tables(measured: tuple[Result, Path]) -> None:
     assert "nan" not in res.stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_greedy_text_is_plains_and_copies_are_guessed(measured: tuple[Result, Path]) -> None:
     whole = json.loads((measured[1] / "results.json").read_text())
     rows = [Row(**row) for row in whole["rows"]]
@@ -339,6 +342,7 @@ def test_greedy_text_is_plains_and_copies_are_guessed(measured: tuple[Result, Pa
     assert "Codes answered right, full: 4 of 4." in measured[0].stdout
 
 
+@pytest.mark.nightly(BENCHES)
 def test_what_was_measured_is_not_measured_again(
     measured: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -356,6 +360,7 @@ def test_what_was_measured_is_not_measured_again(
     assert len(seen) == 1
 
 
+@pytest.mark.nightly(BENCHES)
 def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the full cache drafts change nothing, at temperature 2, but for what the width of a batch does to the logits."""
     chosen = Chosen(width_noise(BUNDLED_MODEL, 5, SMALL))

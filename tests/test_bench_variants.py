@@ -11,6 +11,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import benches
 from support.benches import good, invoke
+from support.changes import BENCHES
 
 from pyllama_kvflash.bench import ruler as ruler_bench
 from pyllama_kvflash.bench import ruler_tables
@@ -21,7 +22,7 @@ from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Context, PoolParams
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
 
 environment = benches.environment
 

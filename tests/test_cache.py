@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import SNAPSHOT
 from support.runs import GREEDY, Open
 
 from pyllama_kvflash import KVFlash, Token, Warn
@@ -118,6 +119,7 @@ def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: P
     assert cache.stats.saves == 3, "what is there is not written again"
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
     """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left. An index is
     written whole: see test_snapshot_fresh.py.
@@ -175,6 +177,7 @@ def test_two_conversations_share_what_they_begin_with(opened: Open, tmp_path: Pa
     assert set(cache.evict(root.stat().st_size - 1)) == {root, leaves[1]}
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_what_lies_in_a_removed_file_goes_with_it(opened: Open, tmp_path: Path) -> None:
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
     root = cache.save(read(kv, TEXT[:1280]))
@@ -187,6 +190,7 @@ def test_what_lies_in_a_removed_file_goes_with_it(opened: Open, tmp_path: Path) 
     assert cache.restore(kv, TEXT) == 0
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_a_file_whose_records_are_gone_is_a_miss_and_is_swept_away(opened: Open, tmp_path: Path) -> None:
     """As another process may leave it, which saved while this one removed."""
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
@@ -200,6 +204,7 @@ def test_a_file_whose_records_are_gone_is_a_miss_and_is_swept_away(opened: Open,
     assert cache.restore(kv, TEXT) == 1500
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_damage_of_a_shared_record_is_a_miss_for_all(opened: Open, tmp_path: Path) -> None:
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
     root = cache.save(read(kv, TEXT[:1280]))
@@ -210,6 +215,7 @@ def test_damage_of_a_shared_record_is_a_miss_for_all(opened: Open, tmp_path: Pat
     assert (cache.stats.damaged, cache.entries()) == (1, [])
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_a_file_is_written_while_the_sequence_goes_on(opened: Open, tmp_path: Path) -> None:
     """It is of the moment when that was begun, whatever becomes of the sequence."""
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
@@ -224,6 +230,7 @@ def test_a_file_is_written_while_the_sequence_goes_on(opened: Open, tmp_path: Pa
     cache.close()
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_what_is_to_be_kept_goes_last(opened: Open, tmp_path: Path) -> None:
     """Also as the beginning of a longer text, which takes its place."""
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
@@ -238,6 +245,7 @@ def test_what_is_to_be_kept_goes_last(opened: Open, tmp_path: Path) -> None:
     cache.close()
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_what_was_used_longest_ago_goes_first(opened: Open, tmp_path: Path) -> None:
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
     texts = [np.roll(TEXT, i)[:700] for i in range(4)]
@@ -278,6 +286,7 @@ def test_damage_of_what_comes_back_at_once_is_a_miss(opened: Open, tmp_path: Pat
     kv.check_integrity()
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_damage_that_is_found_later_has_the_text_read_anew(opened: Open, tmp_path: Path) -> None:
     """Records are checked when they are used; a fresh pool uses all of them at once."""
     cold = say(opened(policy="qk"), np.concatenate([TEXT[:1500], OTHER[:70]]), append=False)
@@ -340,6 +349,7 @@ def test_what_a_killed_process_left_is_swept_away(opened: Open, tmp_path: Path) 
     assert mine.exists(), "somebody may be writing it"
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_two_may_save_and_evict_at_once(opened: Open, tmp_path: Path) -> None:
     """Each file that is there is whole, and the folder is no larger than it may be."""
     texts = [np.roll(TEXT, i)[:300] for i in range(8)]
@@ -385,6 +395,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 #
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
     """Bit for bit: the answers, and the records; a few in memory, the rest in files without names."""
     kv = opened()
@@ -491,6 +502,7 @@ def test_a_snapshot_is_written_and_gone_on_with(texts: tuple[Path, Path, Path, l
     assert json.loads(done.stdout)["stats"]["n_prompt"] < 100
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_a_snapshot_of_something_else_is_a_miss_with_a_reason(
     texts: tuple[Path, Path, Path, list[str]], tmp_path: Path
 ) -> None:
@@ -572,6 +584,7 @@ def test_no_cache_to_look_after(tmp_path: Path) -> None:
         assert "there is no prefix cache" in done.stderr
 
 
+@pytest.mark.nightly(SNAPSHOT)
 def test_verify_removes_what_is_damaged_and_what_needs_it(opened: Open, tmp_path: Path) -> None:
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)
     root = cache.save(read(kv, TEXT[:1280]))

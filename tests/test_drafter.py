@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import SCORERS
 from support.runs import GREEDY, Open, check_residency, out, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
@@ -163,6 +164,7 @@ def test_a_question_brings_back_the_chunk_of_its_code(opened: Open, document: Ne
         kv.rollback(end)
 
 
+@pytest.mark.nightly(SCORERS)
 def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedlePrompt, other_tokenizer: Path) -> None:
     """End to end: it splits the text otherwise, reads all of it, and its scores are applied."""
     kv = opened(policy="crosstok", scorer_model=str(other_tokenizer))
@@ -179,6 +181,7 @@ def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedleP
     theirs.check_integrity()
 
 
+@pytest.mark.nightly(SCORERS)
 @pytest.mark.parametrize("depth", [0.2, 0.5, 0.8])
 def test_scores_come_back_by_the_span_of_the_text(
     opened: Open, document: NeedlePrompt, other_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, depth: float
@@ -206,6 +209,7 @@ def test_scores_come_back_by_the_span_of_the_text(
     assert not mine & set(out(kv))
 
 
+@pytest.mark.nightly(SCORERS)
 def test_other_pieces_are_another_tokenizer(
     opened: Open, other_tokenizer: Path, brief: NeedlePrompt, tmp_path: Path
 ) -> None:
@@ -223,6 +227,7 @@ def test_other_pieces_are_another_tokenizer(
     assert kv.policy == "drafter"
 
 
+@pytest.mark.nightly(SCORERS)
 @pytest.mark.parametrize("policy", ["drafter", "crosstok"])
 def test_a_tokenizer_of_more_tokens(opened: Open, document: NeedlePrompt, other_tokenizer: Path, policy: str) -> None:
     """A text that fits the context of the target is read to its end, though it takes the drafter more tokens."""
@@ -312,6 +317,7 @@ def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
         opened(scorer_model=None)
 
 
+@pytest.mark.nightly(SCORERS)
 def test_a_drafter_that_is_interrupted_ends_the_generation(
     opened: Open, brief: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +348,7 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
     assert kv.policy == "drafter"
 
 
+@pytest.mark.nightly(SCORERS)
 @pytest.mark.parametrize("policy", ["drafter", "crosstok"])
 @pytest.mark.parametrize("n_ctx", [1280, 2048, 2304])
 def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, n_ctx: int) -> None:
@@ -429,6 +436,7 @@ class Pushed:
         return n
 
 
+@pytest.mark.nightly(SCORERS)
 @pytest.mark.parametrize("policy", ["drafter", "crosstok"])
 def test_scoring_again_reads_what_is_new(
     opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, policy: str
@@ -457,6 +465,7 @@ def test_scoring_again_reads_what_is_new(
     assert abs(np.mean(first) - np.mean(last)) < 8
 
 
+@pytest.mark.nightly(SCORERS)
 def test_rollback_of_the_target_rolls_the_drafter_back(
     opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

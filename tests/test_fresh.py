@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import tiny
+from support.changes import LIBRARY
 from support.kernels import build_kernels, host_kernels
 from support.models import NAMES
 from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, rows
@@ -63,8 +64,8 @@ def form_of(model: Model) -> IndexForm:
 def fit(guests: Guests, form: IndexForm, records: list[Record]) -> None:
     """Put these records, of chunks 0, 1 ..., into the index."""
     for i in range(len(guests.layers)):
-        mean, cov = guests.moments(i, records)
-        guests.fit(i, mean, *form.basis(cov))
+        mean, variances, components = guests.components(i, records)
+        guests.fit(i, mean, *form.basis(variances, components))
     guests.put(range(len(guests.layers)), 0, records)
     guests.cover(0, records)
 
@@ -150,12 +151,14 @@ BY_KERNELS = [("qwen3", cache, 64) for cache in CACHES] + [("gemma4", "f16", 64)
 
 
 def by(how: str, cells: list[tuple[str, str, int]]) -> list[Any]:
-    """The cells for one way of choosing. Those that differ from the first in more than one are nightly, as in support.changes."""
-    rare = pytest.mark.nightly(r"pyllama_kvflash/native/src/.*", "tests/native/.*", "patches/.*")
+    """The cells for one way of choosing. Those that differ from the first in more than one are nightly, as in support.changes; by
+    kernels, which take long as fibers, all others.
+    """
+    most = 0 if how == "kernels" else 1
     return [
         pytest.param(
             (*cell, how),
-            marks=[rare] if sum(map(operator.ne, cell, cells[0])) > 1 else [],
+            marks=[pytest.mark.nightly(LIBRARY)] if sum(map(operator.ne, cell, cells[0])) > most else [],
             id="-".join(map(str, (*cell, how))),
         )
         for cell in cells
@@ -514,20 +517,44 @@ def test_guests_take_free_blocks_alone(chooses: Fresh) -> None:
         run.decode(64)  # a new chunk, and no block
 
 
+@pytest.mark.nightly(LIBRARY)
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q4_1", "q5_0", "q5_1", "iq4_nl"])
 def test_kernels_read_all_types(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model], kind: str) -> None:
-    """Of the same records the kernels find the moments, and so the index, that the node finds."""
+    """Of the same records the kernels find the mean and the covariance, and so the index, that the node finds."""
     cache = Cache(kind, "on", None)
-    found = []
+    found: list[list[npt.NDArray[np.float32]]] = []
     for how in ("node", "kernels"):
         with choosing(request, how):
             made = fresh_run(tiny_model("qwen3"), cache)
         with made.run:
-            found.append([part for i in range(2) for part in made.guests.moments(i, made.records)])
+            found.append([])
+            for i in range(2):
+                mean, variances, components = made.guests.components(i, made.records)
+                found[-1] += [mean, np.einsum("hc,hcd,hce->hde", variances, components, components)]
             chosen = made.run.feed(1, 1)
     for node, kernels in zip(*found, strict=True):
         assert np.allclose(node, kernels, rtol=1e-4, atol=1e-4 * np.abs(node).max())
     assert np.isfinite(chosen).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [1, 15])
+def test_components_are_those_of_the_keys(tiny_model: Callable[[str], Model], name: str, n: int) -> None:
+    """Of few keys, too, which have no variance along most components."""
+    made = fresh_run(tiny_model(name), CACHES["f16"])
+    with made.run:
+        for i, layer in enumerate(made.guests.layers):
+            mean, variances, components = (x.astype(np.float64) for x in made.guests.components(i, made.records[:n]))
+            keys = true_keys(made.records[:n], layer, 64).astype(np.float64)
+            assert np.allclose(mean, keys.mean(0), atol=1e-4)
+            assert (variances >= 0).all()
+            assert (np.diff(variances) <= 0).all()
+            for h in range(layer.n_head_kv):
+                cov = np.cov(keys[:, h], rowvar=False, bias=True)
+                size = np.trace(cov)
+                assert np.allclose(variances[h], np.linalg.eigvalsh(cov)[::-1], atol=1e-4 * size)
+                assert np.allclose(components[h] @ components[h].T, np.eye(len(cov)), atol=1e-5)
+                assert np.allclose(components[h] @ cov @ components[h].T, np.diag(variances[h]), atol=1e-4 * size)
 
 
 @pytest.mark.parametrize("name", NAMES)

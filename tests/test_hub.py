@@ -21,6 +21,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from click.testing import CliRunner
 from support import commands, hubs
+from support.changes import HUB
 from support.commands import INTERRUPTED, RUNTIME, SCRIPT, TIMEOUT, USAGE
 from support.forks import forked
 from support.hubs import MIB, Hub, Repo
@@ -31,7 +32,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.hub import Wanted, choose, models, parts, tag
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.nightly(HUB)]
 
 environ = hubs.environ
 fake = hubs.fake

@@ -51,11 +51,11 @@ def saved(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 def never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is put back, or goes on: it is not begun."""
 
-    def moments(*_: Any) -> None:
+    def components(*_: Any) -> None:
         pytest.fail("the index was made")
 
     monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)  # texts that grow by more than an eighth
-    monkeypatch.setattr(guests.Guests, "moments", moments)
+    monkeypatch.setattr(guests.Guests, "components", components)
 
 
 def room(kv: KVFlash) -> GuestRoom:
@@ -179,7 +179,7 @@ def test_a_part_has_the_first_part_of_the_index(
     before, n_chunk = room(kv), kv.options.chunk
     n = 1300 // n_chunk * n_chunk
     want = [part.tobytes() for part in before.native.saved_index(min(n, before.native.info().n))]
-    monkeypatch.setattr(guests.Guests, "moments", None)
+    monkeypatch.setattr(guests.Guests, "components", None)
     if how == "saved":
         kv.save(snap, n)
         cut = whole(snap).contents.guests
@@ -255,7 +255,7 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
 
 def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are those of a pool that never had guests. Once something must go, the index goes on."""
-    monkeypatch.setattr(guests.Guests, "moments", None)
+    monkeypatch.setattr(guests.Guests, "components", None)
     monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)
     kv, plain = (opened(pool=2048, **EXACT, policy=policy) for policy in ("fresh", "lru"))
     kv.restore(saved)
@@ -411,7 +411,7 @@ def test_the_cache_keeps_an_index_for_each_text(opened: Open, tmp_path: Path, mo
     assert cache.restore(kv, np.concatenate([branch, MORE[:9]])) == 1900
     assert_same(seen(kv), before)
     with monkeypatch.context() as patch:
-        patch.setattr(guests.Guests, "moments", None)
+        patch.setattr(guests.Guests, "components", None)
         other = opened(snapshots=True)
         assert cache.restore(other, np.concatenate([TOKENS[:1450], MORE[500:900]])) == 22 * 64
         assert len(answer(other, MORE[500:700])) == 40

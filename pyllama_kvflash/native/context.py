@@ -18,7 +18,7 @@ from pyllama_kvflash.native.model import Model, Tokens
 
 Record = npt.NDArray[np.uint8]
 
-NONE, LAST, ALL = 0, 1, 2
+NONE, LAST, ALL = int(lib.KVF_OUTPUTS_NONE), int(lib.KVF_OUTPUTS_LAST), int(lib.KVF_OUTPUTS_ALL)
 """The tokens of a batch that get logits: none, the last, all."""
 
 

@@ -51,17 +51,17 @@ class Guests:
     # the index
     #
 
-    def moments(self, layer: int, records: Sequence[Record]) -> tuple[Floats, Floats]:
-        """Return the mean of a layer's keys, (n_head_kv, n_embd_head_k), and their covariance, (n_head_kv, n_embd_head_k,
-        n_embd_head_k).
+    def components(self, layer: int, records: Sequence[Record]) -> tuple[Floats, Floats, Floats]:
+        """Return the mean of a layer's keys (n_head_kv, d), the variances along their principal components (n_head_kv, d), the
+        largest first, and these components (n_head_kv, d, d), one a row. d is n_embd_head_k.
 
         records: of chunks. At most 4,096 keys count, evenly spread. Threads may do different layers.
         """
         shape = self.layers[layer].n_head_kv, self.layers[layer].n_embd_head_k
-        mean, cov = np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
-        to = ffi.from_buffer("float[]", mean), ffi.from_buffer("float[]", cov)
-        compute(lib.kvf_index_moments, self._ctx.handle, layer, _addresses(records), len(records), *to)
-        return mean, cov
+        res = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
+        to = [ffi.from_buffer("float[]", x) for x in res]
+        compute(lib.kvf_index_components, self._ctx.handle, layer, _addresses(records), len(records), *to)
+        return res
 
     def info(self) -> IndexInfo:
         """Return what there is now."""

@@ -66,16 +66,16 @@ class IndexForm:
         codes = -(-n // GROUP) * GROUP * self.n_bits // 8
         return n_head_kv * (codes + 4 * (n_embd_head + n_embd_head * self.n_comp + self.n_comp))
 
-    def basis(self, cov: Floats) -> tuple[Floats, Floats]:
-        """Return the components as a basis (n_head, d, n_comp), and the steps of their codes (n_head, n_comp).
+    def basis(self, variances: Floats, components: Floats) -> tuple[Floats, Floats]:
+        """Return the first components as a basis (n_head, d, n_comp), and the steps of their codes (n_head, n_comp).
 
-        cov: the covariance of the keys of each head, (n_head, d, d).
+        components: principal components of the keys of each head, (n_head, d, d), one a row, those of the largest variances
+        (n_head, d) first.
         """
-        values, vectors = np.linalg.eigh(cov.astype(np.float64))
         bits = np.repeat([4, 2, 1], [self.n_four, self.n_two, self.n_one])
         reach = np.array([REACH[int(b)] / ((2.0**b - 1) / 2) for b in bits])
-        spread = np.sqrt(np.maximum(values[:, ::-1][:, : self.n_comp], 0))
-        return vectors[:, :, ::-1][:, :, : self.n_comp].astype(np.float32), (spread * reach).astype(np.float32)
+        steps = np.sqrt(variances[:, : self.n_comp]) * reach
+        return components[:, : self.n_comp].swapaxes(1, 2), steps.astype(np.float32)
 
 
 class Heads(NamedTuple):

@@ -81,8 +81,8 @@ class GuestRoom:
         self.n_fitted = self.n_fitted if have else n
 
     def _fit(self, layer: int, records: list[Record]) -> None:
-        mean, cov = self.native.moments(layer, records)
-        self.native.fit(layer, mean, *self.form.basis(cov))
+        mean, variances, components = self.native.components(layer, records)
+        self.native.fit(layer, mean, *self.form.basis(variances, components))
 
     def restore(self, n: int, index: Sequence[Record], n_fitted: int) -> None:
         """Put back the index of the first n chunks, which have their records. index: from saved_index(), of as many or more.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from support.changes import LIBRARY
 from support.models import NAMES
 
 if TYPE_CHECKING:
@@ -308,7 +309,8 @@ ARCHS = {"laguna-swa": "laguna"}
 
 
 def marks(name: str, cache: str) -> list[pytest.MarkDecorator]:
-    """Of a cell of families and caches. Each family is run with two caches, and one family of each kind of memory with each
-    cache; all of them nightly.
+    """Of a cell of families and caches. Each family is run with F16, one of each kind of memory with Q8_0, and the first one with
+    each cache; the others where the library has changed.
     """
-    return [] if name in NAMES or cache in {"f16", "q8_0"} else [pytest.mark.nightly]
+    daily = cache == "f16" or name == NAMES[0] or (name in NAMES and cache == "q8_0")
+    return [] if daily else [pytest.mark.nightly(LIBRARY)]

@@ -210,12 +210,19 @@ static const kvf_fresh::layer & layer_of(const kvf_fresh & fresh, uint32_t layer
     return fresh.layers[layer];
 }
 
-int kvf_index_moments(
-        struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
+int kvf_index_components(llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean,
+        float * variances, float * components) {
     return kvf_guard([&] {
-        auto & fresh = fresh_of(ctx, 0);
-        kvf_check(records && n > 0 && mean && cov, "records and room for the result are needed");
-        layer_of(fresh, layer).chooser->moments(layer, records, n, mean, cov);
+        auto &       fresh = fresh_of(ctx, 0);
+        const auto & l     = layer_of(fresh, layer);
+        kvf_check(records && n > 0 && mean && variances && components, "records and room for the result are needed");
+
+        const size_t       d = l.info.n_embd_head_k, n_head = l.info.n_head_kv;
+        std::vector<float> cov(n_head * d * d);
+        l.chooser->moments(layer, records, n, mean, cov.data());
+        for (size_t h = 0; h < n_head; ++h) {
+            kvf_principal(d, cov.data() + h * d * d, variances + h * d, components + h * d * d);
+        }
     });
 }
 

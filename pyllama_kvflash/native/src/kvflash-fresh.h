@@ -6,6 +6,10 @@
 
 struct ggml_tensor;
 
+// the principal components of n values, one a row [n][n], and the variances along them, the largest first. cov: their
+// covariance. throws KVF_E_BACKEND if it is not finite
+void kvf_principal(uint32_t n, const float * cov, float * variances, float * components);
+
 // The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean, and
 // in a basis of their principal components. The first n_four of these have 4 bits each, then n_two 2 bits, n_one 1 bit: the
 // more they differ, the more bits, as in any transform coding. A component's value is (code - (2^bits - 1)/2) times its

@@ -301,10 +301,11 @@ struct kvf_index_info {
 // node
 LLAMA_API void kvf_set_host_kernels(const void * kernels);
 
-// the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their covariance [n_head_kv, n_embd_head_k,
-// n_embd_head_k]. of 4,096 keys at most, evenly spread. any thread
-LLAMA_API int kvf_index_moments(
-        struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov);
+// the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their principal components [n_head_kv,
+// n_embd_head_k, n_embd_head_k] with the variance along each [n_head_kv, n_embd_head_k], the largest first. of 4,096 keys at
+// most, evenly spread. any thread
+LLAMA_API int kvf_index_components(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
+        float * mean, float * variances, float * components);
 // begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
 // n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
 LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
