@@ -1,25 +1,25 @@
 """Loading: from a path and options to a model and its context, with every check possible before the first token."""
 
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, indexed, plan_contexts
 from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.panes import open_exact
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, Scorer, resolve_pool
+from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.fresh import Heads, IndexForm
-from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory
+from pyllama_kvflash.policy.fresh import Heads
+from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.shared import Shared
@@ -152,33 +152,14 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     seen = _probed(model, options)
     other = (f"policy qk, not fresh: {seen.unchosen}",) if options.policy == "auto" and seen.unchosen else ()
     options = with_policy(options, seen)
-    size, scorers, exact = PoolSize(None), tuple[Scorer, ...](), None
-    if options.pool != "off":
-        size = pool_size(options, device_memory(seen.geometry, options))
-    warnings, how = placed.warnings, tuple[str, ...]()
-    q_tap = q_every = 0
-    if size.n_pool is None:
+    ground = _Loading(model, seen.geometry, options, open_engine, parts)
+    plan = plan_contexts(model, seen.geometry, options, ground)
+    size, pool = plan.size, plan.pool
+    if pool is None:
         n_all = options.n_ctx * options.n_parallel
-        check_memory(
-            device_memory(seen.geometry, options), n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`"
-        )
-    else:
-        scorers = tuple(make_scorer(options, model, open_engine) for _ in range(options.n_parallel))
-        q_tap, q_every = tap(scorers[0], options, len(seen.geometry.rows))
-        exact, how, unfit = open_exact(model, seen.geometry, options, q_tap, q_every)
-        warnings += unfit
-        if exact is not None:
-            parts.callback(exact.close)
-            # an automatic one is chosen by the memory that is left
-            size = pool_size(options, device_memory(seen.geometry, options))
-    n_batch = batch_of(size, options)
-    pool = (
-        pool_params(model, options, size.n_pool, q_tap, q_every, seen.geometry.head)
-        if size.n_pool is not None
-        else None
-    )
-    ctx = parts.enter_context(open_context(model, options, n_batch, pool))
-    draft_model = _draft_model(ctx, options, options.drafter_batch(n_batch))
+        check_memory(ground.memory(), n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`")
+    ctx = parts.enter_context(open_context(model, options, plan))
+    draft_model = _draft_model(ctx, options, options.drafter_batch(plan.n_batch))
     if draft_model is not None:
         parts.callback(draft_model.close)
     shared = Shared(ctx, options, size.n_pool) if size.n_pool is not None else None
@@ -188,7 +169,8 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
     sequences: list[PooledSequence] = []
     for i in range(options.n_parallel):
         own = ctx.sequence(i)
-        sequence = PooledSequence(own, options, sequences, shared, scorers[i] if scorers else None, exact)
+        scorer = ground.scorers[i] if ground.scorers else None
+        sequence = PooledSequence(own, options, sequences, shared, scorer, ground.exact)
         parts.callback(sequence.close)
         if draft_model is not None:
             drafts.append(Drafts(draft_model, own))
@@ -199,16 +181,45 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         model,
         options,
         size.n_pool,
-        n_batch,
+        plan.n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
-        placed.notes + size.notes + how + (other if size.n_pool is not None else ()),
-        warnings + size.warnings + _trained(model, options),
+        placed.notes + size.notes + ground.notes + (other if size.n_pool is not None else ()),
+        placed.warnings + ground.warnings + size.warnings + _trained(model, options),
         shared,
-        exact,
+        ground.exact,
         tuple(sequences),
         tuple(drafts),
         parts.pop_all(),
     )
+
+
+class _Loading:
+    """Where a plan is executed: memory is what is free, and an exact pass is a context. Adds what it opens to `parts`."""
+
+    def __init__(
+        self, model: Model, geometry: Geometry, options: Options, open_engine: OpenEngine, parts: ExitStack
+    ) -> None:
+        self.scorers: list[Scorer] = []
+        self.exact: ExactReader | None = None
+        self.notes: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
+        self._model, self._geometry, self._options = model, geometry, options
+        self._open_engine = open_engine
+        self._parts = parts
+
+    def memory(self) -> list[DeviceMemory]:
+        return device_memory(self._geometry, self._options)
+
+    def asks(self) -> tuple[str, str]:
+        for _ in range(self._options.n_parallel):
+            self.scorers.append(make_scorer(self._options, self._model, self._open_engine))
+        return self.scorers[0].name, self.scorers[0].query
+
+    def read_exactly(self, n_pane: int, tap: Tap) -> bool:
+        self.exact, self.notes, self.warnings = open_exact(self._model, self._geometry, self._options, n_pane, tap)
+        if self.exact is not None:
+            self._parts.callback(self.exact.close)
+        return self.exact is not None
 
 
 def _trained(model: Model, options: Options) -> tuple[str, ...]:
@@ -216,32 +227,6 @@ def _trained(model: Model, options: Options) -> tuple[str, ...]:
         return ()
     trained = f"a context of {options.n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
     return (f"{trained}: text beyond that may come out wrong",)
-
-
-def batch_of(size: PoolSize, options: Options) -> int:
-    """Return the most tokens of a batch that goes through the pool, or the full cache."""
-    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
-    return min(options.n_batch or usual, options.n_ctx)
-
-
-def tap(scorer: Scorer, options: Options, n_layer: int) -> tuple[int, int]:
-    """Return of how many tokens the queries are kept, and in every how many layers."""
-    q_tap = 0 if scorer.name in UNSCORED else max(1 + options.n_draft, options.n_asking(scorer.query))
-    return q_tap, max(1, -(-n_layer // MOST_LAYERS)) if scorer.name == "qk" else 1
-
-
-def pool_params(model: Model, options: Options, n_pool: int, q_tap: int, q_every: int, head: int) -> PoolParams:
-    """Return what makes a context a pool of n_pool cells. head: values of a key."""
-    mark = fingerprint(model.path)
-    pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=q_tap, fingerprint=mark, q_every=q_every)
-    return _indexed(pool, options, head) if options.policy == "fresh" else pool
-
-
-def _indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
-    """Return the parameters of a pool of which each layer chooses a part. head: values of a key."""
-    form = IndexForm.of(head, options.index)
-    parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
-    return replace(pool, **parts, n_exchange=options.n_swaps, n_turn=options.turns)
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:
@@ -257,26 +242,15 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
     )
 
 
-def pool_size(options: Options, memory: Sequence[DeviceMemory]) -> PoolSize:
-    """Return the pool that the options ask for. memory: of the devices that will hold it."""
-    return resolve_pool(
-        options.pool,
-        n_ctx=options.n_ctx * options.n_parallel,
-        floor=options.shape.floor(options.n_batch),
-        memory=memory,
-        cap=options.auto_cap,
-        keep=options.snapshots,
-    )
-
-
-def open_context(model: Model, options: Options, n_batch: int, pool: PoolParams | None) -> Context:
-    """Make the context of a pool, or of the full cache (None). Raises as Context."""
+def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
+    """Make the context of a pool, or of the full cache. Raises as Context."""
+    pool = plan.pool
     try:
         return Context(
             model,
             n_ctx=options.n_ctx,
-            n_batch=n_batch,
-            n_ubatch=min(options.n_ubatch, n_batch),
+            n_batch=plan.n_batch,
+            n_ubatch=min(options.n_ubatch, plan.n_batch),
             n_threads=options.n_threads or 1,
             type_k=options.type_k,
             type_v=options.type_v,
@@ -338,7 +312,7 @@ def probe(model: Model, options: Options) -> Probe:
     geometry = Geometry(rows, tuple(layer.device for layer in layers), heads)
     seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
     pool = PoolParams(n_pool=256)
-    chosen = _indexed(pool, options, geometry.head)
+    chosen = indexed(pool, options, geometry.head)
     unchosen = _refused(model, pool=chosen, **small, **types) if layers else "no layer is pooled"
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)

@@ -2,36 +2,33 @@
 
 from typing import Any, NamedTuple
 
-from pyllama_kvflash.engine.memory import check_memory, device_memory, pane_memory
+from pyllama_kvflash.engine.load_plan import Tap
+from pyllama_kvflash.engine.memory import check_memory, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
 from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.scorers import EDGE
-from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES, n_panes
+from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES
 from pyllama_kvflash.pool.exact import ExactReader
 
+NO_TAP = Tap()
 _WAY_OUT = "a smaller `n_ctx`, a smaller cache type (`type_k`, `type_v`), or `prefill` pool"
 
 
 def open_exact(
-    model: Model, geometry: Geometry, options: Options, q_tap: int, q_every: int
+    model: Model, geometry: Geometry, options: Options, n_pane: int, tap: Tap
 ) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
-    """Make the context that reads prompts exactly, unless `options.prefill` is "pool".
+    """Make the context that reads prompts exactly, n_pane layers at a time.
 
-    options: resolved. q_tap, q_every: as in PoolParams.
+    options: resolved.
 
     Returns it, notes and warnings. Raises NativeError and UnsupportedError; with "auto" they become a warning instead.
     """
-    if options.prefill == "pool":
-        return None, (), ()
-    memory, often = device_memory(geometry, options), options.lossless
-    n_pane = n_panes(options.panes, options.pool, memory, options.n_ctx, len(geometry.rows), lossless=often)
-    params = _params(n_pane, options, q_tap, q_every)
     n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:
         check_memory(pane_memory(geometry, options, n_pane), n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
-        ctx = _context(model, options, params)
+        ctx = _context(model, options, _params(n_pane, options, tap))
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
@@ -54,18 +51,18 @@ class ExactBytes(NamedTuple):
 
 
 def exact_bytes(
-    model: Model, geometry: Geometry, options: Options, q_tap: int = 0, q_every: int = 1
+    model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
 ) -> dict[int, ExactBytes]:
     """Return what an exact pass takes on each device, by its index. Windows and states are counted on one, since where they
     are is not known.
 
-    model: loaded with no_alloc. options: resolved. q_tap, q_every: as in PoolParams. Raises NativeError and
-    UnsupportedError.
+    model: loaded with no_alloc. options: resolved. n_pane: layers at a time; 0: those of the options, or as few as may be.
+    Raises NativeError and UnsupportedError.
     """
-    n_pane = options.panes or LEAST_PANES
+    n_pane = n_pane or options.panes or LEAST_PANES
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     panes = geometry.panes_by_device(row_bytes, *types, n_pane)
-    with _context(model, options, _params(n_pane, options, q_tap, q_every)) as ctx:
+    with _context(model, options, _params(n_pane, options, tap)) as ctx:
         first, states = next(iter(panes), 0), _state_bytes(model, options)
         return {
             i: ExactBytes(ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i), states if i == first else 0)
@@ -95,8 +92,9 @@ def _shape(model: Model, options: Options) -> dict[str, Any]:
     }
 
 
-def _params(n_pane: int, options: Options, q_tap: int, q_every: int) -> PaneParams:
-    return PaneParams(n_pane=n_pane, q_tap=q_tap, q_every=q_every, mass_piece=options.chunk // EDGE if q_tap else 0)
+def _params(n_pane: int, options: Options, tap: Tap) -> PaneParams:
+    mass_piece = options.chunk // EDGE if tap.n_token else 0
+    return PaneParams(n_pane=n_pane, q_tap=tap.n_token, q_every=tap.every, mass_piece=mass_piece)
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:

@@ -3,28 +3,17 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
-from pyllama_kvflash.engine.loading import (
-    Probe,
-    batch_of,
-    open_context,
-    placement,
-    pool_params,
-    pool_size,
-    probe,
-    tap,
-    where,
-    with_policy,
-)
+from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
+from pyllama_kvflash.engine.loading import open_context, placement, probe, where, with_policy
 from pyllama_kvflash.engine.memory import device_memory, index_bytes
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.placement import on_host
 from pyllama_kvflash.native import CACHE_TYPES, Model, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import PoolSize
-from pyllama_kvflash.policy.sizing import DeviceMemory, n_panes
-from pyllama_kvflash.scorers.factory import make_scorer
+from pyllama_kvflash.policy import Geometry, PoolSize
+from pyllama_kvflash.policy.sizing import DeviceMemory
+from pyllama_kvflash.scorers.factory import query_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +48,51 @@ def needs(path: Path, options: Options) -> tuple[list[Need], PoolSize]:
     with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
         options = options.resolved(model.n_ctx_train)
         seen = probe(model, options)
-        return _needs(model, seen, with_policy(options, seen))
+        if seen.refusal is not None:
+            options = replace(options, pool="off")
+        return _needs(model, seen.geometry, with_policy(options, seen))
 
 
-def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], PoolSize]:
-    weights: Counter[int] = Counter()
-    for weight in model.weights():
-        weights[weight.device] += weight.size
-    size, exact, q_tap, q_every = PoolSize(None), dict[int, ExactBytes](), 0, 1
-    if options.pool != "off" and seen.refusal is None:
-        q_tap, q_every = _tapped(model, seen, options)
-        size, exact = _pool(model, seen, options, weights, q_tap, q_every)
-    pool = pool_params(model, options, size.n_pool, q_tap, q_every, seen.geometry.head) if size.n_pool else None
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
-    token_bytes = seen.geometry.by_device(row_bytes, *types)
-    n_all = size.n_pool or options.n_ctx * options.n_parallel
-    with open_context(model, options, batch_of(size, options), pool) as ctx:
+class _Looking:
+    """Where a plan is only looked at: what the weights and an exact pass will take is not free."""
+
+    def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
+        self.weights: Counter[int] = Counter()
+        for weight in model.weights():
+            self.weights[weight.device] += weight.size
+        self.exact: dict[int, ExactBytes] = {}
+        self._model, self._geometry, self._options = model, geometry, options
+
+    def memory(self) -> list[DeviceMemory]:
+        indices = dict.fromkeys(self._geometry.devices or (0,) * len(self._geometry.rows))
+        found = device_memory(self._geometry, self._options)
+        taken = [self.weights[i] + sum(self.exact.get(i, ())) for i in indices]
+        return [replace(d, free=max(0, d.free - n)) for d, n in zip(found, taken, strict=True)]
+
+    def asks(self) -> tuple[str, str]:
+        return query_of(self._options)
+
+    def read_exactly(self, n_pane: int, tap: Tap) -> bool:
+        self.exact = exact_bytes(self._model, self._geometry, self._options, n_pane, tap)
+        return True
+
+
+def _needs(model: Model, geometry: Geometry, options: Options) -> tuple[list[Need], PoolSize]:
+    ground = _Looking(model, geometry, options)
+    plan = plan_contexts(model, geometry, options, ground)
+    n_pool, exact = plan.size.n_pool, ground.exact if plan.pool else {}
+    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
+    n_all = n_pool or options.n_ctx * options.n_parallel
+    with open_context(model, options, plan) as ctx:
         held = ctx.kv_bytes()
         buffers = [ctx.compute_bytes(i) for i in range(len(devices()))]
-    index = index_bytes(seen.geometry, options, size.n_pool) if size.n_pool else {}
+    index = index_bytes(geometry, options, n_pool) if n_pool else {}
     holds_states = next(iter(token_bytes), 0)
     return [
         Need(
             name=device.name,
             gpu=device.gpu,
-            weights=weights[i],
+            weights=ground.weights[i],
             kv=token_bytes.get(i, 0) * n_all,
             index=index.get(i, 0),
             states=(held.swa + held.recurrent if i == holds_states else 0) + exact.get(i, ExactBytes()).states,
@@ -91,38 +100,4 @@ def _needs(model: Model, seen: Probe, options: Options) -> tuple[list[Need], Poo
             buffers=buffers[i] + exact.get(i, ExactBytes()).buffers,
         )
         for i, device in enumerate(devices())
-    ], size
-
-
-def _tapped(model: Model, seen: Probe, options: Options) -> tuple[int, int]:
-    """Return what tap() does, without loading a scorer's model."""
-    if options.policy in ("drafter", "crosstok"):
-        options = replace(options, policy="qk-cos")
-    return tap(make_scorer(options, model, _no_engine), options, len(seen.geometry.rows))
-
-
-def _no_engine(*_: object) -> NoReturn:
-    msg = "no scorer's model is loaded to look at a model"
-    raise AssertionError(msg)
-
-
-def _pool(
-    model: Model, seen: Probe, options: Options, weights: Counter[int], q_tap: int, q_every: int
-) -> tuple[PoolSize, dict[int, ExactBytes]]:
-    """Return the pool, and what exact_bytes() says of each device."""
-    indices = dict.fromkeys(seen.geometry.devices or (0,) * len(seen.geometry.rows))
-
-    def memory(taken: dict[int, int]) -> list[DeviceMemory]:
-        found = device_memory(seen.geometry, options)
-        return [replace(d, free=max(0, d.free - taken.get(i, 0))) for i, d in zip(indices, found, strict=True)]
-
-    exact: dict[int, ExactBytes] = {}
-    if options.prefill != "pool" and pool_size(options, memory(weights)).n_pool:
-        n_layer = len(seen.geometry.rows)
-        n_pane = n_panes(
-            options.panes, options.pool, memory(weights), options.n_ctx, n_layer, lossless=options.lossless
-        )
-        exact = exact_bytes(model, seen.geometry, replace(options, panes=n_pane), q_tap, q_every)
-    beside = {i: weights[i] + sum(exact.get(i, ())) for i in indices}
-    size = pool_size(options, memory(beside))
-    return size, exact if size.n_pool else {}
+    ], plan.size

@@ -124,7 +124,11 @@ class Branches:
         if not place.has("not"):
             return "not", [], ""
         found = self._negated(self._document.child(place, "not"))
-        return "not", None if found is None else [[one] for one in found], "what is not of that schema cannot be determined"
+        return (
+            "not",
+            None if found is None else [[one] for one in found],
+            "what is not of that schema cannot be determined",
+        )
 
     def _if(self, place: Place) -> tuple[str, list[Option] | None, str]:
         if not place.has("if") or not (place.has("then") or place.has("else")):

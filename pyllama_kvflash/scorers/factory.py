@@ -10,6 +10,17 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, Scorer
 from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
+_BY_MODEL = ("drafter", "crosstok")  # a Reader scores for these
+
+
+def query_of(options: Options) -> tuple[str, str]:
+    """Return the name and the query of a policy's scorer, without a scorer's model. Raises UsageError."""
+    policy = options.policy
+    if policy in _BY_MODEL:
+        return str(policy), Reader.query
+    scorer = _made(policy) if isinstance(policy, str) else policy
+    return scorer.name, scorer.query
+
 
 def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scorer:
     """Return the scorer of a policy.
@@ -20,19 +31,15 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     Raises UsageError if there is no model for it, or if the registered object is not a scorer.
     """
     policy = options.policy
-    if not isinstance(policy, str):
-        return policy
-    o = options
-    built_in: dict[str, Callable[[], Scorer]] = {
-        "qk": Qk,
-        "qk-cos": QkCos,
-        "lru": Lru,
-        "fresh": Fresh,
-        "drafter": lambda: Reader(find_scorer_model(o.scorer_model, model.path), model, o, open_engine),
-        "crosstok": lambda: Reader(
-            find_scorer_model(o.scorer_model, model.path), model, o, open_engine, retokenize=True
-        ),
-    }
+    if policy in _BY_MODEL:
+        found = find_scorer_model(options.scorer_model, model.path)
+        return Reader(found, model, options, open_engine, retokenize=policy == "crosstok")
+    return _made(policy) if isinstance(policy, str) else policy
+
+
+def _made(policy: str) -> Scorer:
+    """Return the scorer of a policy that needs no model."""
+    built_in: dict[str, Callable[[], Scorer]] = {"qk": Qk, "qk-cos": QkCos, "lru": Lru, "fresh": Fresh}
     return built_in[policy]() if policy in built_in else _load(registry.registered()[policy])
 
 

@@ -1,0 +1,98 @@
+"""One plan of the contexts that a model gets: loading makes them, and `kvflash inspect` tells what they take."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.native import Model, PoolParams
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
+from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory, n_panes
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """What contexts keep of the queries: those of so many tokens (0: of none), in every so many layers."""
+
+    n_token: int = 0
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The contexts of a model.
+
+    size: of the pool.
+    n_batch: the most tokens of a batch that goes through the pool, or the full cache.
+    pool: what makes a context a pool; None: the full cache.
+    """
+
+    size: PoolSize
+    n_batch: int
+    pool: PoolParams | None
+
+
+class Ground(Protocol):
+    """What a plan depends on. It is measured where a model is loaded, and estimated where it is only looked at."""
+
+    def memory(self) -> list[DeviceMemory]:
+        """Return what is free now on each device that holds KV."""
+
+    def asks(self) -> tuple[str, str]:
+        """Return the name and the query of the policy's scorer."""
+
+    def read_exactly(self, n_pane: int, tap: Tap) -> bool:
+        """Take memory for an exact pass that has n_pane layers at a time. Returns whether there is room for one."""
+
+
+def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Ground) -> LoadPlan:
+    """Decide on the pool and the exact pass.
+
+    geometry: of the full-attention cache. options: resolved, with a policy that the model can have.
+
+    An automatic pool takes of what an exact pass leaves. Raises what the ground raises, and UsageError.
+    """
+    size, tap, n_layer = PoolSize(None), Tap(), len(geometry.rows)
+    if options.pool != "off":
+        size = pool_size(options, ground.memory())
+    if size.n_pool is not None:
+        tap = _tap(*ground.asks(), options, n_layer)
+        n_pane = n_panes(
+            options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, lossless=options.lossless
+        )
+        if options.prefill != "pool" and ground.read_exactly(n_pane, tap):
+            size = pool_size(options, ground.memory())
+    usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
+    pool = None if size.n_pool is None else _params(model, options, size.n_pool, tap, geometry.head)
+    return LoadPlan(size, min(options.n_batch or usual, options.n_ctx), pool)
+
+
+def pool_size(options: Options, memory: list[DeviceMemory]) -> PoolSize:
+    """Return the pool that the options ask for. memory: of the devices that will hold it."""
+    return resolve_pool(
+        options.pool,
+        n_ctx=options.n_ctx * options.n_parallel,
+        floor=options.shape.floor(options.n_batch),
+        memory=memory,
+        cap=options.auto_cap,
+        keep=options.snapshots,
+    )
+
+
+def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
+    """Return the parameters of a pool of which each layer chooses a part. head: values of a key."""
+    form = IndexForm.of(head, options.index)
+    parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
+    return replace(pool, **parts, n_exchange=options.n_swaps, n_turn=options.turns)
+
+
+def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
+    n_token = 0 if policy in UNSCORED else max(1 + options.n_draft, options.n_asking(query))
+    return Tap(n_token, max(1, -(-n_layer // MOST_LAYERS)) if policy == "qk" else 1)
+
+
+def _params(model: Model, options: Options, n_pool: int, tap: Tap, head: int) -> PoolParams:
+    mark = fingerprint(model.path)
+    pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=tap.n_token, fingerprint=mark, q_every=tap.every)
+    return indexed(pool, options, head) if options.policy == "fresh" else pool
