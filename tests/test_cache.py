@@ -462,7 +462,7 @@ def test_a_full_disk_is_said(opened: Open, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_is_none_is_said(opened: Open, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none is not a folder: .*--kvflash-disk"):
+    with pytest.raises(UsageError, match=r"none is not a folder: .*`disk`"):
         opened(disk=str(tmp_path / "none"))
     assert slabs_in(tmp_path)(5000).nbytes == 5000
 

@@ -552,7 +552,9 @@ def test_devices_without_room_to_read_exactly(long_file: Path, monkeypatch: pyte
     monkeypatch.setattr(memory, "devices", lambda: found)
     args = ("run", "-f", str(long_file), *POOLED, "-n", "4", "--temp", "0")
     error = check_error(invoke(*args), 1, "an exact pass with 2 panes of 4,096 tokens takes")
-    assert error.endswith("use a smaller -c, a smaller cache type (-ctk, -ctv), or --kvflash-prefill pool")
+    assert error.endswith(
+        "use a smaller -c/--ctx-size, a smaller cache type (-ctk/--cache-type-k, -ctv/--cache-type-v), or --kvflash-prefill pool"
+    )
     pool, auto, one = (
         good(*args, *more)
         for more in (("--kvflash-prefill", "pool"), ("--kvflash-prefill", "auto"), ("--set", "panes=1"))

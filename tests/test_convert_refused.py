@@ -188,7 +188,7 @@ def test_a_weight_that_f16_has_not(tmp_path: Path, targets: dict[bool, Path]) ->
     plan = resolve(source, targets[True])
     for outtype in ("f16", "q8_0", "q4_0"):
         with pytest.raises(
-            ModelError, match=r"fc\.weight has a weight of .*, and f16 ends at 65,504: use --outtype bf16"
+            ModelError, match=r"fc\.weight has a weight of .*, and f16 ends at 65,504: use `outtype` bf16"
         ):
             write(plan, tmp_path / "d.gguf", outtype)
     write(plan, tmp_path / "d.gguf", "bf16")

@@ -245,7 +245,7 @@ def test_messages_name_what_a_command_has(names: tuple[str, ...], text: str, wan
 
 def test_messages_of_the_library_keep_its_names() -> None:
     assert flags.spelled("`n_ctx` is 3") == "`n_ctx` is 3"
-    with pytest.raises(UsageError, match="^`tau` is -1, and must be"):
+    with pytest.raises(UsageError, match=r"^`tau` is -1, and must be"):
         Options(tau=-1)
     assert "--set tau is -1, and must be" in fault("--set", "tau=-1")
 

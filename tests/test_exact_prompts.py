@@ -385,7 +385,7 @@ def test_bad_prefill(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [-1, (1 << 30) + 1])
 def test_bad_panes(value: int) -> None:
-    with pytest.raises(UsageError, match=rf"panes .*{value:,}"):
+    with pytest.raises(UsageError, match=rf"`panes` .*{value:,}"):
         Options(panes=value)
 
 
@@ -397,8 +397,8 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WORDS = (
-    r"an exact pass with 1 panes of 4,096 tokens takes [\d.]+ GiB on \S+, and [\d.]+ GiB are free: use a smaller -c, a"
-    r" smaller cache type \(-ctk, -ctv\), or --kvflash-prefill pool"
+    r"an exact pass with 1 panes of 4,096 tokens takes [\d.]+ GiB on \S+, and [\d.]+ GiB are free: use a smaller `n_ctx`, a"
+    r" smaller cache type \(`type_k`, `type_v`\), or `prefill` pool"
 )
 
 
@@ -433,7 +433,9 @@ def test_context_that_cannot_be_made(opened: Open, monkeypatch: pytest.MonkeyPat
         raise UnsupportedError("this cannot be streamed")
 
     monkeypatch.setattr("pyllama_kvflash.engine.panes.ExactContext", refused)
-    words = r"no exact pass over 4,096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller -c"
+    words = (
+        r"no exact pass over 4,096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller `n_ctx`"
+    )
     with pytest.raises(UnsupportedError, match=words):
         opened()
     kv = opened(prefill="auto")
@@ -486,7 +488,7 @@ def prompt_to(full: KVFlash, cut: int, end: int) -> Logits:
 def test_full_cache_has_no_exact_pass(opened: Open) -> None:
     full = opened(**FULL)
     assert full.sequence.exact is None
-    with pytest.raises(UsageError, match="open the model with prefill"):
+    with pytest.raises(UsageError, match="open the model with `prefill`"):
         _ = full.sequence.reads_exactly
 
 

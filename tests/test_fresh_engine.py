@@ -241,7 +241,7 @@ def test_forms_fill_nibbles() -> None:
 
 
 def test_options_that_are_refused(opened: Open) -> None:
-    with pytest.raises(UsageError, match="index is "):
+    with pytest.raises(UsageError, match="`index` is "):
         opened(index=3)
-    with pytest.raises(UsageError, match="swaps is "):
+    with pytest.raises(UsageError, match="`swaps` is "):
         opened(swaps=-1)

@@ -165,18 +165,18 @@ def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((*FRESH, "--set", "index=3"), "index is 3, and must be one of 0, 1, 2, 4"),
+        ((*FRESH, "--set", "index=3"), "--set index is 3, and must be one of 0, 1, 2, 4"),
         (
             ("--kvflash-policy", "qk", "--set", "index=2"),
             "--set index is 2, and --kvflash-policy 'qk' has no index: give policy",
         ),
         (
             (*FRESH, "--set", "swaps=-1"),
-            "swaps is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
+            "--set swaps is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
         ),
         (
             (*FRESH, "--set", "opening=-2"),
-            "opening is -2, and must be from -1 to 1,073,741,824: -1",
+            "--set opening is -2, and must be from -1 to 1,073,741,824: -1",
         ),
     ],
 )

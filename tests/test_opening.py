@@ -203,5 +203,5 @@ def test_it_is_said(tmp_path: Path) -> None:
 
 
 def test_bad_openings() -> None:
-    with pytest.raises(UsageError, match=r"opening is -2"):
+    with pytest.raises(UsageError, match=r"`opening` is -2"):
         Options(opening=-2)

@@ -314,9 +314,9 @@ def test_refusals(opened: Open) -> None:
         kv.decode_each({4: 1})
     with pytest.raises(UsageError, match="there is no sequence 4: the context has 4"):
         kv.ctx.sequence(4)
-    with pytest.raises(UsageError, match="n_parallel is 0, and must be from 1 to 64"):
+    with pytest.raises(UsageError, match="`n_parallel` is 0, and must be from 1 to 64"):
         opened(n_parallel=0)
-    with pytest.raises(UsageError, match="n_parallel is 65, and must be from 1 to 64"):
+    with pytest.raises(UsageError, match="`n_parallel` is 65, and must be from 1 to 64"):
         opened(n_parallel=65)
     with pytest.raises(UsageError, match="policy is one scorer, for n_parallel = 4 sequences"):
         opened(policy=Lru())

@@ -25,6 +25,8 @@ from support.oracles import TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli.flags import spelled
+from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.engine import loading, refusals
 from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
@@ -133,7 +135,7 @@ def test_inspect_says_that_it_is_not_run(model_path: Callable[[str], Path], name
 def test_memory_that_is_not_in_the_table() -> None:
     for n_layer in (0, 2):
         text = refusals.of_memory("llama_kv_cache_new", n_layer, "no pool of this kind")
-        assert text == "no pool of this kind; run it with the full cache: --kvflash off"
+        assert text == "no pool of this kind; run it with the full cache: `pool` off"
 
 
 #
@@ -304,7 +306,7 @@ def test_context_is_not_shifted(opened: Callable[..., KVFlash]) -> None:
     for _ in kv.prefill(TOKENS[:1000]):
         pass
     text = sentence(lambda: list(kv.prefill(TOKENS[:100])), UsageError)
-    assert "do not fit the context of 1,024: use a larger n_ctx" in text
+    assert "do not fit the context of 1,024: use a larger `n_ctx`" in text
     assert kv.n_tokens == 1000
 
 
@@ -343,7 +345,7 @@ def test_a_pool_that_fresh_does_not_take(
     with pytest.raises(UnsupportedError) as err:
         opened("qwen3", n_ctx=4096, pool=1024, policy="fresh")
     assert str(err.value).endswith(f" can be made: {str(GUESTS[name]).replace('{}', '3')}")
-    assert "--kvflash-policy qk" in str(err.value)
+    assert "`policy` qk" in str(err.value)
     with pytest.raises(NativeError) as other:
         opened("qwen3", n_ctx=4096, pool=1024, policy="lru")
     assert str(other.value).endswith(f" can be made: {reason}")
@@ -390,4 +392,4 @@ def test_page_is_up_to_date() -> None:
     text = (ROOT / "docs" / "REFUSALS.md").read_text()
     for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), *GUESTS.values(), SHIFT):
         assert refusal.reason.replace("{}", "N") in text
-        assert refusal.alternative in text
+        assert spelled(refusal.alternative, run) in text

@@ -240,5 +240,5 @@ def test_registered_scorers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():
         with pytest.raises(UsageError, match=says):
             opened(policy=name)
-    with pytest.raises(UsageError, match=r"policy .*'other'.* mine"):
+    with pytest.raises(UsageError, match=r"`policy` .*'other'.* mine"):
         opened(policy="other")

@@ -78,9 +78,7 @@ def test_no_host_memory_for_summaries(opened: Open, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(Summaries, "reserve", none)
-        with pytest.raises(
-            HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --kvflash-policy lru"
-        ):
+        with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use `policy` lru"):
             feed(kv, 1600, 50)
         at = kv.n_tokens
         assert at == 1500
@@ -125,9 +123,7 @@ def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(Summaries, "put", fails)
         patch.setattr(kv.pager._summariser, "_threads", NoThreads())
-        with pytest.raises(
-            HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use --kvflash-policy lru"
-        ):
+        with pytest.raises(HostMemoryError, match=r"no host memory for [\d.]+ MiB of key summaries: use `policy` lru"):
             feed(kv, 1400)
         at = kv.n_tokens
         assert 1344 <= at < 1400

@@ -325,7 +325,7 @@ def test_below_the_floor_is_raised_with_a_warning(request_: int) -> None:
     assert size.notes == ()
     (warning,) = size.warnings
     assert warning.startswith(f"a pool of {request_:,} tokens is too small: raised to {FLOOR:,}, ")
-    assert "--batch-size" in warning
+    assert "`n_batch`" in warning
 
 
 @pytest.mark.parametrize(

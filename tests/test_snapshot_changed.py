@@ -310,7 +310,7 @@ def test_a_limit_that_a_snapshot_does_not_fit(opened: Open, snap: Path, tmp_path
     control = opened(policy="lru")
     limit = 20 * control.pager.records.record_bytes
     kv, spilling = opened(policy="lru", host_limit=limit), opened(policy="lru", host_limit=limit, disk=tmp_path)
-    with pytest.raises(SnapshotError, match=r"text\.kvsnap cannot be used: 32 chunk records take .*--kvflash-disk"):
+    with pytest.raises(SnapshotError, match=r"text\.kvsnap cannot be used: 32 chunk records take .*`disk`"):
         kv.restore(snap)
     assert kv.n_tokens == kv.host_bytes == 0
     with pytest.raises(HostMemoryError, match="chunk records take"):

@@ -43,10 +43,13 @@ def usable_afterwards(kv: KVFlash) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "cache types": ({"type_k": "q8_0", "type_v": "q8_0"}, r"its layers or cache types are others \(-ctk, -ctv\)"),
+    "cache types": (
+        {"type_k": "q8_0", "type_v": "q8_0"},
+        r"its layers or cache types are others \(`type_k`, `type_v`\)",
+    ),
     "chunk": ({"chunk": 32}, r"its chunks have 64 positions, and 32 here \(chunk\)"),
     "flash attention": ({"flash_attn": "off"}, r"its cache is laid out or rotated otherwise: flags \d, and \d here"),
-    "context": ({"n_ctx": 1536, "pool": 1024}, "it has 2,000 positions, and the context 1,536: use a larger -c"),
+    "context": ({"n_ctx": 1536, "pool": 1024}, "it has 2,000 positions, and the context 1,536: use a larger `n_ctx`"),
 }
 
 

@@ -384,7 +384,7 @@ def test_an_identity_is_the_same_or_says_what_differs() -> None:
     mine = identity_with()
     assert mine.difference(identity_with()) is None
     assert mine.difference(identity_with(fingerprint=1)) == "it is of another model"
-    assert mine.difference(identity_with(type_k=8)) == "its layers or cache types are others (-ctk, -ctv)"
+    assert mine.difference(identity_with(type_k=8)) == "its layers or cache types are others (`type_k`, `type_v`)"
 
 
 def test_the_reason_says_which_number_is_whose() -> None:

@@ -104,7 +104,7 @@ def test_the_large_shapes_are_those_of_the_real_models() -> None:
 
 def test_a_shape_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shapes.shutil, "disk_usage", lambda _: SimpleNamespace(free=2 << 30))
-    with pytest.raises(UsageError, match=r"shape 8b takes 3\.8 GiB, and .* has 2\.0 GiB free: .*--shape-dir") as error:
+    with pytest.raises(UsageError, match=r"shape 8b takes 3\.8 GiB, and .* has 2\.0 GiB free: .*`shape_dir`") as error:
         write_shape("8b", tmp_path / "8b.gguf")
     assert str(error.value).count(". ") == 0
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +129,7 @@ def test_a_shape_of_no_name_and_one_without_gguf(monkeypatch: pytest.MonkeyPatch
     ):
         write_shape("9b", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UsageError, match="--shape needs gguf: pip install gguf"):
+    with pytest.raises(UsageError, match="`shape` needs gguf: pip install gguf"):
         write_shape("tiny", tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 

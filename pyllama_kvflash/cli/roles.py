@@ -2,8 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +135,28 @@ class Harmless(Role):
 class Command(click.Command):
     """A command that does not run if it would write over a file that it needs, or if a former variable is set."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does. Raises UsageError with the names that the command line has."""
+        with self._spelled():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Compare all files that the options name, then run. Raises UsageError."""
-        refuse_former_variables({param.envvar for param in self.params})
-        for param in self.params:
-            value = ctx.params.get(param.name or "")
-            if isinstance(param.type, Role) and value is not None:
-                name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
-                param.type.declare(_uses(ctx), name, value)
-        try:
+        with self._spelled():
+            refuse_former_variables({param.envvar for param in self.params})
+            for param in self.params:
+                value = ctx.params.get(param.name or "")
+                if isinstance(param.type, Role) and value is not None:
+                    name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
+                    param.type.declare(_uses(ctx), name, value)
             return super().invoke(ctx)
+
+    @contextmanager
+    def _spelled(self) -> Iterator[None]:
+        try:
+            yield
         except KVFlashError as err:
-            err.args = (spelled(str(err)), *err.args[1:])
+            err.args = (spelled(str(err), self), *err.args[1:])
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

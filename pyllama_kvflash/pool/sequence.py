@@ -300,14 +300,15 @@ class PooledSequence:
             if self.pager:
                 self.pager.settle()
             self.forget_exactly(n_tokens)
+            pending, self.pending = self.pending, None  # first: it follows what is about to go
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
                 self.ctx.seq_rm(n_tokens)
             except UnsupportedError:
                 self.history += gone
+                self.pending = pending
                 raise
-            self.pending = None
             if self.pager:
                 self.pager.rolled_back(n_tokens)
 

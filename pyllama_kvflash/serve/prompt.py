@@ -162,7 +162,7 @@ class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer
         if kind == Kind.MESSAGE:
             return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
         length = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
-        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger `n_ctx`"
+        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")
 
 

@@ -146,11 +146,11 @@ def _text(slots: Sequence[Slot], *, sequence: int, chunk: int) -> dict[str, Any]
 def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> dict[str, Any]:
     slot = _slot(slots, sequence, chunk)
     if slot.seq.n_pool is None:
-        msg = "there is no pool, so all chunks stay on the device: start the server with a `pool`"
+        msg = "there is no pool, so all chunks stay on the device: start the server with --kvflash"
         raise RequestError(409, msg, code="no_pool")
     if pinned != (chunk in slot.seq.pager.ledger.pins):
         if not pinned and chunk not in slot.pins:
-            msg = f"chunk {chunk} is pinned by `pins`: start the server without it to unpin it"
+            msg = f"chunk {chunk} is pinned by --set pins: start the server without it to unpin it"
             raise RequestError(409, msg, param="chunk", code="pinned_by_option")
         try:
             slot.pin(chunk) if pinned else slot.unpin(chunk)
