@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.again import PLACES, START, Hot, Restless, Shares, before, once, rounds
+from support.changes import SCORING
 from support.runs import (
     SCORED,
     TOKENS,
@@ -43,6 +44,7 @@ SMALL: dict[str, Any] = {**SCORED, "tau": 1, "prefill_reselect": False}  # 16 bl
 #
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_token_is_decoded_again_with_what_it_missed(

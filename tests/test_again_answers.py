@@ -10,6 +10,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
 from support.again import PLACES, Restless, Shares, before, once
+from support.changes import SCORING
 from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, SCORED, TOKENS, Decoded, Open, check_residency, feed, plain, read, reselects, spell
 from support.scorers import Scores
@@ -37,6 +38,7 @@ def document() -> NeedlePrompt:
     return needles.document(2048)
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("name", ["needle", "qwen3", "gemma4"])
 def test_the_same_seed_gives_the_same_text(
     opened: Open, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, name: str
@@ -191,6 +193,7 @@ STEPS = r"pyllama_kvflash/(engine|pool)/.*"
 DAILY = {("qwen3", "in a chunk"), ("gemma4", "fills a chunk")}
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(
     ("name", "at", "step"),
     [

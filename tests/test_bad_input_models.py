@@ -32,6 +32,9 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
 
 environment = commands.environment
+LOADING = pytest.mark.nightly(
+    r"pyllama_kvflash/native/.*", r"pyllama_kvflash/engine/(loading|placement|refusals)\.py", "patches/.*", "vendor/.*"
+)
 
 
 #
@@ -156,18 +159,16 @@ for i in range(n):
     if code not in (0, 1, 2) or "Traceback" in text or (code and "error: " not in text):
         print(f"seed {seed + i}, at byte {at}: code {code}: {text[-500:]}")
 """
-LOADING = pytest.mark.nightly(
-    r"pyllama_kvflash/native/.*", r"pyllama_kvflash/engine/(loading|placement|refusals)\.py", "patches/.*", "vendor/.*"
-)
 RUN_IT = "run MODEL -p The -n 2 -c 2K -b 64 --kvflash 768 --temp 0"
 
 
 @pytest.mark.parametrize(
     ("name", "args", "n", "seed"),
     [
-        ("needle", RUN_IT, 40, 0),
-        ("qwen3", "inspect MODEL", 30, 0),
-        pytest.param("needle", RUN_IT, 60, 1000, marks=LOADING),
+        ("needle", RUN_IT, 8, 0),
+        ("qwen3", "inspect MODEL", 8, 0),
+        pytest.param("needle", RUN_IT, 100, 1000, marks=LOADING),
+        pytest.param("qwen3", "inspect MODEL", 30, 1000, marks=LOADING),
         pytest.param("qwen35", "inspect MODEL", 40, 0, marks=LOADING),
         pytest.param("gemma4", "inspect MODEL", 40, 0, marks=LOADING),
     ],
@@ -207,6 +208,7 @@ except KVFlashError as err:
 """
 
 
+@LOADING
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
@@ -299,6 +301,7 @@ def test_prompt_of_more_records_than_are_allowed(tmp_path: Path, form: tuple[str
     check_error(kvflash("run", *RECORDS, "--kvflash-host", "1", stdin=b"word " * 40), RUNTIME, "0.00 KiB are allowed")
 
 
+@LOADING
 def test_answer_of_more_records_than_are_allowed() -> None:
     """What was produced by then is shown."""
     args = ("run", *RECORDS, "-n", "400", "-r", "never said")
@@ -319,6 +322,7 @@ def test_a_prompt_that_fits_the_pool_takes_no_more_than_is_allowed() -> None:
     check_good(kvflash(*args, "--kvflash", "off", "--kvflash-host", "1", stdin=stdin))
 
 
+@LOADING
 @pytest.mark.usefixtures("one_arena")
 def test_out_of_host_memory_at_every_other_place() -> None:
     """From where Python itself has room to start, to where the run has."""

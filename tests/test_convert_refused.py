@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import drafters
+from support.changes import CONVERT
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -465,6 +466,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.nightly(CONVERT)
 def test_killed(tmp_path: Path, targets: dict[bool, Path]) -> None:
     """At any moment: no file of the final name, or the whole one. What is left has a name of its own, and goes with the next
     run."""

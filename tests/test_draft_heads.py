@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny, tiny_drafters
+from support.changes import DRAFTS
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -70,6 +71,7 @@ def answer(path: Path, chosen: Chosen, n: int = 90, **options: Any) -> Answer:
     return Answer([e.id for e in events if isinstance(e, Token)], done.stats)
 
 
+@pytest.mark.nightly(DRAFTS)
 @pytest.mark.parametrize(("pool", "prefill"), [("off", "exact"), (768, "exact"), (768, "pool")])
 @pytest.mark.parametrize("pair", ["eagle3", "mtp"], indirect=True)
 def test_the_answer_is_the_one_without_drafts(pair: tuple[Path, Spec], pool: int | str, prefill: str) -> None:
@@ -90,6 +92,7 @@ def test_the_answer_is_the_one_without_drafts(pair: tuple[Path, Spec], pool: int
 DFLASH = Path(__file__).parent / "data" / "needle-dflash-2m-q8_0.gguf"  # trained for needle-7m, see docs/RESULTS.md
 
 
+@pytest.mark.nightly(DRAFTS)
 def test_a_trained_dflash_is_right_as_often_through_the_pool() -> None:
     """Of what it guesses of codes, and the codes are those of plain decoding: 4 questions about a text of 4 pools."""
     found: dict[str, list[tuple[list[int], int, int]]] = {}

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.cuts import cut_off, cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
@@ -78,6 +78,7 @@ def assert_same(got: Logits, want: Logits) -> None:
 #
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(("name", "cache"), crossed(MODELS, CACHES))
 def test_prompts_in_parts(opened: Open, name: str, cache: str) -> None:
     """4 to 6 times the pool; parts of many batches, of one that is cut anywhere, and of a token."""
@@ -90,6 +91,7 @@ def test_prompts_in_parts(opened: Open, name: str, cache: str) -> None:
     assert len(kv.residency().state) * CHUNK > 6 * N_POOL
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -108,6 +110,7 @@ def test_panes_chunks_batches_and_policies(opened: Open, name: str, options: dic
         check_residency(kv, kv.options.chunk)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("cache", CACHES)
 def test_wide_batches(opened: Open, cache: str) -> None:
     """Several threads make their masks, and several chunks are summarised at once."""
@@ -536,6 +539,7 @@ FILES = (
 )
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "act", "files", "stride"),

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting, snapshots, tiny, tiny_drafters
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
@@ -284,6 +284,7 @@ def rows(kv: KVFlash, chunk: int) -> Any:
     return res
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(("pair", "n"), crossed(KINDS, [1000, 17 * N_UBATCH, 1100]), indirect=["pair"])
 def test_a_drafter_reads_what_an_exact_pass_computes(pair: Pair, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """And nothing else changes: logits, records, state, and what is in the pool are as without a drafter."""
@@ -315,6 +316,7 @@ def test_guesses_after_an_exact_prompt_are_those_of_the_full_cache(pair: Pair) -
     assert all(found[0])
 
 
+@pytest.mark.nightly(ENGINE)
 @PAIRS
 def test_drafts_after_an_exact_prompt_change_no_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer, a further prompt that is read exactly, and its answer, but for what the width of a batch does to logits."""

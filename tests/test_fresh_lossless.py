@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, lossless, snapshots
+from support.changes import ENGINE
 from support.commands import POOLED, good
 from support.cuts import cut_off_at_every_line
 from support.lossless import answer, chosen_alike
@@ -84,6 +85,7 @@ def test_the_text_is_the_full_caches(
         check(kv)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("spec", [None, Spec(kind="ngram", n_max=4, gate=0)], ids=["plain", "drafts"])
 def test_needles(
     opened: Open, known: Callable[..., Chosen], monkeypatch: pytest.MonkeyPatch, spec: Spec | None
@@ -101,6 +103,7 @@ def test_needles(
     assert kv.decoder.lossless.stats.accepted > 0.5 * kv.decoder.lossless.stats.drafted
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", MODELS)
 def test_sequences_take_turns(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import ENGINE
 from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, TOKENS, Open, turn
 
@@ -184,6 +185,7 @@ def test_drafts_of_several_are_checked_in_one_batch(opened: Open, monkeypatch: p
     assert len(shared) < N - 1, "copied text takes fewer steps than it has tokens"
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_step_of_several_is_cut_off_at_every_line(opened: Open) -> None:
     """Wherever that is, the sequences go on, and say the same when they are asked again."""
     kv = opened("needle", n_parallel=2, spec=SPEC)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.changes import crossed
+from support.changes import GRAMMARS, crossed
 from support.commands import check_error, good, invoke
 from support.drafting import width_noise
 from support.oracles import ON_GPU
@@ -106,6 +106,7 @@ def keeps(value: Any, to: dict[str, Any]) -> bool:  # noqa: PLR0911 (one for eac
     return type(value) is types[kind]
 
 
+@pytest.mark.nightly(GRAMMARS)
 def test_random_schemas_give_valid_answers(kv: KVFlash) -> None:
     """Of a model that knows no JSON at all, drawn at random."""
     for seed in range(N_SCHEMAS):
@@ -254,6 +255,7 @@ def test_bad_grammars(kv: KVFlash, grammar: str, words: str | None) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.nightly(GRAMMARS)
 @pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
 @pytest.mark.parametrize(
     ("how", "sampling", "lazy"),

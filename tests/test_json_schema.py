@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.changes import GRAMMARS
 from support.gbnf import Grammar
 from support.json_schemas import CASES, ENFORCED, LOOSENED, REFUSED, Case
 
@@ -224,6 +225,7 @@ LONG_CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d
 TWICE = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": {"type": "string"}}
 
 
+@pytest.mark.nightly(GRAMMARS)
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

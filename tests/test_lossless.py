@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting, lossless, snapshots, tiny, tiny_drafters
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.cuts import cut_off, cut_off_at_every_line
 from support.drafting import width_noise
 from support.lossless import answer, chosen_alike
@@ -126,6 +126,7 @@ def test_the_text_is_the_full_caches(
     assert rows_apart(kv, plain, 1000 // CHUNK) <= limit
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(("name", "right"), crossed(MODELS, [3, 0, 99]))
 def test_whatever_was_drafted(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str, right: int
@@ -223,6 +224,7 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("policy", ["lru", "qk-cos", "fresh"])
 def test_any_policy(opened: Open, known: Callable[..., Chosen], wordless: None, policy: str) -> None:
     kv, full, chosen = opened(policy=policy), opened(**FULL), known()
@@ -273,6 +275,7 @@ def test_it_drafts_again_after_a_rollback(opened: Open, known: Callable[..., Cho
 #
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("kind", ["ngram", "draft", "dflash", "eagle3", "mtp"])
 def test_with_drafters(tmp_path: Path, wordless: None, kind: str) -> None:
     path, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
@@ -308,6 +311,7 @@ def test_with_drafters(tmp_path: Path, wordless: None, kind: str) -> None:
 #
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", MODELS)
 def test_sequences_take_turns(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
@@ -336,6 +340,7 @@ def test_sequences_take_turns(
         kv.decode_each({0: 1, 1: 1})
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_goes_on_from_a_snapshot(
     opened: Open, snap: Path, known: Callable[..., Chosen], wordless: None, name: str
@@ -352,6 +357,7 @@ def test_it_goes_on_from_a_snapshot(
         check_residency(one, CHUNK)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", [*MODELS[:-1], pytest.param(MODELS[-1], marks=pytest.mark.nightly)])
 def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import tiny
+from support.changes import LIBRARY
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -225,6 +226,7 @@ def late(schedule: Sequence[Step], i: int) -> list[Step]:
     return [step._replace(drops=moved.get(j, step.drops)) for j, step in enumerate(schedule)]
 
 
+@pytest.mark.nightly(LIBRARY)
 @pytest.mark.parametrize("change", [without, with_another, late], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_another_schedule(

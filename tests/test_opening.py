@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, snapshots
+from support.changes import ENGINE
 from support.commands import good
 from support.cuts import cut_off
 from support.drafting import width_noise
@@ -55,6 +56,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=1)], ids=["greedy", "seed 1"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_the_first_tokens_are_the_full_caches(
@@ -119,6 +121,7 @@ def test_a_text_that_the_pool_holds_needs_none(opened: Open, wordless: None, wid
     assert not widths
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize(
     ("of", "name", "when"),
@@ -173,6 +176,7 @@ def test_an_answer_that_is_broken_off_opens_no_longer(
     assert widths[n_batches:] == widths[:n_batches]
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_short_answer_is_right_whatever_the_pool_holds() -> None:
     """Four codes, of which recency alone finds few."""
     found = {}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
+from support.changes import ENGINE
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -175,6 +176,7 @@ class Mirror:
         return np.array([self.ctx.sequence(i).logits() for i in range(N_SEQ)])
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
 def test_evictions_of_all(opened: Open, tiny_model: Callable[[str], Model], name: str) -> None:
     """The pool holds a fraction of four sequences: what each says is what the stock cache says without the same chunks.
@@ -291,6 +293,7 @@ def n_right(kv: KVFlash, documents: list[NeedlePrompt]) -> int:
     return sum(needle.answer in kv.detokenize(text) for needle, text in zip(needles, texts, strict=True))
 
 
+@pytest.mark.nightly(ENGINE)
 def test_each_finds_its_own_needle(opened: Open, documents: list[NeedlePrompt]) -> None:
     """Four documents in a pool of a quarter of them: the full cache and qk find all four, lru at most one."""
     options = {"n_batch": 128, "n_threads": 2}

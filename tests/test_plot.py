@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.changes import BENCHES
 
 from pyllama_kvflash.bench.plot import FORMATS, render, residency_figure
 from pyllama_kvflash.bench.trace import MAX_MOMENTS, read_trace
@@ -328,6 +329,7 @@ def png_size(data: bytes) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.nightly(BENCHES)
 def test_formats(real: Path) -> None:
     trace = read_trace(real)
     assert png_size(render(trace, "png")) == (1400, 900)
@@ -447,6 +449,7 @@ def boxes_overlap(fig: Any) -> list[tuple[str, str]]:
     return [(a, b) for i, (a, x) in enumerate(shown) for b, y in shown[i + 1 :] if x.overlaps(y)]
 
 
+@pytest.mark.nightly(BENCHES)
 @pytest.mark.parametrize(
     ("n_prompt", "n_decode", "n_pool"),
     [(30_000, 300, 2048), (250_000, 5000, 16384), (100, 5000, 2048), (4000, 4000, 1024), (700, 1, 1024), (1, 2, 1024)],

@@ -7,12 +7,15 @@ import numpy.typing as npt
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from support.changes import POLICY
 from support.paging import FULL, RESELECT, Exact, Geometry, Paging
 
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State
 from pyllama_kvflash.policy import plan as planning
 from pyllama_kvflash.policy.sizing import SPARE_BLOCKS
+
+pytestmark = pytest.mark.nightly(POLICY)
 
 QUICK = settings(FULL, max_examples=300, phases=(Phase.generate,), report_multiple_bugs=False, print_blob=False)
 

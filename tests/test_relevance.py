@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import crossed
+from support.changes import SCORING, crossed
 from support.runs import GREEDY, MODELS, SCORED, Open, check_residency, feed, out, plain, read, reselects, text_of
 from support.scorers import Given, oldest, shuffled
 
@@ -47,6 +47,7 @@ def recall(document: NeedlePrompt, **options: Any) -> list[bool]:
         return answer_all(kv, document, lambda _: None).found(document.needles)
 
 
+@pytest.mark.nightly(SCORING)
 def test_what_the_full_cache_finds_is_found_through_a_quarter_of_it(document: NeedlePrompt) -> None:
     assert all(recall(document, pool="off"))
     assert all(recall(document, policy="fresh", prefill="exact"))
@@ -60,6 +61,7 @@ def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
 QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(("cache", "policy"), crossed(["q8_0", "q4_0"], ["qk", "fresh"]))
 def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str, policy: str) -> None:
     assert all(recall(short, **QUARTER, policy=policy, type_k=cache, type_v=cache))
@@ -71,6 +73,7 @@ def test_the_scores_find_them_in_the_short_text_too(short: NeedlePrompt) -> None
         assert sum(recall(short, **QUARTER, policy=policy, tau=64)) <= 1
 
 
+@pytest.mark.nightly(SCORING)
 def test_controls_find_what_lies_in_their_window_and_by_chance(document: NeedlePrompt) -> None:
     """The pool that forgets, and scores that mean nothing: it is the scores that find the codes."""
     with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_ctx": 4224, "policy": "lru"}) as kv:
@@ -128,6 +131,7 @@ def test_scoring_changes_nothing_where_all_is_resident(opened: Open, name: str) 
             assert policy.views == []
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(("share", "again"), crossed([0, 0.05], [0, 0.03]))
 def test_the_same_seed_gives_the_same_events(
     opened: Open, short: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, share: float, again: float
@@ -183,6 +187,7 @@ def test_sinks_tail_and_pins_never_leave(opened: Open) -> None:
     assert stats.pages_in > 500, "the scores do move chunks"
 
 
+@pytest.mark.nightly(SCORING)
 def test_pins_hold_with_qk(opened: Open) -> None:
     kv = opened(tau=16, pins=((200, 201),))
     read(kv, 2000)

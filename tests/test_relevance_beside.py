@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import SCORING
 from support.cuts import cut_off, cut_off_at_every_line, place
 from support.runs import (
     SCORED,
@@ -87,6 +88,7 @@ CHANGES: dict[str, tuple[Callable[[KVFlash], Any], bool]] = {
 }
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_while_a_scoring_is_under_way(
@@ -294,6 +296,7 @@ FLIGHT_STEPS = [
 ]
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", FLIGHT_STEPS)
 def test_a_spread_plan_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import crossed
+from support.changes import SCORING, crossed
 from support.runs import (
     GREEDY,
     MODELS,
@@ -144,6 +144,7 @@ OF_ANY_LENGTH = [
 ]
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(("name", "options"), crossed(MODELS, OF_ANY_LENGTH))
 def test_replay_of_any_length(opened: Open, name: str, options: dict[str, Any]) -> None:
     more = {name_: value for name_, value in options.items() if name_ != "query"}
@@ -185,6 +186,7 @@ def test_partial_state_goes_back(tiny_model: Callable[[str], Model], name: str) 
             ctx.restore_partial(state, 640)
 
 
+@pytest.mark.nightly(SCORING)
 def test_what_is_out_comes_back_for_a_shorter_text(opened: Open, document: NeedlePrompt) -> None:
     """A conversation that goes back: what is left would fit, but was out for what was asked of the longer text."""
     kv = opened("needle", n_ctx=8192, pool=2048, n_batch=0)
@@ -210,6 +212,7 @@ def test_partial_state_of_a_plain_cache_is_empty(tiny_model: Callable[[str], Mod
         assert ctx.save_partial() == b""
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupt_at_the_end_of_a_prompt(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import SCORING
 from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, oldest, other_ones, shuffled
 
@@ -113,6 +114,7 @@ def test_the_batches_that_ask_are_the_tokens_and_ask_for_the_last_of_them(
         assert len(parts) == 1, "nothing is split that need not be"
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(
     ("query", "n", "options"),
     [
@@ -199,6 +201,7 @@ def test_prompts_are_scored_after_each_batch(
     assert out(kv)[0] > 5
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("under_way", [2016, 2017])
 @pytest.mark.parametrize(
     ("device", "again", "lag"), [("cpu", 0.03, 0), ("cpu", 0, 0), ("beside", 0.03, 0), ("beside", 0, 1)]
@@ -290,6 +293,7 @@ def test_on_a_cpu_the_pool_changes_at_the_token_that_was_asked(opened: Open, pol
     assert n_in > 10
 
 
+@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("device", ["cpu", "beside"])
 @pytest.mark.parametrize("swaps", [1, 3, None])
 def test_few_chunks_come_back_while_decoding(

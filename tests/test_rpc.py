@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import transfers
+from support.changes import LIBRARY
 from support.oracles import CACHES, N_THREADS, Case, Logits, Run, assert_equal, difference
 
 from pyllama_kvflash import KVFlash, native
@@ -121,6 +122,7 @@ def serve(endpoint: str) -> None:
 #
 
 
+@pytest.mark.nightly(LIBRARY)
 @pytest.mark.parametrize("cache", ["f16", "q8_0"])
 @pytest.mark.parametrize(("name", "n_gpu_layers"), PLACES)
 def test_pool(server: str, tiny_path: Callable[[str], Path], name: str, n_gpu_layers: int, cache: str) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("jinja2")
 
 from support import benches
 from support.benches import FILES, good, ignore, invoke, refused, type_examples
+from support.changes import BENCHES
 
 from pyllama_kvflash.bench import kld, ruler_tables
 from pyllama_kvflash.bench import ruler as ruler_bench
@@ -37,7 +38,7 @@ from pyllama_kvflash.native import Model, Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.policy import State
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
 
 environment = benches.environment
 

@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 import httpx
 import openai
 from support import needles, serving
+from support.changes import SERVE
 from support.rounding import Chosen
 from support.serving import N_CODE, NAME, SMALL, Running, alone, check_all, long_text, sse, until
 
@@ -39,6 +40,7 @@ server = serving.server
 #
 
 
+@pytest.mark.nightly(SERVE)
 def test_two_clients_whose_prompts_are_longer_than_the_pool() -> None:
     """Read by turns, each exactly: every code is found, and said as with a full cache alone. Then each asks again."""
     documents = [needles.document(n, seed=seed) for n, seed in ((2400, 3), (2900, 4))]
@@ -70,6 +72,7 @@ def test_two_clients_whose_prompts_are_longer_than_the_pool() -> None:
     assert found['prefix_cache_tokens_total{source="memory"}'] > 2400 + 2900 - 100, "only what is new is read"
 
 
+@pytest.mark.nightly(SERVE)
 def test_three_turns(document: NeedlePrompt) -> None:
     """With OpenAI's own client: each question is answered, only what is new is read, and a fresh server says the same."""
     needles = [document.needles[i] for i in (1, 3, 0)]

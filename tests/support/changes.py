@@ -22,6 +22,15 @@ BENCHES = r"pyllama_kvflash/bench/.*|pyllama_kvflash/cli/(bench|bench_spec|demo|
 SNAPSHOT = r"pyllama_kvflash/snapshot/.*|pyllama_kvflash/pool/(disk|host_memory|host_store)\.py|pyllama_kvflash/cli/(cache|warm)\.py"
 SCORERS = r"pyllama_kvflash/scorers/.*|pyllama_kvflash/pool/selector\.py|pyllama_kvflash/policy/scorers\.py"
 HUB = r"pyllama_kvflash/(files|hub)\.py|pyllama_kvflash/cli/(fetch|params|run)\.py"
+POLICY = r"pyllama_kvflash/policy/.*|tests/support/paging\.py"
+CONVERT = r"pyllama_kvflash/convert/.*|pyllama_kvflash/files\.py|tests/support/(conversions|drafters)\.py"
+SCORING = (
+    SCORERS
+    + r"|pyllama_kvflash/policy/.*|pyllama_kvflash/engine/(decoder|generation|steps)\.py|pyllama_kvflash/native/.*"
+)
+GRAMMARS = r"pyllama_kvflash/json_schema/.*|pyllama_kvflash/native/.*|pyllama_kvflash/engine/(steps|writer)\.py"
+DRAFTS = r"pyllama_kvflash/engine/(speculation|steps|writer)\.py|pyllama_kvflash/native/.*|patches/.*"
+ENGINE = r"pyllama_kvflash/(engine|native|policy|pool|snapshot)/.*|patches/.*|vendor/.*"
 LIBRARY = r"pyllama_kvflash/native/.*|patches/.*|vendor/.*|CMakeLists\.txt|tests/native/.*"
 """Files by what they do, each for the tests that show the same as long as these are as they were."""
 
