@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import ENGINE
 from support.commands import INTERRUPTED, SCRIPT, TIMEOUT, Ended, check_error, check_plain, kvflash
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", re
 environment = commands.environment
 
 
+@pytest.mark.nightly(ENGINE)
 def test_two_runs_at_once() -> None:
     args = [SCRIPT, "run", "-f", "-", "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "16", "--temp", "0", "-q"]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -205,6 +207,7 @@ def test_interrupt_during_load(n: int, form: tuple[str, ...]) -> None:
     check_error(res, INTERRUPTED, "interrupted")
 
 
+@pytest.mark.nightly(ENGINE)
 def test_interrupt_at_any_time(book: Path) -> None:
     """From the first line on stderr on."""
     for delay in (0, 0.01, 0.02, 0.03, 0.05, 0.1):

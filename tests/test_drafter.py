@@ -259,6 +259,7 @@ def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
 LOADING = pytest.mark.nightly(r"pyllama_kvflash/(scorers|native)/.*", r"pyllama_kvflash/engine/(loading|refusals)\.py")
 
 
+@pytest.mark.nightly(SCORERS)
 @pytest.mark.parametrize(
     ("policy", "kind", "says"),
     [

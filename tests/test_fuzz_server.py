@@ -45,6 +45,7 @@ def test_what_they_are_made_of_is_good(server: Running) -> None:
         assert not fault(path, 200, res.text)
 
 
+@pytest.mark.nightly(SERVE)
 @pytest.mark.parametrize("seed", [2, pytest.param(3, marks=[pytest.mark.nightly(SERVE)])])
 def test_each_is_answered(server: Running, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     statuses: Counter[int] = Counter()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from support.changes import POLICY
 from support.paging import FULL, Exact, Paging, by_heat, check_choice, check_swaps, come_back, filled, heat_of, snapshot
 
 from pyllama_kvflash.errors import PoolError
@@ -14,6 +15,7 @@ from pyllama_kvflash.policy import Ledger, LedgerError, Plan, State, bring_in, m
 from pyllama_kvflash.policy.ledger import _CHUNK
 
 
+@pytest.mark.nightly(POLICY)
 def test_nothing_is_lost_whatever_the_order() -> None:
     """The invariants hold in all runs, and the runs did page, pin, roll back and clear."""
     Paging.seen.clear()
@@ -201,6 +203,7 @@ PROPERTY = settings(
 )
 
 
+@pytest.mark.nightly(POLICY)
 @given(ledger=ledgers())
 @PROPERTY
 def test_heat_is_the_order_of_scores_and_then_of_use(ledger: Ledger) -> None:
@@ -211,6 +214,7 @@ def test_heat_is_the_order_of_scores_and_then_of_use(ledger: Ledger) -> None:
             assert (heat[a] < heat[b]) == (order[a] < order[b])
 
 
+@pytest.mark.nightly(POLICY)
 @given(ledger=ledgers(), n_free=st.integers(0, 6))
 @PROPERTY
 def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free: int) -> None:
@@ -233,6 +237,7 @@ def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free:
     assert not protected[list(plan.drops)].any()
 
 
+@pytest.mark.nightly(POLICY)
 @given(ledger=ledgers(), n_free=st.integers(0, 6), n_most=st.integers(0, 6))
 @PROPERTY
 def test_reselect_brings_in_no_more_than_it_is_told_to(ledger: Ledger, n_free: int, n_most: int) -> None:

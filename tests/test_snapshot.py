@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles, snapshots
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.rounding import Chosen, held, relative_rms
 from support.runs import MODELS, Open
 from support.snapshots import (
@@ -133,6 +133,7 @@ def test_what_follows_is_what_would_have_followed(
         assert_same(got, want)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize(
     ("how", "where"),
@@ -216,6 +217,7 @@ def test_what_was_under_way_on_a_gpu_goes_on_without_one(
     kv.check_integrity()
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize("name", ["qwen3", "needle"])
 def test_the_same_seed_gives_the_same_text_with_the_usual_schedule(opened: Open, snap: Path, name: str) -> None:

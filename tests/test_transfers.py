@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import transfers
+from support.changes import LIBRARY
 from support.models import NAMES
 from support.oracles import CACHES, Run
 from support.transfers import CHUNK, POOL
@@ -30,6 +31,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[[str], Model]) ->
     return tiny_model(request.param)
 
 
+@pytest.mark.nightly(LIBRARY)
 @pytest.mark.parametrize("cache", TYPES)
 def test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model: Model, cache: str) -> None:
     """Write-back as the pager does it, against one that waits: the same records, the same logits."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from support import families, tiny
+from support.changes import ENGINE
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -176,6 +177,7 @@ def make(windowed_model: Callable[[int], Model]) -> Callable[[str], Windowed]:
 #
 
 
+@pytest.mark.nightly(ENGINE)
 def test_across_the_wrap(case: Windowed) -> None:
     with case.run() as run:
         logits, schedule = feed(run, case.groups())
