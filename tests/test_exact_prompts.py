@@ -34,17 +34,8 @@ CHUNK, N_POOL, N_UBATCH = 16, 256, 128
 SINKS, TAIL = 1, 4
 
 # 16 blocks; one layer on the device at a time
-SMALL: dict[str, Any] = {
-    "n_ctx": 4096,
-    "n_threads": 1,
-    "pool": N_POOL,
-    "chunk": CHUNK,
-    "n_batch": CHUNK,
-    "n_ubatch": N_UBATCH,
-    "prefill": "exact",
-    "panes": 1,
-    "share": 0,
-}
+SMALL: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "pool": N_POOL, "chunk": CHUNK, "n_batch": CHUNK}
+SMALL |= {"n_ubatch": N_UBATCH, "prefill": "exact", "panes": 1, "share": 0}
 FULL: dict[str, Any] = {"pool": "off", "n_batch": N_UBATCH}
 
 MODELS = ["qwen3", "qwen35", "gemma4", "deepseek2"]

@@ -321,7 +321,7 @@ def test_refusals(opened: Open) -> None:
         opened(n_parallel=0)
     with pytest.raises(UsageError, match="`n_parallel` is 65, and must be from 1 to 64"):
         opened(n_parallel=65)
-    with pytest.raises(UsageError, match="policy is one scorer, for n_parallel = 4 sequences"):
+    with pytest.raises(UsageError, match="`policy` is one scorer, for `n_parallel` = 4 sequences"):
         opened(policy=Lru())
     assert [s.n_tokens for s in kv.sequences] == [10, 10, 0, 0]
 
