@@ -1,5 +1,5 @@
-// eigenvectors of small symmetric matrices: Householder's reduction, then QL with implicit shifts (EISPACK's tred2 and tql2).
-// A library would use threads of its own for each, which wait for each other where the cores have other work
+// eigenvectors of small symmetric matrices: Householder's reduction, then QL with implicit shifts (EISPACK's tred2 and
+// tql2). A library would use threads of its own for each, which wait for each other where the cores have other work
 
 #include "kvflash-fresh.h"
 #include "kvflash-lanes.h"
@@ -125,8 +125,8 @@ static void iterate(double * v, double * d, double * e, uint32_t n) {
         }
         for (uint32_t i_shift = 0; m > l && i_shift < MOST_SHIFTS && fabs(e[l]) > EPSILON * top; ++i_shift) {
             const double g = d[l], p0 = (d[l + 1] - g) / (2 * e[l]), r0 = std::copysign(hypot(p0, 1), p0);
-            d[l]           = e[l] / (p0 + r0);
-            d[l + 1]       = e[l] * (p0 + r0);
+            d[l]              = e[l] / (p0 + r0);
+            d[l + 1]          = e[l] * (p0 + r0);
             const double next = d[l + 1], h = g - d[l], beside = e[l + 1];
             for (uint32_t i = l + 2; i < n; ++i) {
                 d[i] -= h;
