@@ -61,7 +61,7 @@ class Spec:
         """Check every value. Raises UsageError."""
         check_choice(self.kind, SPEC_KINDS, "spec.kind")
         if self.model is None and self.kind in ("draft", "dflash", "eagle3"):
-            msg = f"`spec.kind` is {self.kind!r}, which needs a drafter: give its file as `spec.model`"
+            msg = f"`spec.kind` is {self.kind!r}, which needs a drafter: give its file with `spec.model`"
             raise UsageError(msg)
         if self.model is not None and self.kind == "ngram":
             msg = "`spec.kind` is 'ngram', which takes no drafter: leave `spec.model` out, or give another kind"

@@ -188,7 +188,7 @@ def test_a_key_has_all_that_a_result_depends_on() -> None:
     [
         ({"kinds": ("draft", "best")}, "there is no kind 'best': give some of draft,dflash,eagle3,mtp,ngram"),
         ({"texts": ("poem",)}, "there is no text 'poem': give some of copy,entropy,needles"),
-        ({"drafter": None}, "kind draft needs a drafter: give its file as `drafter`"),
+        ({"drafter": None}, "kind draft needs a drafter: give its file with `drafter`"),
         ({"n_max": (8, 65)}, "`spec.n_max` is 65"),
         ({"pool": 128, "chunk": 32}, "a pool of 128 (`pool`) is too small for chunks of 32: give at least 512"),
         ({"chunk": 24}, "`chunk` is 24"),
@@ -418,7 +418,7 @@ def test_what_cannot_be_run_is_one_sentence(args: tuple[str, ...], says: str) ->
 
 def test_another_model_needs_its_own_drafter(tiny_path: Callable[[str], Path]) -> None:
     sentence = refused("spec", str(tiny_path("qwen3")), *SIZES)
-    assert "kind draft needs a drafter: give its file as -md/--model-draft, or leave it out of --kinds" in sentence
+    assert "kind draft needs a drafter: give its file with -md/--model-draft, or leave it out of --kinds" in sentence
 
 
 def test_a_drafter_of_another_kind_is_one_sentence() -> None:

@@ -98,7 +98,7 @@ class SpecBench:
                     msg = f"there is no {name} {word!r}: give some of {','.join(known)}"
                     raise UsageError(msg)
         if self.drafter is None and (wanting := [k for k in self.kinds if k not in ("ngram", "mtp")]):
-            msg = f"kind {wanting[0]} needs a drafter: give its file as `drafter`, or leave it out of `kinds`"
+            msg = f"kind {wanting[0]} needs a drafter: give its file with `drafter`, or leave it out of `kinds`"
             raise UsageError(msg)
         for way in self.ways():
             self.spec(way)
