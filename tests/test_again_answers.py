@@ -193,7 +193,6 @@ STEPS = r"pyllama_kvflash/(engine|pool)/.*"
 DAILY = {("qwen3", "in a chunk"), ("gemma4", "fills a chunk")}
 
 
-@pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize(
     ("name", "at", "step"),
     [

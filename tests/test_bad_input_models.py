@@ -167,8 +167,9 @@ RUN_IT = "run MODEL -p The -n 2 -c 2K -b 64 --kvflash 768 --temp 0"
     [
         ("needle", RUN_IT, 8, 0),
         ("qwen3", "inspect MODEL", 8, 0),
-        pytest.param("needle", RUN_IT, 100, 1000, marks=LOADING),
-        pytest.param("qwen3", "inspect MODEL", 30, 1000, marks=LOADING),
+        pytest.param("needle", RUN_IT, 32, 8, marks=LOADING),
+        pytest.param("qwen3", "inspect MODEL", 22, 8, marks=LOADING),
+        pytest.param("needle", RUN_IT, 60, 1000, marks=LOADING),
         pytest.param("qwen35", "inspect MODEL", 40, 0, marks=LOADING),
         pytest.param("gemma4", "inspect MODEL", 40, 0, marks=LOADING),
     ],

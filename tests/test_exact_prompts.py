@@ -539,9 +539,9 @@ FILES = (
         pytest.param("qwen3", a_batch, ("context.py", "lib.py"), 1, id="qwen3-calls"),
         pytest.param("qwen3", a_prompt, FILES, 3, id="qwen3-prompt"),
         pytest.param("qwen35", a_batch, FILES, 3, id="qwen35-batch"),
-        pytest.param("qwen35", a_prompt, FILES, 13, id="qwen35-prompt", marks=pytest.mark.nightly),
+        pytest.param("qwen35", a_prompt, FILES, 13, id="qwen35-prompt"),
         pytest.param("gemma4", a_batch, FILES, 5, id="gemma4-batch"),
-        pytest.param("gemma4", a_prompt, FILES, 13, id="gemma4-prompt", marks=pytest.mark.nightly),
+        pytest.param("gemma4", a_prompt, FILES, 13, id="gemma4-prompt"),
     ],
 )
 def test_cut_off_at_every_line(

@@ -46,7 +46,7 @@ def test_what_they_are_made_of_is_good(server: Running) -> None:
 
 
 @pytest.mark.nightly(SERVE)
-@pytest.mark.parametrize("seed", [2, pytest.param(3, marks=[pytest.mark.nightly(SERVE)])])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_each_is_answered(server: Running, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     statuses: Counter[int] = Counter()
     for i, request in enumerate(bodies(N, seed)):

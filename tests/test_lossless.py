@@ -358,7 +358,7 @@ def test_it_goes_on_from_a_snapshot(
 
 
 @pytest.mark.nightly(ENGINE)
-@pytest.mark.parametrize("name", [*MODELS[:-1], pytest.param(MODELS[-1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", MODELS)
 def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
