@@ -9,7 +9,6 @@ python bench/timeline.py 8b --context 65536 --pool 4096 --variants lru/prefill=p
 import argparse
 import json
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,13 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.grid import Variant
 from pyllama_kvflash.bench.recall import open_variant
 from pyllama_kvflash.bench.shapes import SHAPES, shape_file
-from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.bench.steps import decode_steps, hardware
 
-WARM_UP = 12  # tokens before those that count
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")
 LONG_GAP = 5.0  # microseconds without a kernel or a copy
@@ -70,13 +67,13 @@ def tokens_of(events: Sequence[dict[str, Any]]) -> list[Token]:
     for begin, end in pairwise(ends):
         token, at, last = Token(end - begin), begin, "logits"
         for e in work:
-            stop = e["ts"] + e["dur"]
+            stop, name = e["ts"] + e["dur"], name_of(e)
             if stop <= begin or e["ts"] >= end:
                 continue
             if e["ts"] - at > LONG_GAP:
-                token.gaps.append((e["ts"] - at, last, name_of(e)))
-            token.busy[name_of(e)] += max(0.0, min(stop, end) - max(e["ts"], at))  # what overlaps counts once
-            at, last = max(at, stop), name_of(e)
+                token.gaps.append((e["ts"] - at, last, name))
+            token.busy[name] += max(0.0, min(stop, end) - max(e["ts"], at))  # what overlaps counts once
+            at, last = max(at, stop), name
         for call in calls:
             if begin <= call["ts"] < end:
                 token.host[call["name"]] += call["dur"]
@@ -84,7 +81,7 @@ def tokens_of(events: Sequence[dict[str, Any]]) -> list[Token]:
     return res
 
 
-def recorded(decode: Callable[[], None]) -> list[dict[str, Any]]:
+def recorded(decode: Callable[[], object]) -> list[dict[str, Any]]:
     """Return what the profiler saw."""
     import torch  # noqa: PLC0415 (only the machine with a GPU has it)
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
@@ -98,27 +95,14 @@ def recorded(decode: Callable[[], None]) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text())["traceEvents"])
 
 
-def decoder(kv: KVFlash, n: int) -> Callable[[], None]:
-    """Return what decodes n tokens."""
-
-    def decode() -> None:
-        for _ in range(n):
-            kv.decode([int(kv.logits().argmax())])
-
-    return decode
-
-
 def run(path: Path, variant: Variant, args: argparse.Namespace) -> tuple[float, list[Token]]:
     """Return milliseconds a token without the profiler, and the tokens that it saw."""
     common = {"n_ubatch": args.ubatch, "type_k": args.ct, "type_v": args.ct}
     with open_variant(path, variant, args.context + 4 * args.tokens + 256, args.pool, common) as kv:
         for _ in kv.prefill(np.random.default_rng(0).integers(0, kv.model.n_vocab, args.context, dtype=np.int32)):
             pass
-        decoder(kv, WARM_UP)()
-        begin = time.perf_counter()
-        decoder(kv, args.tokens)()
-        plain = (time.perf_counter() - begin) / args.tokens
-        return 1e3 * plain, tokens_of(recorded(decoder(kv, args.tokens)))
+        plain = median(decode_steps(kv, args.tokens, []).seconds)
+        return 1e3 * plain, tokens_of(recorded(lambda: decode_steps(kv, args.tokens, [])))
 
 
 def table(head: str, rows: dict[str, list[float]], labels: Sequence[str], least: float) -> None:

@@ -8,9 +8,6 @@ from pyllama_kvflash.cli import settings
 
 _OTHERS = {
     "n_predict": "max_tokens",
-    "spec_kind": "spec.kind",
-    "spec_model": "spec.model",
-    "spec_n_max": "spec.n_max",
     "drafter": "spec.model",  # of `bench spec`
     "n_max": "spec.n_max",
 }
@@ -33,7 +30,7 @@ def spelled(text: str, command: click.Command | None = None) -> str:
     names = {name: f"--set {name}" for name in settings.settable(command)} if has_set else {}
     for option in options:
         name = option.name or ""
-        names[name] = names[_OTHERS.get(name, name)] = _name(option)
+        names[name] = names[_OTHERS.get(name, settings.field_of(name))] = _name(option)
     return _FIELD.sub(lambda found: names.get(found[1], found[0]), text)
 
 

@@ -13,11 +13,11 @@ from pyllama_kvflash.cli import removed
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.errors import KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
+from pyllama_kvflash.scorers.factory import BY_MODEL
 from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.snapshot.file import Outline
 
 _KEY = "kvflash.uses"
-_BY_MODEL = ("drafter", "crosstok")  # policies that read a scorer model
 
 
 GROUPS = {
@@ -204,7 +204,7 @@ def manages(name: str, folder: Path) -> None:
 
 def reads_scorer_model(policy: str, given: str | None, model: Path) -> None:
     """Declare the scorer model that a policy finds by itself. given: one that an option names. Raises UsageError."""
-    if policy not in _BY_MODEL or given is not None:
+    if policy not in BY_MODEL or given is not None:
         return
     try:
         found = find_scorer_model(None, model)

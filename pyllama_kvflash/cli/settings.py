@@ -58,6 +58,12 @@ def settable(command: click.Command) -> dict[str, Setting]:
     } | {setting.name: setting for setting in more}
 
 
+def field_of(param: str) -> str:
+    """Return the field that a parameter of a command sets: spec.n_max for spec_n_max."""
+    parts = ((part, prefix) for part, prefix in _PREFIX.items() if prefix and param.startswith(prefix))
+    return next((part + param.removeprefix(prefix) for part, prefix in parts), param)
+
+
 def take(values: dict[str, Any], part: str) -> dict[str, Any]:
     """Return the fields of a part that `--set` set: "" for Options, "spec.", "sampling." or "cache."."""
     given = values["settings"]

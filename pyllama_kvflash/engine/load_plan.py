@@ -58,11 +58,11 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
         size = pool_size(options, ground.memory())
     if size.n_pool is not None:
         tap = _tap(*ground.asks(), options, n_layer)
-        n_pane = n_panes(
-            options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, lossless=options.lossless
-        )
-        if options.prefill != "pool" and ground.read_exactly(n_pane, tap):
-            size = pool_size(options, ground.memory())
+        if options.prefill != "pool":
+            often = options.lossless
+            n_pane = n_panes(options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, lossless=often)
+            if ground.read_exactly(n_pane, tap):
+                size = pool_size(options, ground.memory())
     usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
     pool = None if size.n_pool is None else _params(model, options, size.n_pool, tap, geometry.head)
     return LoadPlan(size, min(options.n_batch or usual, options.n_ctx), pool)

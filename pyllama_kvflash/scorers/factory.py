@@ -10,13 +10,14 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, Scorer
 from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
-_BY_MODEL = ("drafter", "crosstok")  # a Reader scores for these
+BY_MODEL = ("drafter", "crosstok")
+"""Policies that read a scorer model: a Reader scores for them."""
 
 
 def query_of(options: Options) -> tuple[str, str]:
     """Return the name and the query of a policy's scorer, without a scorer's model. Raises UsageError."""
     policy = options.policy
-    if policy in _BY_MODEL:
+    if policy in BY_MODEL:
         return str(policy), Reader.query
     scorer = _made(policy) if isinstance(policy, str) else policy
     return scorer.name, scorer.query
@@ -31,7 +32,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     Raises UsageError if there is no model for it, or if the registered object is not a scorer.
     """
     policy = options.policy
-    if policy in _BY_MODEL:
+    if policy in BY_MODEL:
         found = find_scorer_model(options.scorer_model, model.path)
         return Reader(found, model, options, open_engine, retokenize=policy == "crosstok")
     return _made(policy) if isinstance(policy, str) else policy
