@@ -22,7 +22,8 @@ const ggml_cuda_device_info & ggml_cuda_info() {
     return res;
 }
 
-int ggml_cuda_get_device() { return 0; }
+int  ggml_cuda_get_device() { return 0; }
+void ggml_cuda_set_device(int) {}
 
 [[noreturn]] void ggml_cuda_error(const char * call, const char *, const char * file, int line, const char * what) {
     fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, what);
@@ -128,7 +129,7 @@ struct bench {
         l.parts        = on_device<float>(2 * 8 * N_HEAD * KVF_GPU_PARTS);
         l.keys         = on_device<int32_t>(l.ask.n_unit);
         l.tops         = on_device<int32_t>(l.ask.n_unit / 4 + 1);
-        l.n_fetched = on_device<uint64_t>(2), l.n_arrived = (unsigned long long *) l.n_fetched + 1;
+        l.n_fetched = on_device<uint64_t>(2), l.n_arrived = (uint32_t *) (l.n_fetched + 1), l.n_met = l.n_arrived + 1;
 
         static char * pinned = nullptr;
         if (!pinned) { CUDA_CHECK(cudaHostAlloc((void **) &pinned, RECORD * N_RECORD, 0)); }
@@ -179,10 +180,13 @@ struct bench {
         cudaGraph_t     graph;
         cudaGraphExec_t made;
         CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+        // all of it that is used; the backend's library has its destructor
+        static auto & context = *(ggml_backend_cuda_context *) calloc(1, sizeof(ggml_backend_cuda_context));
+        context.streams[0][0] = stream;
         for (uint32_t i = 0; i < N_LAYER; ++i) {
             layers[i].n_turn = n_turn;
             read_weights<<<1056, 256, 0, stream>>>(weights, WEIGHTS / sizeof(uint4), sum);
-            if (choosing) { kvf_choose_node(&nodes[i], stream); }
+            if (choosing) { kvf_choose_node(&nodes[i], &context); }
         }
         CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
         CUDA_CHECK(cudaGraphInstantiate(&made, graph, 0));

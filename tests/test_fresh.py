@@ -308,10 +308,11 @@ def test_empty_slots_are_filled_with_the_best(chooses: Fresh) -> None:
     fills_empty_slots_with_the_best(chooses)
 
 
-def fills_empty_slots_with_the_best(made: Fresh, cap: float = 0) -> None:
+def fills_empty_slots_with_the_best(made: Fresh, cap: float = 0, n_unknown: int = 0) -> None:
+    """n_unknown: of the tokens so far those whose keys the layers do not have when they choose."""
     run, guests, _ = made
     run.feed(1, 1)
-    for units, score in zip(guests.tables()[1], scored(made, run.pos, cap), strict=True):
+    for units, score in zip(guests.tables()[1], scored(made, run.pos - n_unknown, cap), strict=True):
         assert len(set(units.tolist())) == 24
         out = set(range(FIRST * 4, LAST_OUT * 4)) - set(units.tolist())
         assert len(out) == 8, "a guest is common, or twice there"
@@ -365,6 +366,58 @@ def test_heads_of_all_kinds(
         with made.run:
             fills_empty_slots_with_the_best(made, cap)
             the_worst_go_for_the_best(made, cap)
+
+
+def idle(w: tiny.Writer, n_idle: int) -> None:
+    """Of qwen3's architecture: three layers, of which the first n_idle give what they are given."""
+    n_embd, n_ff, n_head, n_head_kv, d = 256, 64, 4, 2, 64
+    w.geometry(n_layer=3, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=d, rope=1e6)
+    w.head(n_embd)
+    for i in range(3):
+        blk, scale = f"blk.{i}.", 0.0 if i < n_idle else None
+        w.norm(blk + "attn_norm.weight", n_embd)
+        for name, n_out in (("q", n_head * d), ("k", n_head_kv * d), ("v", n_head_kv * d)):
+            w.random(f"{blk}attn_{name}.weight", n_embd, n_out)
+        w.norm(blk + "attn_q_norm.weight", d, 2.0)
+        w.norm(blk + "attn_k_norm.weight", d)
+        w.random(blk + "attn_output.weight", n_head * d, n_embd, scale=scale)
+        w.norm(blk + "ffn_norm.weight", n_embd)
+        for name, shape in (("gate", (n_embd, n_ff)), ("up", (n_embd, n_ff)), ("down", (n_ff, n_embd))):
+            w.random(f"{blk}ffn_{name}.weight", *shape, scale=scale if name == "down" else None)
+
+
+def test_predicted_queries_are_of_the_input_of_the_layer_before(library: Path, tmp_path: Path) -> None:
+    """Where the layer before gives what it is given, the queries that are predicted are the layer's own. Elsewhere they are not."""
+    for n_idle in (2, 0):
+        tiny.write_worded(tmp_path / "model.gguf", "qwen3", partial(idle, n_idle=n_idle))
+        with host_kernels(library), Model.load(tmp_path / "model.gguf") as model:
+            made = fresh_run(model, CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True, ahead=True)
+            with made.run, pytest.raises(AssertionError) if n_idle == 0 else nullcontext():
+                fills_empty_slots_with_the_best(made, n_unknown=1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
+def test_what_is_chosen_ahead_is_what_is_seen(library: Path, tiny_model: Callable[[str], Model], name: str) -> None:
+    model, cache = tiny_model(name), CACHES["f16"]
+    with host_kernels(library):
+        run, guests, _ = fresh_run(model, cache, n_exchange=3, n_blocks=4, ahead=True)
+    with run:
+        logits = run.feed(1, 1)
+        blocks, units = guests.tables()
+    assert_equal(logits, forged_run(model, cache, blocks, units, n_steps=1))
+
+
+def test_several_tokens_of_a_sequence_choose_by_their_own_queries(
+    library: Path, tiny_model: Callable[[str], Model]
+) -> None:
+    tables = []
+    for ahead in (True, False):
+        with host_kernels(library):
+            run, guests, _ = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_blocks=4, ahead=ahead)
+        with run:
+            run.feed(3)
+            tables.append(guests.tables()[1])
+    assert np.array_equal(*tables)
 
 
 def the_worst_go_for_the_best(made: Fresh, cap: float = 0) -> None:

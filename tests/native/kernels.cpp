@@ -4,13 +4,22 @@
 #include "kvflash-fresh.cu"
 #include "kvflash-index.cu"
 
+static ggml_backend_cuda_context context;
+
 // a custom node of the CPU's: all its threads come here
-static void choose_on_cpu(ggml_tensor * dst, int ith, int, void *) {
-    if (ith == 0) { kvf_choose_node(dst, nullptr); }
+template <void (*LAUNCH)(ggml_tensor *, void *)> static void on_cpu(ggml_tensor * dst, int ith, int, void *) {
+    if (ith == 0) { LAUNCH(dst, &context); }
+}
+
+template <void (*LAUNCH)(ggml_tensor *, void *)> static void (*of_cpu())(ggml_tensor *, void *) {
+    return (void (*)(ggml_tensor *, void *)) on_cpu<LAUNCH>;
 }
 
 extern "C" const kvf_gpu * kvflash_host_kernels() {
     static kvf_gpu res = *kvflash_gpu();
-    res.choose         = (void (*)(ggml_tensor *, void *)) choose_on_cpu;
+    res.choose         = of_cpu<kvf_choose_node>();
+    res.fork           = of_cpu<kvf_fork>();
+    res.back           = of_cpu<kvf_back>();
+    res.join           = of_cpu<kvf_join>();
     return &res;
 }

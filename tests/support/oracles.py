@@ -72,15 +72,17 @@ class Run:
         index: tuple[int, int, int] | None = None,
         n_exchange: int = 0,
         n_turn: int = 1,
+        ahead: bool = False,
     ) -> None:
         """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256.
 
-        index: the parts of an index, for guests; n_exchange: of them; n_turn: at every n-th token a layer chooses.
+        index: the parts of an index, for guests; n_exchange: of them; n_turn: at every n-th token a layer chooses;
+        ahead: by predicted queries.
         """
         params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
         if params and index:
             names = dict(zip(("index_four", "index_two", "index_one"), index, strict=True))
-            params = replace(params, **names, n_exchange=n_exchange, n_turn=n_turn)
+            params = replace(params, **names, n_exchange=n_exchange, n_turn=n_turn, ahead=ahead)
         self.ctx = Context(
             model,
             n_ctx=n_ctx,

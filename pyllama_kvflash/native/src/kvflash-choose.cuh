@@ -118,7 +118,7 @@ static __device__ __noinline__ int32_t reached(const int32_t * keys, uint32_t n,
 static __device__ __noinline__ uint32_t largest(const int32_t * keys, const int32_t * tops, uint32_t each, uint32_t n,
         uint32_t k, kvf_pair * list, uint32_t room, kvf_pair * to, choose_memory & m) {
     if (k == 0) { return 0; }
-    const int32_t bound = reached(tops, (n + each - 1) / each, k);
+    const int32_t bound = n <= THREADS ? 1 : reached(tops, (n + each - 1) / each, k); // few are ranked without one
     uint32_t      found = gather(keys, tops, each, n, bound, 0, list, room, m);
     if (found > room) { // many, or many are the same
         uint32_t       above, more;

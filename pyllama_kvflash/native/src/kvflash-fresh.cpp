@@ -113,8 +113,27 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
 
 void kvf_fresh::build(
         ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il) {
-    const uint32_t i = of_model[il];
-    layers[i].chooser->build(ctx, gf, res, q, scale, i);
+    const uint32_t i       = of_model[il];
+    auto &         chooser = *layers[i].chooser;
+    kvf_ahead      ahead;
+    if (is_ahead(q->ne[2])) { ahead = kvf_ahead(ctx, gf, q, il, i, chooser.beside()); }
+    if (!ahead.q) { return chooser.build(ctx, gf, res, q, scale, i); }
+
+    const auto beside = [&](const ggml_tensor * after, const auto & add) {
+        const int first = ggml_graph_n_nodes(gf);
+        chooser.fork(ctx, gf, i);
+        add();
+        chooser.back(ctx, gf, i);
+        kvf_move_nodes(gf, first, after);
+    };
+    beside(ahead.begin, [&] { ggml_build_forward_expand(gf, ahead.q); });
+    beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i); });
+    chooser.join(ctx, gf, i, ahead.reads);
+}
+
+bool kvf_fresh::is_ahead(uint32_t n_tokens) const {
+    const auto beside = [](const auto & chooser) { return chooser->beside(); };
+    return its.ahead && n_tokens <= its.n_seq && std::all_of(choosers.begin(), choosers.end(), beside);
 }
 
 //
@@ -122,6 +141,7 @@ void kvf_fresh::build(
 //
 
 void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
+    const bool ahead = is_ahead(ubatch.n_tokens);
     for (auto & s : sequences) {
         s.tokens.clear();
         s.asking.clear();
@@ -149,7 +169,7 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         const uint32_t n = s.tokens.size(), n_asking = std::min(n, MOST_ASKING);
         for (uint32_t i = 0; i < n_asking; ++i) {
             const uint32_t row = s.tokens[(i + 1) * n / n_asking - 1];
-            s.asking.emplace_back(row, ubatch.pos[row]);
+            s.asking.emplace_back(row, ahead ? ubatch.pos[s.tokens[0]] - 1 : ubatch.pos[row]);
         }
         // a chunk that has become common may be in a slot, too. new slots are filled by turns, and seen by nobody until they
         // all are

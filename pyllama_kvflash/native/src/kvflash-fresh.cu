@@ -6,22 +6,29 @@
 
 #include <cmath>
 
-// Where all blocks of the grid meet: a block arrives, with what it has written, and waits for the others
+// Where all blocks of the grid meet: a block arrives, with what it has written, and waits for the others. Grids of any size,
+// one after the other
 struct meeting {
     const kvf_gpu_layer & p;
-    unsigned long long    goal;
+    uint32_t              n_block;
+    uint32_t              n_over; // meetings before this one
 
     __device__ void arrive() {
         __syncthreads();
         if (threadIdx.x == 0) {
+            n_over = *(volatile uint32_t *) p.n_met;
             __threadfence();
-            goal = (atomicAdd(p.n_arrived, 1ull) / gridDim.x + 1) * gridDim.x;
+            if (atomicAdd(p.n_arrived, 1u) + 1 == n_block) {
+                *p.n_arrived = 0;
+                __threadfence();
+                atomicAdd(p.n_met, 1u);
+            }
         }
     }
 
     __device__ void wait() const {
         if (threadIdx.x == 0) {
-            while (*(volatile unsigned long long *) p.n_arrived < goal) {
+            while (*(volatile uint32_t *) p.n_met == n_over) {
                 __nanosleep(20);
             }
             __threadfence();
@@ -42,11 +49,12 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
 }
 
 // Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
-// read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short
+// read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short. A block
+// takes half the registers of a multiprocessor: the other half is for the nodes beside it
 template <uint32_t N_EACH, int TYPE>
-static __global__ void __launch_bounds__(THREADS, 1) kvf_node(
-        const __grid_constant__ kvf_gpu_layer p, const char * q, uint64_t q_head, uint64_t q_row, const int32_t * all) {
-    const asked ask = {p, &shared<int32_t>(places(p).ask), all};
+static __global__ void __launch_bounds__(THREADS, 2) kvf_node(const __grid_constant__ kvf_gpu_layer p, const char * q,
+        uint64_t q_head, uint64_t q_row, const int32_t * all, bool beside) {
+    const asked ask = {p, &shared<int32_t>(places(p).ask), all, beside};
     ask.read(&shared<int32_t>(places(p).ask));
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < 4 * p.form.n_each; i += THREADS) {
@@ -54,18 +62,19 @@ static __global__ void __launch_bounds__(THREADS, 1) kvf_node(
     }
     __syncthreads();
 
-    uint32_t       seq = 0;
-    const uint32_t n   = n_choosing(p, ask, 0, seq);
-    if (n == 0) { return; }
+    uint32_t       seq    = 0;
+    const uint32_t n      = n_choosing(p, ask, 0, seq);
+    const uint32_t n_grid = ask.n_block();
+    if (n == 0 || blockIdx.x >= n_grid) { return; }
 
     // sequences are shared out to blocks: some to each, or some blocks to each
-    const uint32_t n_first = min(n, gridDim.x), rank = blockIdx.x / n_first;
-    const uint32_t n_block = (gridDim.x - blockIdx.x % n_first + n_first - 1) / n_first;
+    const uint32_t n_first = min(n, n_grid), rank = blockIdx.x / n_first;
+    const uint32_t n_block = (n_grid - blockIdx.x % n_first + n_first - 1) / n_first;
     const auto     begin   = [&](uint32_t i) {
         n_choosing(p, ask, i, seq);
         return read_guests(p, ask, seq);
     };
-    meeting meet = {p, 0};
+    meeting meet = {p, n_grid, 0};
     score<N_EACH, TYPE>(p, ask, q, q_head, q_row);
     meet.arrive();
     uint32_t n_free = begin(blockIdx.x % n_first);
@@ -122,15 +131,40 @@ template <uint32_t N_EACH> static decltype(&kvf_node<0, -1>) node_of(int32_t typ
     return kvf_node<N_EACH, -1>;
 }
 
+static constexpr int BESIDE = 1; // stream of the backend's
+
+template <typename T> static T & userdata(const ggml_tensor * dst) {
+    return *(T *) ((const ggml_custom_op_params *) dst->op_params)->userdata;
+}
+
 // dst->src: scratch, q [d, n_head, n_tokens], the ask. the layer is the node's userdata
 void kvf_choose_node(ggml_tensor * dst, void * on) {
-    const auto * params = (const ggml_custom_op_params *) dst->op_params;
-    const auto & p      = *(const kvf_gpu_layer *) params->userdata;
-    const auto * q      = dst->src[1];
-    const auto   node   = p.form.n_each == 4 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
-    launch(node, dim3(ggml_cuda_info().devices[ggml_cuda_get_device()].nsm), dim3(THREADS), shared_size(p),
-            (cudaStream_t) on, true, p, (const char *) q->data, (uint64_t) q->nb[1], (uint64_t) q->nb[2],
-            (const int32_t *) dst->src[2]->data);
+    const auto & p    = userdata<const kvf_gpu_layer>(dst);
+    const auto * q    = dst->src[1];
+    const auto   node = p.form.n_each == 4 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
+    auto &       ctx  = *(ggml_backend_cuda_context *) on;
+    launch(node, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(p), ctx.stream(), true, p,
+            (const char *) q->data, (uint64_t) q->nb[1], (uint64_t) q->nb[2], (const int32_t *) dst->src[2]->data,
+            ctx.curr_stream_no == BESIDE);
+}
+
+void kvf_fork(ggml_tensor * dst, void * on) {
+    auto & ctx = *(ggml_backend_cuda_context *) on;
+    auto & its = userdata<kvf_events>(dst);
+    CUDA_CHECK(cudaEventRecord(its.forked, ctx.stream()));
+    ctx.curr_stream_no = BESIDE;
+    CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), its.forked, 0));
+}
+
+void kvf_back(ggml_tensor * dst, void * on) {
+    auto & ctx = *(ggml_backend_cuda_context *) on;
+    CUDA_CHECK(cudaEventRecord(userdata<kvf_events>(dst).done, ctx.stream()));
+    ctx.curr_stream_no = 0;
+}
+
+void kvf_join(ggml_tensor * dst, void * on) {
+    auto & ctx = *(ggml_backend_cuda_context *) on;
+    CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), userdata<kvf_events>(dst).done, 0));
 }
 
 static __global__ void kvf_fetch(const __grid_constant__ kvf_gpu_layer p, uint32_t seq, const int32_t * blocks) {

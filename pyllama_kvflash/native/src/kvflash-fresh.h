@@ -68,6 +68,24 @@ private:
     std::vector<uint8_t> codes; // [group][head][nibble][32]
 };
 
+// The queries of a layer of the model, predicted: computed from the input of the layer before, rather than from its output,
+// since a layer changes little (InfiniGen: Lee et al., OSDI 2024). They are computed beside the attention of the layer
+// before, and what they choose beside its feed-forward network.
+struct kvf_ahead {
+    ggml_tensor * q     = nullptr; // null: the graph has no such places, or `dev` does not compute all that lies between
+    ggml_tensor * begin = nullptr; // the nodes of q come after this one
+    ggml_tensor * near  = nullptr; // the input of the network
+
+    std::vector<ggml_tensor *> reads; // what the nodes of q read, weights aside: it has to last until they are done
+
+    kvf_ahead() = default;
+    // exact: the queries as they are. il: a layer of the model. layer: the same in the cache
+    kvf_ahead(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * exact, int32_t il, uint32_t layer, ggml_backend_dev_t dev);
+};
+
+// move the nodes from `first` on to after a node before them
+void kvf_move_nodes(ggml_cgraph * gf, int first, const ggml_tensor * after);
+
 struct kvf_fresh;
 
 // Where the layers of one device choose: on the CPU (kvflash-choice.cpp), or by kernels on a GPU (kvflash-gpu.cpp). A layer
@@ -94,9 +112,15 @@ struct kvf_chooser {
     // set them; fetch: their rows are to be fetched
     virtual void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) = 0;
 
+    // the device that can compute nodes beside others, nullptr: it does one after the other
+    virtual ggml_backend_dev_t beside() const { return nullptr; }
     // the nodes of a layer. q: [d, n_head, n_tokens]
     virtual void build(
             ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) = 0;
+    // nodes of this layer between the two run beside those that come then, up to `join`: what they read lasts until then
+    virtual void fork(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
+    virtual void back(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
+    virtual void join(ggml_context *, ggml_cgraph *, uint32_t /* layer */, const std::vector<ggml_tensor *> & /* reads */) {}
 
     virtual uint64_t n_fetched() = 0;
     // of the device, without the cache
@@ -123,6 +147,7 @@ struct kvf_fresh {
         kvf_index::form form;
         uint32_t        n_exchange;
         uint32_t        n_turn; // each layer chooses at every n-th token, in turns
+        bool            ahead;  // by predicted queries, where a device computes that beside the layer before
         uint32_t        n_ctx;  // of a sequence
         uint32_t        n_seq;
     };
@@ -192,6 +217,9 @@ struct kvf_fresh {
         return s.blocks[slot / n_unit] * n_chunk + slot % n_unit * UNIT;
     }
     uint32_t n_slot(const sequence & s) const { return s.blocks.size() * (n_chunk / UNIT); }
+
+    // whether layers choose ahead in a ubatch, if its graph allows. none of its tokens is in the cache then
+    bool is_ahead(uint32_t n_tokens) const;
 
     const uint32_t n_chunk, n_cell;
     const bool     v_trans;

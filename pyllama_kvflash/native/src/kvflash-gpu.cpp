@@ -64,8 +64,25 @@ struct gpu_chooser : kvf_chooser {
     void                 keep(llama_seq_id seq, uint32_t n) override;
     void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) override;
 
+    ggml_backend_dev_t beside() const override {
+        auto * dev = ggml_backend_buft_get_device(buft);
+        return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); // in tests
+    }
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
             uint32_t layer) override;
+    void fork(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
+        add(ctx, gf, "fork", layer, gpu.fork, events[layer].get());
+    }
+    void back(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
+        add(ctx, gf, "back", layer, gpu.back, events[layer].get());
+    }
+    void join(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer, const std::vector<ggml_tensor *> & reads) override {
+        auto all = reads;
+        all.push_back(words);
+        add(ctx, gf, "join", layer, gpu.join, events[layer].get(), all);
+    }
+    void add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer, void (*launch)(ggml_tensor *, void *),
+            void * userdata, std::vector<ggml_tensor *> args = {});
 
     uint64_t n_fetched() override;
     uint64_t device_bytes() override;
@@ -100,14 +117,17 @@ struct gpu_chooser : kvf_chooser {
     std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
     std::vector<own>           owns;
 
-    memory      fixed; // what is always there
-    size_t      at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
-    uint32_t    n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
-    memory      scratch;                   // of keys as floats
-    float *     mean = nullptr;
-    float *     cov  = nullptr;
-    ggml_tensor view = {}; // of the fixed memory, for the scheduler
-    std::mutex  mutex;
+    memory        fixed; // what is always there
+    size_t        at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
+    uint32_t      n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
+    memory        scratch;                   // of keys as floats
+    float *       mean  = nullptr;
+    float *       cov   = nullptr;
+    ggml_tensor   view  = {};      // of the fixed memory, for the scheduler
+    ggml_tensor * words = nullptr; // the ask, in the graph that is being built
+
+    std::vector<std::unique_ptr<void, void (*)(void *)>> events; // by layer
+    std::mutex                                           mutex;
 
     std::unordered_map<const void *, const char *> seen; // where the device has the records that are being put
 };
@@ -179,6 +199,10 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
     const std::vector<int32_t> none(layers.size() * owns.size() * all.n_slot, -1);
     gpu.upload(indexes[0].table, none.data(), none.size() * sizeof(int32_t));
     gpu.upload(fixed.at(at_index), indexes.data(), indexes.size() * sizeof(indexes[0]));
+
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        events.emplace_back(gpu.events(fixed.at()), gpu.forget);
+    }
 
     // a tensor that is there already: what is computed "in its place" is computed on its device
     view.type   = GGML_TYPE_F32;
@@ -257,7 +281,8 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     res.moves     = (kvf_move *) fixed.at(at_moves);
     res.n_moves   = (uint32_t *) fixed.at(at_n_moves);
     res.n_fetched = (uint64_t *) fixed.at(at_counts);
-    res.n_arrived = (unsigned long long *) fixed.at(at_counts) + 1;
+    res.n_arrived = (uint32_t *) fixed.at(at_counts) + 2;
+    res.n_met     = res.n_arrived + 1;
     return res;
 }
 
@@ -512,6 +537,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
             asker[A::ROW]           = row;
             asker[A::POS]           = pos;
         }
+        res[A::N_SCORED] += n * s.n_unit();
         to[A::N_UNIT]    = s.n_unit();
         to[A::N_FILL]    = s.n_fill;
         to[A::STEP]      = s.all ? -1 : (int32_t) (s.n_step % fresh.its.n_turn);
@@ -544,7 +570,7 @@ void gpu_chooser::build(
         ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) {
     layers[layer].scale = scale;
 
-    ggml_tensor * words = nullptr;
+    words = nullptr;
     for (const auto & input : res->inputs) {
         auto * known = dynamic_cast<ask_input *>(input.get());
         if (known && &known->chooser == this) { words = known->words; }
@@ -556,9 +582,13 @@ void gpu_chooser::build(
         res->add_input(std::make_unique<ask_input>(*this, words));
     }
 
-    ggml_tensor * args[] = {q, words};
-    ggml_tensor * node =
-            ggml_custom_inplace(ctx, &view, args, 2, (ggml_custom_op_t) gpu.choose, kvf_gpu::LAUNCHES, &layers[layer]);
-    ggml_format_name(node, "fresh_choose-%u", layer);
+    add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], {q, words});
+}
+
+void gpu_chooser::add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
+        void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args) {
+    auto * node = ggml_custom_inplace(
+            ctx, &view, args.data(), args.size(), (ggml_custom_op_t) launch, kvf_gpu::LAUNCHES, userdata);
+    ggml_format_name(node, "fresh_%s-%u", name, layer);
     ggml_build_forward_expand(gf, node);
 }

@@ -64,7 +64,7 @@ struct alignas(16) kvf_gpu_word {
 
 // the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
 struct kvf_gpu_ask {
-    enum { N_ASKER, LEN };
+    enum { N_ASKER, N_SCORED, LEN }; // N_SCORED: units, by all askers
     enum { SEQ, ROW, POS, LEN_ASKER };
     enum { N_UNIT, N_FILL, N_COMMON, STEP, LEN_SEQ }; // STEP: -1: all layers choose
     enum { CELL, FIRST, N, LEN_COMMON };
@@ -107,7 +107,8 @@ struct kvf_gpu_layer {
     uint32_t * n_moves;
     uint64_t * n_fetched;
 
-    unsigned long long * n_arrived; // blocks of all launches, at the places where they wait for each other
+    uint32_t * n_arrived; // blocks at the place where they wait for each other
+    uint32_t * n_met;     // how often they all were
 };
 
 static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
@@ -134,8 +135,15 @@ struct kvf_gpu {
     // of a node of the graph: n_tasks that says so, and what is called in place of its function
     static constexpr int32_t LAUNCHES = -256;
 
-    void (*choose)(ggml_tensor * dst, void * stream);       // dst->src: scratch, q, the ask
+    void (*choose)(ggml_tensor * dst, void * on);           // dst->src: scratch, q, the ask. on: the backend's context
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
+
+    // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events
+    void (*fork)(ggml_tensor * dst, void * on);
+    void (*back)(ggml_tensor * dst, void * on);
+    void (*join)(ggml_tensor * dst, void * on);
+    void * (*events)(const void * on); // for the device on which this lies
+    void (*forget)(void * events);
 
     void (*upload)(void * dst, const void * src, size_t size);
     void (*download)(void * dst, const void * src, size_t size);
@@ -163,5 +171,5 @@ const kvf_gpu * kvflash_gpu(void);
 
 // a custom node whose function launches kernels: whether it is one, and do it
 bool kvflash_launches(const struct ggml_tensor * node);
-void kvflash_launch(struct ggml_tensor * node, void * stream);
+void kvflash_launch(struct ggml_tensor * node, void * on);
 }

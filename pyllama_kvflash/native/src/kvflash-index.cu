@@ -224,18 +224,34 @@ static void fetch_of(const kvf_gpu_layer & l, uint32_t seq, const int32_t * bloc
     kvf_fetch_units(l, seq, blocks, stream_on(l.moves));
 }
 
+static void * make_events(const void * on) {
+    stream_on(on); // sets the device
+    auto * res = new kvf_events{};
+    for (auto * event : {&res->forked, &res->done}) {
+        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    }
+    return res;
+}
+
+static void forget_events(void * events) {
+    auto * its = (kvf_events *) events;
+    CUDA_CHECK(cudaEventDestroy(its->forked));
+    CUDA_CHECK(cudaEventDestroy(its->done));
+    delete its;
+}
+
 static void wait(const void * on) { CUDA_CHECK(cudaStreamSynchronize(stream_on(on))); }
 
 bool kvflash_launches(const ggml_tensor * node) {
     return ((const ggml_custom_op_params *) node->op_params)->n_tasks == kvf_gpu::LAUNCHES;
 }
 
-void kvflash_launch(ggml_tensor * node, void * stream) {
-    ((void (*)(ggml_tensor *, void *))((const ggml_custom_op_params *) node->op_params)->fun)(node, stream);
+void kvflash_launch(ggml_tensor * node, void * on) {
+    ((void (*)(ggml_tensor *, void *))((const ggml_custom_op_params *) node->op_params)->fun)(node, on);
 }
 
 const kvf_gpu * kvflash_gpu() {
-    static const kvf_gpu res = {
-            kvf_choose_node, kvf_fits, upload, download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
+    static const kvf_gpu res = {kvf_choose_node, kvf_fits, kvf_fork, kvf_back, kvf_join, make_events, forget_events, upload,
+            download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
     return &res;
 }

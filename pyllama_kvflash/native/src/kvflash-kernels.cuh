@@ -104,7 +104,15 @@ static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
     return comp < f.n_four ? 7.5f : comp < f.n_four + f.n_two ? 1.5f : 0.5f;
 }
 
+// of a layer that chooses beside other nodes
+struct kvf_events {
+    cudaEvent_t forked, done;
+};
+
 // of kvflash-fresh.cu, see kvf_gpu
-void kvf_choose_node(ggml_tensor * dst, void * stream);
+void kvf_choose_node(ggml_tensor * dst, void * on);
+void kvf_fork(ggml_tensor * dst, void * on);
+void kvf_back(ggml_tensor * dst, void * on);
+void kvf_join(ggml_tensor * dst, void * on);
 bool kvf_fits(const kvf_gpu_layer & l, const void * on);
 void kvf_fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks, cudaStream_t stream);

@@ -19,10 +19,17 @@ struct asked {
     const kvf_gpu_layer & p;
     const int32_t *       words; // shared
     const int32_t *       all;
+    bool                  beside; // other nodes run at the same time
 
     // words to copy: askers, and then the first ones of each sequence
     static KVF_BOTH uint32_t n_word(const kvf_gpu_ask & a) {
         return kvf_gpu_ask::LEN + kvf_gpu_ask::LEN_ASKER * a.n_asker + kvf_gpu_ask::LEN_SEQ * a.n_seq;
+    }
+
+    // blocks that take part. beside others not all: more of them would hold these up, and fewer not be done in time (measured
+    // with the 8B shape on an H100)
+    __device__ uint32_t n_block() const {
+        return beside ? min(gridDim.x, max(1u, (uint32_t) sqrtf(words[kvf_gpu_ask::N_SCORED]))) : gridDim.x;
     }
 
     __device__ uint32_t        n_asker() const { return words[kvf_gpu_ask::N_ASKER]; }
@@ -483,8 +490,8 @@ static __device__ void put_parts(const kvf_gpu_layer & p, const score_task & tas
 static __device__ uint32_t n_tile(const kvf_gpu_layer & p) { return (p.n_head / p.n_head_kv + HEADS - 1) / HEADS; }
 
 // how many blocks share a task
-static __device__ uint32_t n_split(const kvf_gpu_layer & p, uint32_t n_asker) {
-    return min(KVF_GPU_PARTS, max(1u, gridDim.x / (n_asker * p.n_head_kv * n_tile(p))));
+static __device__ uint32_t n_split(const kvf_gpu_layer & p, uint32_t n_block, uint32_t n_asker) {
+    return min(KVF_GPU_PARTS, max(1u, n_block / (n_asker * p.n_head_kv * n_tile(p))));
 }
 
 // q: [n_head][d], of the token that asks. what comes from memory is loaded before it is needed
@@ -514,11 +521,12 @@ static __device__ void score(
 
 template <uint32_t N_EACH, int TYPE>
 static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const char * q, uint64_t q_head, uint64_t q_row) {
-    const uint32_t n_of = n_split(p, ask.n_asker()), n_each = p.n_head_kv * n_tile(p), n_task = ask.n_asker() * n_each;
-    const uint32_t share = p.n_head / p.n_head_kv;
+    const uint32_t n_of = n_split(p, ask.n_block(), ask.n_asker()), n_each = p.n_head_kv * n_tile(p),
+                   n_task = ask.n_asker() * n_each;
+    const uint32_t share  = p.n_head / p.n_head_kv;
 
 #pragma unroll 1
-    for (uint32_t i = blockIdx.x / n_of; i < n_task; i += gridDim.x / n_of) {
+    for (uint32_t i = blockIdx.x / n_of; i < n_task; i += ask.n_block() / n_of) {
         const uint32_t  tile = i % n_each, head = tile / n_tile(p), at = tile % n_tile(p) * HEADS;
         const int32_t * who = ask.asker(i / n_each);
         const uint32_t  seq = who[kvf_gpu_ask::SEQ];
@@ -539,8 +547,9 @@ static __device__ void add_shares(
         const kvf_gpu_layer & p, const asked & ask, uint32_t seq, const uint32_t * taken, uint32_t rank, uint32_t n_block) {
     auto &         sums    = work<float[ADDERS][ADDED]>(p);
     float * const  total   = &work<float>(p, sizeof(sums)); // [n_asker][n_head]
-    const uint32_t n_asker = ask.n_asker(), n_part = n_split(p, n_asker), n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
-    const uint32_t tid = threadIdx.x;
+    const uint32_t n_asker = ask.n_asker(), n_part = n_split(p, ask.n_block(), n_asker),
+                   n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
+    const uint32_t tid    = threadIdx.x;
 
     // of the first units, by one asker: on their way while the totals are computed
     constexpr uint32_t EARLY = 8;

@@ -301,6 +301,7 @@ enum {
     cudaSuccess,
     cudaLaunchAttributeCooperative,
     cudaStreamNonBlocking,
+    cudaEventDisableTiming,
     cudaFuncAttributeMaxDynamicSharedMemorySize,
     cudaMemcpyHostToDevice,
     cudaMemcpyDeviceToHost,
@@ -370,6 +371,42 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * res, int) {
     return cudaSuccess;
 }
 
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * res, int, int) {
+    *res = res;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * most) {
+    *least = *most = 0;
+    return cudaSuccess;
+}
+
+// an event knows on which stream it was recorded: all that runs is over before the next call
+struct kvf_event {
+    cudaStream_t on = nullptr;
+};
+typedef kvf_event * cudaEvent_t;
+
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * res, int) {
+    *res = new kvf_event;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    event->on = stream;
+    return cudaSuccess;
+}
+
+// what waits is on another stream, and for something
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, int) {
+    return event->on && event->on != stream ? cudaSuccess : cudaSuccess + 1;
+}
+
 inline cudaError_t cudaHostGetDevicePointer(void ** res, void * host, int) {
     *res = host;
     return cudaSuccess;
@@ -381,6 +418,15 @@ struct kvf_devices {
     struct {
         int nsm = 4;
     } devices[1];
+};
+
+struct ggml_backend_cuda_context {
+    int          device        = 0;
+    cudaStream_t streams[1][2] = {{this, &curr_stream_no}};
+
+    int curr_stream_no = 0;
+
+    cudaStream_t stream() { return streams[device][curr_stream_no]; }
 };
 
 inline kvf_devices ggml_cuda_info() { return {}; }
