@@ -358,7 +358,7 @@ guests)
     # shellcheck disable=SC2086
     {
         kvflash bench speed $common --contexts 8K,64K,128K,256K -o "$at/guests-$shape" \
-            --variants lru/prefill=pool,fresh/prefill=pool,fresh/turns=2/prefill=pool,fresh/turns=4/prefill=pool,full "${@:3}"
+            --variants lru/prefill=pool,fresh/prefill=pool,fresh/ahead=false/prefill=pool,fresh/turns=2/prefill=pool,full "${@:3}"
         kvflash bench speed $common --contexts 64K -o "$at/guests-$shape-exact" --variants lru,fresh "${@:3}"
     }
     results
@@ -366,7 +366,7 @@ guests)
 timeline)
     mkdir -p $at /dev/shm/kvflash-shapes
     python3 bench/timeline.py "${2:-8b}" --shape-dir /dev/shm/kvflash-shapes \
-        --variants lru/prefill=pool fresh/prefill=pool fresh/turns=4/prefill=pool "${@:3}" | tee "$at/timeline-${2:-8b}.md"
+        --variants lru/prefill=pool fresh/prefill=pool fresh/ahead=false/prefill=pool --nodes 100 "${@:3}" | tee "$at/timeline-${2:-8b}.md"
     results
     ;;
 accepted)

@@ -29,6 +29,7 @@ from pyllama_kvflash.bench.steps import decode_steps, hardware
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")
 LONG_GAP = 5.0  # microseconds without a kernel or a copy
+FEWEST = 3  # ends of tokens that a trace needs
 
 
 @dataclass(slots=True)
@@ -56,13 +57,15 @@ def name_of(event: dict[str, Any]) -> str:
     return str(text).replace("(anonymous namespace)::", "")[:40]
 
 
-def tokens_of(events: Sequence[dict[str, Any]]) -> list[Token]:
-    """Cut a trace at the copies of the logits, which are the largest to the host."""
+def tokens_of(events: Sequence[dict[str, Any]], logits_bytes: int) -> list[Token]:
+    """Cut a trace at the copies of the logits."""
     work = sorted((e for e in events if e.get("cat") in GPU), key=lambda e: e["ts"])
     calls = [e for e in events if e.get("cat") in HOST]
-    back = [e for e in work if "DtoH" in e["name"]]
-    most = max(e["args"]["bytes"] for e in back)
-    ends = [e["ts"] + e["dur"] for e in back if e["args"]["bytes"] == most]
+    ends = [e["ts"] + e["dur"] for e in work if "DtoH" in e["name"] and e["args"].get("bytes") == logits_bytes]
+    if len(ends) < FEWEST:
+        sizes = sorted({(e["name"], e["args"].get("bytes")) for e in work if "DtoH" in e["name"]}, key=str)
+        msg = f"the trace has {len(ends)} copies of {logits_bytes} bytes, the logits, among {sizes}"
+        raise SystemExit(msg)
     res = []
     for begin, end in pairwise(ends):
         token, at, last = Token(end - begin), begin, "logits"
@@ -102,7 +105,22 @@ def run(path: Path, variant: Variant, args: argparse.Namespace) -> tuple[float, 
         for _ in kv.prefill(np.random.default_rng(0).integers(0, kv.model.n_vocab, args.context, dtype=np.int32)):
             pass
         plain = median(decode_steps(kv, args.tokens, []).seconds)
-        return 1e3 * plain, tokens_of(recorded(lambda: decode_steps(kv, args.tokens, [])))
+        events = recorded(lambda: decode_steps(kv, args.tokens, []))
+        if args.nodes:
+            show_nodes(str(variant.label), events, args.nodes)
+        return 1e3 * plain, tokens_of(events, 4 * kv.model.n_vocab)
+
+
+def show_nodes(label: str, events: Sequence[dict[str, Any]], n: int) -> None:
+    """Print n kernels from the middle of the trace on: when they begin, how long they take, on which stream."""
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    some = kernels[len(kernels) // 2 :][:n]
+    print(f"\n{label}, µs")
+    for e in some:
+        args = e["args"]
+        print(
+            f"{e['ts'] - some[0]['ts']:8.1f} {e['dur']:6.1f}  stream {args.get('stream')} {name_of(e)} {args.get('grid')}"
+        )
 
 
 def table(head: str, rows: dict[str, list[float]], labels: Sequence[str], least: float) -> None:
@@ -146,6 +164,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--variants", nargs="+", default=["lru/prefill=pool", "fresh/prefill=pool"])
+    parser.add_argument("--nodes", type=int, default=0, help="print so many kernels of the middle of the trace, too")
     parser.add_argument("-ub", "--ubatch", type=int, default=2048)
     parser.add_argument("-ct", default="q8_0")
     parser.add_argument("--shape-dir", type=Path, default=None)
