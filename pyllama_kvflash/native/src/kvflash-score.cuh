@@ -26,8 +26,8 @@ struct asked {
         return kvf_gpu_ask::LEN + kvf_gpu_ask::LEN_ASKER * a.n_asker + kvf_gpu_ask::LEN_SEQ * a.n_seq;
     }
 
-    // blocks that take part. beside others not all: more of them would hold these up, and fewer not be done in time (measured
-    // with the 8B shape on an H100)
+    // blocks that take part. beside others not all: more of them would hold these up, and fewer not be done in time
+    // (measured with the 8B shape on an H100)
     __device__ uint32_t n_block() const {
         return beside ? min(gridDim.x, max(1u, (uint32_t) sqrtf(words[kvf_gpu_ask::N_SCORED]))) : gridDim.x;
     }
@@ -297,7 +297,8 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
 #pragma unroll
         for (uint32_t b = 0; b < 4; ++b) {
             const int c = word.comps[b];
-            const int n = c < 0 ? 0 : __float2int_rn(x[h * n_comp + c] / m.unit[h]);
+            // codes keep their place in a nibble, by which they are too large
+            const int n = c < 0 ? 0 : __float2int_rn(x[h * n_comp + c] / (m.unit[h] * (1 << word.shift)));
             const int u = max(-127, min(127, __float2int_rn(n / 254.0f)));
             upper |= (u & 255) << 8 * b;
             lower |= (max(-127, min(127, n - 254 * u)) & 255) << 8 * b;
@@ -347,7 +348,7 @@ template <uint32_t N_EACH> struct far_rows {
 
     const uint8_t * codes; // of the head, and the lane
     uint64_t        size;  // of a group
-    uint32_t        at[KEPT], shift[KEPT], mask[KEPT];
+    uint32_t        at[KEPT], mask[KEPT];
     uint32_t        rows[KEPT][4];
 
     __device__ far_rows(const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task) {
@@ -363,11 +364,10 @@ template <uint32_t N_EACH> struct far_rows {
         }
     }
 
-    // where a word's rows begin, shift and mask stay in registers, if they can
+    // where a word's rows begin, and their mask, stay in registers, if they can
     __device__ void take(const kvf_gpu_word & word, uint32_t to) {
-        at[to]    = word.quad * 128;
-        shift[to] = word.shift;
-        mask[to]  = word.mask;
+        at[to]   = word.quad * 128;
+        mask[to] = word.mask << word.shift;
     }
 
     __device__ void load(uint32_t group, uint32_t own, uint32_t (&to)[4]) const {
@@ -386,7 +386,8 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t n_unit = task.n_unit, n_group = (n_unit + 3) / 4, each = N_EACH ? N_EACH : p.form.n_each;
-    const float    base = m.base[t], unit = m.unit[t];
+    const float    scale = p.cap > 0 ? 1 : LOG2E * p.scale; // logits are of base 2
+    const float    base = scale * m.base[t], unit = scale * m.unit[t];
     float *        lse = p.lse + ((uint64_t) task.asker * p.n_head + task.first + t) * p.ask.n_unit;
 
     uint32_t   digits[KEPT / 2][2]; // of the queries
@@ -396,14 +397,14 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
         take_digits(e, e);
     }
 
+    // Powers are of what a logit is above `top`, which is the same for all lanes of a head, and at most ABOVE lower than the
+    // largest one so far. What is no candidate is far below it
+    constexpr float ABOVE = 64;
+
+    float          top = NOWHERE, sum = 0;
     const uint32_t first = task.split * WARPS + warp, step = task.n_split * WARPS;
 #pragma unroll 1
     for (uint32_t group = first; group < n_group; group += step) {
-        uint32_t next[KEPT][4]; // read while this one is computed
-#pragma unroll
-        for (uint32_t e = 0; e != N_EACH; ++e) {
-            if (group + step < n_group) { f.load(group + step, e, next[e]); }
-        }
         int sums[4][4] = {}; // [x]
 #pragma unroll(N_EACH ? N_EACH / 2 : 1)
         for (uint32_t e = 0; e < each; e += 2) {
@@ -419,8 +420,8 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
                 transpose(f.rows[own]);
 #pragma unroll
                 for (uint32_t x = 0; x < 4; ++x) {
-                    a[x][2 * i]     = f.rows[own][x] >> f.shift[own] & f.mask[own];
-                    a[x][2 * i + 1] = f.rows[own][x] >> (f.shift[own] + 4) & f.mask[own];
+                    a[x][2 * i]     = f.rows[own][x] & f.mask[own];
+                    a[x][2 * i + 1] = f.rows[own][x] >> 4 & f.mask[own];
                 }
             }
 #pragma unroll
@@ -428,45 +429,45 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
                 multiply(a[x], digits[N_EACH ? e / 2 : 0], m.digits + e * 4 * COLUMNS, sums[x]);
             }
         }
+#pragma unroll
+        for (uint32_t e = 0; e != N_EACH; ++e) { // read while the rest is computed
+            if (group + step < n_group) { f.load(group + step, e, f.rows[e]); }
+        }
 
         // positions of the lower nibbles are in units 0 and 1 of the group, the others in 2 and 3
-        float logits[2][4], top = NOWHERE;
-        bool  far[2];
+        float logits[2][4], largest = NOWHERE;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            const uint32_t u = group * 4 + 2 * i + g / 4;
-            far[i]           = u < n_unit && !(task.bits[u / 32] >> u % 32 & 1);
+            const uint32_t u    = group * 4 + 2 * i + g / 4;
+            const bool     is   = u < n_unit && !(task.bits[u / 32] >> u % 32 & 1);
+            const float    from = is ? base : 2 * NOWHERE;
 #pragma unroll
             for (uint32_t x = 0; x < 4; ++x) {
-                const float y = (float) (254 * sums[x][2 * i] + sums[x][2 * i + 1]);
-                logits[i][x]  = logit(p, base + unit * y);
-                if (far[i]) { top = fmaxf(top, logits[i][x]); }
+                logits[i][x] = from + unit * (float) (254 * sums[x][2 * i] + sums[x][2 * i + 1]);
+                if (p.cap > 0 && is) { logits[i][x] = logit(p, logits[i][x]); }
+                largest = fmaxf(largest, logits[i][x]);
             }
         }
-        top        = over_lanes(top, most, 4, 16);
-        float both = 0;
+        if (__any_sync(~0u, largest > top + ABOVE)) {
+            const float most_of_all = over_lanes(fmaxf(top, largest), most, 4, 16);
+            sum *= exp2f(top - most_of_all);
+            top = most_of_all;
+        }
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            float sum = 0;
+            float part = 0;
 #pragma unroll
             for (uint32_t x = 0; x < 4; ++x) {
-                sum += far[i] ? exp2f(logits[i][x] - top) : 0;
+                part += exp2f(logits[i][x] - top);
             }
-            both += sum;
-            sum = over_lanes(sum, add<float>, 4, 8);
+            sum += part;
+            part = over_lanes(part, add<float>, 4, 8);
 
             const uint32_t u = group * 4 + 2 * i + g / 4;
-            if (g % 4 == 0 && t < task.n && u < n_unit) { lse[u] = sum > 0 ? top + log2f(sum) : NOWHERE; }
-        }
-        if (both > 0) { all.add(top, both); }
-#pragma unroll
-        for (uint32_t e = 0; e != N_EACH; ++e) {
-#pragma unroll
-            for (uint32_t r = 0; r < 4; ++r) {
-                f.rows[e][r] = next[e][r];
-            }
+            if (g % 4 == 0 && t < task.n && u < n_unit) { lse[u] = part > 0 ? top + log2f(part) : NOWHERE; }
         }
     }
+    if (sum > 0) { all.add(top, sum); }
 }
 
 // the sums of a block's lanes, together

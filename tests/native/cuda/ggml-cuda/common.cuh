@@ -234,6 +234,14 @@ template <typename T> inline T kvf_shuffle(T x, uint32_t from) {
     return res;
 }
 
+inline bool __any_sync(uint32_t, bool is) {
+    bool res = false;
+    for (uint32_t i = 0; i < 32; ++i) {
+        res = kvf_shuffle(is, i) || res;
+    }
+    return res;
+}
+
 template <typename T> inline T __shfl_xor_sync(uint32_t, T x, int with) {
     return kvf_shuffle(x, fibers::now->now % 32 ^ with);
 }
