@@ -22,7 +22,6 @@ const ggml_cuda_device_info & ggml_cuda_info() {
     return res;
 }
 
-int  ggml_cuda_get_device() { return 0; }
 void ggml_cuda_set_device(int) {}
 
 [[noreturn]] void ggml_cuda_error(const char * call, const char *, const char * file, int line, const char * what) {

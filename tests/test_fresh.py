@@ -370,20 +370,8 @@ def test_heads_of_all_kinds(
 
 def idle(w: tiny.Writer, n_idle: int) -> None:
     """Of qwen3's architecture: three layers, of which the first n_idle give what they are given."""
-    n_embd, n_ff, n_head, n_head_kv, d = 256, 64, 4, 2, 64
-    w.geometry(n_layer=3, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=d, rope=1e6)
-    w.head(n_embd)
-    for i in range(3):
-        blk, scale = f"blk.{i}.", 0.0 if i < n_idle else None
-        w.norm(blk + "attn_norm.weight", n_embd)
-        for name, n_out in (("q", n_head * d), ("k", n_head_kv * d), ("v", n_head_kv * d)):
-            w.random(f"{blk}attn_{name}.weight", n_embd, n_out)
-        w.norm(blk + "attn_q_norm.weight", d, 2.0)
-        w.norm(blk + "attn_k_norm.weight", d)
-        w.random(blk + "attn_output.weight", n_head * d, n_embd, scale=scale)
-        w.norm(blk + "ffn_norm.weight", n_embd)
-        for name, shape in (("gate", (n_embd, n_ff)), ("up", (n_embd, n_ff)), ("down", (n_ff, n_embd))):
-            w.random(f"{blk}ffn_{name}.weight", *shape, scale=scale if name == "down" else None)
+    w.zero = tuple(f"blk.{i}.{name}.weight" for i in range(n_idle) for name in ("attn_output", "ffn_down"))
+    tiny.qwen3(w)
 
 
 def test_predicted_queries_are_of_the_input_of_the_layer_before(library: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Writer:
         self._file = gguf.GGUFWriter(path, arch)
         self._arch = arch
         self._rng = np.random.default_rng(zlib.crc32(arch.encode()))
+        self.zero: tuple[str, ...] = ()  # names of tensors that are 0
 
     def keys(self, **values: bool | float | str | Sequence[int]) -> None:
         """Metadata of the architecture; `__` in a name stands for a dot."""
@@ -71,7 +72,7 @@ class Writer:
 
     def tensor(self, name: str, value: npt.NDArray[Any]) -> None:
         """A tensor as it is."""
-        self._file.add_tensor(name, value)
+        self._file.add_tensor(name, np.zeros_like(value) if name in self.zero else value)
 
     def random(self, name: str, *shape: int, scale: float | None = None) -> None:
         """A normal tensor, F16 if it is a matrix but no bias; scale None: rows keep the size of what they multiply."""

@@ -93,12 +93,15 @@ bool computes(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor 
     return true;
 }
 
-// the input of a layer's feed-forward network, by what comes out
-ggml_tensor * ffn_input(const ggml_tensor * out, int32_t il) {
-    for (auto * src : out->src) {
-        if (is_named(src, "ffn_inp", il) || is_named(src, "sa_out", il)) { return src; }
-    }
-    return nullptr;
+// the source of t of this name
+ggml_tensor * source(const ggml_tensor * t, const char * what, int32_t il) {
+    const auto named = [&](const ggml_tensor * src) { return is_named(src, what, il); };
+    auto *     found = std::find_if(t->src, t->src + GGML_MAX_SRC, named);
+    return found == t->src + GGML_MAX_SRC ? nullptr : *found;
+}
+
+template <typename T> bool has(const T & all, const ggml_tensor * t) {
+    return std::find(std::begin(all), std::end(all), t) != std::end(all);
 }
 
 } // namespace
@@ -106,12 +109,11 @@ ggml_tensor * ffn_input(const ggml_tensor * out, int32_t il) {
 kvf_ahead::kvf_ahead(
         ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * exact, int32_t il, uint32_t layer, ggml_backend_dev_t dev) {
     auto * out = il > 0 ? find(exact, "l_out", il - 1, NEAR) : nullptr;
-    near       = out ? ffn_input(out, il - 1) : nullptr;
+    if (!out) { return; }
+    near = source(out, "ffn_inp", il - 1);
+    if (!near) { near = source(out, "sa_out", il - 1); }
     if (!near) { return; }
-    ggml_tensor * from = il == 1 ? near->src[1] : nullptr;
-    for (auto * src : near->src) {
-        if (is_named(src, "l_out", il - 2)) { from = src; }
-    }
+    auto * from = il == 1 ? near->src[1] : source(near, "l_out", il - 2);
     if (!from || from->op == GGML_OP_NONE || !computes(dev, gf, from)) { return; }
 
     copier c   = {ctx, out, from, {}, {}};
@@ -119,22 +121,26 @@ kvf_ahead::kvf_ahead(
     // other nodes run at the same time, and must not take the memory of these, nor of what they read
     reads = {from};
     for (auto * t : c.made) {
-        const auto has    = [&](const ggml_tensor * r) { return std::count(r->src, r->src + GGML_MAX_SRC, t) > 0; };
-        const auto reader = std::find_if(c.made.begin(), c.made.end(), has);
+        const auto reader =
+                std::find_if(c.made.begin(), c.made.end(), [&](const ggml_tensor * r) { return has(r->src, t); });
         if (reader == c.made.end() || !is_fused(t, *reader)) { ggml_set_output(t); }
         ggml_format_name(t, "fresh_ahead-%d", il);
         for (auto * src : t->src) {
-            const auto knows = [&](const auto & all) { return std::find(all.begin(), all.end(), src) != all.end(); };
-            if (src && !src->buffer && !knows(c.made) && !knows(reads)) { reads.push_back(src); }
+            if (src && !src->buffer && !has(c.made, src) && !has(reads, src)) { reads.push_back(src); }
         }
     }
-    if (reads.size() > MOST_READ) { return; }
+    if (reads.size() > MOST_READ || c.done.size() > MOST) { return; }
 
-    q     = res;
-    begin = from;
-    for (int i = gf->n_nodes - 1; gf->nodes[i] != from; --i) {
-        if (is_named(gf->nodes[i], "fresh_join", layer - 1)) { begin = gf->nodes[i]; }
+    begin      = from;
+    bool ready = true; // what they read is computed before them
+    for (int i = gf->n_nodes - 1; gf->nodes[i] != begin; --i) {
+        if (is_named(gf->nodes[i], "fresh_join", layer - 1)) {
+            begin = gf->nodes[i];
+            break;
+        }
+        ready = ready && !has(reads, gf->nodes[i]);
     }
+    if (ready) { q = res; }
 }
 
 void kvf_move_nodes(ggml_cgraph * gf, int first, const ggml_tensor * after) {

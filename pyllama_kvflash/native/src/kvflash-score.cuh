@@ -491,8 +491,8 @@ static __device__ void put_parts(const kvf_gpu_layer & p, const score_task & tas
 static __device__ uint32_t n_tile(const kvf_gpu_layer & p) { return (p.n_head / p.n_head_kv + HEADS - 1) / HEADS; }
 
 // how many blocks share a task
-static __device__ uint32_t n_split(const kvf_gpu_layer & p, uint32_t n_block, uint32_t n_asker) {
-    return min(KVF_GPU_PARTS, max(1u, n_block / (n_asker * p.n_head_kv * n_tile(p))));
+static __device__ uint32_t n_split(const asked & ask) {
+    return min(KVF_GPU_PARTS, max(1u, ask.n_block() / (ask.n_asker() * ask.p.n_head_kv * n_tile(ask.p))));
 }
 
 // q: [n_head][d], of the token that asks. what comes from memory is loaded before it is needed
@@ -522,12 +522,11 @@ static __device__ void score(
 
 template <uint32_t N_EACH, int TYPE>
 static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const char * q, uint64_t q_head, uint64_t q_row) {
-    const uint32_t n_of = n_split(p, ask.n_block(), ask.n_asker()), n_each = p.n_head_kv * n_tile(p),
-                   n_task = ask.n_asker() * n_each;
-    const uint32_t share  = p.n_head / p.n_head_kv;
+    const uint32_t n_of = n_split(ask), n_each = p.n_head_kv * n_tile(p), n_task = ask.n_asker() * n_each;
+    const uint32_t n_at_once = ask.n_block() / n_of, share = p.n_head / p.n_head_kv;
 
 #pragma unroll 1
-    for (uint32_t i = blockIdx.x / n_of; i < n_task; i += ask.n_block() / n_of) {
+    for (uint32_t i = blockIdx.x / n_of; i < n_task; i += n_at_once) {
         const uint32_t  tile = i % n_each, head = tile / n_tile(p), at = tile % n_tile(p) * HEADS;
         const int32_t * who = ask.asker(i / n_each);
         const uint32_t  seq = who[kvf_gpu_ask::SEQ];
@@ -548,9 +547,8 @@ static __device__ void add_shares(
         const kvf_gpu_layer & p, const asked & ask, uint32_t seq, const uint32_t * taken, uint32_t rank, uint32_t n_block) {
     auto &         sums    = work<float[ADDERS][ADDED]>(p);
     float * const  total   = &work<float>(p, sizeof(sums)); // [n_asker][n_head]
-    const uint32_t n_asker = ask.n_asker(), n_part = n_split(p, ask.n_block(), n_asker),
-                   n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
-    const uint32_t tid    = threadIdx.x;
+    const uint32_t n_asker = ask.n_asker(), n_part = n_split(ask), n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
+    const uint32_t tid = threadIdx.x;
 
     // of the first units, by one asker: on their way while the totals are computed
     constexpr uint32_t EARLY = 8;

@@ -379,16 +379,6 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * res, int) {
     return cudaSuccess;
 }
 
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * res, int, int) {
-    *res = res;
-    return cudaSuccess;
-}
-
-inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * most) {
-    *least = *most = 0;
-    return cudaSuccess;
-}
-
 // an event knows on which stream it was recorded: all that runs is over before the next call
 struct kvf_event {
     cudaStream_t on = nullptr;
@@ -439,4 +429,3 @@ struct ggml_backend_cuda_context {
 
 inline kvf_devices ggml_cuda_info() { return {}; }
 inline void        ggml_cuda_set_device(int) {}
-inline int         ggml_cuda_get_device() { return 0; }
