@@ -112,8 +112,8 @@ class GpuChoice:
         return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
 
     def _codes(self, heads: Heads) -> int:
-        """Kernels read four nibbles at a time, and so beyond the last one."""
-        return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * self.form.n_bits // 8 + _ALIGNED
+        """Four nibbles of a position lie together."""
+        return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * -(-self.form.n_bits // 16) * 2
 
     def _basis(self, heads: Heads) -> int:
         """Of the keys of all sequences in a layer: means, bases and steps."""

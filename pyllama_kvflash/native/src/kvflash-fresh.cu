@@ -141,7 +141,7 @@ template <typename T> static T & userdata(const ggml_tensor * dst) {
 void kvf_choose_node(ggml_tensor * dst, void * on) {
     const auto & p    = userdata<const kvf_gpu_layer>(dst);
     const auto * q    = dst->src[1];
-    const auto   node = p.form.n_each == 4 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
+    const auto   node = p.form.n_each == 4 && p.cap <= 0 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
     auto &       ctx  = *(ggml_backend_cuda_context *) on;
     launch(node, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(p), ctx.stream(), true, p,
             (const char *) q->data, (uint64_t) q->nb[1], (uint64_t) q->nb[2], (const int32_t *) dst->src[2]->data,

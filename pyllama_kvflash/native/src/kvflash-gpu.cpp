@@ -101,8 +101,8 @@ struct gpu_chooser : kvf_chooser {
     void            upload_index(llama_seq_id seq, uint32_t layer);
     void            reserve(llama_seq_id seq, uint32_t n, bool anew);
     size_t          codes_size(uint32_t layer, uint32_t n) const;
-    // an index of n positions: its pieces on the device, in the order of kvf_index::get()
-    std::array<std::pair<void *, size_t>, 4> parts(llama_seq_id seq, uint32_t layer, uint32_t n);
+    // an index but for its codes: its pieces on the device, in the order of kvf_index::get()
+    std::array<std::pair<float *, size_t>, 3> parts(llama_seq_id seq, uint32_t layer);
     bool                                     mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
     const char *                             device_record(const void * record);
 
@@ -316,15 +316,15 @@ kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const
 
 size_t gpu_chooser::codes_size(uint32_t layer, uint32_t n) const {
     return (size_t) fresh.layers[layer].info.n_head_kv * ((n + kvf_index::GROUP - 1) / kvf_index::GROUP) *
-           fresh.its.form.n_nibble() * 32;
+           layers[layer].form.group_size();
 }
 
-std::array<std::pair<void *, size_t>, 4> gpu_chooser::parts(llama_seq_id seq, uint32_t layer, uint32_t n) {
+std::array<std::pair<float *, size_t>, 3> gpu_chooser::parts(llama_seq_id seq, uint32_t layer) {
     const auto & l       = layers[layer];
     const auto & its     = index(seq, layer);
     const size_t n_value = (size_t) l.n_head_kv * l.d, n_comp = fresh.its.form.n_comp();
     return {{{its.mean, sizeof(float) * n_value}, {its.basis, sizeof(float) * n_value * n_comp},
-            {its.step, sizeof(float) * l.n_head_kv * n_comp}, {its.codes, codes_size(layer, n)}}};
+            {its.step, sizeof(float) * l.n_head_kv * n_comp}}};
 }
 
 const char * gpu_chooser::device_record(const void * record) {
@@ -352,8 +352,7 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     places              in;
     std::vector<size_t> at;
     for (uint32_t i = 0; i < layers.size(); ++i) {
-        // kernels read four nibbles at a time, and so beyond the last one
-        at.push_back(in.take(mine(i) ? codes_size(i, room) + 256 : 0));
+        at.push_back(in.take(mine(i) ? codes_size(i, room) : 0));
     }
     o.n_room = 0;
     memory made(buft, in.end);
@@ -401,8 +400,8 @@ void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, cons
     const std::lock_guard<std::mutex> lock(mutex);
 
     const float * src[] = {mean, basis, step};
-    const auto    to    = parts(seq, layer, 0);
-    for (size_t i = 0; i < 3; ++i) {
+    const auto    to    = parts(seq, layer);
+    for (size_t i = 0; i < to.size(); ++i) {
         gpu.upload(to[i].first, src[i], to[i].second);
     }
 }
@@ -448,19 +447,41 @@ void gpu_chooser::cover(llama_seq_id seq) {
     gpu.wait(fixed.at());
 }
 
+// kvf_index has codes as [nibble][32], the device as [quad][32][4]: move() gets the place of each byte in both
+template <typename F> static void each_code(const kvf_gpu_form & f, size_t n, const F & move) {
+    for (size_t i = 0; i < n; ++i) { // groups of all heads
+        for (uint32_t nibble = 0; nibble < f.n_nibble; ++nibble) {
+            const size_t host = (i * f.n_nibble + nibble) * 32, device = i * f.group_size() + nibble / 4 * 128 + nibble % 4;
+            for (uint32_t t = 0; t < 32; ++t) {
+                move(host + t, device + t * 4);
+            }
+        }
+    }
+}
+
 void gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
-    for (const auto & [from, size] : parts(seq, layer, n)) {
-        if (size) { gpu.download(dst, from, size); }
+    for (const auto & [from, size] : parts(seq, layer)) {
+        gpu.download(dst, from, size);
         dst += size;
     }
+    std::vector<char> codes(codes_size(layer, n));
+    if (codes.empty()) { return; }
+    gpu.download(codes.data(), index(seq, layer).codes, codes.size());
+    const auto & form = layers[layer].form;
+    each_code(form, codes.size() / form.group_size(), [&](size_t host, size_t device) { dst[host] = codes[device]; });
 }
 
 void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
     reserve(seq, n, true);
-    for (const auto & [to, size] : parts(seq, layer, n)) {
-        if (size) { gpu.upload(to, src, size); }
+    for (const auto & [to, size] : parts(seq, layer)) {
+        gpu.upload(to, src, size);
         src += size;
     }
+    std::vector<char> codes(codes_size(layer, n), 0);
+    if (codes.empty()) { return; }
+    const auto & form = layers[layer].form;
+    each_code(form, codes.size() / form.group_size(), [&](size_t host, size_t device) { codes[device] = src[host]; });
+    gpu.upload(index(seq, layer).codes, codes.data(), codes.size());
 }
 
 //

@@ -28,7 +28,7 @@ struct kvf_gpu_rows {
 
 // of a layer and a sequence
 struct kvf_gpu_index {
-    uint8_t *            codes; // as in kvf_index
+    uint8_t *            codes; // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
     float *              mean;
     float *              basis;
     float *              step;
@@ -41,6 +41,9 @@ struct kvf_gpu_form {
     uint32_t n_four, n_two, n_one;
     uint32_t n_comp, n_nibble;
     uint32_t n_each;
+
+    KVF_BOTH uint32_t n_quad() const { return (n_nibble + 3) / 4; }
+    KVF_BOTH uint32_t group_size() const { return n_quad() * 128; } // bytes of the codes of a head
 
     // which component has these bits of a nibble; -1: none
     KVF_BOTH int component(uint32_t nibble, uint32_t shift) const {

@@ -146,21 +146,21 @@ static __global__ void kvf_encode(const kvf_gpu_keys * layers, const __grid_cons
 
     // a byte has a position and the one that is 32 further on: another unit, which may be written at the same time
     const uint32_t first = pos + unit * UNIT, group = first / GROUP, shift = first % GROUP < 32 ? 0 : 4;
-    uint8_t *      codes = index.codes + ((uint64_t) group * layer.n_head_kv + head) * f.n_nibble * 32;
-    for (uint32_t i = tid; i < f.n_nibble * (UNIT / 4); i += blockDim.x) {
-        const uint32_t nibble = i / (UNIT / 4), t = i % (UNIT / 4) * 4;
+    uint8_t *      codes = index.codes + ((uint64_t) group * layer.n_head_kv + head) * f.group_size();
+    for (uint32_t i = tid; i < f.n_quad() * UNIT; i += blockDim.x) {
+        const uint32_t quad = i / UNIT, t = i % UNIT;
 
         uint32_t word = 0;
         for (uint32_t b = 0; b < 4; ++b) {
             for (uint32_t low = 0; low < 4; ++low) {
-                const int c = f.component(nibble, low);
+                const int c = f.component(quad * 4 + b, low);
                 if (c < 0) { continue; }
                 const float mid = middle(f, c), step = index.step[head * n_comp + c];
-                const float v = step > 0 ? roundf(comps[c * UNIT + t + b] / step + mid) : mid;
+                const float v = step > 0 ? roundf(comps[c * UNIT + t] / step + mid) : mid;
                 word |= (uint32_t) fminf(fmaxf(v, 0), 2 * mid) << (8 * b + shift + low);
             }
         }
-        uint32_t * dst = (uint32_t *) (codes + nibble * 32 + first % 32 + t);
+        uint32_t * dst = (uint32_t *) (codes + quad * 128 + (first % 32 + t) * 4);
         atomicAnd(dst, ~(0x0f0f0f0fu << shift));
         atomicOr(dst, word);
     }

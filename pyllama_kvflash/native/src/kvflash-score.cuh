@@ -123,20 +123,11 @@ template <typename T, typename F> static __device__ T over_lanes(T x, const F & 
     return x;
 }
 
-// bytes j of four words, as a word
-static __device__ void transpose(uint32_t (&w)[4]) {
-    const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
-    const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
-    w[0] = __byte_perm(a, b, 0x5410);
-    w[1] = __byte_perm(a, b, 0x7632);
-    w[2] = __byte_perm(c, d, 0x5410);
-    w[3] = __byte_perm(c, d, 0x7632);
-}
-
-// d += a*b. a: 16 positions and 32 codes; b: 32 codes and 8 columns. words: [8][COLUMNS], the same as b
+// d += a*b. a: 16 positions and 32 codes, of the last 8 positions in the upper nibbles; b: 32 codes and 8 columns. words:
+// [8][COLUMNS], the same as b
 static __device__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2], const uint32_t * words, int (&d)[4]) {
 #if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
@@ -148,8 +139,8 @@ static __device__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2], 
         for (uint32_t c = 0; c < 2; ++c) {
             const uint32_t * column = words + threadIdx.x % 4 * 2 + c;
             const int        b0 = column[i * COLUMNS], b1 = column[(4 + i) * COLUMNS];
-            d[c]     = __dp4a((int) its[2], b1, __dp4a((int) its[0], b0, d[c]));
-            d[2 + c] = __dp4a((int) its[3], b1, __dp4a((int) its[1], b0, d[2 + c]));
+            d[c] = __dp4a((int) its[2], b1, __dp4a((int) its[0], b0, d[c]));
+            d[2 + c] += 16 * __dp4a((int) (its[3] >> 4), b1, __dp4a((int) (its[1] >> 4), b0, 0));
         }
     }
 #endif
@@ -340,28 +331,31 @@ static __device__ void score_near(const kvf_gpu_layer & p, const score_task & ta
     }
 }
 
-// A warp takes a group of 64 positions at a time. Lane 4*g + t has four nibbles of positions 4*g + x and 32 + 4*g + x, x = 0
-// ... 3, which are two rows of the product of each x; and of what comes out, both digits of head t of the same positions.
-// N_EACH: words of a lane, 0: as many as there are
+// A warp takes a group of 64 positions at a time, and then the one that is n_split*WARPS further on. Lane 4*g + t has four
+// nibbles of positions 4*g + x and 32 + 4*g + x, x = 0 ... 3, which are two rows of the product of each x; and of what comes
+// out, both digits of head t of the same positions. N_EACH: words of a lane, where logits have no cap; 0: as many as there are
 template <uint32_t N_EACH> struct far_rows {
     static constexpr uint32_t KEPT = N_EACH ? N_EACH : 2;
 
-    const uint8_t * codes; // of the head, and the lane
-    uint64_t        size;  // of a group
-    uint32_t        at[KEPT], mask[KEPT];
-    uint32_t        rows[KEPT][4];
+    const uint8_t *  codes; // of the head, the lane and the next group
+    const uint32_t * bits;  // of the next 8 groups
+    uint64_t         step;  // of codes
+    uint32_t         n_bit; // words
+    uint32_t         at[KEPT], mask[KEPT];
+    uint4            rows[KEPT];
+    uint32_t         common; // units of the group
 
     __device__ far_rows(const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task) {
-        const uint64_t of_head = p.form.n_nibble * 32;
-        codes                  = index.codes + task.head * of_head + threadIdx.x % 32 / 4 * 4;
-        size                   = p.n_head_kv * of_head;
-
-        const uint32_t group = task.split * WARPS + threadIdx.x / 32; // the first one
+        const uint32_t size = p.form.group_size(), group = task.split * WARPS + threadIdx.x / 32; // the first one
+        codes = index.codes + ((uint64_t) group * p.n_head_kv + task.head) * size + threadIdx.x % 32 / 4 * sizeof(uint4);
+        step  = (uint64_t) task.n_split * WARPS * p.n_head_kv * size;
+        bits  = task.bits + group / 8;
+        n_bit = task.n_split * WARPS / 8;
 #pragma unroll
         for (uint32_t e = 0; e != N_EACH; ++e) {
             take(words_of(p)[e * 4 + threadIdx.x % 4], e);
-            if (group * 4 < task.n_unit) { load(group, e, rows[e]); }
         }
+        if (group * 4 < task.n_unit) { load(); }
     }
 
     // where a word's rows begin, and their mask, stay in registers, if they can
@@ -370,12 +364,19 @@ template <uint32_t N_EACH> struct far_rows {
         mask[to] = word.mask << word.shift;
     }
 
-    __device__ void load(uint32_t group, uint32_t own, uint32_t (&to)[4]) const {
-        const uint8_t * from = codes + group * size + at[own];
+    // the rows of a group, if they stay in registers, too
+    __device__ void load() {
+        common = *bits;
 #pragma unroll
-        for (uint32_t r = 0; r < 4; ++r) {
-            to[r] = *(const uint32_t *) (from + r * 32);
+        for (uint32_t e = 0; e != N_EACH; ++e) {
+            load(e);
         }
+    }
+    __device__ void load(uint32_t own) { rows[own] = *(const uint4 *) (codes + at[own]); }
+
+    __device__ void go_on() {
+        codes += step;
+        bits += n_bit;
     }
 };
 
@@ -385,10 +386,9 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
     constexpr uint32_t KEPT = far_rows<N_EACH>::KEPT;
 
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint32_t n_unit = task.n_unit, n_group = (n_unit + 3) / 4, each = N_EACH ? N_EACH : p.form.n_each;
-    const float    scale = p.cap > 0 ? 1 : LOG2E * p.scale; // logits are of base 2
+    const uint32_t each  = N_EACH ? N_EACH : p.form.n_each;
+    const float    scale = !N_EACH && p.cap > 0 ? 1 : LOG2E * p.scale; // logits are of base 2
     const float    base = scale * m.base[t], unit = scale * m.unit[t];
-    float *        lse = p.lse + ((uint64_t) task.asker * p.n_head + task.first + t) * p.ask.n_unit;
 
     uint32_t   digits[KEPT / 2][2]; // of the queries
     const auto take_digits = [&](uint32_t e, uint32_t to) { digits[to / 2][to % 2] = m.digits[(e * 4 + t) * COLUMNS + g]; };
@@ -402,10 +402,18 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
     constexpr float ABOVE = 64;
 
     float          top = NOWHERE, sum = 0;
-    const uint32_t first = task.split * WARPS + warp, step = task.n_split * WARPS;
+    const uint32_t first = task.split * WARPS + warp, step = 4 * task.n_split * WARPS; // of units
+    const uint32_t shift = first % 8 * 4 + g / 4;                                      // in the bits of 8 groups
+
+    // of the four lanes that have a unit's positions one writes of it, and one of the unit that is two further on
+    const uint32_t other = g % 2 * 2;
+    const bool     has   = g % 4 < 2 && t < task.n;
+    float *        lse   = p.lse + ((uint64_t) task.asker * p.n_head + task.first + t) * p.ask.n_unit + first * 4 + g / 4 + other;
+    int32_t        left  = task.n_unit - first * 4; // units, from the group on
 #pragma unroll 1
-    for (uint32_t group = first; group < n_group; group += step) {
-        int sums[4][4] = {}; // [x]
+    for (; left > 0; left -= step, lse += step) {
+        const uint32_t common = f.common >> shift;
+        int            sums[4][4] = {}; // [x]
 #pragma unroll(N_EACH ? N_EACH / 2 : 1)
         for (uint32_t e = 0; e < each; e += 2) {
             uint32_t a[4][4]; // [x][register]
@@ -414,14 +422,14 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
                 const uint32_t own = N_EACH ? e + i : i;
                 if (!N_EACH) {
                     f.take(words_of(p)[(e + i) * 4 + t], i);
-                    f.load(group, i, f.rows[i]);
+                    f.load(i);
                     take_digits(e + i, i);
                 }
-                transpose(f.rows[own]);
+                const uint32_t row[] = {f.rows[own].x, f.rows[own].y, f.rows[own].z, f.rows[own].w};
 #pragma unroll
                 for (uint32_t x = 0; x < 4; ++x) {
-                    a[x][2 * i]     = f.rows[own][x] & f.mask[own];
-                    a[x][2 * i + 1] = f.rows[own][x] >> 4 & f.mask[own];
+                    a[x][2 * i]     = row[x] & f.mask[own];
+                    a[x][2 * i + 1] = row[x] & f.mask[own] << 4;
                 }
             }
 #pragma unroll
@@ -429,22 +437,21 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
                 multiply(a[x], digits[N_EACH ? e / 2 : 0], m.digits + e * 4 * COLUMNS, sums[x]);
             }
         }
-#pragma unroll
-        for (uint32_t e = 0; e != N_EACH; ++e) { // read while the rest is computed
-            if (group + step < n_group) { f.load(group + step, e, f.rows[e]); }
-        }
+        f.go_on();
+        if (left > (int32_t) step) { f.load(); } // while the rest is computed
 
-        // positions of the lower nibbles are in units 0 and 1 of the group, the others in 2 and 3
+        // positions of the lower nibbles are in units 0 and 1 of the group, the others in 2 and 3: 16 times as large
         float logits[2][4], largest = NOWHERE;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            const uint32_t u    = group * 4 + 2 * i + g / 4;
-            const bool     is   = u < n_unit && !(task.bits[u / 32] >> u % 32 & 1);
-            const float    from = is ? base : 2 * NOWHERE;
+            const bool  is   = left > (int32_t) (2 * i + g / 4) && !(common >> 2 * i & 1);
+            const float from = is ? base : 2 * NOWHERE;
+            const int   low  = i && !N_EACH ? 4 : 0; // many words together would exceed an int
+            const float one  = i && N_EACH ? unit / 16 : unit;
 #pragma unroll
             for (uint32_t x = 0; x < 4; ++x) {
-                logits[i][x] = from + unit * (float) (254 * sums[x][2 * i] + sums[x][2 * i + 1]);
-                if (p.cap > 0 && is) { logits[i][x] = logit(p, logits[i][x]); }
+                logits[i][x] = from + one * (float) (254 * (sums[x][2 * i] >> low) + (sums[x][2 * i + 1] >> low));
+                if (!N_EACH && p.cap > 0 && is) { logits[i][x] = logit(p, logits[i][x]); }
                 largest = fmaxf(largest, logits[i][x]);
             }
         }
@@ -453,19 +460,18 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
             sum *= exp2f(top - most_of_all);
             top = most_of_all;
         }
+        float parts[2] = {};
 #pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            float part = 0;
-#pragma unroll
-            for (uint32_t x = 0; x < 4; ++x) {
-                part += exp2f(logits[i][x] - top);
-            }
-            sum += part;
-            part = over_lanes(part, add<float>, 4, 8);
-
-            const uint32_t u = group * 4 + 2 * i + g / 4;
-            if (g % 4 == 0 && t < task.n && u < n_unit) { lse[u] = part > 0 ? top + log2f(part) : NOWHERE; }
+        for (uint32_t x = 0; x < 4; ++x) {
+            parts[0] += exp2f(logits[0][x] - top);
+            parts[1] += exp2f(logits[1][x] - top);
         }
+        sum += parts[0] + parts[1];
+
+        float part = other ? parts[1] : parts[0];
+        part += __shfl_xor_sync(~0u, other ? parts[0] : parts[1], 4);
+        part += __shfl_xor_sync(~0u, part, 8);
+        if (has && left > (int32_t) (other + g / 4)) { *lse = part > 0 ? top + log2f(part) : NOWHERE; }
     }
     if (sum > 0) { all.add(top, sum); }
 }
