@@ -50,9 +50,9 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
 
 // Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
 // read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short. A block
-// takes half the registers of a multiprocessor: the other half is for the nodes beside it
+// leaves registers of its multiprocessor to the nodes beside it
 template <uint32_t N_EACH, int TYPE>
-static __global__ void __launch_bounds__(THREADS, 2) kvf_node(const __grid_constant__ kvf_gpu_layer p, const char * q,
+static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ kvf_gpu_layer p, const char * q,
         uint64_t q_head, uint64_t q_row, const int32_t * all, bool beside) {
     const asked ask = {p, &shared<int32_t>(places(p).ask), all, beside};
     ask.read(&shared<int32_t>(places(p).ask));

@@ -103,8 +103,8 @@ struct gpu_chooser : kvf_chooser {
     size_t          codes_size(uint32_t layer, uint32_t n) const;
     // an index but for its codes: its pieces on the device, in the order of kvf_index::get()
     std::array<std::pair<float *, size_t>, 3> parts(llama_seq_id seq, uint32_t layer);
-    bool                                     mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
-    const char *                             device_record(const void * record);
+    bool                                      mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
+    const char *                              device_record(const void * record);
 
     kvf_gpu_records device_records(const void * const * records, uint32_t n);
 

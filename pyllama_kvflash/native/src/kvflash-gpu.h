@@ -28,11 +28,11 @@ struct kvf_gpu_rows {
 
 // of a layer and a sequence
 struct kvf_gpu_index {
-    uint8_t *            codes; // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
-    float *              mean;
-    float *              basis;
-    float *              step;
-    int32_t *            table;   // [n_slot]
+    uint8_t * codes; // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
+    float *   mean;
+    float *   basis;
+    float *   step;
+    int32_t * table;              // [n_slot]
     const char * const * records; // of all chunks
 };
 

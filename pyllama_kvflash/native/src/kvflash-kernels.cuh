@@ -10,6 +10,13 @@
 
 static constexpr uint32_t UNIT = 16, GROUP = 64; // as in kvf_fresh and kvf_index
 
+// registers that a thread has, at most, where the compiler takes the number: else what a multiprocessor has for one block
+#if CUDART_VERSION >= 12040
+#define KVF_BOUNDS(n_thread, n_register) __maxnreg__(n_register)
+#else
+#define KVF_BOUNDS(n_thread, n_register) __launch_bounds__(n_thread)
+#endif
+
 // what a block shares, whatever the kernel
 extern __shared__ uint4 kvf_shared[];
 

@@ -10,6 +10,9 @@ static constexpr uint32_t THREADS = 512, WARPS = THREADS / 32; // of a block of 
 static constexpr uint32_t TILE  = 4;                           // units whose largest share is known, too
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
 
+// passes over the codes of a head of keys
+static __device__ uint32_t n_tile(const kvf_gpu_layer & p) { return (p.n_head / p.n_head_kv + HEADS - 1) / HEADS; }
+
 //
 // the ask
 //
@@ -26,10 +29,12 @@ struct asked {
         return kvf_gpu_ask::LEN + kvf_gpu_ask::LEN_ASKER * a.n_asker + kvf_gpu_ask::LEN_SEQ * a.n_seq;
     }
 
-    // blocks that take part. beside others not all: more of them would hold these up, and fewer not be done in time
-    // (measured with the 8B shape on an H100)
+    // blocks that take part. beside other nodes not all: more of them would hold these up, and fewer not be done in time.
+    // (parts of the device that were best with the 8B shape on an H100, at 16K to 256K)
     __device__ uint32_t n_block() const {
-        return beside ? min(gridDim.x, max(1u, (uint32_t) sqrtf(words[kvf_gpu_ask::N_SCORED]))) : gridDim.x;
+        if (!beside) { return gridDim.x; }
+        const float passes = (float) words[kvf_gpu_ask::N_SCORED] * p.n_head_kv * n_tile(p);
+        return min(gridDim.x, max(1u, (uint32_t) (gridDim.x * fmaxf(0.185f, sqrtf(passes) / 750))));
     }
 
     __device__ uint32_t        n_asker() const { return words[kvf_gpu_ask::N_ASKER]; }
@@ -333,7 +338,8 @@ static __device__ void score_near(const kvf_gpu_layer & p, const score_task & ta
 
 // A warp takes a group of 64 positions at a time, and then the one that is n_split*WARPS further on. Lane 4*g + t has four
 // nibbles of positions 4*g + x and 32 + 4*g + x, x = 0 ... 3, which are two rows of the product of each x; and of what comes
-// out, both digits of head t of the same positions. N_EACH: words of a lane, where logits have no cap; 0: as many as there are
+// out, both digits of head t of the same positions. N_EACH: words of a lane, where logits have no cap; 0: as many as there
+// are
 template <uint32_t N_EACH> struct far_rows {
     static constexpr uint32_t KEPT = N_EACH ? N_EACH : 2;
 
@@ -408,11 +414,11 @@ static __device__ void score_far(const kvf_gpu_layer & p, const score_task & tas
     // of the four lanes that have a unit's positions one writes of it, and one of the unit that is two further on
     const uint32_t other = g % 2 * 2;
     const bool     has   = g % 4 < 2 && t < task.n;
-    float *        lse   = p.lse + ((uint64_t) task.asker * p.n_head + task.first + t) * p.ask.n_unit + first * 4 + g / 4 + other;
-    int32_t        left  = task.n_unit - first * 4; // units, from the group on
+    float * lse  = p.lse + ((uint64_t) task.asker * p.n_head + task.first + t) * p.ask.n_unit + first * 4 + g / 4 + other;
+    int32_t left = task.n_unit - first * 4; // units, from the group on
 #pragma unroll 1
     for (; left > 0; left -= step, lse += step) {
-        const uint32_t common = f.common >> shift;
+        const uint32_t common     = f.common >> shift;
         int            sums[4][4] = {}; // [x]
 #pragma unroll(N_EACH ? N_EACH / 2 : 1)
         for (uint32_t e = 0; e < each; e += 2) {
@@ -493,8 +499,6 @@ static __device__ void put_parts(const kvf_gpu_layer & p, const score_task & tas
     }
     __syncthreads();
 }
-
-static __device__ uint32_t n_tile(const kvf_gpu_layer & p) { return (p.n_head / p.n_head_kv + HEADS - 1) / HEADS; }
 
 // how many blocks share a task
 static __device__ uint32_t n_split(const asked & ask) {
