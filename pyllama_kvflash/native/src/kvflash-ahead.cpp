@@ -15,7 +15,7 @@ namespace {
 constexpr size_t MOST = 64; // tensors that a layer's queries are computed from
 constexpr int    NEAR = 12; // and those between them and the layer before
 
-constexpr size_t MOST_READ = GGML_MAX_SRC - 2; // by a node, with two of its own
+constexpr size_t MOST_READ = GGML_MAX_SRC - 4; // by a node, with two of its own, and two queries of the layer before
 
 // copies what a tensor is computed from, with another tensor in the place of one of these
 struct copier {

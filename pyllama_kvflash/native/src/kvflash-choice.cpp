@@ -77,8 +77,8 @@ struct cpu_chooser : kvf_chooser {
         }
     }
 
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-            uint32_t layer) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
+            const kvf_predicted & before) override;
 
     uint64_t n_fetched() override { return fetched; }
     uint64_t device_bytes() override { return 0; }
@@ -117,8 +117,8 @@ std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh) { return std::ma
 // the nodes
 //
 
-void cpu_chooser::build(
-        ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale, uint32_t layer) {
+void cpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale,
+        uint32_t layer, const kvf_predicted & /* before */) {
     auto & at = nodes[layer];
     at.scale  = scale;
 

@@ -117,7 +117,12 @@ void kvf_fresh::build(
     auto &         chooser = *layers[i].chooser;
     kvf_ahead      ahead;
     if (is_ahead(q->ne[2])) { ahead = kvf_ahead(ctx, gf, q, il, i, chooser.beside()); }
-    if (!ahead.q) { return chooser.build(ctx, gf, res, q, scale, i); }
+    if (!ahead.q) {
+        before = {};
+        return chooser.build(ctx, gf, res, q, scale, i, before);
+    }
+    if (layer_before + 1 != i || layers[layer_before].chooser != &chooser) { before = {}; }
+    if (before.q) { ahead.reads.insert(ahead.reads.end(), {before.own, before.q}); }
 
     const auto beside = [&](const ggml_tensor * after, const auto & add) {
         const int first = ggml_graph_n_nodes(gf);
@@ -127,8 +132,10 @@ void kvf_fresh::build(
         kvf_move_nodes(gf, first, after);
     };
     beside(ahead.begin, [&] { ggml_build_forward_expand(gf, ahead.q); });
-    beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i); });
+    beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i, before); });
     chooser.join(ctx, gf, i, ahead.reads);
+    before       = {ahead.q, q};
+    layer_before = i;
 }
 
 bool kvf_fresh::is_ahead(uint32_t n_tokens) const {
@@ -177,10 +184,13 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         for (size_t i = 0; i < std::min(s.common.size(), common.size()); ++i) {
             more = more || (s.common[i] && !common[i]);
         }
-        s.all       = s.changed || n > 1 || more || !filled;
-        s.changed   = false;
-        s.n_since   = s.n_fill > filled ? 0 : s.n_since + 1;
-        s.n_visible = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
+        s.all          = s.changed || n > 1 || more || !filled;
+        s.changed      = false;
+        s.n_since      = s.n_fill > filled ? 0 : s.n_since + 1;
+        const auto pos = ubatch.pos[s.tokens[0]];
+        s.n_drift      = ahead && n == 1 && s.n_fill && pos == s.pos_next ? s.n_drift + 1 : 0;
+        s.pos_next     = ahead && n == 1 && s.n_fill ? pos + 1 : -1;
+        s.n_visible    = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
         s.n_step++;
     }
 }
@@ -313,6 +323,7 @@ int kvf_index_get(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         kvf_check(n <= fresh.of(seq).n, "there are fewer positions in the index");
         kvf_check(dst && size == kvf_index::size(l.info, fresh.its.form, n), "room for the index of a layer is needed");
         l.chooser->get(seq, layer, n, (char *) dst);
+        fresh.of(seq).pos_next = -1; // it goes on as a sequence does that is made of this
     });
 }
 

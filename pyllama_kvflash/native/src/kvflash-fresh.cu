@@ -48,12 +48,31 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
     return n;
 }
 
+// The drift of the layer before, by one token more of each sequence. The last blocks do it, which have nothing else to do
+static __device__ void learn_drift(
+        const kvf_gpu_drift & its, const asked & ask, const kvf_gpu_queries & own, const kvf_gpu_queries & predicted) {
+    const uint32_t n = its.n_head * its.d;
+#pragma unroll 1
+    for (uint32_t a = 0; a < ask.n_asker(); ++a) {
+        const int32_t * who = ask.asker(a);
+        const uint32_t  seq = who[kvf_gpu_ask::SEQ], row = who[kvf_gpu_ask::ROW];
+        const int32_t   known = ask.seq(seq)[kvf_gpu_ask::N_DRIFT];
+        const float     rate  = fmaxf(DRIFT_RATE, 1.0f / (known + 1));
+#pragma unroll 1
+        for (uint32_t i = (gridDim.x - 1 - blockIdx.x) * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
+            float &     drift = its.data[(uint64_t) seq * n + i];
+            const float old   = known ? drift : 0;
+            drift = old + rate * (query(own, row, i / its.d, i % its.d) - query(predicted, row, i / its.d, i % its.d) - old);
+        }
+    }
+}
+
 // Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
 // read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short. A block
 // leaves registers of its multiprocessor to the nodes beside it
 template <uint32_t N_EACH, int TYPE>
-static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ kvf_gpu_layer p, const char * q,
-        uint64_t q_head, uint64_t q_row, const int32_t * all, bool beside) {
+static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ kvf_gpu_layer p, const kvf_gpu_queries q,
+        const int32_t * all, bool beside, const kvf_gpu_queries own_before, const kvf_gpu_queries before) {
     const asked ask = {p, &shared<int32_t>(places(p).ask), all, beside};
     ask.read(&shared<int32_t>(places(p).ask));
 #pragma unroll 1
@@ -61,6 +80,8 @@ static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ 
         shared<kvf_gpu_word>(places(p).words + i * sizeof(kvf_gpu_word)) = p.words[i];
     }
     __syncthreads();
+
+    if (before.data) { learn_drift(p.drift_before, ask, own_before, before); }
 
     uint32_t       seq    = 0;
     const uint32_t n      = n_choosing(p, ask, 0, seq);
@@ -75,7 +96,7 @@ static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ 
         return read_guests(p, ask, seq);
     };
     meeting meet = {p, n_grid, 0};
-    score<N_EACH, TYPE>(p, ask, q, q_head, q_row);
+    score<N_EACH, TYPE>(p, ask, q);
     meet.arrive();
     uint32_t n_free = begin(blockIdx.x % n_first);
     meet.wait();
@@ -137,15 +158,18 @@ template <typename T> static T & userdata(const ggml_tensor * dst) {
     return *(T *) ((const ggml_custom_op_params *) dst->op_params)->userdata;
 }
 
-// dst->src: scratch, q [d, n_head, n_tokens], the ask. the layer is the node's userdata
+static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
+    return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
+}
+
+// the layer is the node's userdata
 void kvf_choose_node(ggml_tensor * dst, void * on) {
     const auto & p    = userdata<const kvf_gpu_layer>(dst);
-    const auto * q    = dst->src[1];
     const auto   node = p.form.n_each == 4 && p.cap <= 0 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
     auto &       ctx  = *(ggml_backend_cuda_context *) on;
     launch(node, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(p), ctx.stream(), true, p,
-            (const char *) q->data, (uint64_t) q->nb[1], (uint64_t) q->nb[2], (const int32_t *) dst->src[2]->data,
-            ctx.curr_stream_no == BESIDE);
+            queries(dst->src[1]), (const int32_t *) dst->src[2]->data, ctx.curr_stream_no == BESIDE, queries(dst->src[3]),
+            queries(dst->src[4]));
 }
 
 void kvf_fork(ggml_tensor * dst, void * on) {

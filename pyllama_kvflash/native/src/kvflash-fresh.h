@@ -83,6 +83,12 @@ struct kvf_ahead {
     kvf_ahead(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * exact, int32_t il, uint32_t layer, ggml_backend_dev_t dev);
 };
 
+// queries of a layer: as they were predicted, and its own ones
+struct kvf_predicted {
+    ggml_tensor * q   = nullptr; // null: none were
+    ggml_tensor * own = nullptr;
+};
+
 // move the nodes from `first` on to after a node before them
 void kvf_move_nodes(ggml_cgraph * gf, int first, const ggml_tensor * after);
 
@@ -114,9 +120,9 @@ struct kvf_chooser {
 
     // the device that can compute nodes beside others, nullptr: it does one after the other
     virtual ggml_backend_dev_t beside() const { return nullptr; }
-    // the nodes of a layer. q: [d, n_head, n_tokens]
-    virtual void build(
-            ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) = 0;
+    // the nodes of a layer. q: [d, n_head, n_tokens]. before: those of the layer before, by which predictions get better
+    virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+            uint32_t layer, const kvf_predicted & before) = 0;
     // nodes of this layer between the two run beside those that come then, up to `join`: what they read lasts until then
     virtual void fork(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
     virtual void back(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
@@ -191,6 +197,8 @@ struct kvf_fresh {
         uint32_t                                    n_visible = 0;    // of these, those that all layers have filled
         uint32_t                                    n_since   = 0;    // ubatches since n_fill grew
         uint32_t                                    n_step    = 0;    // of turns
+        uint32_t                                    n_drift   = 0;    // tokens before, one by one, with predicted queries
+        llama_pos                                   pos_next  = -1;   // that of the next such token
         bool                                        all       = true; // every layer chooses, not only those whose turn it is
         bool                                        changed   = true; // `all` is set for the next ubatch
 
@@ -231,4 +239,8 @@ struct kvf_fresh {
 
 private:
     std::vector<int32_t> of_model; // layer of the cache, by layer of the model
+
+    // of the graph that is being built: the queries of its last layer so far
+    kvf_predicted before;
+    uint32_t      layer_before = 0;
 };

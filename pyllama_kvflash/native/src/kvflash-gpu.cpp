@@ -51,6 +51,7 @@ struct gpu_chooser : kvf_chooser {
 
     kvf_gpu_layer lay_out();
     kvf_gpu_layer of_layer(const kvf_gpu_layer & all, uint32_t i) const;
+    kvf_gpu_drift drift(uint32_t i) const;
 
     void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override;
     void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override;
@@ -68,8 +69,8 @@ struct gpu_chooser : kvf_chooser {
         auto * dev = ggml_backend_buft_get_device(buft);
         return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); // in tests
     }
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-            uint32_t layer) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
+            const kvf_predicted & before) override;
     void fork(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
         add(ctx, gf, "fork", layer, gpu.fork, events[layer].get());
     }
@@ -117,14 +118,15 @@ struct gpu_chooser : kvf_chooser {
     std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
     std::vector<own>           owns;
 
-    memory        fixed; // what is always there
-    size_t        at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
-    uint32_t      n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
-    memory        scratch;                   // of keys as floats
-    float *       mean  = nullptr;
-    float *       cov   = nullptr;
-    ggml_tensor   view  = {};      // of the fixed memory, for the scheduler
-    ggml_tensor * words = nullptr; // the ask, in the graph that is being built
+    memory              fixed; // what is always there
+    size_t              at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
+    std::vector<size_t> at_drift;                  // by layer
+    uint32_t            n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
+    memory              scratch;                   // of keys as floats
+    float *             mean  = nullptr;
+    float *             cov   = nullptr;
+    ggml_tensor         view  = {};      // of the fixed memory, for the scheduler
+    ggml_tensor *       words = nullptr; // the ask, in the graph that is being built
 
     std::vector<std::unique_ptr<void, void (*)(void *)>> events; // by layer
     std::mutex                                           mutex;
@@ -251,6 +253,9 @@ kvf_gpu_layer gpu_chooser::lay_out() {
         const size_t n = l.info.n_head_kv * l.info.n_embd_head_k;
         in.take(n_seq * sizeof(float) * (n + n * n_comp + l.info.n_head_kv * n_comp));
     }
+    for (const auto & l : fresh.layers) {
+        at_drift.push_back(in.take(sizeof(float) * n_seq * l.info.n_head * l.info.n_embd_head_k));
+    }
     at_records = in.take(sizeof(void *) * n_seq * n_record);
     at_blocks  = in.take(sizeof(int32_t) * n_block);
     at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
@@ -307,7 +312,14 @@ kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const
         res.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
     }
     res.index = (const kvf_gpu_index *) fixed.at(at_index) + (size_t) i * owns.size();
+    res.drift = drift(i);
+    if (i > 0) { res.drift_before = drift(i - 1); }
     return res;
+}
+
+kvf_gpu_drift gpu_chooser::drift(uint32_t i) const {
+    const auto & l = fresh.layers[i].info;
+    return {(float *) fixed.at(at_drift[i]), l.n_head, l.n_embd_head_k};
 }
 
 //
@@ -562,6 +574,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
         to[A::N_UNIT]    = s.n_unit();
         to[A::N_FILL]    = s.n_fill;
         to[A::STEP]      = s.all ? -1 : (int32_t) (s.n_step % fresh.its.n_turn);
+        to[A::N_DRIFT]   = s.n_drift;
         int32_t * blocks = to + A::LEN_SEQ;
         std::copy(s.blocks.begin(), s.blocks.end(), blocks);
 
@@ -587,8 +600,8 @@ std::vector<int32_t> gpu_chooser::ask() const {
     return res;
 }
 
-void gpu_chooser::build(
-        ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer) {
+void gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+        uint32_t layer, const kvf_predicted & before) {
     layers[layer].scale = scale;
 
     words = nullptr;
@@ -603,7 +616,9 @@ void gpu_chooser::build(
         res->add_input(std::make_unique<ask_input>(*this, words));
     }
 
-    add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], {q, words});
+    std::vector<ggml_tensor *> args = {q, words};
+    if (before.q) { args.insert(args.end(), {before.own, before.q}); }
+    add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], args);
 }
 
 void gpu_chooser::add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,

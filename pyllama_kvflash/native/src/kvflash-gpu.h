@@ -69,7 +69,7 @@ struct alignas(16) kvf_gpu_word {
 struct kvf_gpu_ask {
     enum { N_ASKER, N_SCORED, LEN }; // N_SCORED: units, by all askers
     enum { SEQ, ROW, POS, LEN_ASKER };
-    enum { N_UNIT, N_FILL, N_COMMON, STEP, LEN_SEQ }; // STEP: -1: all layers choose
+    enum { N_UNIT, N_FILL, N_COMMON, STEP, N_DRIFT, LEN_SEQ }; // STEP: -1: all layers choose. N_DRIFT: tokens that showed it
     enum { CELL, FIRST, N, LEN_COMMON };
 
     uint32_t n_asker, n_seq, n_block, n_unit; // the most of each
@@ -88,6 +88,18 @@ struct kvf_move {
     uint32_t slot, unit;
 };
 
+// [n_head][d], of each token
+struct kvf_gpu_queries {
+    const char * data; // null: there are none
+    uint64_t     head, row;
+};
+
+// what a layer's own queries have more than the predicted ones, of each sequence: the mean of the last tokens
+struct kvf_gpu_drift {
+    float *  data; // [n_seq][n_head][d]
+    uint32_t n_head, d;
+};
+
 struct kvf_gpu_layer {
     uint32_t     i, n_turn;
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
@@ -100,6 +112,8 @@ struct kvf_gpu_layer {
 
     const kvf_gpu_word *  words; // [4][form.n_each]
     const kvf_gpu_index * index; // of each sequence
+
+    kvf_gpu_drift drift, drift_before; // of the layer, and of the one before
 
     // scratch, of all layers
     float *    lse;   // [n_asker][n_head][n_unit]
@@ -138,7 +152,9 @@ struct kvf_gpu {
     // of a node of the graph: n_tasks that says so, and what is called in place of its function
     static constexpr int32_t LAUNCHES = -256;
 
-    void (*choose)(ggml_tensor * dst, void * on);           // dst->src: scratch, q, the ask. on: the backend's context
+    // dst->src: scratch, q, the ask; beside other nodes also the own and the predicted queries of the layer before, if these
+    // are known. on: the backend's context
+    void (*choose)(ggml_tensor * dst, void * on);
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
 
     // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events

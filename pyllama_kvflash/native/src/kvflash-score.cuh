@@ -9,6 +9,7 @@ static constexpr uint32_t HEADS = 4, COLUMNS = 2 * HEADS;      // queries that s
 static constexpr uint32_t THREADS = 512, WARPS = THREADS / 32; // of a block of the node
 static constexpr uint32_t TILE  = 4;                           // units whose largest share is known, too
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
+static constexpr float    DRIFT_RATE = 0.2f; // what a token adds to the mean
 
 // passes over the codes of a head of keys
 static __device__ uint32_t n_tile(const kvf_gpu_layer & p) { return (p.n_head / p.n_head_kv + HEADS - 1) / HEADS; }
@@ -164,6 +165,7 @@ struct score_task {
     uint32_t         asker, head, first, n; // first: of the queries' heads
     uint32_t         split, n_split;        // its part of the positions
     int32_t          pos;
+    const float *    drift; // [n][d], null: none is known
     uint32_t         n_unit, n_common;
     const int32_t *  common;
     const uint32_t * bits;
@@ -505,10 +507,14 @@ static __device__ uint32_t n_split(const asked & ask) {
     return min(KVF_GPU_PARTS, max(1u, ask.n_block() / (ask.n_asker() * ask.p.n_head_kv * n_tile(ask.p))));
 }
 
-// q: [n_head][d], of the token that asks. what comes from memory is loaded before it is needed
+static __device__ float query(const kvf_gpu_queries & q, uint32_t row, uint32_t head, uint32_t i) {
+    return ((const float *) (q.data + row * q.row + head * q.head))[i];
+}
+
+// row: of the token that asks. what comes from memory is loaded before it is needed
 template <uint32_t N_EACH, int TYPE>
-static __device__ void score(
-        const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task, const char * q, uint64_t q_head) {
+static __device__ void score(const kvf_gpu_layer & p, const kvf_gpu_index & index, const score_task & task,
+        const kvf_gpu_queries & q, uint32_t row) {
     auto &        m    = work<score_memory>(p);
     float * const mine = &work<float>(p, sizeof(score_memory)); // [d][HEADS]
     float * const x    = mine + HEADS * p.d;
@@ -519,7 +525,7 @@ static __device__ void score(
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < HEADS * p.d; i += THREADS) {
         const uint32_t h = i / p.d, e = i % p.d;
-        mine[e * HEADS + h] = h < task.n ? ((const float *) (q + (task.first + h) * q_head))[e] : 0;
+        mine[e * HEADS + h] = h < task.n ? query(q, row, task.first + h, e) + (task.drift ? task.drift[i] : 0) : 0;
     }
     __syncthreads();
     prepare(p, index, task, mine, its, basis, x, x + HEADS * p.form.n_comp, m);
@@ -531,7 +537,7 @@ static __device__ void score(
 }
 
 template <uint32_t N_EACH, int TYPE>
-static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const char * q, uint64_t q_head, uint64_t q_row) {
+static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const kvf_gpu_queries & q) {
     const uint32_t n_of = n_split(ask), n_each = p.n_head_kv * n_tile(p), n_task = ask.n_asker() * n_each;
     const uint32_t n_at_once = ask.n_block() / n_of, share = p.n_head / p.n_head_kv;
 
@@ -542,10 +548,15 @@ static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const c
         const uint32_t  seq = who[kvf_gpu_ask::SEQ];
         if (!ask.has_turn(seq)) { continue; }
 
-        const score_task task = {i / n_each, head, head * share + at, min(HEADS, share - at), blockIdx.x % n_of, n_of,
-                who[kvf_gpu_ask::POS], (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_UNIT],
+        const uint32_t first = head * share + at;
+        const float *  drift = ask.beside && ask.seq(seq)[kvf_gpu_ask::N_DRIFT]
+                                       ? p.drift.data + ((uint64_t) seq * p.n_head + first) * p.d
+                                       : nullptr;
+
+        const score_task task = {i / n_each, head, first, min(HEADS, share - at), blockIdx.x % n_of, n_of,
+                who[kvf_gpu_ask::POS], drift, (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_UNIT],
                 (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_COMMON], ask.common(seq), ask.bits(seq)};
-        score<N_EACH, TYPE>(p, p.index[seq], task, q + who[kvf_gpu_ask::ROW] * q_row, q_head);
+        score<N_EACH, TYPE>(p, p.index[seq], task, q, who[kvf_gpu_ask::ROW]);
     }
 }
 
