@@ -27,7 +27,7 @@ from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine.loading import probe
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.events import Prefill
-from pyllama_kvflash.native import Context, Device, Model, guests
+from pyllama_kvflash.native import Context, Device, Model, devices, guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.fresh import GpuChoice, Heads, IndexForm
@@ -69,10 +69,12 @@ def test_what_is_kept_free_follows_the_shape() -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Take the CPU for a GPU with so much free memory, beside others; the cache is on the first."""
+    """Take the first device, here maybe the CPU, for a GPU with so much free memory, beside others; the cache is on it."""
+    here = devices()
 
     def pretend(*free: int) -> None:
         found = [Device(f"CUDA{i}", "a device", gpu=True, free=n, total=n) for i, n in enumerate(free)]
+        found += here[len(found) :]  # layers may also be there
         monkeypatch.setattr(memory, "devices", lambda: found)
 
     return pretend
@@ -114,9 +116,9 @@ def test_nothing_is_kept_free_where_no_layer_chooses(
 
 
 def test_nothing_of_a_pool_is_kept_free_on_the_host(tiny_path: Callable[[str], Path]) -> None:
-    found, _ = needs(tiny_path("qwen3"), Options(n_ctx=4096, pool=1024, n_threads=1))
+    found, _ = needs(tiny_path("qwen3"), Options(n_ctx=4096, pool=1024, n_threads=1, n_gpu_layers=0))
     assert not any(need.index for need in found)
-    geometry = Geometry(((128, 128),) * 2, (0, 0), (Heads(4, 2, 64),) * 2)
+    geometry = Geometry(((128, 128),) * 2, (len(devices()) - 1,) * 2, (Heads(4, 2, 64),) * 2)
     assert memory.device_memory(geometry, Options(n_ctx=4096, policy="fresh"))[0].index == 0
 
 
@@ -181,7 +183,7 @@ def test_experts_leave_room_for_the_index(
 
 def test_inspect_says_whose_memory_the_index_takes(gpus: Callable[..., None]) -> None:
     args = ("inspect", "-c", "32K", "--kvflash", "2K")
-    host = json.loads(good(*args, "--json").stdout)
+    host = json.loads(good(*args, "-ngl", "0", "--json").stdout)
     assert host["index_device_bytes"] == 0
     gpus(24 << 30)
     found, text = json.loads(good(*args, "--json").stdout), " ".join(good(*args).stdout.split())
@@ -231,7 +233,7 @@ def test_the_device_holds_pool_index_and_panes(opened: Open) -> None:
 
 
 def test_the_host_holds_the_index_elsewhere(opened: Open) -> None:
-    kv = opened(**SMALL)
+    kv = opened(**SMALL, n_gpu_layers=0)
     for _ in kv.prefill(TOKENS[:1500]):
         pass
     stats = kv.stats()

@@ -141,7 +141,7 @@ def test_bits_in_words(bits: float, want: str) -> None:
     assert bits_a_value(bits) == want
 
 
-FRESH = ("--kvflash-policy", "fresh")
+FRESH = ("--kvflash-policy", "fresh", "-ngl", "0")  # in the host's memory, on all machines
 
 
 def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
