@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import tiny
+from support import kernels, tiny
 from support.changes import LIBRARY
-from support.kernels import build_kernels, host_kernels
+from support.kernels import host_kernels
 from support.models import NAMES
 from support.oracles import CACHES, SCRIBBLE, Cache, Logits, Run, assert_equal, rows
 
@@ -38,9 +38,7 @@ N_READ = 1000  # tokens before guests begin: 15 chunks of 64 are full
 FIRST, LAST_OUT = 1, 9  # chunks that leave the pool
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_kernels(tmp_path_factory.mktemp("kernels"))
+library = kernels.library
 
 
 @contextmanager
@@ -598,8 +596,8 @@ def test_kernels_read_all_types(request: pytest.FixtureRequest, tiny_model: Call
                 mean, variances, components = made.guests.components(i, made.records)
                 found[-1] += [mean, np.einsum("hc,hcd,hce->hde", variances, components, components)]
             chosen = made.run.feed(1, 1)
-    for node, kernels in zip(*found, strict=True):
-        assert np.allclose(node, kernels, rtol=1e-4, atol=1e-4 * np.abs(node).max())
+    for node, theirs in zip(*found, strict=True):
+        assert np.allclose(node, theirs, rtol=1e-4, atol=1e-4 * np.abs(node).max())
     assert np.isfinite(chosen).all()
 
 

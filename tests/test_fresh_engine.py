@@ -1,5 +1,7 @@
 """Policy fresh in an engine: what Python decides about guests, whatever comes between two tokens."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import needles
+from support import kernels, needles
 from support.changes import crossed
 from support.cuts import cut_off_at_every_line
+from support.kernels import host_kernels
 from support.runs import GREEDY, TOKENS, Open, feed, logits_of, read, text_of
 
 from pyllama_kvflash import KVFlash
@@ -212,12 +215,17 @@ def test_cut_off_at_every_line(opened: Open, operation: str) -> None:
 #
 
 
-def test_needles_are_found(opened: Open) -> None:
-    """In a pool of a quarter of the text, where recency finds none."""
+library = kernels.library
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_needles_are_found(opened: Open, library: Path, ahead: bool) -> None:
+    """In a pool of a quarter of the text, where recency finds none; also by predicted queries."""
     document = needles.document(2400, seed=3)
     found = {}
-    for policy in ("fresh", "lru"):
-        kv = opened("needle", policy=policy, pool=512, n_ctx=4096, opening=0)
+    for policy in ("lru", "fresh"):
+        with host_kernels(library) if ahead else nullcontext():
+            kv = opened("needle", policy=policy, pool=512, n_ctx=4096, opening=0, ahead=ahead)
         asked = [(document.text + needle.question, needle.answer) for needle in document.needles]
         answers = [(text_of(list(kv.generate(text, max_tokens=12, sampling=GREEDY))), want) for text, want in asked]
         found[policy] = sum(want in answer for answer, want in answers)

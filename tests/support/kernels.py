@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from shutil import copy
 
+import pytest
+
 from pyllama_kvflash.native.lib import ffi, lib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,12 @@ def build_kernels(folder: Path) -> Path:
     command += [ROOT / "tests" / "native" / "kernels.cpp", ours / "libggml-base.so", "-o", library]
     subprocess.run(command, check=True)
     return library
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels' library."""
+    return build_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @contextmanager
