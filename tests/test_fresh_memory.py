@@ -16,7 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
 from support.commands import POOLED, good, summary
-from support.runs import BY_SIXTEEN, TOKENS, Open
+from support.runs import BY_SIXTEEN, HOST, TOKENS, Open
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.control import device_bytes
@@ -115,10 +115,11 @@ def test_nothing_is_kept_free_where_no_layer_chooses(
     assert not any(need.index for need in found)
 
 
+@HOST
 def test_nothing_of_a_pool_is_kept_free_on_the_host(tiny_path: Callable[[str], Path]) -> None:
-    found, _ = needs(tiny_path("qwen3"), Options(n_ctx=4096, pool=1024, n_threads=1, n_gpu_layers=0))
+    found, _ = needs(tiny_path("qwen3"), Options(n_ctx=4096, pool=1024, n_threads=1))
     assert not any(need.index for need in found)
-    geometry = Geometry(((128, 128),) * 2, (len(devices()) - 1,) * 2, (Heads(4, 2, 64),) * 2)
+    geometry = Geometry(((128, 128),) * 2, (0, 0), (Heads(4, 2, 64),) * 2)
     assert memory.device_memory(geometry, Options(n_ctx=4096, policy="fresh"))[0].index == 0
 
 
@@ -181,9 +182,10 @@ def test_experts_leave_room_for_the_index(
     assert held.need(0, 1024) == replace(held, index=0).need(0, 1024) + held.index
 
 
+@HOST
 def test_inspect_says_whose_memory_the_index_takes(gpus: Callable[..., None]) -> None:
     args = ("inspect", "-c", "32K", "--kvflash", "2K")
-    host = json.loads(good(*args, "-ngl", "0", "--json").stdout)
+    host = json.loads(good(*args, "--json").stdout)
     assert host["index_device_bytes"] == 0
     gpus(24 << 30)
     found, text = json.loads(good(*args, "--json").stdout), " ".join(good(*args).stdout.split())
@@ -232,8 +234,9 @@ def test_the_device_holds_pool_index_and_panes(opened: Open) -> None:
     assert (now.pool, now.index, now.panes, now.total) == (held, TAKEN, stats.pane_bytes, kv.resident_bytes)
 
 
+@HOST
 def test_the_host_holds_the_index_elsewhere(opened: Open) -> None:
-    kv = opened(**SMALL, n_gpu_layers=0)
+    kv = opened(**SMALL)
     for _ in kv.prefill(TOKENS[:1500]):
         pass
     stats = kv.stats()

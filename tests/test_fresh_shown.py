@@ -12,7 +12,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
 from support.commands import POOLED, good, invoke, rows
-from support.runs import BY_SIXTEEN, TOKENS, Open, check_residency, feed
+from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.bench.trace import read_trace
@@ -141,9 +141,10 @@ def test_bits_in_words(bits: float, want: str) -> None:
     assert bits_a_value(bits) == want
 
 
-FRESH = ("--kvflash-policy", "fresh", "-ngl", "0")  # in the host's memory, on all machines
+FRESH = ("--kvflash-policy", "fresh")
 
 
+@HOST
 def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
     """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
     res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats")
@@ -231,6 +232,7 @@ def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path:
     assert '"layers"' not in trace.read_text()
 
 
+@HOST
 @pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
 def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
     form = IndexForm.of(64, int(bits))
