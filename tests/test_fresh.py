@@ -306,10 +306,8 @@ def test_empty_slots_are_filled_with_the_best(chooses: Fresh) -> None:
     fills_empty_slots_with_the_best(chooses)
 
 
-def fills_empty_slots_with_the_best(
-    made: Fresh, cap: float = 0, n_unknown: int = 0, n_layer: int | None = None
-) -> None:
-    """n_unknown: of the tokens so far those whose keys the layers do not have when they choose. n_layer: that are looked at."""
+def fills_empty_slots_with_the_best(made: Fresh, cap: float = 0, n_unknown: int = 0, n_layer: int = 99) -> None:
+    """n_unknown: of the tokens so far those whose keys layers do not have when they choose. n_layer: the most looked at."""
     run, guests, _ = made
     run.feed(1, 1)
     every = zip(guests.tables()[1], scored(made, run.pos - n_unknown, cap), strict=True)
@@ -369,36 +367,28 @@ def test_heads_of_all_kinds(
             the_worst_go_for_the_best(made, cap)
 
 
-def idle(w: tiny.Writer, n_idle: int) -> None:
-    """Of qwen3's architecture: three layers, of which the first n_idle give what they are given."""
-    w.zero = tuple(f"blk.{i}.{name}.weight" for i in range(n_idle) for name in ("attn_output", "ffn_down"))
-    tiny.qwen3(w)
-
-
 def test_predicted_queries_are_of_the_input_of_the_layer_before(library: Path, tmp_path: Path) -> None:
     """Where the layer before gives what it is given, the queries that are predicted are the layer's own. Elsewhere they are not."""
     for n_idle in (2, 0):
-        tiny.write_worded(tmp_path / "model.gguf", "qwen3", partial(idle, n_idle=n_idle))
+        tiny.write_worded(tmp_path / "model.gguf", "qwen3", partial(tiny.idle, n_idle=n_idle))
         with host_kernels(library), Model.load(tmp_path / "model.gguf") as model:
-            made = fresh_run(model, CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True, ahead=True)
+            made = fresh_run(model, CACHES["f16"], n_exchange=3, n_blocks=6, q_tap=True, ahead=2)
             with made.run, pytest.raises(AssertionError) if n_idle == 0 else nullcontext():
                 fills_empty_slots_with_the_best(made, n_unknown=1)
 
 
-def steady(w: tiny.Writer) -> None:
-    """Of qwen3's architecture: what a layer gives depends on the token alone, and rotations are hardly any."""
-    n_layer = 4
-    w.keys(rope__scaling__type="linear", rope__scaling__factor=1e6)
-    w.zero = tuple(f"blk.{i}.attn_output.weight" for i in range(n_layer))
-    tiny.qwen3(w, n_layer=n_layer)
+def again(run: Run, n: int) -> None:
+    """The next n tokens are the same."""
+    run.tokens = run.tokens.copy()  # others use them
+    run.tokens[run.pos : run.pos + n] = run.tokens[run.pos]
 
 
 def test_predictions_are_mended_by_what_was_missed_before(library: Path, tmp_path: Path) -> None:
     """With the same token again predictions are the own queries: not the first time, and not in the last layer."""
-    tiny.write_worded(tmp_path / "model.gguf", "qwen3", steady)
+    tiny.write_worded(tmp_path / "model.gguf", "qwen3", tiny.steady)
     with host_kernels(library), Model.load(tmp_path / "model.gguf") as model:
-        made = fresh_run(model, CACHES["f16"], n_exchange=24, n_blocks=6, q_tap=True, ahead=True)
-        made.run.tokens[N_READ:] = made.run.tokens[N_READ]
+        made = fresh_run(model, CACHES["f16"], n_exchange=24, n_blocks=6, q_tap=True, ahead=2)
+        again(made.run, 64)
         with made.run:
             for _ in range(2):  # it begins anew where its index was read
                 with pytest.raises(AssertionError):
@@ -407,11 +397,27 @@ def test_predictions_are_mended_by_what_was_missed_before(library: Path, tmp_pat
                 fills_empty_slots_with_the_best(made, n_unknown=1, n_layer=3)
 
 
+def test_layers_wait_at_first_and_where_much_is_missed(library: Path, tmp_path: Path) -> None:
+    """Then they choose by their own queries. `steady` misses nothing with the same token again, but with another."""
+    for make, waits in ((tiny.steady, False), (partial(tiny.qwen3, q_norm=4.0), True)):
+        tiny.write_worded(tmp_path / "model.gguf", "qwen3", make)
+        with host_kernels(library), Model.load(tmp_path / "model.gguf") as model:
+            for n_same in (4, 14):
+                made = fresh_run(model, CACHES["f16"], n_exchange=24, n_blocks=6, q_tap=True, ahead=1)
+                again(made.run, n_same)
+                with made.run, pytest.raises(AssertionError) if n_same > 12 and not waits else nullcontext():
+                    made.run.feed(n_same, 1)
+                    fills_empty_slots_with_the_best(made, n_layer=2)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
-def test_what_is_chosen_ahead_is_what_is_seen(library: Path, tiny_model: Callable[[str], Model], name: str) -> None:
+def test_what_is_chosen_ahead_is_what_is_seen(
+    library: Path, tiny_model: Callable[[str], Model], name: str, ahead: int
+) -> None:
     model, cache = tiny_model(name), CACHES["f16"]
     with host_kernels(library):
-        run, guests, _ = fresh_run(model, cache, n_exchange=3, n_blocks=4, ahead=True)
+        run, guests, _ = fresh_run(model, cache, n_exchange=3, n_blocks=4, ahead=ahead)
     with run:
         logits = run.feed(1, 1)
         blocks, units = guests.tables()
@@ -422,7 +428,7 @@ def test_several_tokens_of_a_sequence_choose_by_their_own_queries(
     library: Path, tiny_model: Callable[[str], Model]
 ) -> None:
     tables = []
-    for ahead in (True, False):
+    for ahead in (2, 0):
         with host_kernels(library):
             run, guests, _ = fresh_run(tiny_model("qwen3"), CACHES["f16"], n_blocks=4, ahead=ahead)
         with run:

@@ -218,8 +218,8 @@ def test_cut_off_at_every_line(opened: Open, operation: str) -> None:
 library = kernels.library
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_needles_are_found(opened: Open, library: Path, ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_needles_are_found(opened: Open, library: Path, ahead: int) -> None:
     """In a pool of a quarter of the text, where recency finds none; also by predicted queries."""
     document = needles.document(2400, seed=3)
     found = {}

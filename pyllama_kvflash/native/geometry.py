@@ -16,7 +16,7 @@ class PoolParams:
         its guests; 0: there are no guests.
     n_exchange: guests of a layer that a ubatch exchanges at most.
     n_turn: layers choose at every n-th token, by turns.
-    ahead: by predicted queries, where a GPU computes that beside the layer before.
+    ahead: by predicted queries, where a GPU computes that beside the layer before; 2: also where these are known to miss much.
     """
 
     n_pool: int
@@ -29,7 +29,7 @@ class PoolParams:
     index_one: int = 0
     n_exchange: int = 0
     n_turn: int = 1
-    ahead: bool = True
+    ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ class GpuChoice:
     def n_bytes(self, here: Collection[int]) -> int:
         """Return the most bytes that a GPU with these layers takes: with a whole context of each sequence in its index."""
         codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
-        drift = [_WORD * self.n_seq * h.n_query * h.n_embd for h in self.heads]  # of predicted queries
+        drift = [_WORD * self.n_seq * h.n_query * (h.n_embd + 1) for h in self.heads]  # of predicted queries
         pieces = [*self._scratch(), *self._tables(), *(self._basis(h) for h in self.heads), *drift]
         return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
 

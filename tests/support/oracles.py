@@ -72,12 +72,12 @@ class Run:
         index: tuple[int, int, int] | None = None,
         n_exchange: int = 0,
         n_turn: int = 1,
-        ahead: bool = False,
+        ahead: int = 0,
     ) -> None:
         """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256.
 
         index: the parts of an index, for guests; n_exchange: of them; n_turn: at every n-th token a layer chooses;
-        ahead: by predicted queries.
+        ahead: by predicted queries; 2: always.
         """
         params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
         if params and index:

@@ -149,8 +149,9 @@ def qwen3(
     n_head: int = 4,
     n_head_kv: int = 2,
     n_head_dim: int = 64,
+    q_norm: float = 2.0,
 ) -> None:
-    """Dense: llama_kv_cache. The benchmarks ask for larger ones."""
+    """Dense: llama_kv_cache. The benchmarks ask for larger ones. q_norm: how large queries are, and so logits."""
     w.geometry(
         n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
     )
@@ -158,9 +159,23 @@ def qwen3(
     for i in range(n_layer):
         blk = f"blk.{i}."
         w.norm(blk + "attn_norm.weight", n_embd)
-        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=2.0)
+        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=q_norm)
         w.norm(blk + "ffn_norm.weight", n_embd)
         w.ffn(blk, n_embd, n_ff)
+
+
+def idle(w: Writer, n_idle: int) -> None:
+    """Of qwen3's architecture: three layers, of which the first n_idle give what they are given."""
+    w.zero = tuple(f"blk.{i}.{name}.weight" for i in range(n_idle) for name in ("attn_output", "ffn_down"))
+    qwen3(w)
+
+
+def steady(w: Writer) -> None:
+    """Of qwen3's architecture: what a layer gives depends on the token alone, and rotations are hardly any."""
+    n_layer = 4
+    w.keys(rope__scaling__type="linear", rope__scaling__factor=1e6)
+    w.zero = tuple(f"blk.{i}.attn_output.weight" for i in range(n_layer))
+    qwen3(w, n_layer=n_layer)
 
 
 def qwen35(w: Writer, n_mtp: int = 0) -> None:

@@ -38,6 +38,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
         }
         l.chooser = chooser;
     }
+    waits.assign(layers.size(), its.ahead != AHEAD_ALWAYS);
 }
 
 bool kvf_fresh::is_guest(uint32_t block) const {
@@ -132,8 +133,11 @@ void kvf_fresh::build(
         kvf_move_nodes(gf, first, after);
     };
     beside(ahead.begin, [&] { ggml_build_forward_expand(gf, ahead.q); });
-    beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i, before); });
+    if (!waits[i]) {
+        beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i, before); });
+    }
     chooser.join(ctx, gf, i, ahead.reads);
+    if (waits[i]) { chooser.build(ctx, gf, res, q, scale, i, before); }
     before       = {ahead.q, q};
     layer_before = i;
 }
@@ -176,7 +180,7 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         const uint32_t n = s.tokens.size(), n_asking = std::min(n, MOST_ASKING);
         for (uint32_t i = 0; i < n_asking; ++i) {
             const uint32_t row = s.tokens[(i + 1) * n / n_asking - 1];
-            s.asking.emplace_back(row, ahead ? ubatch.pos[s.tokens[0]] - 1 : ubatch.pos[row]);
+            s.asking.emplace_back(row, ubatch.pos[row]);
         }
         // a chunk that has become common may be in a slot, too. new slots are filled by turns, and seen by nobody until they
         // all are
@@ -190,9 +194,29 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         const auto pos = ubatch.pos[s.tokens[0]];
         s.n_drift      = ahead && n == 1 && s.n_fill && pos == s.pos_next ? s.n_drift + 1 : 0;
         s.pos_next     = ahead && n == 1 && s.n_fill ? pos + 1 : -1;
+        s.pos_ahead    = pos - 1;
         s.n_visible    = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
         s.n_step++;
     }
+    set_waits(ahead);
+}
+
+void kvf_fresh::set_waits(bool ahead) {
+    const uint32_t n = layers.size();
+    if (its.ahead == AHEAD_ALWAYS) { return; }
+    std::vector<bool> res(n, !ahead);
+    for (size_t seq = 0; seq < sequences.size() && ahead; ++seq) {
+        auto & s = sequences[seq];
+        if (s.tokens.empty() || !s.n_fill) { continue; }
+        if (s.n_drift < N_MEASURED) { s.waits.assign(n, true); }
+        for (uint32_t i = 0; i < n && s.n_drift == N_MEASURED; ++i) {
+            s.waits[i] = layers[i].chooser->missed(seq, i) > MOST_MISSED * (N_MEASURED - 1);
+        }
+        for (uint32_t i = 0; i < n; ++i) {
+            res[i] = res[i] || s.waits[i];
+        }
+    }
+    waits = res;
 }
 
 template <typename T> void kvf_fresh::show(T * mask, int64_t n_kv) const {

@@ -48,23 +48,44 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
     return n;
 }
 
-// The drift of the layer before, by one token more of each sequence. The last blocks do it, which have nothing else to do
-static __device__ void learn_drift(
-        const kvf_gpu_drift & its, const asked & ask, const kvf_gpu_queries & own, const kvf_gpu_queries & predicted) {
-    const uint32_t n = its.n_head * its.d;
+// The drift of the layer before, by one token more of each sequence, and what was missed. A block does a head; the last
+// blocks do it, which have nothing else to do
+static __device__ void learn_drift(const kvf_gpu_layer & p, const kvf_gpu_drift & its, const asked & ask,
+        const kvf_gpu_queries & own, const kvf_gpu_queries & predicted) {
+    float * const  off    = &work<float>(p); // of the head's values; then of components
+    const uint32_t n_comp = p.form.n_comp, tid = threadIdx.x;
 #pragma unroll 1
-    for (uint32_t a = 0; a < ask.n_asker(); ++a) {
-        const int32_t * who = ask.asker(a);
-        const uint32_t  seq = who[kvf_gpu_ask::SEQ], row = who[kvf_gpu_ask::ROW];
+    for (uint32_t i = gridDim.x - 1 - blockIdx.x; i < ask.n_asker() * its.n_head; i += gridDim.x) {
+        const int32_t * who  = ask.asker(i / its.n_head);
+        const uint32_t  head = i % its.n_head, seq = who[kvf_gpu_ask::SEQ], row = who[kvf_gpu_ask::ROW];
         const int32_t   known = ask.seq(seq)[kvf_gpu_ask::N_DRIFT];
-        const float     rate  = fmaxf(DRIFT_RATE, 1.0f / (known + 1));
+        const uint32_t  at = seq * its.n_head + head, kv_head = head * its.n_head_kv / its.n_head;
+        const auto &    index = its.index[seq];
+        __syncthreads();
 #pragma unroll 1
-        for (uint32_t i = (gridDim.x - 1 - blockIdx.x) * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
-            float &     drift = its.data[(uint64_t) seq * n + i];
+        for (uint32_t e = tid; e < its.d; e += THREADS) {
+            float &     drift = its.data[at * its.d + e];
             const float old   = known ? drift : 0;
-            drift = old + rate * (query(own, row, i / its.d, i % its.d) - query(predicted, row, i / its.d, i % its.d) - old);
+            off[e]            = query(own, row, head, e) - query(predicted, row, head, e) - old;
+            drift             = old + fmaxf(DRIFT_RATE, 1.0f / (known + 1)) * off[e];
         }
+        __syncthreads();
+        float sum = 0; // of squares, by the first warp
+#pragma unroll 1
+        for (uint32_t c = tid; c < n_comp && tid < 32; c += 32) {
+            const float * basis = index.basis + (uint64_t) kv_head * its.d * n_comp + c;
+            float         x     = 0;
+#pragma unroll 8
+            for (uint32_t e = 0; e < its.d; ++e) {
+                x += off[e] * basis[e * n_comp];
+            }
+            x *= index.step[kv_head * n_comp + c] * middle(p.form, c) / reach(p.form, c); // the component's deviation
+            sum += x * x;
+        }
+        if (tid < 32) { sum = over_lanes(sum, add<float>); }
+        if (tid == 0) { its.missed[at] = known ? (known > 1 ? its.missed[at] : 0) + its.scale * sqrtf(sum) : 0; }
     }
+    __syncthreads();
 }
 
 // Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
@@ -81,7 +102,7 @@ static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ 
     }
     __syncthreads();
 
-    if (before.data) { learn_drift(p.drift_before, ask, own_before, before); }
+    if (before.data) { learn_drift(p, p.drift_before, ask, own_before, before); }
 
     uint32_t       seq    = 0;
     const uint32_t n      = n_choosing(p, ask, 0, seq);

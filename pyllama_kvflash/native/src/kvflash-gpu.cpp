@@ -85,6 +85,8 @@ struct gpu_chooser : kvf_chooser {
     void add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer, void (*launch)(ggml_tensor *, void *),
             void * userdata, std::vector<ggml_tensor *> args = {});
 
+    float missed(llama_seq_id seq, uint32_t layer) override;
+
     uint64_t n_fetched() override;
     uint64_t device_bytes() override;
 
@@ -136,16 +138,18 @@ struct gpu_chooser : kvf_chooser {
 
 // the words of an ask, as an input of the graph
 struct ask_input : llm_graph_input_i {
-    ask_input(const gpu_chooser & chooser, ggml_tensor * words) : chooser(chooser), words(words) {}
+    ask_input(const gpu_chooser & chooser, ggml_tensor * words) :
+        chooser(chooser), words(words), waits(chooser.fresh.waits) {}
 
     void set_input(const llama_ubatch *) override {
         const auto ask = chooser.ask();
         ggml_backend_tensor_set(words, ask.data(), 0, ask.size() * sizeof(int32_t));
     }
-    bool can_reuse(const llm_graph_params &) override { return true; }
+    bool can_reuse(const llm_graph_params &) override { return waits == chooser.fresh.waits; }
 
-    const gpu_chooser & chooser;
-    ggml_tensor *       words;
+    const gpu_chooser &     chooser;
+    ggml_tensor *           words;
+    const std::vector<bool> waits; // of the graph
 };
 
 // what lanes multiply: those of four nibbles at a time that have bits at a shift; an even number for each of four lanes
@@ -254,7 +258,7 @@ kvf_gpu_layer gpu_chooser::lay_out() {
         in.take(n_seq * sizeof(float) * (n + n * n_comp + l.info.n_head_kv * n_comp));
     }
     for (const auto & l : fresh.layers) {
-        at_drift.push_back(in.take(sizeof(float) * n_seq * l.info.n_head * l.info.n_embd_head_k));
+        at_drift.push_back(in.take(sizeof(float) * n_seq * l.info.n_head * (l.info.n_embd_head_k + 1)));
     }
     at_records = in.take(sizeof(void *) * n_seq * n_record);
     at_blocks  = in.take(sizeof(int32_t) * n_block);
@@ -318,8 +322,10 @@ kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const
 }
 
 kvf_gpu_drift gpu_chooser::drift(uint32_t i) const {
-    const auto & l = fresh.layers[i].info;
-    return {(float *) fixed.at(at_drift[i]), l.n_head, l.n_embd_head_k};
+    const auto & l  = fresh.layers[i].info;
+    float *      at = (float *) fixed.at(at_drift[i]);
+    return {at, at + owns.size() * l.n_head * l.n_embd_head_k, (const kvf_gpu_index *) fixed.at(at_index) + i * owns.size(),
+            l.n_head, l.n_head_kv, l.n_embd_head_k, 0};
 }
 
 //
@@ -533,6 +539,13 @@ void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * un
     gpu.wait(fixed.at());
 }
 
+float gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
+    const auto         its = drift(layer);
+    std::vector<float> res(its.n_head);
+    gpu.download(res.data(), its.missed + (size_t) seq * its.n_head, its.n_head * sizeof(float));
+    return *std::max_element(res.begin(), res.end());
+}
+
 uint64_t gpu_chooser::n_fetched() {
     uint64_t res = 0;
     gpu.download(&res, layers[0].n_fetched, sizeof(res));
@@ -569,6 +582,7 @@ std::vector<int32_t> gpu_chooser::ask() const {
             asker[A::SEQ]           = seq;
             asker[A::ROW]           = row;
             asker[A::POS]           = pos;
+            asker[A::POS_AHEAD]     = s.pos_ahead;
         }
         res[A::N_SCORED] += n * s.n_unit();
         to[A::N_UNIT]    = s.n_unit();
@@ -617,7 +631,10 @@ void gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *
     }
 
     std::vector<ggml_tensor *> args = {q, words};
-    if (before.q) { args.insert(args.end(), {before.own, before.q}); }
+    if (before.q) {
+        args.insert(args.end(), {before.own, before.q});
+        layers[layer].drift_before.scale = layers[layer - 1].scale;
+    }
     add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], args);
 }
 

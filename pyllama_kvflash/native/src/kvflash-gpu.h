@@ -67,8 +67,8 @@ struct alignas(16) kvf_gpu_word {
 
 // the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
 struct kvf_gpu_ask {
-    enum { N_ASKER, N_SCORED, LEN }; // N_SCORED: units, by all askers
-    enum { SEQ, ROW, POS, LEN_ASKER };
+    enum { N_ASKER, N_SCORED, LEN };              // N_SCORED: units, by all askers
+    enum { SEQ, ROW, POS, POS_AHEAD, LEN_ASKER }; // POS_AHEAD: the last one that is there before the layer is computed
     enum { N_UNIT, N_FILL, N_COMMON, STEP, N_DRIFT, LEN_SEQ }; // STEP: -1: all layers choose. N_DRIFT: tokens that showed it
     enum { CELL, FIRST, N, LEN_COMMON };
 
@@ -94,10 +94,15 @@ struct kvf_gpu_queries {
     uint64_t     head, row;
 };
 
-// what a layer's own queries have more than the predicted ones, of each sequence: the mean of the last tokens
+// Of a layer's predicted queries, for each sequence. drift: what the own ones have more, the mean of the last tokens.
+// missed: how far logits are off all the same, as the standard deviation over keys, summed over tokens from the second one
+// on
 struct kvf_gpu_drift {
-    float *  data; // [n_seq][n_head][d]
-    uint32_t n_head, d;
+    float *               data;   // [n_seq][n_head][d]
+    float *               missed; // [n_seq][n_head]
+    const kvf_gpu_index * index;  // of each sequence
+    uint32_t              n_head, n_head_kv, d;
+    float                 scale;
 };
 
 struct kvf_gpu_layer {

@@ -111,6 +111,11 @@ static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
     return comp < f.n_four ? 7.5f : comp < f.n_four + f.n_two ? 1.5f : 0.5f;
 }
 
+// how many standard deviations the codes of a component reach: as in policy/fresh.py
+static inline __device__ float reach(const kvf_gpu_form & f, uint32_t comp) {
+    return comp < f.n_four ? 2.7f : comp < f.n_four + f.n_two ? 1.6f : 0.8f;
+}
+
 // of a layer that chooses beside other nodes
 struct kvf_events {
     cudaEvent_t forked, done;

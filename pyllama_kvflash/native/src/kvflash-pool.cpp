@@ -99,8 +99,8 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
                     format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
         }
     }
-    const kvf_fresh::params params = {form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), g_setup->ahead != 0,
-            cparams.n_ctx_seq, cparams.n_seq_max};
+    const kvf_fresh::params params = {
+            form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), g_setup->ahead, cparams.n_ctx_seq, cparams.n_seq_max};
     try {
         kv.pool_fresh = std::make_shared<kvf_fresh>(kv, params);
     } catch (const kvf_failure & err) { refuse(err.status, err.what()); }

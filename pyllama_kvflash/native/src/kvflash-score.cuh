@@ -554,8 +554,9 @@ static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const k
                                        : nullptr;
 
         const score_task task = {i / n_each, head, first, min(HEADS, share - at), blockIdx.x % n_of, n_of,
-                who[kvf_gpu_ask::POS], drift, (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_UNIT],
-                (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_COMMON], ask.common(seq), ask.bits(seq)};
+                who[ask.beside ? kvf_gpu_ask::POS_AHEAD : kvf_gpu_ask::POS], drift,
+                (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_UNIT], (uint32_t) ask.seq(seq)[kvf_gpu_ask::N_COMMON],
+                ask.common(seq), ask.bits(seq)};
         score<N_EACH, TYPE>(p, p.index[seq], task, q, who[kvf_gpu_ask::ROW]);
     }
 }

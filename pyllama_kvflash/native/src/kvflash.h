@@ -73,7 +73,9 @@ struct kvf_pool_params {
     uint32_t index_one;   // that have 1 bit, a multiple of 4
     uint32_t n_exchange;  // guests that a layer exchanges in a ubatch, at most
     uint32_t n_turn;      // a layer chooses at every n_turn-th token, the layers in turns; 1: all layers at each token
-    uint32_t ahead;       // 1: by queries that are predicted, where a GPU computes that beside the layer before
+    // 1: by queries that are predicted, where a GPU computes that beside the layer before; but layers whose predictions miss
+    // much, and all of them at first, by their own. 2: always by predicted ones
+    uint32_t ahead;
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
