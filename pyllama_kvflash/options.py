@@ -112,7 +112,7 @@ class Options:
     )
     tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
     swaps: int = 0  # most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
-    ahead: bool = True  # with fresh on a GPU, layers choose by predicted queries, beside the layer before: faster, and hardly further
+    ahead: bool = True  # with fresh on a GPU, layers choose beside the layer before, by predicted queries, where these miss little: faster
     turns: int = 1  # with fresh, layers choose at every n-th token, by turns: faster, and further from the full cache
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
