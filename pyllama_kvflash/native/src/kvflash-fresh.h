@@ -153,8 +153,8 @@ struct kvf_fresh {
     static constexpr uint32_t UNIT        = 16; // positions of a guest
     static constexpr uint32_t MOST_ASKING = 8;  // tokens of a sequence in a ubatch whose queries choose, evenly spread
     static constexpr uint32_t N_MEASURED  = 12; // tokens that show what predictions miss
-    // What may be missed, at most. Of Qwen2.5-Coder-1.5B it picks 5 of 28 layers. One of them, with 1.9, made all the difference
-    // to the answers
+    // What may be missed, at most. Of Qwen2.5-Coder-1.5B it picks 5 of 28 layers. One of them, with 1.9, made all the
+    // difference to the answers
     static constexpr float MOST_MISSED = 1.25f;
 
     static constexpr uint32_t AHEAD_ALWAYS = 2; // of params::ahead
