@@ -542,6 +542,7 @@ void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * un
 float gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
     const auto         its = drift(layer);
     std::vector<float> res(its.n_head);
+    gpu.idle(its.missed); // the token before may not be done yet
     gpu.download(res.data(), its.missed + (size_t) seq * its.n_head, its.n_head * sizeof(float));
     return *std::max_element(res.begin(), res.end());
 }

@@ -186,7 +186,8 @@ struct kvf_gpu {
     void (*fill)(void * dst, int value, size_t stride, size_t width, size_t n);
     // fetch what l.moves says, of one sequence. blocks: its guests'
     void (*fetch)(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks);
-    void (*wait)(const void * on); // for the device on which this lies
+    void (*wait)(const void * on); // for these functions, on the device where this lies
+    void (*idle)(const void * on); // for all that it computes
 };
 
 // in the backend's library

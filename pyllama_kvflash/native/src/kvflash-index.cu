@@ -242,6 +242,11 @@ static void forget_events(void * events) {
 
 static void wait(const void * on) { CUDA_CHECK(cudaStreamSynchronize(stream_on(on))); }
 
+static void idle(const void * on) {
+    stream_on(on); // sets the device
+    CUDA_CHECK(cudaDeviceSynchronize());
+}
+
 bool kvflash_launches(const ggml_tensor * node) {
     return ((const ggml_custom_op_params *) node->op_params)->n_tasks == kvf_gpu::LAUNCHES;
 }
@@ -252,6 +257,6 @@ void kvflash_launch(ggml_tensor * node, void * on) {
 
 const kvf_gpu * kvflash_gpu() {
     static const kvf_gpu res = {kvf_choose_node, kvf_fits, kvf_fork, kvf_back, kvf_join, make_events, forget_events, upload,
-            download, copy, pinned, decode, moments, encode, fill, fetch_of, wait};
+            download, copy, pinned, decode, moments, encode, fill, fetch_of, wait, idle};
     return &res;
 }
