@@ -5,7 +5,9 @@
 #                             .dev/native.tgz; half an hour on 2 cores, and none of the other machine's time; again: what changed
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack .dev/native.tgz, or build if it is not there (200 s on 16 cores); then $OUT has it in pieces,
-#                             for the next machine: cat FOLDER/native.tgz.* >.dev/native.tgz
+#                             for the next machine: cat FOLDER/native.tgz.* >.dev/native.tgz. In the background while `pieces` arrive:
+#                             OUT=/tmp/built setsid nohup bench/device.sh build >/tmp/build.out 2>&1 &. Look whether it was done before
+#                             the next calls: what is queued behind a build that failed runs for nothing
 #   bench/device.sh wheel [S] there: `make wheel-cuda` for S seconds; again: continues. All architectures take over 16 minutes on 16
 #                             cores; CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90a-real over 6
 #   bench/device.sh installed there: that wheel as a user has it, in the Python that has pip's cuBLAS: what it loads, and its tests
@@ -38,6 +40,19 @@
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+# a call removes what the last one left beside the files that travel, even while it is being built: so there is a copy
+there=/tmp/kvflash-tree
+if command -v nvidia-smi >/dev/null; then
+    case ${1:-} in
+    wheel) ;; # dist/ is taken from here
+    *)
+        mkdir -p $there
+        tar c --exclude=.git --exclude='.dev/m[0-9][0-9]' . | tar x -C $there
+        cd $there
+        ;;
+    esac
+fi
 
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
 arch=${KVFLASH_CUDA_ARCH:-90a-real}
@@ -117,6 +132,7 @@ pathlib.Path(site.getsitepackages()[0], 'kvflash.pth').write_text('$PWD\n')"
         || { tail -40 build.log; exit 1; }
     echo "built in $((SECONDS - begin)) s on $(nproc) cores"
     if [ -n "${OUT:-}" ]; then
+        mkdir -p "$OUT"
         tar czf - -C "$(python3 -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/pyllama_kvflash/native" . \
             | split -b 15M -d - "$OUT/native.tgz."
     fi
