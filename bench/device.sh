@@ -43,16 +43,17 @@ cd "$(dirname "$0")/.."
 
 # a call removes what the last one left beside the files that travel, even while it is being built: so there is a copy
 there=/tmp/kvflash-tree
-if command -v nvidia-smi >/dev/null; then
-    case ${1:-} in
-    wheel) ;; # dist/ is taken from here
-    *)
+case ${1:-} in
+'' | cuda | pack | pieces) ;; # here, whatever machine that is
+wheel) ;;                     # there, but dist/ is kept, and copied for `installed`
+*)
+    if command -v nvidia-smi >/dev/null; then
         mkdir -p $there
         tar c --exclude=.git --exclude='.dev/m[0-9][0-9]' . | tar x -C $there
         cd $there
-        ;;
-    esac
-fi
+    fi
+    ;;
+esac
 
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
 arch=${KVFLASH_CUDA_ARCH:-90a-real}

@@ -13,6 +13,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import drafting
 from support.cuts import cut_off_at_every_line
 from support.drafting import PROMPT, TOKENS, Knowing, add_up
+from support.oracles import ON_GPU
 from support.rounding import Chosen, held
 from support.runs import GREEDY, Open, text_of
 
@@ -20,7 +21,7 @@ from pyllama_kvflash import Done, KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import Context, Model, Sampler, devices
+from pyllama_kvflash.native import Context, Model, Sampler
 
 pytestmark = pytest.mark.native
 
@@ -30,7 +31,7 @@ opened = drafting.opened
 story = drafting.story
 
 # a GPU has other kernels for a wide batch than for a token, which round otherwise
-CPU_ONLY = pytest.mark.skipif(any(d.gpu for d in devices()), reason="was not tried with what a GPU rounds by width")
+CPU_ONLY = pytest.mark.skipif(ON_GPU, reason="was not tried with what a GPU rounds by width")
 
 
 #

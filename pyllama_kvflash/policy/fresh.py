@@ -108,8 +108,7 @@ class GpuChoice:
     def n_bytes(self, here: Collection[int]) -> int:
         """Return the most bytes that a GPU with these layers takes: with a whole context of each sequence in its index."""
         codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
-        drift = [_WORD * self.n_seq * h.n_query * (h.n_embd + 1) for h in self.heads]  # of predicted queries
-        pieces = [*self._scratch(), *self._tables(), *(self._basis(h) for h in self.heads), *drift]
+        pieces = [*self._scratch(), *self._tables(), *map(self._basis, self.heads), *map(self._drift, self.heads)]
         return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
 
     def _codes(self, heads: Heads) -> int:
@@ -120,6 +119,10 @@ class GpuChoice:
         """Of the keys of all sequences in a layer: means, bases and steps."""
         n_comp = self.form.n_comp
         return _WORD * self.n_seq * heads.n_kv * (heads.n_embd + heads.n_embd * n_comp + n_comp)
+
+    def _drift(self, heads: Heads) -> int:
+        """Of the predicted queries of all sequences in a layer: what they lack, and what they miss all the same."""
+        return _WORD * self.n_seq * heads.n_query * (heads.n_embd + 1)
 
     def _scratch(self) -> list[int]:
         """Of the layer that chooses: shares of the attention, the words of a product, what is fetched; of a new index: moments."""

@@ -12,16 +12,17 @@ from pyllama_kvflash import Done, KVFlash, Reselect, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import LAST, Context, Model, Sampler, devices
+from pyllama_kvflash.native import LAST, Context, Model, Sampler
 from pyllama_kvflash.policy import State
 from support import tiny
+from support.oracles import ON_GPU
 
 Logits = npt.NDArray[np.float32]
 Open = Callable[..., KVFlash]
 
 TOKENS = np.random.default_rng(5).integers(0, tiny.N_VOCAB, 20_000).astype(np.int32)
 GREEDY = Sampling(temperature=0)
-HOST = pytest.mark.skipif(any(d.gpu for d in devices()), reason="what is in the host's memory without a GPU")
+HOST = pytest.mark.skipif(ON_GPU, reason="what is in the host's memory without a GPU")
 MODELS = ["qwen3", "qwen35", "gemma4"]
 
 # options of small engines

@@ -192,8 +192,9 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         s.changed      = false;
         s.n_since      = s.n_fill > filled ? 0 : s.n_since + 1;
         const auto pos = ubatch.pos[s.tokens[0]];
-        s.n_drift      = ahead && n == 1 && s.n_fill && pos == s.pos_next ? s.n_drift + 1 : 0;
-        s.pos_next     = ahead && n == 1 && s.n_fill ? pos + 1 : -1;
+        const bool one = ahead && n == 1 && s.n_fill;
+        s.n_drift      = one && pos == s.pos_next ? s.n_drift + 1 : 0;
+        s.pos_next     = one ? pos + 1 : -1;
         s.pos_ahead    = pos - 1;
         s.n_visible    = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
         s.n_step++;

@@ -52,7 +52,7 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
 // blocks do it, which have nothing else to do
 static __device__ void learn_drift(const kvf_gpu_layer & p, const kvf_gpu_drift & its, const asked & ask,
         const kvf_gpu_queries & own, const kvf_gpu_queries & predicted) {
-    float * const  off    = &work<float>(p); // of the head's values; then of components
+    float * const  off    = &work<float>(p); // [d]
     const uint32_t n_comp = p.form.n_comp, tid = threadIdx.x;
 #pragma unroll 1
     for (uint32_t i = gridDim.x - 1 - blockIdx.x; i < ask.n_asker() * its.n_head; i += gridDim.x) {
@@ -83,7 +83,7 @@ static __device__ void learn_drift(const kvf_gpu_layer & p, const kvf_gpu_drift 
             sum += x * x;
         }
         if (tid < 32) { sum = over_lanes(sum, add<float>); }
-        if (tid == 0) { its.missed[at] = known ? (known > 1 ? its.missed[at] : 0) + its.scale * sqrtf(sum) : 0; }
+        if (tid == 0) { its.missed[at] = known ? (known > 1 ? its.missed[at] : 0) + sqrtf(sum) : 0; }
     }
     __syncthreads();
 }

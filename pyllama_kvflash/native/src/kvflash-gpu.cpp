@@ -315,8 +315,8 @@ kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const
         const size_t el = ggml_type_size(l.v->type);
         res.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
     }
-    res.index = (const kvf_gpu_index *) fixed.at(at_index) + (size_t) i * owns.size();
-    res.drift = drift(i);
+    res.index = drift(i).index;
+    res.drift = drift(i).data;
     if (i > 0) { res.drift_before = drift(i - 1); }
     return res;
 }
@@ -325,7 +325,7 @@ kvf_gpu_drift gpu_chooser::drift(uint32_t i) const {
     const auto & l  = fresh.layers[i].info;
     float *      at = (float *) fixed.at(at_drift[i]);
     return {at, at + owns.size() * l.n_head * l.n_embd_head_k, (const kvf_gpu_index *) fixed.at(at_index) + i * owns.size(),
-            l.n_head, l.n_head_kv, l.n_embd_head_k, 0};
+            l.n_head, l.n_head_kv, l.n_embd_head_k};
 }
 
 //
@@ -495,7 +495,7 @@ void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char *
         gpu.upload(to, src, size);
         src += size;
     }
-    std::vector<char> codes(codes_size(layer, n), 0);
+    std::vector<char> codes(codes_size(layer, n));
     if (codes.empty()) { return; }
     const auto & form = layers[layer].form;
     each_code(form, codes.size() / form.group_size(), [&](size_t host, size_t device) { codes[device] = src[host]; });
@@ -544,7 +544,7 @@ float gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
     std::vector<float> res(its.n_head);
     gpu.idle(its.missed); // the token before may not be done yet
     gpu.download(res.data(), its.missed + (size_t) seq * its.n_head, its.n_head * sizeof(float));
-    return *std::max_element(res.begin(), res.end());
+    return layers[layer].scale * *std::max_element(res.begin(), res.end());
 }
 
 uint64_t gpu_chooser::n_fetched() {
@@ -632,10 +632,7 @@ void gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *
     }
 
     std::vector<ggml_tensor *> args = {q, words};
-    if (before.q) {
-        args.insert(args.end(), {before.own, before.q});
-        layers[layer].drift_before.scale = layers[layer - 1].scale;
-    }
+    if (before.q) { args.insert(args.end(), {before.own, before.q}); }
     add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], args);
 }
 

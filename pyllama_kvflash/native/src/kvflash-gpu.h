@@ -28,11 +28,12 @@ struct kvf_gpu_rows {
 
 // of a layer and a sequence
 struct kvf_gpu_index {
-    uint8_t * codes; // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
-    float *   mean;
-    float *   basis;
-    float *   step;
-    int32_t * table;              // [n_slot]
+    // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
+    uint8_t *            codes;
+    float *              mean;
+    float *              basis;
+    float *              step;
+    int32_t *            table;   // [n_slot]
     const char * const * records; // of all chunks
 };
 
@@ -95,14 +96,13 @@ struct kvf_gpu_queries {
 };
 
 // Of a layer's predicted queries, for each sequence. drift: what the own ones have more, the mean of the last tokens.
-// missed: how far logits are off all the same, as the standard deviation over keys, summed over tokens from the second one
-// on
+// missed: how far products with keys are off all the same, as the standard deviation over keys, summed over tokens from the
+// second one on
 struct kvf_gpu_drift {
     float *               data;   // [n_seq][n_head][d]
     float *               missed; // [n_seq][n_head]
     const kvf_gpu_index * index;  // of each sequence
     uint32_t              n_head, n_head_kv, d;
-    float                 scale;
 };
 
 struct kvf_gpu_layer {
@@ -118,7 +118,8 @@ struct kvf_gpu_layer {
     const kvf_gpu_word *  words; // [4][form.n_each]
     const kvf_gpu_index * index; // of each sequence
 
-    kvf_gpu_drift drift, drift_before; // of the layer, and of the one before
+    const float * drift;        // kvf_gpu_drift::data
+    kvf_gpu_drift drift_before; // of the layer before
 
     // scratch, of all layers
     float *    lse;   // [n_asker][n_head][n_unit]

@@ -550,7 +550,7 @@ static __device__ void score(const kvf_gpu_layer & p, const asked & ask, const k
 
         const uint32_t first = head * share + at;
         const float *  drift = ask.beside && ask.seq(seq)[kvf_gpu_ask::N_DRIFT]
-                                       ? p.drift.data + ((uint64_t) seq * p.n_head + first) * p.d
+                                       ? p.drift + ((uint64_t) seq * p.n_head + first) * p.d
                                        : nullptr;
 
         const score_task task = {i / n_each, head, first, min(HEADS, share - at), blockIdx.x % n_of, n_of,
