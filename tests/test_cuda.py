@@ -19,9 +19,9 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import transfers
 from support.models import MEMORY
-from support.oracles import CACHES, Logits, Run
+from support.oracles import CACHES, TOKENS, Logits, Run
 
-from pyllama_kvflash import native
+from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.native import Model
 
 N_GPU = sum(d.gpu for d in native.devices())
@@ -105,6 +105,22 @@ def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, elsewh
     transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
     transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
     transfers.check_queries_are_those_of_the_token_before_the_next(model)
+
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("n_gpu_layers", [0, 2])
+def test_the_host_reads_its_layers_exactly(
+    tiny_path: Callable[[str], Path], n_gpu_layers: int, cache: str, elsewhere: Callable[..., Logits]
+) -> None:
+    """A GPU multiplies the weights of the host's layers in large batches; what they attend to is in the host's panes."""
+    its = CACHES[cache]
+    form = {"type_k": its.type, "type_v": its.type_v or its.type, "flash_attn": its.flash_attn}
+    with KVFlash.from_file(
+        tiny_path("qwen3"), n_gpu_layers=n_gpu_layers, n_ctx=4096, pool=1024, policy="lru", prefill="exact", panes=1, **form
+    ) as kv:
+        kv.prefill(TOKENS[:N_PROMPT])
+        assert distance(kv.logits()[None], elsewhere("qwen3", cache, *ON_CPU)[:1]) < WRONG
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
     """Return the parameters of a pool of which each layer chooses a part. head: values of a key."""
     form = IndexForm.of(head, options.index)
     parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
-    return replace(pool, **parts, n_exchange=options.n_swaps, n_turn=options.turns, ahead=options.ahead)
+    ahead = 2 if options.ahead and options.lossless else int(options.ahead)  # drafts are checked, and need not wait
+    return replace(pool, **parts, n_exchange=options.n_swaps, n_turn=options.turns, ahead=ahead)
 
 
 def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:

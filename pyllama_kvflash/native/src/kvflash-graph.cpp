@@ -44,6 +44,7 @@ void llm_graph_context::build_taps(
     cols               = ggml_reshape_3d(ctx0, cols, q->ne[0], n_q * n_share, k->ne[1]);
     ggml_tensor * kq   = ggml_mul_mat(ctx0, ggml_permute(ctx0, k, 0, 2, 1, 3), cols);
     ggml_prec_set_acc(kq, GGML_PREC_F32);
+    keep_beside(kq, k, k);
     kq = ggml_reshape_3d(ctx0, kq, kq->ne[0], n_q, q->ne[1]);
     if (hparams.attn_soft_cap) {
         const float cap = hparams.f_attn_logit_softcapping;
@@ -65,6 +66,28 @@ void llm_graph_context::build_taps(
     res->t_mass[il] = p;
     cb(p, "mass_tap", il);
     ggml_build_forward_expand(gf, p);
+}
+
+static constexpr int DEEP = 12; // nodes from an attention's result to its products with keys
+
+static void keep_on(ggml_backend_sched_t sched, ggml_backend_t backend, ggml_tensor * t, const ggml_tensor * k,
+        const ggml_tensor * v, int depth) {
+    if (!t || depth == 0) { return; }
+    for (auto * src : t->src) {
+        if (!src) { break; }
+        const auto * root = kvf_root(src);
+        if (kvf_computes(t) && (root == kvf_root(k) || root == kvf_root(v))) {
+            ggml_backend_sched_set_tensor_backend(sched, t, backend);
+        }
+        keep_on(sched, backend, src, k, v, depth - 1);
+    }
+}
+
+// Panes are filled under the nodes that read them. Where a layer's weights and rows are the host's, the scheduler would else
+// copy the rows to a GPU, with those weights, before they are there
+void llm_graph_context::keep_beside(ggml_tensor * cur, const ggml_tensor * k, const ggml_tensor * v) const {
+    auto * buf = kvf_root(k)->buffer;
+    if (cparams.paned && buf && ggml_backend_buffer_is_host(buf)) { keep_on(sched, backend_cpu, cur, k, v, DEEP); }
 }
 
 float llama_kvflash::soft_cap(const llama_kv_cache & kv) {

@@ -136,6 +136,10 @@ struct kvf_layer_tensors {
     ggml_tensor * v;
 };
 
+// whether a node computes, where others are views; and what it is a view of
+bool                kvf_computes(const ggml_tensor * t);
+const ggml_tensor * kvf_root(const ggml_tensor * t);
+
 // The layers of a full-attention cache, a few at a time. Each layer lies in a pane of its device's: the first n_pane - 2 in
 // one of their own, the others take turns in the last two. While one is computed, the next one is copied into the other
 // pane; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.

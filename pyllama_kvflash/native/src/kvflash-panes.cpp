@@ -14,12 +14,12 @@
 static constexpr ptrdiff_t MAX_STRIDE = INT32_MAX;
 
 // whether a node computes, rather than names a part of another
-static bool computes(const ggml_tensor * t) {
+bool kvf_computes(const ggml_tensor * t) {
     return t->op != GGML_OP_NONE && t->op != GGML_OP_VIEW && t->op != GGML_OP_RESHAPE && t->op != GGML_OP_PERMUTE &&
            t->op != GGML_OP_TRANSPOSE;
 }
 
-static const ggml_tensor * root(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+const ggml_tensor * kvf_root(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
 // whether a tensor of a cache has values, by its name: llama.cpp calls them cache_k_l0, cache_v_l0, ...
 static bool is_v(const ggml_tensor * t) { return strstr(t->name, "v_l") != nullptr; }
@@ -254,8 +254,8 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
 
 // the layer that a node reads or writes, -1: none
 int32_t kvf_panes::touched(const ggml_tensor * t) const {
-    for (int i = 0; i < GGML_MAX_SRC && t->src[i] && computes(t); ++i) {
-        const auto found = layer_of.find(root(t->src[i]));
+    for (int i = 0; i < GGML_MAX_SRC && t->src[i] && kvf_computes(t); ++i) {
+        const auto found = layer_of.find(kvf_root(t->src[i]));
         if (found != layer_of.end()) { return found->second; }
     }
     return -1;
@@ -272,7 +272,7 @@ void kvf_panes::find_turns() {
 
         if (order.empty() || order.back().layer != layer) { order.push_back({layer, nullptr, false, false}); }
         auto &     turn   = order.back();
-        const bool writes = layer_of.count(root(t)) > 0;
+        const bool writes = layer_of.count(kvf_root(t)) > 0;
         turn.last         = t;
         turn.writes |= writes;
         turn.reads |= !writes;

@@ -115,6 +115,7 @@ void llama_kvflash::attach_panes(llama_memory_i * mem, llama_cparams & cparams) 
     kv->pool_panes = g_panes;
     tap(*kv, cparams, g_panes->params.q_tap, g_panes->params.q_every);
     cparams.mass_piece = g_panes->params.mass_piece;
+    cparams.paned      = true;
 }
 
 void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
