@@ -65,7 +65,7 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
     generation.Sampler = Forced  # type: ignore[misc]
     Lossless.draft = guess  # type: ignore[method-assign]
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
-    Model.piece = lambda *_: b""  # type: ignore[method-assign]
+    Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
     if accepted is None:
         Lookahead.n = 0  # type: ignore[assignment, method-assign]
     try:

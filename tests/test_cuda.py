@@ -107,7 +107,6 @@ def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, elsewh
     transfers.check_queries_are_those_of_the_token_before_the_next(model)
 
 
-
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("n_gpu_layers", [0, 2])
 def test_the_host_reads_its_layers_exactly(
@@ -117,10 +116,44 @@ def test_the_host_reads_its_layers_exactly(
     its = CACHES[cache]
     form = {"type_k": its.type, "type_v": its.type_v or its.type, "flash_attn": its.flash_attn}
     with KVFlash.from_file(
-        tiny_path("qwen3"), n_gpu_layers=n_gpu_layers, n_ctx=4096, pool=1024, policy="lru", prefill="exact", panes=1, **form
+        tiny_path("qwen3"),
+        n_gpu_layers=n_gpu_layers,
+        n_ctx=4096,
+        pool=1024,
+        policy="lru",
+        prefill="exact",
+        panes=1,
+        **form,
     ) as kv:
-        kv.prefill(TOKENS[:N_PROMPT])
+        for _ in kv.prefill(TOKENS[:N_PROMPT]):
+            pass
         assert distance(kv.logits()[None], elsewhere("qwen3", cache, *ON_CPU)[:1]) < WRONG
+
+
+@pytest.mark.skipif(N_GPU < 2, reason="there is one GPU")
+@pytest.mark.parametrize("cache", ["f16", "q8_0"])
+def test_two_gpus_choose_as_one(tiny_path: Callable[[str], Path], cache: str) -> None:
+    """By the layers' own queries: the layer before is on the other GPU, so its predictions are mended on one alone."""
+    found = []
+    for split in ((1.0, 0.0), (1.0, 1.0)):
+        with KVFlash.from_file(
+            tiny_path("qwen3"),
+            tensor_split=split,
+            n_ctx=4096,
+            pool=512,
+            policy="fresh",
+            ahead=False,
+            type_k=cache,
+            type_v=cache,
+        ) as kv:
+            for _ in kv.prefill(TOKENS[:2000]):
+                pass
+            found.append([kv.logits().copy()])
+            for token in TOKENS[2000 : 2000 + N_STEPS]:
+                kv.decode(np.array([token], np.int32))
+                found[-1].append(kv.logits().copy())
+            assert len({layer.device for layer in kv.ctx.layers()}) == 1 + (split[1] > 0)
+    np.testing.assert_array_equal(*found)
 
 
 if __name__ == "__main__":
