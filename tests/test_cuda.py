@@ -19,12 +19,10 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import transfers
 from support.models import MEMORY
-from support.oracles import CACHES, TOKENS, Logits, Run
+from support.oracles import CACHES, N_GPU, TOKENS, Logits, Run
 
-from pyllama_kvflash import KVFlash, native
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.native import Model
-
-N_GPU = sum(d.gpu for d in native.devices())
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(N_GPU == 0, reason="there is no GPU")]
 
@@ -133,7 +131,9 @@ def test_the_host_reads_its_layers_exactly(
 @pytest.mark.skipif(N_GPU < 2, reason="there is one GPU")
 @pytest.mark.parametrize("cache", ["f16", "q8_0"])
 def test_two_gpus_choose_as_one(tiny_path: Callable[[str], Path], cache: str) -> None:
-    """By the layers' own queries: the layer before is on the other GPU, so its predictions are mended on one alone."""
+    """By the layers' own queries: predictions are mended by the next layer on the same GPU. What is computed differs in bits: a
+    GPU computes a norm together with what precedes it, and where a GPU's layers begin nothing does.
+    """
     found = []
     for split in ((1.0, 0.0), (1.0, 1.0)):
         with KVFlash.from_file(
@@ -153,7 +153,7 @@ def test_two_gpus_choose_as_one(tiny_path: Callable[[str], Path], cache: str) ->
                 kv.decode(np.array([token], np.int32))
                 found[-1].append(kv.logits().copy())
             assert len({layer.device for layer in kv.ctx.layers()}) == 1 + (split[1] > 0)
-    np.testing.assert_array_equal(*found)
+    assert distance(*map(np.array, found)).max() < WRONG
 
 
 if __name__ == "__main__":

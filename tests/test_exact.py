@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
@@ -140,13 +141,16 @@ def check_cell(model: Model, cache: Cache, n_pane: int) -> Pass:
             want, got = stock.feed(n), run.decode(n)
             assert_equal(got[None], want)
         assert ON_GPU or np.array_equal(got, pool.ctx.logits())  # of another width: a GPU sums in another order
+        # on GPUs, rows beyond the first layer hang on sums over another width; what is read from them is a stock cache's
+        n_same = run.layers[0].offs_k + run.layers[0].size_k if ON_GPU else run.info.record_bytes
         for chunk, record in enumerate(run.records[: N_ALL // CHUNK]):
-            assert np.array_equal(record, pool.read(chunk)), f"record {chunk} differs"
+            assert np.array_equal(record[:n_same], pool.read(chunk)[:n_same]), f"record {chunk} differs"
         begun, there = run.records[-1], pool.read(N_ALL // CHUNK)
         assert head(begun)["mask"] == (1 << N_ALL % CHUNK) - 1
         assert np.array_equal(begun[: run.info.meta_bytes], there[: run.info.meta_bytes])
         for i in range(N_ALL % CHUNK):
-            for got_row, want_row in zip(run.parts(begun, i), run.parts(there, i), strict=True):
+            parts = zip(run.parts(begun, i), run.parts(there, i), strict=True)
+            for got_row, want_row in islice(parts, 1 if ON_GPU else None):
                 assert np.array_equal(got_row, want_row), f"row {i} of the chunk that is being written differs"
         check_bytes(run, stock.ctx, n_pane)
     return run

@@ -13,6 +13,7 @@ from support import kernels, needles
 from support.changes import crossed
 from support.cuts import cut_off_at_every_line
 from support.kernels import host_kernels
+from support.oracles import N_GPU
 from support.runs import GREEDY, TOKENS, Open, feed, logits_of, read, text_of
 
 from pyllama_kvflash import KVFlash
@@ -52,7 +53,8 @@ def test_what_fits_is_the_full_cache(opened: Open, how: str) -> None:
     kv, full = opened(prefill=how), opened(pool="off", policy="lru")
     for one in (kv, full):
         read(one, 600)
-    assert np.array_equal(logits_of(kv, 700, 1), logits_of(full, 700, 1))
+    off = np.abs(logits_of(kv, 700, 1) - logits_of(full, 700, 1)).max()
+    assert off == 0 or (N_GPU > 1 and off < 0.02)  # each device sums over a width of its own
     assert kv.pager.ledger.n_guests == 0
 
 

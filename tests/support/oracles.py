@@ -28,7 +28,10 @@ N_THREADS = int(os.environ.get("KVFLASH_TEST_THREADS", "2"))  # 1 is much faster
 N_CTX = 65536
 N_POOL = 2048  # holds all of a short run
 N_PROMPT, N_STEPS = 1000, 100
-ON_GPU = any(d.gpu for d in devices())
+N_GPU = sum(d.gpu for d in devices())
+ON_GPU = N_GPU > 0
+# a layer's choice mends what was predicted for the layer before, if that is on the same device
+ONE_GPU: dict[str, Any] = {"tensor_split": (1.0,) + (0.0,) * (N_GPU - 1)} if N_GPU > 1 else {}
 FINGERPRINT = 0x0123456789ABCDEF
 SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
 
