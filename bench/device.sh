@@ -151,7 +151,8 @@ wheel)
     grep -E '^ *[0-9.]+ MB' build/wheel.log || { tail -40 build/wheel.log; exit 1; }
     ;;
 installed)
-    python3 -m pip install --quiet --no-index --find-links .dev/wheels dist/*+cu*.whl "${packages[@]}"
+    python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
+    python3 -m pip install --quiet --no-index --no-deps dist/*+cu*.whl
     export PYTHONSAFEPATH=1 PYTHONPATH=$PWD/tests KVFLASH_WHEEL
     KVFLASH_WHEEL=$(echo "$PWD"/dist/*+cu*.whl)
     python3 -c 'import pathlib, re

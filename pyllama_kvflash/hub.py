@@ -1,6 +1,6 @@
 """Models of the Hugging Face Hub: parse their names, choose a repository's model file, and translate the Hub's errors.
 
-Files lie in the Hub's own cache. huggingface_hub is imported when it is needed, and may be missing.
+Files lie in the Hub's own cache. huggingface_hub is imported when it is needed.
 """
 
 import errno
@@ -148,7 +148,7 @@ def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda 
 
     If the Hub does not give it, the cached one is taken, with a note. Raises UsageError and ModelError.
     """
-    hub = library("-hf", "hub", "a file")
+    hub = library()
     if wanted.offline or _constants().HF_HUB_OFFLINE:
         return _offline(wanted, note)
     try:
@@ -164,25 +164,16 @@ def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
     """Download a repository's files that fit the patterns, and return their folder. Raises UsageError and
     ModelError.
     """
-    hub = library("hf:", "convert", "a folder")
+    hub = library()
     try:
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as err:  # noqa: BLE001 (as in fetch)
         raise translated(f"hf:{repo}", err, "a folder") from None
 
 
-def library(what: str, extra: str, instead: str) -> Any:
-    """Return huggingface_hub. Raises UsageError if it is missing, in a sentence from these words:
-
-    what: the option that needs it.
-    extra: the extra that installs it.
-    instead: what to give instead.
-    """
-    try:
-        return import_module("huggingface_hub")
-    except ImportError:
-        msg = f"{what} needs huggingface-hub: pip install 'pyllama-kvflash[{extra}]', or give {instead}"
-        raise UsageError(msg) from None
+def library() -> Any:
+    """Return huggingface_hub, which takes a while to import."""
+    return import_module("huggingface_hub")
 
 
 def _constants() -> Any:

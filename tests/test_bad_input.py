@@ -250,12 +250,6 @@ def test_prompt_file_that_is_none(tmp_path: Path) -> None:
     check_error(kvflash("run", "-f", tmp_path), USAGE, str(tmp_path), "directory")
 
 
-def test_two_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompt.txt"
-    path.write_text("Hello")
-    check_error(kvflash("run", "-p", "Hello", "-f", path), USAGE, "-p/--prompt", "-f/--file")
-
-
 def test_no_prompt_on_a_terminal() -> None:
     ours, theirs = os.openpty()
     try:

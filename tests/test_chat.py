@@ -6,7 +6,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -17,11 +16,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("jinja2")
 
-import gguf
 from click.testing import CliRunner, Result
 from support.commands import SCRIPT, forget_settings
+from support.templates import with_template
 
 from pyllama_kvflash import chat
 from pyllama_kvflash.chat import ChatTemplate
@@ -178,26 +176,6 @@ def test_the_template_of_a_model(tmp_path: Path) -> None:
         assert model.piece(int(template.tokens(model, HELLO)[0]), special=True).decode() == bos
 
 
-def with_template(path: Path, template: str) -> Path:
-    """The bundled model with a chat template."""
-    reader = gguf.GGUFReader(BUNDLED_MODEL)
-    writer = gguf.GGUFWriter(path, "qwen3")
-    for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith("GGUF."):
-            continue
-        kind = field.types[0]
-        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kind, sub)
-    writer.add_chat_template(template)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 #
 # the command
 #
@@ -262,7 +240,7 @@ def test_the_context_is_full_at_last() -> None:
     assert len(res.stdout) > 200
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(tmp_path: Path) -> None:
     assert "-n/--predict is 0" in talk("", "-n", "0").stderr
     (tmp_path / "bad.jinja").write_text("{% for %}")
     res = talk("hello\n", "--chat-template-file", str(tmp_path / "bad.jinja"))
@@ -270,8 +248,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the chat template cannot render" in res.stderr
     res = talk("a\0b\n")
     assert (res.exit_code, "zero byte" in res.stderr) == (2, True)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert "kvflash chat needs jinja2: pip install 'pyllama-kvflash[serve]'" in talk("").stderr
 
 
 class Terminal:

@@ -367,7 +367,7 @@ def test_the_command_takes_a_schema(tmp_path: Path) -> None:
         (("--set", "sampling.logit_bias=x"), "is not a bias"),
         (("--set", "sampling.logit_bias=5+inf"), "is not a bias"),
         (("--set", "sampling.logit_bias=99999999+1"), "ids are 0 to 4,095"),
-        (("--presence-penalty", "3"), "--presence-penalty is 3"),
+        (("--set", "sampling.presence_penalty=3"), "--set sampling.presence_penalty is 3"),
     ],
 )
 def test_bad_options(args: tuple[str, ...], words: str) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -425,12 +424,6 @@ def test_translated(error: Exception, words: tuple[str, ...]) -> None:
     assert "\n" not in str(res)
     for word in words:
         assert word in str(res)
-
-
-def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"-hf needs huggingface-hub: pip install 'pyllama-kvflash\[hub\]'"):
-        hub.fetch(Wanted("a/b"))
 
 
 #

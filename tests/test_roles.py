@@ -148,7 +148,7 @@ def test_the_pairs_are_all_there() -> None:
     """So that a command that declares nothing is seen."""
     found = {(" ".join(names), output.name, read.name) for names, output, read in PAIRS}
     for output in ("output", "trace", "save_snapshot"):
-        for read in ("model", "model_arg", "prompt_file", "spec_model", "grammar", "json_schema", "restore"):
+        for read in ("model", "model_arg", "prompt_files", "spec_model", "grammar", "json_schema", "restore"):
             assert ("run", output, read) in found or (output, read) == ("save_snapshot", "restore")
     assert {
         ("plot", "output", "trace"),

@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -250,7 +249,7 @@ def refusal(*args: str) -> str:
     return res.output
 
 
-def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_command(tmp_path: Path) -> None:
     assert "none.gguf does not exist" in refusal("none.gguf")
     assert "-n/--predict is 0" in refusal("-n", "0")
     assert "--temp is nan" in refusal("--temp", "nan")
@@ -262,8 +261,6 @@ def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         taken.listen()
         assert "Address already in use; choose another" in refusal("--port", str(taken.getsockname()[1]))
     assert "cannot listen on no.such.host.invalid:0" in refusal("--port", "0", "--host", "no.such.host.invalid")
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    assert "kvflash serve needs starlette: pip install 'pyllama-kvflash[serve]'" in refusal()
 
 
 def test_a_model_that_cannot_be_served_ends_the_command(tmp_path: Path) -> None:

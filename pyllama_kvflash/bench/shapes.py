@@ -253,11 +253,8 @@ def _check_room(name: str, shape: Shape, folder: Path) -> None:
 
 
 def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None) -> None:
-    try:
-        import gguf  # noqa: PLC0415 (an optional extra)
-    except ImportError:
-        msg = "`shape` needs gguf: pip install gguf, or give a model"
-        raise UsageError(msg) from None
+    import gguf  # noqa: PLC0415 (half a second)
+
     file = gguf.GGUFWriter(path, shape.arch)
     file.add_string("general.name", f"random weights, shape {name}")
     file.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_0))

@@ -22,7 +22,7 @@ from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.speed import paging, speed
-from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.errors import KVFlashError, UsageError
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -54,6 +54,15 @@ Exit codes: 0 done; 1 it failed while running; 2 an option, a file or the prompt
 
 class Group(click.Group):
     """A group whose commands end with one sentence and an exit code, never with a traceback."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command. Raises UsageError for a model in its place."""
+        if args[0].endswith(".gguf"):
+            msg = (
+                f'{args[0]} is not a command: kvflash run {args[0]} -p "text" asks this model, and -f FILE reads a file'
+            )
+            raise UsageError(msg)
+        return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit."""

@@ -21,7 +21,6 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.cli.serve import check_extra
 from pyllama_kvflash.engine.loading import check_file, why_unchosen
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import Options
@@ -74,7 +73,7 @@ its right answer is given token by token: for turns, with the questions between 
 RULER_HELP = f"""Run the tasks of RULER: codes, variables and words in long texts, answered greedily.
 
 The model gets each text as a user's message in its chat template, and its answer begins as RULER prescribes. Points are
-the share of the expected strings that are in the answer, times 100. Needs jinja2: pip install 'pyllama-kvflash[serve]'.
+the share of the expected strings that are in the answer, times 100.
 
 \b
   kvflash bench ruler model.gguf --quick                            a first look: 4 minutes for 135M weights, two cores
@@ -239,8 +238,6 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
 )
 def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **options: Any) -> None:
     """Run the kld bench."""
-    if task is not None:
-        check_extra("kvflash bench kld --task", ("jinja2",))
     model, folder, common, variants, reporter = _common("kld", options)
     contexts = options["contexts"]
     if task is not None and not _untyped("n_score"):
@@ -293,7 +290,6 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     if named_model(options["model_arg"], options["model"]) is None:
         msg = "bench ruler needs a model that answers questions: give its .gguf file, or -hf user/model"
         raise UsageError(msg)
-    check_extra("kvflash bench ruler", ("jinja2",))
     if quick:
         options |= {name: value for name, value in _QUICK.items() if _untyped(name)}
     model, folder, common, variants, reporter = _common("ruler", options)

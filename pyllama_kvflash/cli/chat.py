@@ -14,7 +14,7 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.cli.serve import TEMPLATE, check_extra, read_template
+from pyllama_kvflash.cli.serve import TEMPLATE, read_template
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
@@ -41,7 +41,7 @@ stdout carries only the answers.
   kvflash chat model.gguf -c 128K --kvflash 8K -sys "You are terse."
   cat questions.txt | kvflash chat model.gguf --temp 0 > answers.txt
 
-The chat template is the model's own, and needs jinja2: pip install 'pyllama-kvflash[serve]'.
+The chat template is the model's own.
 """
 
 _QUOTES = '"""'
@@ -83,8 +83,7 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk with a model in a terminal."""
-    check_extra("kvflash chat", ("jinja2",))
-    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
+    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
 
     check_max_tokens(n_predict, least=1)
     if sys.stdin is None:

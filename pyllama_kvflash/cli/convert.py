@@ -23,7 +23,7 @@ the shapes of the weights and with the target. The tokenizer is the target's. do
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
   kvflash convert-draft hf:owner/repo --target model.gguf -o draft.gguf --outtype q8_0
 
-Needs `pip install 'pyllama-kvflash[convert]'`. The file is written under another name, and renamed at the end.
+The file is written under another name, and renamed at the end.
 """
 
 

@@ -28,6 +28,7 @@ def spelled(text: str, command: click.Command | None = None) -> str:
     options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
     has_set = any(option.name == "settings" for option in options)
     names = {name: f"--set {name}" for name in settings.settable(command)} if has_set else {}
+    names |= {name.removeprefix("sampling."): says for name, says in names.items() if name.startswith("sampling.")}
     for option in options:
         name = option.name or ""
         names[name] = names[_OTHERS.get(name, settings.field_of(name))] = _name(option)

@@ -26,11 +26,11 @@ GROUPS = {
         *("prefix_cache_size", "cache_min"),
     ),
     "Model": ("model", "hf_repo", "hf_file", "offline", "template_file"),
-    "Prompt": ("prompt", "prompt_file", "system", "restore", "append"),
+    "Prompt": ("prompt", "prompt_files", "system", "conversation", "restore", "append"),
     "Pool": ("n_ctx", "pool", "policy", "prefill", "mode", "min_agreement", "settings"),
     "Answer": (
-        *("n_predict", "stop", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty"),
-        *("frequency_penalty", "seed", "grammar", "json_schema"),
+        *("n_predict", "stop", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),
+        *("grammar", "json_schema"),
     ),
     "Drafts": ("spec_kind", "spec_model", "spec_n_max"),
     "Devices": ("n_threads", "n_gpu_layers", "tensor_split", "n_cpu_moe", "rpc", "n_batch", "n_ubatch", "flash_attn"),
@@ -148,7 +148,8 @@ class Command(click.Command):
                 value = ctx.params.get(param.name or "")
                 if isinstance(param.type, Role) and value is not None:
                     name = "/".join(param.opts) if isinstance(param, click.Option) else param.human_readable_name
-                    param.type.declare(_uses(ctx), name, value)
+                    for file in value if isinstance(value, tuple) else (value,):
+                        param.type.declare(_uses(ctx), name, file)
             return super().invoke(ctx)
 
     @contextmanager

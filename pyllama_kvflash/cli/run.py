@@ -1,8 +1,7 @@
-"""`kvflash run`: complete a prompt."""
+"""`kvflash run`: answer a prompt."""
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,9 +13,9 @@ from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.output import Output
-from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.prompt import PROMPT, Prompt
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
-from pyllama_kvflash.cli.roles import Command, Prints, Reads, reads, reads_scorer_model
+from pyllama_kvflash.cli.roles import Command, Prints, reads, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
@@ -28,20 +27,21 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 LAYERS_EVERY = 16
 """Positions between two lines of a trace that say in how many layers each chunk is; layers choose for every token."""
 
-HELP = """Complete a prompt.
+HELP = """Answer a prompt.
 
-This is a raw completion: BOS as the model's metadata says, no chat template. Only generated text goes to stdout;
-progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled needle-7m runs: a 7 MB model that
-knows nothing but secret codes hidden in long texts, good for a first try.
+A model with a chat template is given the prompt as a message; one without, or with --no-chat-template, completes it as it
+is. Only the answer goes to stdout; progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled
+needle-7m runs: a 7 MB model that knows nothing but secret codes hidden in long texts, good for a first try.
 
 \b
-  kvflash run model.gguf -p "Once upon a time"
-  kvflash run model.gguf -f book.txt --kvflash 4K -n 200 --temp 0
-  cat book.txt | kvflash run model.gguf -f - --json > answer.json
-  kvflash run model.gguf -f book.txt -ctk q8_0 -ctv q8_0 --stats
+  kvflash run model.gguf -p "Why is the sky blue?"
+  kvflash run model.gguf -f book.txt -p "Who is the captain?" --kvflash 4K
+  kvflash run model.gguf -f one.txt -f two.txt -p "What do these do?" -sys "You are terse." --temp 0
+  kvflash run model.gguf -f half-a-story.txt --no-chat-template -n 200
+  cat book.txt | kvflash run model.gguf -f - -p "Who is the heir?" --json > answer.json
   kvflash run model.gguf -f book.txt --kvflash 4K --trace out.jsonl && kvflash plot out.jsonl
-  kvflash run model.gguf -f book.txt --save-snapshot book.kvsnap -n 1
-  kvflash run model.gguf --restore book.kvsnap --append -p "Who is the heir?"
+  kvflash run model.gguf -f book.txt -no-cnv --save-snapshot book.kvsnap -n 1
+  kvflash run model.gguf --restore book.kvsnap --append -p "The heir is"
 
 A pool too small for what it must hold (first chunk, last four chunks, pins, one batch and two more) is enlarged, with a
 warning. Sizes take K and M. The environment can set options, such as LLAMA_ARG_CTX_SIZE and KVFLASH_POOL: see
@@ -49,18 +49,9 @@ docs/ENVIRONMENT.md.
 """
 
 
-@click.command(cls=Command, help=HELP, short_help="Complete a prompt.")
+@click.command(cls=Command, help=HELP, short_help="Answer a prompt.", context_settings={"allow_extra_args": True})
 @params.MODEL
-@click.option("-p", "--prompt", help="Prompt to complete.")
-@click.option(
-    "-f",
-    "--file",
-    "--prompt-file",
-    "prompt_file",
-    metavar="FILE",
-    type=Reads(),
-    help="UTF-8 file with the prompt, - for stdin; one newline at its end is removed.",
-)
+@PROMPT
 @click.option(
     "-n",
     "--predict",
@@ -111,8 +102,6 @@ docs/ENVIRONMENT.md.
 def run(
     model_arg: str | None,
     model: str | None,
-    prompt: str | None,
-    prompt_file: str | None,
     n_predict: int,
     stop: tuple[str, ...],
     output: str | None,
@@ -123,7 +112,8 @@ def run(
     quiet: bool | None,
     **options: Any,
 ) -> int:
-    """Complete a prompt. Returns the exit code."""
+    """Answer a prompt. Returns the exit code."""
+    refuse_text(click.get_current_context().args)
     check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
@@ -131,7 +121,7 @@ def run(
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet is True)
     warm = Warm(options, reporter, cache_size)
-    text = _read_prompt(prompt, prompt_file)
+    prompt = Prompt(options, appends=warm.appends)
     path = model_path(model_arg, model, reporter)
     if quiet is False:
         native.show_log()
@@ -144,11 +134,14 @@ def run(
                 reporter.warn(warning)
             for line in banner(kv):
                 reporter.note(line)
-            tokens, append = warm.begin(kv, text)
-            events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stop, append=append)
+            tokens, append = warm.begin(kv, prompt.tokens(kv, reporter))
+            stops = (*stop, *prompt.stop)
+            events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stops, append=append)
             if writer:
                 events = _traced(writer, kv, events)
             answer, done = _write(events, out, reporter, as_json=as_json is True, as_jsonl=as_json is False)
+            if not answer.strip() and n_predict and done.reason != "interrupted":
+                reporter.warn(f"the answer is empty: {prompt.hint()}")
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
             out.close()  # a snapshot that cannot be saved costs neither the answer nor the trace
@@ -174,19 +167,11 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
     return BUNDLED_MODEL
 
 
-def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    if prompt is not None and prompt_file is not None:
-        msg = "both -p/--prompt and -f/--file are given: give one"
+def refuse_text(words: list[str]) -> None:
+    """Raise UsageError for words after the model: a prompt has an option of its own."""
+    if words:
+        msg = f'{words[0]!r} comes after the model: give a prompt with -p "text", or a file with -f FILE'
         raise UsageError(msg)
-    if prompt is not None:
-        if any("\ud800" <= c <= "\udfff" for c in prompt):  # bytes of the command line that are not UTF-8
-            msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
-            raise UsageError(msg)
-        return prompt
-    if prompt_file is None and sys.stdin is not None and sys.stdin.isatty():
-        msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
-        raise UsageError(msg)
-    return read_text(prompt_file or "-", "prompt").removesuffix("\n")
 
 
 def _write(

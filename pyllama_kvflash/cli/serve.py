@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,9 @@ disk. docs/SERVER.md lists the endpoints, and what is not supported.
   kvflash serve model.gguf -np 4 -c 128K --kvflash 16K     four, of up to 128K tokens each
   LLAMA_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
 
-Without MODEL.gguf, the bundled needle-7m is served. Needs `pip install 'pyllama-kvflash[serve]'`. Ctrl-C or SIGTERM
+Without MODEL.gguf, the bundled needle-7m is served. Ctrl-C or SIGTERM
 lets answers finish within --grace seconds; a second one ends them at once.
 """
-
-NEEDED = ("starlette", "uvicorn", "jinja2")
-
-
-def check_extra(what: str, modules: tuple[str, ...] = NEEDED) -> None:
-    """Raise UsageError unless the modules that a command needs are installed."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        msg = f"{what} needs {' and '.join(missing)}: pip install 'pyllama-kvflash[serve]'"
-        raise UsageError(msg)
-
 
 TEMPLATE = click.option(
     "--chat-template-file",
@@ -122,8 +110,7 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
-    check_extra("kvflash serve")
-    from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (an extra)
+    from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (slow)
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
@@ -164,7 +151,7 @@ def _opener(
     path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
 ) -> Callable[[Callable[[float], None]], KVFlash]:
     """Return a function that loads the model in the scheduler's thread and reports on it as `kvflash run` does."""
-    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
+    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
 
     def open_(progress: Callable[[float], None]) -> KVFlash:
         kv = KVFlash.from_file(path, progress=progress, **options)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, mib
@@ -65,12 +64,17 @@ class Warm:
             msg = f"--save-snapshot {self._target}: there is no folder {Path(self._target).parent}"
             raise UsageError(msg)
 
-    def begin(self, kv: KVFlash, text: str) -> tuple[Tokens, bool]:
-        """Restore what there is. Return the tokens to read, and whether they come after what is then in the context.
+    @property
+    def appends(self) -> bool:
+        """Whether the prompt comes after the saved text."""
+        return bool(self._append)
+
+    def begin(self, kv: KVFlash, tokens: Tokens) -> tuple[Tokens, bool]:
+        """Restore what there is of a prompt. Return the tokens to read, and whether they come after what is then in the
+        context.
 
         Raises SnapshotError and UsageError.
         """
-        tokens = kv.tokenize(text, add_special=not self._append) if text else np.zeros(0, np.int32)
         start = time.perf_counter()
         if self._source:
             self._restore(kv, self._source, tokens)

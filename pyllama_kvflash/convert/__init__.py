@@ -15,7 +15,6 @@ from typing import Any
 from pyllama_kvflash.convert.config import Config
 from pyllama_kvflash.convert.general import general_keys
 from pyllama_kvflash.convert.gguf_file import TYPES, Contents, Progress, write_file
-from pyllama_kvflash.convert.gguf_py import load_gguf
 from pyllama_kvflash.convert.hparams import Drafter, Value, read_drafter
 from pyllama_kvflash.convert.layout import Tensor, plan_tensors
 from pyllama_kvflash.convert.source import Source, find_source
@@ -124,7 +123,8 @@ def _stored_type(weights: Weights) -> str:
 
 
 def _contents(plan: Plan, outtype: str) -> Contents:
-    gguf = load_gguf()
+    import gguf  # noqa: PLC0415 (half a second)
+
     kinds = gguf.GGUFValueType
     drafter, target = plan.drafter, plan.target
     keys: dict[str, tuple[Any, Any, Any]] = {"general.type": ("model", kinds.STRING, None)}

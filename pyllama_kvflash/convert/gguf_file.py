@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.convert.gguf_py import load_gguf
 from pyllama_kvflash.convert.layout import Tensor
 from pyllama_kvflash.errors import ModelError, OutputError, number
 
@@ -50,7 +49,8 @@ def write_file(part: Path, contents: Contents, outtype: str, progress: Progress)
 
     Raises ModelError for a weight that is not a number or does not fit, OutputError if there is no room, and OSError.
     """
-    gguf = load_gguf()
+    import gguf  # noqa: PLC0415 (half a second)
+
     file = gguf.GGUFWriter(part, "dflash")
     plan = [(t, tensor_type(gguf, t, outtype)) for t in contents.tensors]
     sizes = [_n_bytes(gguf, t, kind) for t, kind in plan]
@@ -63,7 +63,7 @@ def write_file(part: Path, contents: Contents, outtype: str, progress: Progress)
         file.write_header_to_file()
         file.write_kv_data_to_file()
         file.write_ti_data_to_file()
-        out = file.fout[0]
+        out = (file.fout or [])[0]
         file.write_padding(out, out.tell())
         done, total = 0, sum(sizes)
         for (tensor, kind), size in zip(plan, sizes, strict=True):

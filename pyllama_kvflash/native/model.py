@@ -1,6 +1,7 @@
 """A loaded model and its tokenizer."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 Tokens = npt.NDArray[np.int32]
 
 _DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
+_MILLION, _BILLION = 10**6, 10**9
+_SIZE = re.compile(r"[\w.+x-]{1,16}")  # "0.5B", "30B-A3B", "8x7B"
 
 
 class Weight(NamedTuple):
@@ -168,11 +171,16 @@ class Model:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in a few words, as llama.cpp gives them."""
+        """Architecture, size and quantisation in a few words: "qwen2 0.5B Q4_K - Medium". llama.cpp guesses the size by the number of
+        layers; this is what the file says, else the number of parameters.
+        """
         buf = ffi.new("char[]", 256)
         lib.llama_model_desc(self.handle, buf, 256)
-        text: str = ffi.string(buf).decode("utf-8", "replace")
-        return text.replace("?B", f"{self.n_params / 1e6:.1f}M")  # "?B": a size that llama.cpp has no name for
+        arch, _, quantised = ffi.string(buf).decode("utf-8", "replace").split(" ", 2)
+        label = self.meta("general.size_label") or ""
+        n = self.n_params
+        counted = f"{n / _BILLION:.3g}B" if n >= _BILLION else f"{n / _MILLION:.3g}M"
+        return f"{arch} {label if _SIZE.fullmatch(label) else counted} {quantised}"
 
     @property
     def refusal(self) -> str | None:

@@ -42,8 +42,8 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64  # last tokens that repeat_penalty and the others penalize; 0: off
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0  # for each time that a token was generated; 0: off
+    presence_penalty: float = 0.0  # for tokens already generated; 0: off
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
     seed: int | None = None

@@ -1,0 +1,99 @@
+"""What `kvflash run` is asked: texts and files as one prompt, in the model's chat template where it has one."""
+
+import sys
+from typing import Any
+
+import click
+import numpy as np
+
+from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.roles import Reads
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import Tokens
+
+PROMPT = params.options(
+    click.option("-p", "--prompt", help="Prompt, or a question about the files of -f, which come first."),
+    click.option("-f", "--file", "--prompt-file", "prompt_files", metavar="FILE", type=Reads(), multiple=True,
+                 help="UTF-8 file with the prompt, - for stdin; one newline at its end is removed. Several are joined by an"
+                 " empty line."),
+    click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
+                 help="System prompt to use with the model's chat template."),
+    click.option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--no-chat-template", "conversation",
+                 default=None, help="Make the prompt a message in the model's chat template, or complete it as it is."
+                 "  [default: -cnv if the model has a template]"),
+)  # fmt: skip
+
+
+class Prompt:
+    """A prompt, and how the model is given it."""
+
+    def __init__(self, options: dict[str, Any], *, appends: bool) -> None:
+        """Take the values of PROMPT out of options, and read the files. Raises UsageError.
+
+        appends: the prompt comes after a text that was saved, as it is.
+        """
+        self._text = _read(options.pop("prompt"), options.pop("prompt_files"))
+        self._system, self._conversation = options.pop("system"), options.pop("conversation")
+        self._appends = appends
+        self.stop: tuple[str, ...] = ()
+        self.templated = False
+        if appends and self._conversation:
+            msg = "-cnv makes the prompt a conversation of its own, and --append continues the saved text: leave one of the two out"
+            raise UsageError(msg)
+
+    def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
+        """Return the token ids (n,) int32 of the prompt. Raises UsageError if a template cannot be used."""
+        wanted = self._conversation
+        if wanted is None:
+            wanted = bool(kv.model.meta("tokenizer.chat_template")) and not self._appends and bool(self._text)
+        if wanted:
+            return self._message(kv, reporter)
+        if self._system is not None:
+            msg = "-sys is given, and the prompt is completed as it is, without a chat template: put it into the prompt, or add -cnv"
+            raise UsageError(msg)
+        return kv.tokenize(self._text, add_special=not self._appends) if self._text else np.zeros(0, np.int32)
+
+    def _message(self, kv: KVFlash, reporter: Reporter) -> Tokens:
+        template = ChatTemplate.of(kv.model)
+        if template.warning:
+            reporter.warn(template.warning)
+        else:
+            reporter.note(
+                "the prompt is a message in the model's chat template (--no-chat-template: completed as it is)"
+            )
+        self.stop, self.templated = template.stop, True
+        system = [{"role": "system", "content": self._system}] if self._system is not None else []
+        return template.tokens(kv.model, [*system, {"role": "user", "content": self._text}])
+
+    def hint(self) -> str:
+        """Return what to try after an empty answer."""
+        if self.templated:
+            return "ask in other words, or try --no-chat-template"
+        return (
+            "a model that was trained for chat wants its template: -cnv"
+            if not self._appends
+            else "add some text with -p"
+        )
+
+
+def _read(prompt: str | None, files: tuple[str, ...]) -> str:
+    """Return the texts of the files and the prompt, in this order, with an empty line between two."""
+    if prompt is not None and any(
+        "\ud800" <= c <= "\udfff" for c in prompt
+    ):  # bytes of the command line that are not UTF-8
+        msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
+        raise UsageError(msg)
+    if files.count("-") > 1:
+        msg = "-f - is given several times: stdin can be read once"
+        raise UsageError(msg)
+    if not files and prompt is None:
+        if sys.stdin is not None and sys.stdin.isatty():
+            msg = 'there is no prompt: give one with -p "text", -f file.txt, or on stdin'
+            raise UsageError(msg)
+        files = ("-",)
+    texts = [read_text(file, "prompt").removesuffix("\n") for file in files]
+    return "\n\n".join([*texts, *([] if prompt is None else [prompt])])

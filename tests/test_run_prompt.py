@@ -1,0 +1,122 @@
+"""What `kvflash run` is asked: messages in a model's chat template, files with a question, and text as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.templates import with_template
+
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+pytestmark = pytest.mark.native
+
+USAGE = 2
+SMALL = ("-c", "2K", "--kvflash", "1K", "-b", "128", "-t", "1", "--temp", "0", "-n", "5")
+MESSAGES = "{% for m in messages %}{{ m.role == 'system' and '' or m.content }}{% endfor %}"
+SHOUTS = "{% for m in messages %}{{ m.role }} says {{ m.content }}!{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def document() -> Any:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        return make_prompt(900, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=3)
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_template(tmp_path_factory.mktemp("models") / "instruct.gguf", MESSAGES)
+
+
+def run(*args: Any, text: str | bytes = "") -> Result:
+    res = CliRunner().invoke(main, ["run", *map(str, args)], input=text)
+    assert res.exception is None or isinstance(res.exception, SystemExit), repr(res.exception)
+    return res
+
+
+def n_read(res: Result) -> int:
+    """Tokens of the prompt, as the closing line says."""
+    return int(res.stderr.rsplit("prefill ", 1)[1].split(" tok at")[0].replace(",", ""))
+
+
+def test_a_question_about_a_file(document: Any, instruct: Path, tmp_path: Path) -> None:
+    """The file comes first, then the question; a model with a template is given both as a message."""
+    (tmp_path / "book.txt").write_text(document.text + "\n")
+    needle = document.needles[1]
+    for model in (instruct, BUNDLED_MODEL):
+        res = run(model, "-f", tmp_path / "book.txt", "-p", needle.question, *SMALL)
+        assert (res.exit_code, res.stdout.strip()) == (0, f"{needle.answer}."), res.output
+        assert ("is a message in the model's chat template" in res.stderr) == (model == instruct)
+
+
+def test_several_files(document: Any, tmp_path: Path) -> None:
+    """They are joined in the order given, and one may be stdin."""
+    half = document.text.index(" ", len(document.text) // 2)
+    (tmp_path / "b.txt").write_text(document.text[half:])
+    needle = document.needles[1]
+    res = run(
+        BUNDLED_MODEL, "-f", "-", "-f", tmp_path / "b.txt", "-p", needle.question, *SMALL, text=document.text[:half]
+    )
+    assert res.stdout.strip() == f"{needle.answer}.", res.output
+    res = run(BUNDLED_MODEL, "-f", "-", "-f", "-", *SMALL, text="a")
+    assert (res.exit_code, "stdin can be read once" in res.stderr) == (USAGE, True)
+
+
+def test_a_template_can_be_left_out(tmp_path: Path) -> None:
+    """The text of a template is read, with a system prompt; --no-chat-template reads the prompt alone."""
+    model = with_template(tmp_path / "shouts.gguf", SHOUTS)
+    plain = run(model, "-p", "hello", "--no-chat-template", *SMALL)
+    assert (
+        n_read(plain)
+        == n_read(run(model, "-p", "hello", "-no-cnv", *SMALL))
+        == n_read(run(BUNDLED_MODEL, "-p", "hello", *SMALL))
+    )
+    asked = run(model, "-p", "hello", *SMALL)
+    told = run(model, "-p", "hello", "-sys", "be terse", *SMALL)
+    assert n_read(plain) < n_read(asked) < n_read(told)
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    """With -cnv it is given lines, with a warning, as `kvflash chat` does."""
+    res = run(BUNDLED_MODEL, "-p", "hello", "-cnv", *SMALL)
+    assert res.exit_code == 0
+    assert "the model has no chat template" in res.stderr
+    res = run(BUNDLED_MODEL, "-p", "hello", "-sys", "be terse", *SMALL)
+    assert (res.exit_code, "-sys is given" in res.stderr) == (USAGE, True)
+    broken = with_template(tmp_path / "broken.gguf", "{% for %}")
+    res = run(broken, "-p", "hello", *SMALL)
+    assert (res.exit_code, "the chat template cannot render" in res.stderr) == (USAGE, True)
+    assert run(broken, "-p", "hello", "--no-chat-template", *SMALL).exit_code == 0
+
+
+def test_a_saved_text_goes_on_as_it_is(document: Any, instruct: Path, tmp_path: Path) -> None:
+    saved, needle = tmp_path / "book.kvsnap", document.needles[2]
+    assert run(instruct, "-p", document.text, "-no-cnv", "--save-snapshot", saved, *SMALL[:-1], "0").exit_code == 0
+    res = run(instruct, "--restore", saved, "--append", "-p", needle.question, *SMALL)
+    assert res.stdout.strip() == f"{needle.answer}.", res.output
+    res = run(instruct, "--restore", saved, "--append", "-cnv", "-p", "x", *SMALL)
+    assert (res.exit_code, "leave one of the two out" in res.stderr) == (USAGE, True)
+
+
+def test_an_empty_answer_is_said(document: Any) -> None:
+    needle = document.needles[1]
+    res = run(BUNDLED_MODEL, "-p", document.text + needle.question, "-r", needle.answer[0], *SMALL)
+    assert res.exit_code == 0
+    assert "the answer is empty: a model that was trained for chat wants its template: -cnv" in res.stderr
+
+
+def test_words_that_are_not_where_they_belong() -> None:
+    res = run(BUNDLED_MODEL, "Why is the sky blue?", *SMALL)
+    assert (res.exit_code, res.stdout) == (USAGE, "")
+    assert (
+        """'Why is the sky blue?' comes after the model: give a prompt with -p "text", or a file with -f FILE"""
+        in res.stderr
+    )
+    res = CliRunner().invoke(main, ["model.gguf", "-p", "x"])
+    assert res.exit_code == USAGE
+    assert 'model.gguf is not a command: kvflash run model.gguf -p "text"' in res.stderr
