@@ -13,6 +13,7 @@ from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool,
 from pyllama_kvflash.policy import resolve_pool as resolve
 from pyllama_kvflash.policy.sizing import (
     AUTO_CAP,
+    AUTO_FULL,
     BATCH,
     CELLS,
     LEAST_PANES,
@@ -371,19 +372,38 @@ def test_floor_that_covers_the_context_is_the_full_cache() -> None:
     ("free", "n_ctx", "n_pool"),
     [
         (PLENTY, 1 << 20, AUTO_CAP),
-        (PLENTY, AUTO_CAP + 1, AUTO_CAP),
-        (PLENTY, AUTO_CAP, None),
+        (PLENTY, AUTO_FULL + 1, AUTO_CAP),
+        (PLENTY, AUTO_FULL, None),
         (PLENTY, 5000, None),
+        (RESERVE + AUTO_FULL * KIB, AUTO_FULL, None),
+        (RESERVE + AUTO_FULL * KIB - 1, AUTO_FULL, (AUTO_FULL // 2 - 1) // CELLS * CELLS),
         (RESERVE + 2 * 2048 * KIB, 1 << 20, 2048),
         (RESERVE + 2 * 2048 * KIB, 2048, None),
     ],
 )
 def test_auto(free: int, n_ctx: int, n_pool: int | None) -> None:
+    """The full cache of a short context, where it fits; a pool of a long one, though the full cache may fit."""
     size = pool("auto", n_ctx=n_ctx, free=free)
     assert size.n_pool == n_pool
-    assert size.notes[0].startswith("auto: ")
-    assert len(size.notes) == 1 + (n_pool is None)
+    fits = free - RESERVE >= n_ctx * KIB
+    assert (
+        f"auto: the full cache of {n_ctx:,} tokens {'fits' if n_pool is None else 'would fit'}" in size.notes[0]
+    ) == fits
+    assert len(size.notes) == (n_pool is not None) + fits
     assert size.warnings == ()
+
+
+@pytest.mark.parametrize("n_ctx", [2048, AUTO_CAP, AUTO_FULL + 1, 1 << 20])
+def test_auto_on_the_host_is_the_full_cache_where_it_fits(n_ctx: int) -> None:
+    """A pool's records are in the same memory, so a pool takes more. Snapshots need one."""
+    for free, full in ((RESERVE + n_ctx * KIB, True), (RESERVE + n_ctx * KIB - 1, False)):
+        memory = [DeviceMemory("CPU", free, KIB, host=True)]
+        size = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory)
+        assert (size.n_pool is None) == full
+        assert ("--kvflash 4K" in size.notes[0]) == (full and n_ctx > AUTO_CAP)
+        assert resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True).n_pool is not None
+    spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
+    assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
 
 
 @pytest.mark.parametrize("free", [0, RESERVE, RESERVE + 2 * (FLOOR - 1) * KIB])
@@ -400,8 +420,8 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
 def test_auto_with_another_cap(cap: int, n_pool: int) -> None:
     size = pool("auto", cap=cap)
     assert size.n_pool == n_pool
-    assert f"at most {cap:,} (auto_cap)" in size.notes[0]
-    assert len(size.notes) == 1
+    assert f"at most {cap:,} (auto_cap)" in size.notes[1]
+    assert len(size.notes) == 2
     assert len(size.warnings) == (cap < FLOOR)
 
 
@@ -529,8 +549,17 @@ def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, b
     assert n_panes(0, pool, devices, N_CTX, N_LAYER) == panes
 
 
+@pytest.mark.parametrize(
+    ("n_pool", "index", "panes"), [(0, 0, 28), (256, 0, 21), (256, 128, 17), (900, 0, 3), (1024, 0, 2)]
+)
+def test_pool_index_and_panes_take_no_more_than_the_full_cache(n_pool: int, index: int, panes: int) -> None:
+    memory = [DeviceMemory("GPU", PLENTY, KIB, index=index * KIB)]
+    assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool) == panes
+    assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool, lossless=True) == N_LAYER
+
+
 def test_panes_leave_room_for_what_layers_choose_by() -> None:
-    for free, panes in ((ENOUGH + 100, N_LAYER), (ENOUGH + 98, LEAST_PANES)):
+    for free, panes in ((ENOUGH + 100, N_LAYER - 1), (ENOUGH + 98, LEAST_PANES)):
         assert n_panes(0, "auto", [DeviceMemory("GPU", free, KIB, index=100)], N_CTX, N_LAYER) == panes
 
 

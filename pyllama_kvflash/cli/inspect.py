@@ -13,6 +13,7 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.engine.load_plan import pool_size
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
 from pyllama_kvflash.engine.memory import device_memory, index_bytes
 from pyllama_kvflash.engine.panes import exact_bytes
@@ -20,7 +21,7 @@ from pyllama_kvflash.engine.planning import Need, needs
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import PoolSize, auto_pool
+from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import DeviceMemory
 
@@ -46,8 +47,7 @@ class Findings:
     probe: Probe
     token_bytes: dict[str, int]  # by cache type
     devices: list[DeviceMemory]  # the devices that hold the f16 cache
-    auto_tokens: int
-    auto_note: str
+    auto: PoolSize
     pane_bytes: int  # of an exact pass over the context, f16
     exact_compute_bytes: int
     form: IndexForm  # of fresh's index
@@ -81,8 +81,9 @@ def _look(model: Model, options: Options) -> Findings:
     seen = probe(model, options)
     options = with_policy(options, seen)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    found = device_memory(seen.geometry, replace(options, pool="auto"))
-    tokens, note = auto_pool(found, options.n_ctx) if found else (0, "nothing to pool")
+    automatic = replace(options, pool="auto")
+    found = device_memory(seen.geometry, automatic)
+    auto = pool_size(automatic, found) if found else PoolSize(None, ("nothing to pool",))
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
@@ -96,8 +97,7 @@ def _look(model: Model, options: Options) -> Findings:
         probe=seen,
         token_bytes=sizes,
         devices=found,
-        auto_tokens=tokens,
-        auto_note=note,
+        auto=auto,
         pane_bytes=panes,
         exact_compute_bytes=compute,
         form=form,
@@ -134,7 +134,7 @@ def _table(f: Findings) -> Table:
             share = f"{device.token_bytes:,} of the f16 cache's bytes a token, {mib(device.free)} free"
             rows.append((f"KV on {device.name}", share))
     if f.probe.refusal is None:
-        rows.append(("auto pool", f.auto_note))
+        rows.append(("auto pool", "; ".join((*f.auto.notes, *f.auto.warnings))))
         rows.append(
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
@@ -187,8 +187,8 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "n_swa": f.model.n_swa,
         "token_bytes": f.token_bytes,
         "devices": [asdict(device) for device in f.devices],
-        "auto_pool": f.auto_tokens if f.probe.refusal is None else None,
-        "auto_note": f.auto_note,
+        "auto_pool": f.auto.n_pool if f.probe.refusal is None else None,
+        "auto_note": "; ".join((*f.auto.notes, *f.auto.warnings)),
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
         "index_bytes": f.index_bytes,

@@ -60,7 +60,9 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
         tap = _tap(*ground.asks(), options, n_layer)
         if options.prefill != "pool":
             often = options.lossless
-            n_pane = n_panes(options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, lossless=often)
+            n_pane = n_panes(
+                options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, n_pool=size.n_pool, lossless=often
+            )
             if ground.read_exactly(n_pane, tap):
                 size = pool_size(options, ground.memory())
     usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH

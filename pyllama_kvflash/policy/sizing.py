@@ -7,6 +7,7 @@ from pyllama_kvflash.policy.fresh import Heads
 
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
+AUTO_FULL = 32_768  # tokens; a GPU decodes a longer context with a pool more than twice as fast as with the full cache
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
 BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
 LEAST_PANES = 2  # a layer's rows, and those of the next one on their way
@@ -151,6 +152,26 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
     return tokens, note
 
 
+def full_cache(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[bool, str]:
+    """Return whether `auto` takes the full cache rather than a pool, and a note that says so; "" if it does not fit.
+
+    It does where the full cache fits beside the reserve: on the host always, since a pool's records are there, too, so that both
+    take more than the full cache; on a GPU up to AUTO_FULL tokens, beyond which a pool decodes much faster.
+    """
+    if not all(d.token_bytes * n_ctx <= d.free - RESERVE for d in memory):
+        return False, ""
+    size = f"{sum(d.token_bytes for d in memory) * n_ctx / 2**20:,.0f} MiB"
+    if all(d.host for d in memory):
+        faster = "" if n_ctx <= cap else "; a pool (--kvflash 4K, say) decodes faster and takes more RAM"
+        return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size} of RAM{faster}"
+    if n_ctx <= AUTO_FULL:
+        return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
+    return False, (
+        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes more than twice as fast, and long"
+        " answers are further from the full cache's (--kvflash off)"
+    )
+
+
 def resolve_pool(
     request: int | str,
     *,
@@ -160,7 +181,7 @@ def resolve_pool(
     cap: int = AUTO_CAP,
     keep: bool = False,
 ) -> PoolSize:
-    """Return the pool for a request: "auto" (at most cap tokens), "off", or tokens > 0.
+    """Return the pool for a request: "auto" (the full cache, or a pool of at most cap tokens), "off", or tokens > 0.
 
     floor: the fewest cells that it may have.
     memory: the devices that hold it, for "auto".
@@ -171,6 +192,11 @@ def resolve_pool(
     notes: list[str] = []
     warnings: list[str] = []
     if request == "auto":
+        full, note = full_cache(memory, n_ctx, cap)
+        if full and not keep:
+            return PoolSize(None, (note,))
+        if note and not keep:
+            notes.append(note)
         wanted, note = auto_pool(memory, n_ctx, cap)
         notes.append(note)
     else:
@@ -196,13 +222,20 @@ def resolve_pool(
 
 
 def n_panes(
-    request: int, pool: int | str, memory: Sequence[DeviceMemory], n_ctx: int, n_layer: int, *, lossless: bool = False
+    request: int,
+    pool: int | str,
+    memory: Sequence[DeviceMemory],
+    n_ctx: int,
+    n_layer: int,
+    *,
+    n_pool: int = 0,
+    lossless: bool = False,
 ) -> int:
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
-    All of them, so that nothing is streamed, if the pool is automatic and the rows of n_ctx positions fit half of (free -
-    reserve - index) on each device, on the host with the records. Also if they fit the host, no device has KV, and each few tokens
-    are checked (`lossless`): the host has the rows anyway. Where not all fit, checks still gain by each that need not be
+    If the pool is automatic, so many that they, its n_pool tokens and the index take no more than the full cache, where they fit half of
+    (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed, if each few
+    tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows anyway. Where not all fit, checks still gain by each that need not be
     streamed, so they get as many as fit. Otherwise 2: while a prompt is read, the copies cost no time.
     """
     if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
@@ -210,7 +243,8 @@ def n_panes(
     shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
-        return max(LEAST_PANES, n_layer)
+        left = min((1 - (n_pool + d.index / d.token_bytes) / n_ctx for d in memory), default=1.0)
+        return max(LEAST_PANES, n_layer if lossless else int(n_layer * left))
     return max(LEAST_PANES, int(share * n_layer / len(memory))) if lossless else LEAST_PANES
 
 
