@@ -88,8 +88,10 @@ class Options:
 
     # the context and the pool
     n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained for
-    pool: int | str = "auto"  # tokens of KV on the device; "auto": by free memory; "off": the full cache
-    auto_cap: int = AUTO_CAP  # the largest pool that "auto" chooses
+    pool: int | str = (
+        "auto"  # tokens of KV on the device; "off": the full cache; "auto": that where it fits and a pool gains little
+    )
+    auto_cap: int = AUTO_CAP  # the largest pool that "auto" chooses; another value than this asks for a pool
     chunk: int = 64  # tokens that move together: 16, 32 or 64
     sinks: int = 1  # chunks at the beginning that never leave the device
     tail: int = 4  # chunks at the end that never leave the device
@@ -104,7 +106,7 @@ class Options:
     )
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
-    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or all if an automatic pool leaves room
+    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room
 
     # which chunks are resident
     policy: str | Scorer = (

@@ -115,7 +115,7 @@ def test_inspect_several_devices() -> None:
     assert table["KV on CUDA2"] == f"{half:,} of the f16 cache's bytes a token, 1024.0 MiB free"
     assert "KV on CUDA1" not in table
     assert "KV on CPU" not in table
-    assert "; auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB" in table["auto pool"]
+    assert table["auto pool"].startswith("auto: the full cache of 65,536 tokens would fit, with ")
 
     found = json.loads(good("inspect", "-c", "64K", "--json").stdout)
     index = found["index_device_bytes"] // 2  # each has half of the layers
@@ -126,6 +126,7 @@ def test_inspect_several_devices() -> None:
     ]
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384
+    assert "; auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB" in found["auto_note"]
 
 
 def test_inspect_one_device() -> None:
@@ -156,9 +157,9 @@ def test_devices_for_panes() -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_run_on_several_devices_says_which_is_the_tightest() -> None:
-    found = summary("-p", "Hello", "-n", "1", "-c", "32K", "-ctk", "q8_0")
-    assert "free on CUDA2, the tightest of 2 devices" in found["notes"][0]
-    assert f"/ {(128 * 2 + 128 // 32 * 34) * 3 / 1024:.2f} KiB a token" in found["notes"][0]
+    found = summary("-p", "Hello", "-n", "1", "-c", "64K", "-ctk", "q8_0")
+    assert "free on CUDA2, the tightest of 2 devices" in found["notes"][1]
+    assert f"/ {(128 * 2 + 128 // 32 * 34) * 3 / 1024:.2f} KiB a token" in found["notes"][1]
     res = invoke("run", "-p", "Hello", "-n", "1", "-c", "1M", "--kvflash", "off")
     assert res.exit_code == 1
     assert (

@@ -400,7 +400,7 @@ def test_auto_on_the_host_is_the_full_cache_where_it_fits(n_ctx: int) -> None:
         memory = [DeviceMemory("CPU", free, KIB, host=True)]
         size = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory)
         assert (size.n_pool is None) == full
-        assert ("--kvflash 4K" in size.notes[0]) == (full and n_ctx > AUTO_CAP)
+        assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > AUTO_CAP)
         assert resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True).n_pool is not None
     spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
     assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
@@ -420,8 +420,8 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
 def test_auto_with_another_cap(cap: int, n_pool: int) -> None:
     size = pool("auto", cap=cap)
     assert size.n_pool == n_pool
-    assert f"at most {cap:,} (auto_cap)" in size.notes[1]
-    assert len(size.notes) == 2
+    assert f"at most {cap:,} (auto_cap)" in size.notes[0]
+    assert len(size.notes) == 1
     assert len(size.warnings) == (cap < FLOOR)
 
 

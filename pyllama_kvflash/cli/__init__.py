@@ -33,7 +33,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
 
 \b
   kvflash demo                                        a 16K prompt, full cache against a 2K pool
-  kvflash run model.gguf -f long.txt                  a prompt file, pool chosen from free memory
+  kvflash run model.gguf -f long.txt                  a prompt file, the full cache or a pool
   kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
   kvflash run model.gguf -f long.txt --trace t.jsonl  record what stayed and came back, for the next line

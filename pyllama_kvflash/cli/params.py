@@ -17,7 +17,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
-from pyllama_kvflash.policy.sizing import AUTO_CAP
+from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL
 
 
 def env(name: str) -> str:
@@ -195,8 +195,8 @@ VERBOSITY = click.option("-q/-v", "--quiet/--verbose", "quiet", default=None,
 POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",
                  show_default=True, envvar="KVFLASH_POOL",
-                 help="Pool size in tokens; auto: half of the free device memory, at most"
-                 f" {AUTO_CAP:,} tokens (--set auto_cap); off: the full cache."),
+                 help="Pool size in tokens; off: the full cache; auto: the full cache where it fits, on a GPU up to"
+                 f" {AUTO_FULL:,} tokens, else half of the free device memory, at most {AUTO_CAP:,} tokens (--set auto_cap)."),
     click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
                  envvar="KVFLASH_PREFILL",
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"

@@ -152,7 +152,7 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
     return tokens, note
 
 
-def full_cache(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[bool, str]:
+def full_cache(memory: Sequence[DeviceMemory], n_ctx: int) -> tuple[bool, str]:
     """Return whether `auto` takes the full cache rather than a pool, and a note that says so; "" if it does not fit.
 
     It does where the full cache fits beside the reserve: on the host always, since a pool's records are there, too, so that both
@@ -162,13 +162,13 @@ def full_cache(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) 
         return False, ""
     size = f"{sum(d.token_bytes for d in memory) * n_ctx / 2**20:,.0f} MiB"
     if all(d.host for d in memory):
-        faster = "" if n_ctx <= cap else "; a pool (--kvflash 4K, say) decodes faster and takes more RAM"
+        faster = "" if n_ctx <= AUTO_CAP else "; a pool (`pool` 4096, say) decodes faster and takes more RAM"
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size} of RAM{faster}"
     if n_ctx <= AUTO_FULL:
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
     return False, (
         f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes more than twice as fast, and long"
-        " answers are further from the full cache's (--kvflash off)"
+        " answers are further from the full cache's (`pool` off)"
     )
 
 
@@ -185,17 +185,17 @@ def resolve_pool(
 
     floor: the fewest cells that it may have.
     memory: the devices that hold it, for "auto".
-    keep: make a pool even if it covers the context, but no larger than that.
+    cap: another one than AUTO_CAP asks for a pool. keep: make a pool even if it covers the context, but no larger than that.
     """
     if request == "off":
         return PoolSize(None)
     notes: list[str] = []
     warnings: list[str] = []
     if request == "auto":
-        full, note = full_cache(memory, n_ctx, cap)
-        if full and not keep:
+        full, note = full_cache(memory, n_ctx) if cap == AUTO_CAP and not keep else (False, "")
+        if full:
             return PoolSize(None, (note,))
-        if note and not keep:
+        if note:
             notes.append(note)
         wanted, note = auto_pool(memory, n_ctx, cap)
         notes.append(note)
