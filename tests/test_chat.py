@@ -1,6 +1,7 @@
 """Chat templates, and `kvflash chat`: what is read, what is said, and what a template cannot do."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -216,7 +217,8 @@ def test_commands(document: Any, template: str) -> None:
     assert res.exit_code == 0, res.output
     lines = res.stderr.splitlines()
     assert lines[0].startswith("kvflash: warning: the model has no chat template")
-    assert lines[1:] == ["kvflash: warning: there is no /nothing: there are /clear, /stats, /exit"]
+    assert lines[1].startswith("kvflash: warning: there is no /nothing: there are /help, ")
+    assert len(lines) == 2
     again = talk("hello\n/clear\nhello\n", "-sys", "Be brief.")
     assert again.stdout == res.stdout * 2
     assert again.stderr.count("a new conversation") == 1
@@ -232,12 +234,76 @@ def test_what_does_not_fit_was_not_said() -> None:
     assert res.stdout == talk("hello\n", "-q").stdout
 
 
-def test_the_context_is_full_at_last() -> None:
-    """An answer ends, the next question is refused, and a new conversation goes on."""
-    res = talk("hello\nagain\n/clear\nhello\n", "-q", "-c", "256", "--kvflash", "off", "-n", "-1")
-    assert res.exit_code == 0
-    assert "fit the context of 256" in res.stderr
-    assert len(res.stdout) > 200
+def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
+    """The system prompt and the last message stay; a message that does not fit alone is refused."""
+    said = "\n".join(f"{i} " + "word " * 40 for i in range(4))
+    res = talk(
+        f"{said}\n/context\n",
+        "-c",
+        "256",
+        "--kvflash",
+        "off",
+        "-n",
+        "8",
+        "-sys",
+        "Be brief.",
+        "--chat-template-file",
+        template,
+    )
+    assert res.exit_code == 0, res.output
+    left_out = re.findall(r"the oldest (?:turn is|(\d) turns are) left out from now on", res.stderr)
+    n = sum(int(count or 1) for count in left_out)
+    assert 0 < n < 4
+    assert f"of 256 tokens; {4 - n} turns" in res.stderr
+    assert len(re.findall("prefill", res.stderr)) == 4, "all were answered"
+
+
+def test_messages_are_taken_back_and_answered_again(document: Any, template: str, tmp_path: Path) -> None:
+    """A file comes before the next message alone; what was taken back was not said."""
+    a, b = document.needles[1], document.needles[3]
+    (tmp_path / "book.txt").write_text(document.text)
+    saved = tmp_path / "talk.json"
+    text = f"{a.question}\n/undo\n/file {tmp_path / 'book.txt'}\n{a.question}\n/regen\n{b.question}\n/save {saved}\n/save {saved}\n"
+    res = talk(text, "-f", str(tmp_path / "book.txt"), "--chat-template-file", template, "-n", "5")
+    assert res.exit_code == 0, res.output
+    assert res.stdout.splitlines() == [f"{a.answer}."] * 3 + [f"{b.answer}."]
+    messages = json.loads(saved.read_text())
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert messages[0]["content"] == document.text.removesuffix("\n") + "\n\n" + a.question
+    assert messages[2:] == [{"role": "user", "content": b.question}, {"role": "assistant", "content": f"{b.answer}."}]
+    assert f"{saved} is there already: give another name" in res.stderr
+
+
+def test_commands_that_cannot_be_obeyed(tmp_path: Path) -> None:
+    bad = f"/undo\n/regen\n/file\n/file {tmp_path / 'none'}\n/save\n/save {tmp_path / 'no' / 'talk.json'}\n/help\n"
+    res = talk(bad)
+    assert (res.exit_code, res.stdout) == (0, "")
+    assert res.stderr.count("there is no message yet") == 2
+    for words in (
+        "a file is wanted",
+        "cannot be read: No such file",
+        "/save needs the name",
+        "cannot be written: No such file",
+    ):
+        assert words in res.stderr
+    assert "/regen         answer the last message again" in res.stderr
+
+
+def test_the_system_prompt_is_replaced(template: str, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    res = talk(
+        f"hello\n/system Be long.\nhello\n/save {saved}\n/system\n/context\n",
+        "-sys",
+        "Be brief.",
+        "--chat-template-file",
+        template,
+    )
+    assert res.exit_code == 0, res.output
+    messages = json.loads(saved.read_text())
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[0]["content"] == "Be long."
+    assert "there is no system prompt any more" in res.stderr
+    assert "; 2 turns" in res.stderr
 
 
 def test_refusals(tmp_path: Path) -> None:

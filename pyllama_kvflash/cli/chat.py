@@ -1,23 +1,26 @@
 """`kvflash chat`: a conversation in a terminal."""
 
 import io
+import json
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
-from pyllama_kvflash.cli.roles import Command
+from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import KVFlashError, NativeError, UsageError
+from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.text import n_common
@@ -25,19 +28,31 @@ from pyllama_kvflash.text import n_common
 if TYPE_CHECKING:
     from pyllama_kvflash.chat import ChatTemplate
 
-HELP = """Talk with a model.
+_COMMANDS = """\
+  /file FILE     put a text file before the next message
+  /regen         answer the last message again
+  /undo          take back the last message and its answer
+  /system TEXT   replace the system prompt; without TEXT, remove it
+  /context       show how full the context is
+  /save FILE     write the conversation as JSON
+  /clear         begin a new conversation
+  /stats         show the figures of the last answer
+  /exit          quit"""
+
+HELP = f"""Talk with a model.
 
 The conversation stays in the context, and only what is new is read. A message of several lines begins and ends with
 \"\"\", or is pasted. Ctrl-C stops an answer, Ctrl-D quits. If stdin is a file or a pipe, each line is a message, and
 stdout carries only the answers.
 
 \b
-  /clear    begin a new conversation
-  /stats    show the figures of the last answer
-  /exit     quit
+{_COMMANDS}
+
+When the context is full, the oldest turns are left out, and a line says how many.
 
 \b
   kvflash chat model.gguf
+  kvflash chat model.gguf -f book.txt
   kvflash chat model.gguf -c 128K --kvflash 8K -sys "You are terse."
   cat questions.txt | kvflash chat model.gguf --temp 0 > answers.txt
 
@@ -46,13 +61,22 @@ The chat template is the model's own.
 
 _QUOTES = '"""'
 _PASTE_SECONDS = 0.03  # within this time the next line of a paste is there
-_COMMANDS = ("/clear", "/stats", "/exit")
+_ROOM = 8  # one part of so many of the context is left to an answer, before old turns are left out
 
 
 @click.command(cls=Command, help=HELP, short_help="Talk with a model.")
 @params.MODEL
 @click.option(
     "-sys", "--system-prompt", "system", metavar="TEXT", default=None, help="System prompt to use with the model."
+)
+@click.option(
+    "-f",
+    "--file",
+    "prompt_files",
+    metavar="FILE",
+    type=Reads(),
+    multiple=True,
+    help="UTF-8 file that is put before the first message. It can be given several times.",
 )
 @click.option(
     "-n",
@@ -76,6 +100,7 @@ def chat(
     model_arg: str | None,
     model: str | None,
     system: str | None,
+    prompt_files: tuple[str, ...],
     n_predict: int,
     template_file: str | None,
     *,
@@ -89,6 +114,7 @@ def chat(
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
+    texts = [_text_of(file) for file in prompt_files]
     sampling = params.sampling(options, None)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
@@ -105,7 +131,9 @@ def chat(
             reporter.warn(warning)
         for line in banner(kv):
             reporter.note(line)
-        Talk(kv, template, sampling, n_predict, system, reporter).run(messages(reporter))
+        talk = Talk(kv, template, sampling, n_predict, system, reporter)
+        talk.add(*texts)
+        talk.run(messages(reporter))
 
 
 class Talk:
@@ -122,29 +150,99 @@ class Talk:
     ) -> None:
         self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
         self._reporter = reporter
-        self._first = [{"role": "system", "content": system}] if system else []
+        self._first = _system(system)
         self._said = list(self._first)
+        self._before: list[str] = []  # texts that go before the next message
         self._stats: Stats | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/file": lambda name: self.add(_text_of(name)),
+            "/regen": self._regenerate,
+            "/undo": self._undo,
+            "/system": self._replace_system,
+            "/context": self._show_context,
+            "/save": self._save,
+            "/clear": self._clear,
+            "/stats": lambda _: reporter.console.print(stats_table(self._stats or kv.stats())),
+        }
+
+    def add(self, *texts: str) -> None:
+        """Put texts before the next message."""
+        self._before += texts
+        for text in texts:
+            self._reporter.note(f"{len(text):,} characters go before the next message")
 
     def run(self, lines: Iterator[str]) -> None:
         """Answer messages and obey commands until there are no more, or /exit."""
         for line in lines:
+            name, _, rest = line.partition(" ")
             if line == "/exit":
                 return
-            if line == "/clear":
-                self._said = list(self._first)
-                self._kv.clear()
-                self._reporter.note("a new conversation")
-            elif line == "/stats":
-                self._reporter.console.print(stats_table(self._stats or self._kv.stats()))
-            elif line.startswith("/") and line[1:].isalpha():
-                self._reporter.warn(f"there is no {line}: there are {', '.join(_COMMANDS)}")
+            if name in self._commands:
+                try:
+                    self._commands[name](rest.strip())
+                except KVFlashError as err:
+                    self._reporter.warn(str(err))
+            elif name.startswith("/") and name[1:].isalpha():
+                self._reporter.warn(f"there is no {name}: there are {', '.join(self._commands)} and /exit")
             else:
-                self._turn(line)
+                self._turn("\n\n".join([*self._before, line]))
 
-    def _turn(self, text: str) -> None:
-        """Answer a message. A turn that fails, or has no answer, is left out of the conversation."""
-        said = [*self._said, {"role": "user", "content": text}]
+    def _help(self, _: str) -> None:
+        self._reporter.note(f"commands:\n{_COMMANDS}")
+
+    def _clear(self, _: str) -> None:
+        self._said, self._before = list(self._first), []
+        self._kv.clear()
+        self._reporter.note("a new conversation")
+
+    def _take_back(self) -> str:
+        """Forget the last message and its answer. Return the message. Raises UsageError."""
+        n = len(self._said) - 1
+        if n < len(self._first) + 1:
+            msg = "there is no message yet"
+            raise UsageError(msg)
+        text = self._said[n - 1]["content"]
+        del self._said[n - 1 :]
+        return text
+
+    def _undo(self, _: str) -> None:
+        self._take_back()
+        self._reporter.note("the last message and its answer are taken back")
+
+    def _regenerate(self, _: str) -> None:
+        before = list(self._said)
+        if not self._turn(self._take_back()):
+            self._said = before
+
+    def _replace_system(self, text: str) -> None:
+        said, self._first = self._said[len(self._first) :], _system(text or None)
+        self._said = [*self._first, *said]
+        self._reporter.note("the system prompt is replaced" if text else "there is no system prompt any more")
+
+    def _show_context(self, _: str) -> None:
+        kv, n = self._kv, len(self._said) - len(self._first)
+        pool = f", a pool of {kv.n_pool:,}" if kv.n_pool else ""
+        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; {n // 2} turns")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            msg = "/save needs the name of a file: /save talk.json"
+            raise UsageError(msg)
+        try:
+            with Path(name).open("x", encoding="utf-8") as file:
+                json.dump(self._said, file, ensure_ascii=False, indent=1)
+        except FileExistsError:
+            msg = f"{name} is there already: give another name"
+            raise UsageError(msg) from None
+        except OSError as err:
+            msg = f"{name} cannot be written: {err.strerror}"
+            raise OutputError(msg) from None
+        self._reporter.note(f"saved {len(self._said)} messages to {name}")
+
+    def _turn(self, text: str) -> bool:
+        """Answer a message, and return whether it has an answer. A turn without one is left out of the conversation."""
+        said = self._fitting([*self._said, {"role": "user", "content": text}])
         answer = ""
         try:
             with native.interruptible():
@@ -152,14 +250,30 @@ class Talk:
         except NativeError as err:
             self._kv.clear()  # the state of the context is unknown
             self._reporter.warn(str(err))
-            return
+            return False
         except KVFlashError as err:
             self._reporter.warn(f"{err}; /clear begins a new conversation")
-            return
+            return False
         self._stats = done.stats
         self._reporter.note(closing_line(done.stats, done.reason))
-        if answer or done.reason != "interrupted":
-            self._said = [*said, {"role": "assistant", "content": answer.strip()}]
+        if not answer and done.reason == "interrupted":
+            return False
+        self._said, self._before = [*said, {"role": "assistant", "content": answer.strip()}], []
+        return True
+
+    def _fitting(self, said: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Return a conversation without so many of its oldest turns that it fits the context, with room for an answer."""
+        n_ctx, first = self._kv.options.n_ctx, len(self._first)
+        said, n = list(said), 0
+        with suppress(UsageError):  # answering reports what the template refuses
+            while len(said) > first + 1 and len(self._template.tokens(self._kv.model, said)) > n_ctx - n_ctx // _ROOM:
+                del said[first : first + 2]
+                n += 1
+        if n:
+            self._reporter.note(
+                f"the context of {n_ctx:,} tokens is full: the oldest {n} turns are left out from now on"
+            )
+        return said
 
     def _answer(self, said: list[dict[str, str]]) -> tuple[str, Done]:
         """Read what the context does not have, and show the answer as it comes. Return the answer and the last
@@ -198,6 +312,18 @@ class Talk:
         except KVFlashError:  # a recurrent state, say, cannot go back
             self._kv.clear()
         return self._kv.n_tokens
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _text_of(file: str) -> str:
+    """Return the text of a file that goes before a message. Raises UsageError."""
+    if file in {"", "-"}:
+        msg = "a file is wanted: /file FILE, or -f FILE; stdin has the messages"
+        raise UsageError(msg)
+    return read_text(file).removesuffix("\n")
 
 
 def messages(reporter: Reporter) -> Iterator[str]:
