@@ -67,6 +67,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that policies and `--help` work without the compiled part."""
     if name not in _HOME:

@@ -36,6 +36,10 @@ def test_residency(opened: Open) -> None:
     assert kv.residency().protected[2]
     kv.rollback(1100)
     check_residency(kv)
+    table = kv.residency().to_dict()
+    assert {len(column) for column in table.values()} == {18}
+    assert table["chunk"].tolist() == list(range(18))
+    assert np.array_equal(table["block"], kv.residency().block)
 
 
 def test_residency_arrays_are_copies(opened: Open) -> None:

@@ -74,6 +74,14 @@ def test_every_public_name_can_be_imported():
     assert all(getattr(pyllama_kvflash, name) is not None for name in pyllama_kvflash.__all__)
     with pytest.raises(AttributeError, match="no attribute 'KVFlush'"):
         _ = pyllama_kvflash.KVFlush
+    assert dir(pyllama_kvflash) == sorted(pyllama_kvflash.__all__)
+
+
+@pytest.mark.native
+def test_an_option_of_no_name_is_told_the_nearest():
+    for name, says in (("n_ctxx", "did you mean 'n_ctx'?"), ("colour", "Options lists them")):
+        with pytest.raises(TypeError, match=rf"from_file\(\) has no option '{name}': {re.escape(says)}"):
+            pyllama_kvflash.KVFlash.from_file("model.gguf", **{name: 1})
 
 
 def test_version_is_the_project_s():

@@ -1,6 +1,8 @@
 """The engine: a model, its pool, and the sequences that share it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,8 +34,14 @@ class KVFlash(KVSequence):
     def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
         """Load a GGUF file. options: the fields of Options. progress: called with 0.0 to 1.0 during loading.
 
-        Raises UsageError (an option), ModelError (the file) and UnsupportedError (its memory cannot be pooled).
+        Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled) and TypeError (a
+        name that Options does not have).
         """
+        known = {field.name for field in fields(Options)}
+        for name in options.keys() - known:
+            near = get_close_matches(name, known, 1)
+            msg = f"from_file() has no option {name!r}{f': did you mean {near[0]!r}?' if near else ': Options lists them'}"
+            raise TypeError(msg)
         return cls.open(Path(path), Options(**options), progress)
 
     @classmethod

@@ -1,6 +1,6 @@
 """Residency: where the chunks are, and whether ledger, host store and native pool agree about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ class Residency:
     protected: npt.NDArray[np.bool_]
     score: npt.NDArray[np.float64]
     layers: npt.NDArray[np.float32]
+
+    def to_dict(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays by name, after the chunks' numbers, all (n_chunks,): a table that pandas.DataFrame takes."""
+        return {"chunk": np.arange(len(self.state))} | {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
