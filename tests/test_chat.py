@@ -254,7 +254,7 @@ def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
     left_out = re.findall(r"the oldest (?:turn is|(\d) turns are) left out from now on", res.stderr)
     n = sum(int(count or 1) for count in left_out)
     assert 0 < n < 4
-    assert f"of 256 tokens; {4 - n} turns" in res.stderr
+    assert f"of 256 tokens; turns: {4 - n}" in res.stderr
     assert len(re.findall("prefill", res.stderr)) == 4, "all were answered"
 
 
@@ -303,7 +303,7 @@ def test_the_system_prompt_is_replaced(template: str, tmp_path: Path) -> None:
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"] == "Be long."
     assert "there is no system prompt any more" in res.stderr
-    assert "; 2 turns" in res.stderr
+    assert "; turns: 2" in res.stderr
 
 
 def test_refusals(tmp_path: Path) -> None:

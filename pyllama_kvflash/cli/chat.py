@@ -223,7 +223,7 @@ class Talk:
     def _show_context(self, _: str) -> None:
         kv, n = self._kv, len(self._said) - len(self._first)
         pool = f", a pool of {kv.n_pool:,}" if kv.n_pool else ""
-        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; {n // 2} turns")
+        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {n // 2}")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -236,6 +236,8 @@ class Talk:
             msg = f"{name} is there already: give another name"
             raise UsageError(msg) from None
         except OSError as err:
+            with suppress(OSError):
+                Path(name).unlink()  # a part of it may be there
             msg = f"{name} cannot be written: {err.strerror}"
             raise OutputError(msg) from None
         self._reporter.note(f"saved {len(self._said)} messages to {name}")

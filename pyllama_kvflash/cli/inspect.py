@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
@@ -134,7 +135,7 @@ def _table(f: Findings) -> Table:
             share = f"{device.token_bytes:,} of the f16 cache's bytes a token, {mib(device.free)} free"
             rows.append((f"KV on {device.name}", share))
     if f.probe.refusal is None:
-        rows.append(("auto pool", "; ".join((*f.auto.notes, *f.auto.warnings))))
+        rows.append(("auto pool", spelled("; ".join((*f.auto.notes, *f.auto.warnings)))))
         rows.append(
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
