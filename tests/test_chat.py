@@ -20,7 +20,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from click.testing import CliRunner, Result
 from support.commands import SCRIPT, forget_settings
-from support.templates import with_template
+from support.rewritten import with_template
 
 from pyllama_kvflash import chat
 from pyllama_kvflash.chat import ChatTemplate
@@ -302,7 +302,7 @@ def test_the_system_prompt_is_replaced(template: str, tmp_path: Path) -> None:
     messages = json.loads(saved.read_text())
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"] == "Be long."
-    assert "there is no system prompt any more" in res.stderr
+    assert "the system prompt is removed" in res.stderr
     assert "; turns: 2" in res.stderr
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
 from support.changes import SCORERS
+from support.rewritten import rewritten
 from support.runs import GREEDY, Open, check_residency, out, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
@@ -81,7 +82,6 @@ def long_document() -> NeedlePrompt:
 def rewrite(path: Path) -> Path:
     """The needle model without every second of its words: it spells them, so texts split otherwise."""
     reader = gguf.GGUFReader(BUNDLED_MODEL)
-    arch = reader.fields["general.architecture"].contents()
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     tokens = [f"zq{i}x" if i >= 300 and i % 2 else token for i, token in enumerate(tokens)]
     known = set(tokens)
@@ -90,20 +90,7 @@ def rewrite(path: Path) -> Path:
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges if {a, b, a + b} <= known],
     }
-    writer = gguf.GGUFWriter(path, arch)
-    for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith("GGUF."):
-            continue
-        value = replaced.get(field.name, field.contents())
-        kind = field.types[0]
-        writer.add_key_value(field.name, value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return rewritten(path, replaced)
 
 
 @pytest.fixture(scope="module")

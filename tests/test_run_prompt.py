@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.templates import with_template
+from support.rewritten import with_template
 
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.native import Model

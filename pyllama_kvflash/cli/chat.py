@@ -218,7 +218,7 @@ class Talk:
     def _replace_system(self, text: str) -> None:
         said, self._first = self._said[len(self._first) :], _system(text or None)
         self._said = [*self._first, *said]
-        self._reporter.note("the system prompt is replaced" if text else "there is no system prompt any more")
+        self._reporter.note("the system prompt is replaced" if text else "the system prompt is removed")
 
     def _show_context(self, _: str) -> None:
         kv, n = self._kv, len(self._said) - len(self._first)
