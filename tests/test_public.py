@@ -1,5 +1,6 @@
 """The public surface: what is exported, that it is typed, and that the documents agree with it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,25 @@ def test_an_option_of_no_name_is_told_the_nearest():
     for name, says in (("n_ctxx", "did you mean 'n_ctx'?"), ("colour", "Options lists them")):
         with pytest.raises(TypeError, match=rf"from_file\(\) has no option '{name}': {re.escape(says)}"):
             pyllama_kvflash.KVFlash.from_file("model.gguf", **{name: 1})
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("cores", "env", "spins"),
+    [
+        (2, {}, "1000"),
+        (8, {}, "1000"),
+        (9, {}, "None"),
+        (2, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (2, {"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_threads_spin_briefly_on_few_cores(cores, env, spins):
+    """What a user sets is kept."""
+    code = f"import os; os.cpu_count = lambda: {cores}; import pyllama_kvflash.native; print(os.environ.get('GOMP_SPINCOUNT'))"
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == spins
 
 
 def test_version_is_the_project_s():

@@ -16,6 +16,15 @@ from typing import Any
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.stacks import anywhere
 
+_FEW_CORES = (
+    8  # what was measured are two; with many, a thread that waits in the kernel may be late (docs/results/cpu.md)
+)
+
+# Threads that are done wait for the others. libgomp has them spin for long, and then another program's turn on their core is a
+# turn without any progress: after some 20 us they wait in the kernel. It reads this when it is loaded
+if (os.cpu_count() or 1) <= _FEW_CORES and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 try:
     _kvflash: Any = import_module("pyllama_kvflash.native._kvflash")
 except ImportError as err:  # a source tree that was never built
