@@ -244,11 +244,11 @@ class Talk:
 
     def _turn(self, text: str) -> bool:
         """Answer a message, and return whether it has an answer. A turn without one is left out of the conversation."""
-        said = self._fitting([*self._said, {"role": "user", "content": text}])
         answer = ""
         try:
             with native.interruptible():
-                answer, done = self._answer(said)
+                said, tokens = self._fitting([*self._said, {"role": "user", "content": text}])
+                answer, done = self._answer(tokens)
         except NativeError as err:
             self._kv.clear()  # the state of the context is unknown
             self._reporter.warn(str(err))
@@ -263,27 +263,26 @@ class Talk:
         self._said, self._before = [*said, {"role": "assistant", "content": answer.strip()}], []
         return True
 
-    def _fitting(self, said: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Return a conversation without so many of its oldest turns that it fits the context, with room for an answer."""
+    def _fitting(self, said: list[dict[str, str]]) -> tuple[list[dict[str, str]], Tokens]:
+        """Return a conversation without so many of its oldest turns that it fits the context, with room for an answer, and
+        its token ids (n,) int32. Raises UsageError if the template refuses it.
+        """
         n_ctx, first = self._kv.options.n_ctx, len(self._first)
-        said, n = list(said), 0
-        with suppress(UsageError):  # answering reports what the template refuses
-            while len(said) > first + 1 and len(self._template.tokens(self._kv.model, said)) > n_ctx - n_ctx // _ROOM:
-                del said[first : first + 2]
-                n += 1
+        tokens, n = self._template.tokens(self._kv.model, said), 0
+        while len(said) > first + 1 and len(tokens) > n_ctx - n_ctx // _ROOM:
+            said, n = [*said[:first], *said[first + 2 :]], n + 1
+            tokens = self._template.tokens(self._kv.model, said)
         if n:
             self._reporter.note(
                 f"the context of {n_ctx:,} tokens is full: the oldest {n} turns are left out from now on"
             )
-        return said
+        return said, tokens
 
-    def _answer(self, said: list[dict[str, str]]) -> tuple[str, Done]:
-        """Read what the context does not have, and show the answer as it comes. Return the answer and the last
-        event.
+    def _answer(self, tokens: Tokens) -> tuple[str, Done]:
+        """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
+        last event.
         """
-        kv = self._kv
-        tokens = self._template.tokens(kv.model, said)
-        n = self._keep(tokens)
+        kv, n = self._kv, self._keep(tokens)
         events = kv.generate(
             tokens[n:], max_tokens=self._n_predict, sampling=self._sampling, stop=self._template.stop, append=True
         )

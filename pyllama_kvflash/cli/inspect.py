@@ -57,6 +57,11 @@ class Findings:
     needs: list[Need]  # of the devices that hold anything
     n_pool: int | None  # what the options come to; None: the full cache
 
+    @property
+    def auto_note(self) -> str:
+        """What `auto` takes, and why."""
+        return "; ".join((*self.auto.notes, *self.auto.warnings))
+
 
 @click.command(cls=Command, help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
 @params.MODEL
@@ -135,7 +140,7 @@ def _table(f: Findings) -> Table:
             share = f"{device.token_bytes:,} of the f16 cache's bytes a token, {mib(device.free)} free"
             rows.append((f"KV on {device.name}", share))
     if f.probe.refusal is None:
-        rows.append(("auto pool", spelled("; ".join((*f.auto.notes, *f.auto.warnings)))))
+        rows.append(("auto pool", spelled(f.auto_note)))
         rows.append(
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
@@ -189,7 +194,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "token_bytes": f.token_bytes,
         "devices": [asdict(device) for device in f.devices],
         "auto_pool": f.auto.n_pool if f.probe.refusal is None else None,
-        "auto_note": "; ".join((*f.auto.notes, *f.auto.warnings)),
+        "auto_note": f.auto_note,
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
         "index_bytes": f.index_bytes,

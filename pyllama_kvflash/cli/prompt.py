@@ -6,7 +6,6 @@ from typing import Any
 import click
 import numpy as np
 
-from pyllama_kvflash.chat import ChatTemplate
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
@@ -58,6 +57,8 @@ class Prompt:
         return kv.tokenize(self._text, add_special=not self._appends) if self._text else np.zeros(0, np.int32)
 
     def _message(self, kv: KVFlash, reporter: Reporter) -> Tokens:
+        from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+
         template = ChatTemplate.of(kv.model)
         if template.warning:
             reporter.warn(template.warning)
@@ -73,18 +74,15 @@ class Prompt:
         """Return what to try after an empty answer."""
         if self.templated:
             return "ask in other words, or try --no-chat-template"
-        return (
-            "a model that was trained for chat wants its template: -cnv"
-            if not self._appends
-            else "add some text with -p"
-        )
+        if self._appends:
+            return "add some text with -p"
+        return "a model that was trained for chat wants its template: -cnv"
 
 
 def _read(prompt: str | None, files: tuple[str, ...]) -> str:
     """Return the texts of the files and the prompt, in this order, with an empty line between two."""
-    if prompt is not None and any(
-        "\ud800" <= c <= "\udfff" for c in prompt
-    ):  # bytes of the command line that are not UTF-8
+    # bytes of the command line that are not UTF-8
+    if prompt is not None and any("\ud800" <= c <= "\udfff" for c in prompt):
         msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
         raise UsageError(msg)
     if files.count("-") > 1:

@@ -16,9 +16,8 @@ from typing import Any
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.stacks import anywhere
 
-_FEW_CORES = (
-    8  # what was measured are two; with many, a thread that waits in the kernel may be late (docs/results/cpu.md)
-)
+# two were measured; with many, a thread that waits in the kernel may be late (docs/results/cpu.md)
+_FEW_CORES = 8
 
 # Threads that are done wait for the others. libgomp has them spin for long, and then another program's turn on their core is a
 # turn without any progress: after some 20 us they wait in the kernel. It reads this when it is loaded

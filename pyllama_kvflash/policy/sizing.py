@@ -233,10 +233,11 @@ def n_panes(
 ) -> int:
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
-    If the pool is automatic, so many that they, its n_pool tokens and the index take no more than the full cache, where they fit half of
-    (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed, if each few
-    tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows anyway. Where not all fit, checks still gain by each that need not be
-    streamed, so they get as many as fit. Otherwise 2: while a prompt is read, the copies cost no time.
+    If the pool is automatic, so many that they, its n_pool tokens and the index take no more than the full cache, where they
+    fit half of (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed,
+    if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
+    anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. Otherwise 2:
+    while a prompt is read, the copies cost no time.
     """
     if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
         return request or LEAST_PANES
