@@ -1,10 +1,7 @@
 """The command line: what a person types, what comes out, and where."""
 
 import json
-import os
-import pty
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,18 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, check_error, good, invoke, process, rows, summary
+from support.commands import (
+    NEEDLE_TOKEN_BYTES,
+    POOLED,
+    SHORT,
+    check_error,
+    good,
+    invoke,
+    on_a_terminal,
+    process,
+    rows,
+    summary,
+)
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import main, report
@@ -575,30 +583,6 @@ def test_no_escape_codes_without_a_terminal(command: str) -> None:
     assert res.returncode == 0
     assert "\x1b" not in res.stdout + res.stderr
     assert "\r" not in res.stdout + res.stderr
-
-
-def on_a_terminal(*args: str, env: dict[str, str] | None = None) -> tuple[str, str]:
-    """Stdout, a pipe, and stderr, a terminal."""
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def drain() -> None:
-        try:
-            while data := os.read(ours, 4096):
-                shown.extend(data)
-        except OSError:  # the other end is closed
-            pass
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    try:
-        res = process(*args, stderr=theirs, env={**os.environ, "TERM": "xterm-256color", **(env or {})})
-    finally:
-        os.close(theirs)
-        reader.join()
-        os.close(ours)
-    assert res.returncode == 0, shown.decode()
-    return res.stdout, shown.decode()
 
 
 COLOUR = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])[\d;]*m")

@@ -1,14 +1,15 @@
 """Show progress, notes and the closing line on stderr."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.engine.engine import KVFlash
@@ -17,6 +18,9 @@ from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.native.guests import UNIT
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
+_BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
+_GAP = "  "
+_SHORT = 120  # seconds; a longer time is given in minutes
 
 
 def mib(n: int) -> str:
@@ -27,6 +31,55 @@ def mib(n: int) -> str:
 def bits_a_value(bits: float) -> str:
     """Return how fine an index is: "2 bits a value"."""
     return f"{number(bits)} bit{'s' * (bits != 1)} a value"
+
+
+def time_left(seconds: float) -> str:
+    """Return how long something still takes: "42 s left", "3:05 left", "1:03:05 left"."""
+    if seconds < _SHORT:
+        return f"{seconds:.0f} s left"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02} left" if hours else f"{m}:{s:02} left"
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """Return as many of the parts, from the first one on, as fit into `room` columns; the first is always there."""
+    line = ""
+    for part in parts:
+        longer = f"{line}{_GAP}{part}" if line else part
+        if line and len(longer) > room:
+            break
+        line = longer
+    return line
+
+
+class _Info(ProgressColumn):
+    """What is known of a task, beside its label and its bar: as much as fits on one line, at any width."""
+
+    def __init__(self, console: Console, bar: int, head: Callable[[Task], list[str]]) -> None:
+        super().__init__()
+        self._console, self._bar, self._head = console, bar, head
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        used = len(task.description) + self._bar + 3  # a space after each column
+        return Text(fitting([*self._head(task), *task.fields.get("parts", ())], self._console.width - used))
+
+
+def _nothing(_: Task) -> list[str]:
+    return []
+
+
+def _percent(task: Task) -> list[str]:
+    return [f"{task.percentage:>3.0f} %", *_estimate(task)]
+
+
+def _count(task: Task) -> list[str]:
+    return [f"{task.completed:.0f}/{task.total:.0f}", *_estimate(task)]
+
+
+def _estimate(task: Task) -> list[str]:
+    return [time_left(task.time_remaining)] if task.time_remaining else []
 
 
 class Reporter:
@@ -49,20 +102,20 @@ class Reporter:
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:
         """Show a bar while a model loads or is written."""
-        with self._progress("{task.percentage:>3.0f} %") as progress:
-            yield LoadBar(progress, progress.add_task(f"{verb} {name}", total=1.0))
+        with self._progress(_percent) as progress:
+            yield LoadBar(progress, progress.add_task(self._short(f"{verb} {name}"), total=1.0))
 
     @contextmanager
     def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:
         """Show a bar while a prompt is computed."""
         self._last = time.monotonic()  # so that nothing is printed for a short prompt
-        with self._progress("{task.fields[info]}") as progress:
-            yield PrefillBar(self, progress, progress.add_task(label, total=None, info=""), label)
+        with self._progress() as progress:
+            yield PrefillBar(self, progress, progress.add_task(self._short(label), total=None), label)
 
     @contextmanager
     def answering(self, *, hidden: bool) -> Iterator["AnswerLine"]:
         """Show how an answer comes along, from its first token on. hidden: do not, since the text itself is seen."""
-        line = AnswerLine(self, self._progress("{task.fields[info]}"), hidden=hidden)
+        line = AnswerLine(self, self._progress(with_bar=False), hidden=hidden)
         try:
             yield line
         finally:
@@ -72,17 +125,30 @@ class Reporter:
     def counting(self, label: str, total: int) -> Iterator["CellBar"]:
         """Show a bar for a bench of `total` runs."""
         self._last = 0.0
-        with self._progress("{task.completed:.0f}/{task.total:.0f}  {task.fields[info]}") as progress:
-            yield CellBar(self, progress, progress.add_task(label, total=total, info=""), label)
+        with self._progress(_count) as progress:
+            yield CellBar(self, progress, progress.add_task(self._short(label), total=total), label)
 
-    def _progress(self, info: str) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(info), TimeRemainingColumn())
+    def _progress(self, head: Callable[[Task], list[str]] = _nothing, *, with_bar: bool = True) -> Progress:
+        """Return a line of progress. head: what it says first of a task; its field "parts" has the rest. with_bar: if the
+        terminal is wide enough.
+        """
+        bar = next((columns for least, columns in _BARS if self.console.width >= least), 0) * with_bar
+        columns = [TextColumn("{task.description}", markup=False), _Info(self.console, bar, head)]
+        if bar:
+            columns.insert(1, BarColumn(bar))
         return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
 
-    def plain(self, text: str, *, last: bool = False) -> None:
-        """Show a line of progress if there are no bars, at most one every few seconds."""
+    def _short(self, label: str) -> str:
+        """Return a label that leaves half of a narrow terminal to what is said of it."""
+        room = max(8, self.console.width // 2)
+        return label if len(label) <= room else f"{label[: room - 1]}…"
+
+    def plain(self, text: str, *, at_once: bool = False) -> None:
+        """Show a line of progress if there are no bars, at most one every few seconds. at_once: not even that long after
+        the one before.
+        """
         now = time.monotonic()
-        if self.bars or (now - self._last < _PLAIN_SECONDS and not last):
+        if self.bars or (now - self._last < _PLAIN_SECONDS and not at_once):
             return
         self._last = now
         self.note(text)
@@ -104,6 +170,7 @@ class PrefillBar:
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
+        self._is_long = False  # whether it is known to take long
 
     def finish(self) -> None:
         """Remove the bar, before text is shown."""
@@ -112,13 +179,18 @@ class PrefillBar:
     def __call__(self, ev: Prefill) -> None:
         """Show that a batch is done."""
         rate = ev.done / ev.seconds if ev.seconds else 0.0
-        info = (
-            f"{ev.done:,}/{ev.total:,} tok  {rate:,.0f} tok/s  device KV {mib(ev.resident_bytes)}"
-            f"  host {mib(ev.host_bytes)}"
-        )
-        self._progress.update(self._task, completed=ev.done, total=ev.total, info=info)
         left = (ev.total - ev.done) / rate if rate else 0.0
-        self._reporter.plain(f"{self._label} {info}  {left:.0f} s left")
+        parts = (
+            f"{ev.done:,}/{ev.total:,} tok",
+            *([time_left(left)] if left else []),
+            f"{rate:,.0f} tok/s",
+            f"device KV {mib(ev.resident_bytes)}",
+            f"host {mib(ev.host_bytes)}",
+        )
+        self._progress.update(self._task, completed=ev.done, total=ev.total, parts=parts)
+        news = not self._is_long and left > _PLAIN_SECONDS
+        self._is_long |= news
+        self._reporter.plain(_GAP.join((f"{self._label} {parts[0]}", *parts[1:])), at_once=news)
 
 
 class AnswerLine:
@@ -141,14 +213,14 @@ class AnswerLine:
         if self._task is None:
             self._began = time.monotonic()
             self._progress.start()
-            self._task = self._progress.add_task("answer", total=None, info="")
+            self._task = self._progress.add_task("answer", total=None)
         self._n += 1
         seconds = time.monotonic() - self._began
-        info = f"{self._n:,} tok  {(self._n - 1) / seconds if seconds else 0:,.1f} tok/s"
+        parts = [f"{self._n:,} tok", f"{(self._n - 1) / seconds if seconds else 0:,.1f} tok/s"]
         if self._checked:
-            info += f"  {100 * self._agreed / self._checked:.1f} % of {self._checked:,} as the full cache"
-        self._progress.update(self._task, info=info)
-        self._reporter.plain(f"answer {info}")
+            parts.append(f"{100 * self._agreed / self._checked:.1f} % of {self._checked:,} as the full cache")
+        self._progress.update(self._task, parts=parts)
+        self._reporter.plain(f"answer {_GAP.join(parts)}")
 
     def finish(self) -> None:
         """Remove the line. Harmless when called again."""
@@ -178,10 +250,10 @@ class CellBar:
         """Return a function that shows the prefill progress of the run `name`."""
 
         def show(ev: Prefill) -> None:
-            info = f"{name}  {ev.done:,}/{ev.total:,} tok"
-            self._progress.update(self._task, info=info)
+            parts = (name, f"{ev.done:,}/{ev.total:,} tok")
+            self._progress.update(self._task, parts=parts)
             total = self._progress.tasks[self._task].total
-            self._reporter.plain(f"{self._label} {self._done}/{total:.0f}  {info}")
+            self._reporter.plain(f"{self._label} {self._done}/{total:.0f}  {_GAP.join(parts)}")
 
         return show
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +109,30 @@ def process(*args: str | Path, timeout: float = TIMEOUT, **kwargs: Any) -> subpr
     if "input" in kwargs:
         del options["stdin"]
     return subprocess.run([SCRIPT, *args], timeout=timeout, encoding="utf-8", check=False, **options)
+
+
+def on_a_terminal(*args: str, env: dict[str, str] | None = None) -> tuple[str, str]:
+    """Stdout, a pipe, and stderr, a terminal."""
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def drain() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                shown.extend(data)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    try:
+        res = process(*args, stderr=theirs, env={**os.environ, "TERM": "xterm-256color", **(env or {})})
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+    assert res.returncode == 0, shown.decode()
+    return res.stdout, shown.decode()
 
 
 #

@@ -1,0 +1,78 @@
+"""Progress of a prompt: in lines where there is no terminal, and on one line of a terminal of any width."""
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import POOLED, on_a_terminal
+
+from pyllama_kvflash.cli.report import Reporter, fitting, time_left
+from pyllama_kvflash.events import Prefill
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+long_file = commands.long_file
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s left"),
+        (42.4, "42 s left"),
+        (119.4, "119 s left"),
+        (120, "2:00 left"),
+        (3599.6, "1:00:00 left"),
+        (3785, "1:03:05 left"),
+    ],
+)
+def test_time_left(seconds: float, text: str) -> None:
+    assert time_left(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("room", "text"),
+    [(0, "512/3,186 tok"), (22, "512/3,186 tok"), (23, "512/3,186 tok  9 s left"), (99, "512/3,186 tok  9 s left  a")],
+)
+def test_parts_that_fit(room: int, text: str) -> None:
+    assert fitting(("512/3,186 tok", "9 s left", "a"), room) == text
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *batches: tuple[int, float]) -> list[str]:
+    """What is shown without a terminal of a prompt of 4,096 tokens, of batches that end at (token, second)."""
+    with Reporter().prefilling() as bar:
+        for done, seconds in batches:
+            bar(Prefill(done, 4096, seconds, 1 << 20, 2 << 20))
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_long_prompt_has_a_line_as_soon_as_its_first_batch_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = lines_of(capsys, (512, 2.0), (1024, 4.0))
+    assert line == "kvflash: prefill 512/4,096 tok  14 s left  256 tok/s  device KV 1.0 MiB  host 2.0 MiB"
+
+
+def test_a_prompt_that_turns_out_long_has_a_line_then(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = lines_of(capsys, (512, 0.1), (1024, 2.0), (1536, 4.0))
+    assert line.startswith("kvflash: prefill 1,024/4,096 tok  6 s left")
+
+
+def test_a_short_prompt_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines_of(capsys, (512, 0.5), (4096, 4.0)) == []
+
+
+@pytest.mark.parametrize("columns", [40, 48, 200])
+def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> None:
+    args = ("run", "-f", long_file, *POOLED, "-n", "40", "-o", "/dev/null")
+    _, shown = on_a_terminal(*map(str, args), env={"NO_COLOR": "1", "COLUMNS": str(columns)})
+    lines = re.findall(r"\x1b\[2K((?:load|prefill|answer) [^\r\n\x1b]*)", shown)
+    assert max(cell_len(line) for line in lines) <= columns
+    known = [line for line in lines if re.match(r"prefill .*[\d,]+/[\d,]+ tok", line)]
+    assert known
+    assert not any("…" in line for line in known)
+    assert any("device KV" in line for line in known) == (columns == 200)
+    assert any("━" in line for line in lines) == (columns == 200)
