@@ -237,25 +237,16 @@ def test_what_does_not_fit_was_not_said() -> None:
 def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
     """The system prompt and the last message stay; a message that does not fit alone is refused."""
     said = "\n".join(f"{i} " + "word " * 40 for i in range(4))
-    res = talk(
-        f"{said}\n/context\n",
-        "-c",
-        "256",
-        "--kvflash",
-        "off",
-        "-n",
-        "8",
-        "-sys",
-        "Be brief.",
-        "--chat-template-file",
-        template,
-    )
+    args = ("-c", "256", "--kvflash", "off", "-n", "8", "-sys", "Be brief.", "--chat-template-file", template)
+    res = talk(f"{said}\n/context\n", *args)
     assert res.exit_code == 0, res.output
-    left_out = re.findall(r"the oldest (?:turn is|(\d) turns are) left out from now on", res.stderr)
+    warned = r"warning: .* the oldest (?:turn is|([2-9]) turns are) left out from now on"
+    left_out = re.findall(warned, res.stderr)
     n = sum(int(count or 1) for count in left_out)
     assert 0 < n < 4
     assert f"of 256 tokens; turns: {4 - n}" in res.stderr
     assert len(re.findall("prefill", res.stderr)) == 4, "all were answered"
+    assert re.findall(warned, talk(f"{said}\n", *args, "-q").stderr) == left_out
 
 
 def test_messages_are_taken_back_and_answered_again(document: Any, template: str, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ stdout carries only the answers.
 \b
 {_COMMANDS}
 
-When the context is full, the oldest turns are left out, and a line says how many.
+When the context is full, the oldest turns are left out, and a warning says how many.
 
 \b
   kvflash chat model.gguf
@@ -273,9 +273,8 @@ class Talk:
             said, n = [*said[:first], *said[first + 2 :]], n + 1
             tokens = self._template.tokens(self._kv.model, said)
         if n:
-            self._reporter.note(
-                f"the context of {n_ctx:,} tokens is full: the oldest {n} turns are left out from now on"
-            )
+            oldest = "oldest turn is" if n == 1 else f"oldest {n} turns are"
+            self._reporter.warn(f"the context of {n_ctx:,} tokens is full: the {oldest} left out from now on")
         return said, tokens
 
     def _answer(self, tokens: Tokens) -> tuple[str, Done]:
