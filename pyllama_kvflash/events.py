@@ -9,7 +9,7 @@ from typing import Any
 class Stats:
     """Counts and times of one generation, and the memory in use at its end. Times are in seconds."""
 
-    n_prompt: int  # tokens of the prompt
+    n_prompt: int  # tokens of the prompt that were read
     n_generated: int  # tokens produced
     prefill_s: float
     decode_s: float
@@ -46,6 +46,8 @@ class Stats:
     )
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
+    gpu_bytes: int = 0  # memory of GPUs for weights, KV and buffers, with the driver's own; 0: there is no GPU
+    peak_bytes: int = 0  # the most RAM that the process has had, with what it maps of files
 
     @property
     def agreement(self) -> float | None:

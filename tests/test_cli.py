@@ -103,7 +103,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert res.returncode == 0, res.stderr
     assert res.stdout == summary(*args)["text"] + "\n"
     assert len(res.stdout) > 8
-    for word in ("needle-7m", "context 1,024", "prefill", "decode", "tok/s", "device KV", "length"):
+    for word in ("needle-7m", "context 1,024", "prefill", "decode", "tok/s", "KV ", "of RAM", "length"):
         assert word in res.stderr
     assert all(line.startswith("kvflash: ") for line in res.stderr.splitlines())
 
@@ -179,8 +179,9 @@ def test_closing_line_of_a_pool(long_file: Path) -> None:
     last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
     assert re.fullmatch(
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
-        r" · device KV 2\.2 MiB \+ 4\.0 MiB to read prompts, full cache 12\.0 MiB \(52\.1 %\) · host [\d.]+ MiB \+ [\d.]+ MiB of index"
-        r" · pages \d+ out, \d+ in",
+        r" · (KV [\d.]+ MiB = 2\.2 MiB of pool \+ [\d.]+ MiB of records \+ [\d.]+ MiB of index \+ 4\.0 MiB to read prompts,"
+        r" full cache 12\.0 MiB|device KV .* \(\d+\.\d %\) · host [\d.]+ MiB)"
+        r" · pages \d+ out, \d+ in · memory ([\d.]+ \w+ of the GPU, )?[\d.]+ MiB of RAM at its peak",
         last,
     ), last
 

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import kinds
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages
 from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError

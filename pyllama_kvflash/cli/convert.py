@@ -7,7 +7,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, Replaces, reads
 from pyllama_kvflash.convert import OUTTYPES, Plan, find_source, resolve, write
 from pyllama_kvflash.engine.loading import check_file

@@ -10,8 +10,9 @@ from rich.table import Table
 from pyllama_kvflash import native
 from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, positions, read
 from pyllama_kvflash.cli import kinds
+from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.output import Output
-from pyllama_kvflash.cli.report import Reporter, banner, mib
+from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Prints, reads
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError

@@ -14,7 +14,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts

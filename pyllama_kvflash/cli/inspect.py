@@ -11,14 +11,16 @@ from rich.table import Table
 
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.flags import spelled
-from pyllama_kvflash.cli.report import Reporter, bits_a_value, mib
+from pyllama_kvflash.cli.memory import mib, place_name, sum_line
+from pyllama_kvflash.cli.report import Reporter, bits_a_value
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
 from pyllama_kvflash.engine.memory import device_memory, index_bytes
+from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.planning import Need, needs
+from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
@@ -54,7 +56,7 @@ class Findings:
     form: IndexForm  # of fresh's index
     index_bytes: int  # of that index, for the context
     index_device_bytes: int  # of a GPU's memory, for it and for choosing by it; 0: it is host memory
-    needs: list[Need]  # of the devices that hold anything
+    needs: tuple[Need, ...]  # of the devices that hold anything
     n_pool: int | None  # what the options come to; None: the full cache
 
     @property
@@ -94,7 +96,7 @@ def _look(model: Model, options: Options) -> Findings:
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
     index = sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
-    taken, size = ([], PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
+    taken, size = ((), PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
     asked = replace(options, policy="fresh", pool="auto")
     there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
@@ -109,7 +111,7 @@ def _look(model: Model, options: Options) -> Findings:
         form=form,
         index_bytes=index,
         index_device_bytes=there,
-        needs=[need for need in taken if need.total],
+        needs=taken,
         n_pool=size.n_pool,
     )
 
@@ -146,17 +148,7 @@ def _table(f: Findings) -> Table:
         )
         rows.append(("index of fresh", _index(f)))
     what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
-    for need in f.needs:
-        parts = {
-            "weights": need.weights,
-            what: need.kv,
-            "index of fresh": need.index,
-            "states": need.states,
-            "layers of an exact pass": need.panes,
-            "buffers": need.buffers,
-        }
-        terms = " + ".join(f"{mib(size)} {name}" for name, size in parts.items() if size)
-        rows.append((f"memory of {need.name}", f"{mib(need.total)} = {terms}"))
+    rows += [(f"{place_name(need)}, with {what}", sum_line(need)) for need in f.needs]
     for row in rows:
         table.add_row(*row)
     return table

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyllama_kvflash.cli.flags import spelled
+from pyllama_kvflash.cli.memory import ONE_MEMORY, memory_line, mib
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
@@ -21,11 +22,6 @@ _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 _BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
 _GAP = "  "
 _SHORT = 120  # seconds; a longer time is given in minutes
-
-
-def mib(n: int) -> str:
-    """Return bytes as MiB, or as GiB where that reads better."""
-    return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
 
 
 def bits_a_value(bits: float) -> str:
@@ -184,8 +180,8 @@ class PrefillBar:
             f"{ev.done:,}/{ev.total:,} tok",
             *([time_left(left)] if left else []),
             f"{rate:,.0f} tok/s",
-            f"device KV {mib(ev.resident_bytes)}",
-            f"host {mib(ev.host_bytes)}",
+            f"KV {mib(ev.resident_bytes)}",
+            f"records {mib(ev.host_bytes)}",
         )
         self._progress.update(self._task, completed=ev.done, total=ev.total, parts=parts)
         news = not self._is_long and left > _PLAIN_SECONDS
@@ -266,8 +262,10 @@ def banner(kv: KVFlash) -> list[str]:
     if o.spec:
         by = f" by {Path(o.spec.model).name}" if o.spec.model else ""
         notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
+    memory = memory_line(kv.memory)
+    where = "on the device" if s.gpu_bytes else "in RAM"
     if kv.n_pool is None:
-        return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV on the device"]
+        return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV {where}", memory]
     if o.lossless:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
     elif kv.decoder.opens_losslessly:
@@ -276,11 +274,11 @@ def banner(kv: KVFlash) -> list[str]:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
     policy = f"{kv.policy}{_index(kv, s)}"
     pool = (
-        f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV on"
-        f" the device, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
+        f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV"
+        f" {where}, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
         f"{', copies beside the computation' if kv.ctx.pinned else ''}"
     )
-    return [head, *notes, pool]
+    return [head, *notes, pool, memory, *([] if s.gpu_bytes else [ONE_MEMORY])]
 
 
 def _index(kv: KVFlash, s: Stats) -> str:
@@ -300,21 +298,33 @@ def closing_line(s: Stats, reason: str) -> str:
         f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",
     ]
     if s.n_pool is None:
-        parts.append(f"device KV {mib(s.kv_device_bytes)} (full cache)")
+        parts.append(f"{'device KV' if s.gpu_bytes else 'KV'} {mib(s.kv_device_bytes)} (full cache)")
     else:
-        share = 100 * s.device_kv_bytes / s.kv_full_bytes
-        device = (
-            mib(s.kv_device_bytes) + _more(s.index_device_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
-        )
-        parts.append(f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)")
-        host = mib(s.host_bytes) + _more(s.index_host_bytes, "of index")
-        parts.append(f"host {host}" + (f", disk {mib(s.disk_bytes)}" if s.disk_bytes else ""))
+        parts += _held(s) if s.gpu_bytes else [_held_in_ram(s)]
+        parts += [f"disk {mib(s.disk_bytes)}"] if s.disk_bytes else []
         parts.append(f"pages {s.pages_out:,} out, {s.pages_in:,} in")
     if s.draft_steps + s.plain_steps:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
     if s.agreement is not None:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
+    gpu = f"{mib(s.gpu_bytes)} of the GPU, " if s.gpu_bytes else ""
+    parts.append(f"memory {gpu}{mib(s.peak_bytes)} of RAM at its peak")
     return f"{reason}: " + " · ".join(parts)
+
+
+def _held(s: Stats) -> list[str]:
+    """Return what a pool has on a GPU, and on the host."""
+    share = 100 * s.device_kv_bytes / s.kv_full_bytes
+    device = mib(s.kv_device_bytes) + _more(s.index_device_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
+    host = mib(s.host_bytes) + _more(s.index_host_bytes, "of index")
+    return [f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)", f"host {host}"]
+
+
+def _held_in_ram(s: Stats) -> str:
+    """Return what a pool has where there is no GPU: all of it is RAM."""
+    n_all = s.device_kv_bytes + s.host_bytes + s.index_host_bytes
+    parts = _more(s.host_bytes, "of records") + _more(s.index_host_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
+    return f"KV {mib(n_all)} = {mib(s.kv_device_bytes)} of pool{parts}, full cache {mib(s.kv_full_bytes)}"
 
 
 def _more(n: int, what: str) -> str:
@@ -339,6 +349,7 @@ def stats_table(s: Stats) -> Table:
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
+        ("memory", f"{s.gpu_bytes:,} bytes of GPUs, {s.peak_bytes:,} bytes of RAM at the peak ({mib(s.peak_bytes)})"),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
     if s.guest_blocks or s.index_bytes:

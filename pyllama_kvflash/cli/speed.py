@@ -17,7 +17,8 @@ from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.bench import Numbers, feasible, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, writes
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError

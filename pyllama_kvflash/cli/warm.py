@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.report import Reporter, mib
+from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError

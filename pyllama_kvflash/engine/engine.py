@@ -25,7 +25,7 @@ class KVFlash(KVSequence):
     llama.cpp's full cache: the control.
 
     sequences: all of them. Use each as if it were alone, one call after the other; decode_each() decodes a token of several
-    at once. notes: sentences about the pool and where things are.
+    at once. notes: sentences about the pool and where things are. memory: what each device holds with a full context.
 
     close() may come from any thread and at any time; later calls raise UsageError.
     """
@@ -56,6 +56,7 @@ class KVFlash(KVSequence):
         others = range(1, len(loaded.sequences))
         self.sequences: tuple[KVSequence, ...] = (self, *(KVSequence(loaded, guard, i) for i in others))
         self.notes = loaded.notes
+        self.memory = loaded.memory
 
     def close(self) -> None:
         """Free the context and the model, for all sequences, after a call that another thread has under way: a batch, or a

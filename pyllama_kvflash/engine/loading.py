@@ -9,7 +9,8 @@ from typing import Any
 
 from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, indexed, plan_contexts
 from pyllama_kvflash.engine.memory import check_memory, device_memory
-from pyllama_kvflash.engine.panes import open_exact
+from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
+from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
@@ -40,6 +41,7 @@ class Loaded:
     shared: the part of a pool that its sequences share; None with the full cache.
     exact: reads prompts that the pool cannot hold; None: they go through the pool.
     drafts: one for each sequence; empty without speculative decoding.
+    memory: what each device holds with a full context.
     parts: everything that is to be closed.
     """
 
@@ -54,6 +56,7 @@ class Loaded:
     exact: ExactReader | None
     sequences: tuple[PooledSequence, ...]
     drafts: tuple[Drafts, ...]
+    memory: tuple[Need, ...]
     parts: ExitStack
 
     @property
@@ -149,7 +152,7 @@ def _probed(model: Model, options: Options) -> Probe:
 
 
 def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
-    seen = _probed(model, options)
+    program, seen = program_bytes(model), _probed(model, options)
     other = (f"policy qk, not fresh: {seen.unchosen}",) if options.policy == "auto" and seen.unchosen else ()
     options = with_policy(options, seen)
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
@@ -189,6 +192,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         ground.exact,
         tuple(sequences),
         tuple(drafts),
+        needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), program),
         parts.pop_all(),
     )
 
@@ -220,6 +224,9 @@ class _Loading:
         if self.exact is not None:
             self._parts.callback(self.exact.close)
         return self.exact is not None
+
+    def exact_bytes(self) -> dict[int, ExactBytes]:
+        return held_bytes(self.exact.ctx, self._geometry, self._options) if self.exact else {}
 
 
 def _trained(model: Model, options: Options) -> tuple[str, ...]:

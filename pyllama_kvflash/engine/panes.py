@@ -60,14 +60,26 @@ def exact_bytes(
     Raises NativeError and UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
-    panes = geometry.panes_by_device(row_bytes, *types, n_pane)
+    states = _state_bytes(model, options)
     with _context(model, options, _params(n_pane, options, tap)) as ctx:
-        first, states = next(iter(panes), 0), _state_bytes(model, options)
-        return {
-            i: ExactBytes(ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i), states if i == first else 0)
-            for i in range(len(devices()))
-        }
+        return _by_device(ctx, geometry, options, n_pane, states)
+
+
+def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[int, ExactBytes]:
+    """Return what an exact pass that is open has on each device, as exact_bytes()."""
+    held = ctx.kv_bytes()
+    return _by_device(ctx, geometry, options, ctx.pane_info().n_pane, held.swa + held.recurrent)
+
+
+def _by_device(
+    ctx: ExactContext, geometry: Geometry, options: Options, n_pane: int, states: int
+) -> dict[int, ExactBytes]:
+    panes = geometry.panes_by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v], n_pane)
+    first = next(iter(panes), 0)
+    return {
+        i: ExactBytes(ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i), states if i == first else 0)
+        for i in range(len(devices()))
+    }
 
 
 def _state_bytes(model: Model, options: Options) -> int:

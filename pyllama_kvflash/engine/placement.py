@@ -108,7 +108,7 @@ def _measured(
         base = [small.compute_bytes(i) for i in here]
     with _context(model, options, options.n_ctx, min(n_ubatch, least)) as large:
         more = [large.compute_bytes(i) - n for i, n in zip(here, base, strict=True)]
-        drafter = _drafter(options, large, here)
+        drafter = drafters(options, large, here)
     n_seq = options.n_parallel
     slopes = [max(0, -(-n // max(1, (options.n_ctx - least) * n_seq))) for n in more]
     return (
@@ -118,7 +118,8 @@ def _measured(
     )
 
 
-def _drafter(options: Options, target: Context, here: Sequence[int]) -> list[int]:
+def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int]:
+    """Return what a drafter of this target takes on each device in `here`, as drafter_bytes()."""
     if options.spec is None:
         return [0 for _ in here]
     n_batch = options.drafter_batch(min(options.n_batch or BATCH, options.n_ctx))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from pyllama_kvflash.engine.loading import Loaded
+from pyllama_kvflash.engine.need import peak_bytes
 from pyllama_kvflash.events import Stats
 from pyllama_kvflash.pool.sequence import PooledSequence
 
@@ -33,5 +34,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         index_device_bytes=guests.device_bytes if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
         guests_fetched=guests.n_fetched if guests else 0,
+        gpu_bytes=sum(need.total for need in loaded.memory if need.gpu),
+        peak_bytes=peak_bytes(),
         **{"n_prompt": 0, "n_generated": 0, "prefill_s": 0.0, "decode_s": 0.0, "seed": None, **counts},
     )

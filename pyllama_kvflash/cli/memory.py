@@ -1,0 +1,43 @@
+"""What a model takes of memory, in words."""
+
+from collections.abc import Sequence
+
+from pyllama_kvflash.engine.need import Need
+
+_NAMES = {
+    "weights": "weights",
+    "kv": "KV",
+    "index": "index of fresh",
+    "states": "states",
+    "panes": "layers of an exact pass",
+    "buffers": "buffers",
+    "drafter": "drafter",
+    "records": "records",
+    "program": "program",
+}
+ONE_MEMORY = (
+    "without a GPU the pool and its records are the same RAM: a pool decodes long contexts faster, and takes more RAM than the"
+    " full cache unless `disk` keeps the records"
+)
+
+
+def mib(n: int) -> str:
+    """Return bytes as MiB, or as GiB where that reads better."""
+    return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
+
+
+def place_name(need: Need) -> str:
+    """Return what a device's memory is called: "RAM", or the GPU's name."""
+    return need.name if need.gpu else "RAM"
+
+
+def sum_line(need: Need) -> str:
+    """Return the sum of what a device holds: "912.3 MiB = 463.0 MiB weights + ..."."""
+    names = {**_NAMES, "program": "driver"} if need.gpu else _NAMES
+    terms = " + ".join(f"{mib(size)} {names[name]}" for name, size in need.parts.items())
+    return f"{mib(need.total)} = {terms}"
+
+
+def memory_line(needs: Sequence[Need]) -> str:
+    """Return the line that says all memory of a run, on every device."""
+    return "memory with a full context: " + "; ".join(f"{place_name(need)} up to {sum_line(need)}" for need in needs)

@@ -1,0 +1,141 @@
+"""What each device holds for an engine, by what it is for."""
+
+import resource
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pyllama_kvflash.engine.memory import index_bytes
+from pyllama_kvflash.engine.panes import ExactBytes
+from pyllama_kvflash.engine.placement import drafters
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.sizing import CELLS
+
+_STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
+
+DRIVER = 500 << 20
+"""Bytes that CUDA takes of a GPU for itself, of an H100 with driver 580 (docs/results/memory.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a device holds with a full context.
+
+    kv: of full attention: the pool, or the full cache. index: by which layers choose. states: sliding windows and recurrent
+    states. panes: of an exact pass. buffers: of the computation, as they are allocated; the host uses a part. drafter: all of a
+    draft model. records: of chunks, in host memory. program: Python and its libraries, or the GPU's driver.
+    """
+
+    name: str
+    gpu: bool
+    weights: int = 0
+    kv: int = 0
+    index: int = 0
+    states: int = 0
+    panes: int = 0
+    buffers: int = 0
+    drafter: int = 0
+    records: int = 0
+    program: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for, without what takes none."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def weights_of(model: Model) -> Counter[int]:
+    """Return the bytes of weights on each device, by its index."""
+    res: Counter[int] = Counter()
+    for weight in model.weights():
+        res[weight.device] += weight.size
+    return res
+
+
+def needs_of(
+    geometry: Geometry,
+    options: Options,
+    n_pool: int | None,
+    ctx: Context,
+    exact: Mapping[int, ExactBytes],
+    program: int,
+) -> tuple[Need, ...]:
+    """Return what each device holds; for a model loaded with no_alloc, what it would hold.
+
+    options: resolved. n_pool: cells of the pool; None: the full cache. exact: of the exact pass, by device. program: see
+    program_bytes().
+    """
+    weights, found = weights_of(ctx.model), devices()
+    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
+    n_all = -(-options.n_ctx // CELLS) * CELLS * options.n_parallel
+    full = sum(token_bytes.values()) * n_all
+    held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
+    index = index_bytes(geometry, options, n_pool) if n_pool else {}
+    if n_pool and not index:
+        index = {host: _host_index(geometry, options)}
+    drafter = drafters(options, ctx, range(len(found)))
+    res = []
+    for i, device in enumerate(found):
+        read = exact.get(i, ExactBytes())
+        need = Need(
+            name=device.name,
+            gpu=device.gpu,
+            weights=weights[i],
+            kv=token_bytes.get(i, 0) * (n_pool or n_all),
+            index=index.get(i, 0),
+            states=(held.swa + held.recurrent if i == first else 0) + read.states,
+            panes=read.panes,
+            buffers=ctx.compute_bytes(i) + read.buffers,
+            drafter=drafter[i],
+            records=_in_memory(options, full) if n_pool and i == host else 0,
+            program=program if i == host else 0,
+        )
+        res.append(replace(need, program=DRIVER) if device.gpu and need.total else need)
+    return tuple(need for need in res if need.total)
+
+
+def program_bytes(model: Model) -> int:
+    """Return the RAM of this process now beside the weights of a model: Python, libraries, and the vocabulary.
+
+    model: just loaded, so that no context has memory.
+    """
+    on_host = sum(weights_of(model)[i] for i, device in enumerate(devices()) if not device.gpu)
+    return max(0, resident_bytes() - on_host)
+
+
+def _host_index(geometry: Geometry, options: Options) -> int:
+    if options.policy != "fresh":
+        return 0
+    form = IndexForm.of(geometry.head, options.index)
+    return options.n_parallel * sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in geometry.heads)
+
+
+def _in_memory(options: Options, full: int) -> int:
+    """Return the bytes of all records that host memory takes; others are in a file."""
+    return full if options.host_limit is None else min(full, options.host_limit)
+
+
+def resident_bytes() -> int:
+    """Return the RAM of this process now, with what it maps of files."""
+    try:
+        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the most RAM that this process has had at one time, with what it maps of files."""
+    try:  # VmHWM, because ru_maxrss is that of the parent, too, where it was larger before exec
+        return int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,69 @@
+"""What is said of memory, against what the process takes as the system sees it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.forks import SCRIPT
+
+from pyllama_kvflash.cli.memory import memory_line
+from pyllama_kvflash.engine import need as needs_module
+from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.needle import BUNDLED_MODEL
+
+pytestmark = pytest.mark.native
+
+LINE = re.compile(r"memory with a full context: RAM up to ([\d.]+) MiB = (.*)")
+
+
+def peak_of(command: list[str]) -> tuple[int, str, str]:
+    """Run a command. Return the most RAM that it had, in bytes, as /usr/bin/time says it, and what it wrote."""
+    # a small parent: what a process has before exec counts, too
+    small = (
+        "import os, resource, subprocess, sys; r = subprocess.run(sys.argv[1:], check=True);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", small, *command], capture_output=True, text=True, check=True)
+    *said, peak = run.stderr.splitlines()
+    return int(peak), run.stdout, "\n".join(said)
+
+
+@pytest.mark.parametrize("pool", ["auto", "1K", "off"])
+@pytest.mark.parametrize("n_words", [10, 3000], ids=["short", "long"])
+def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_words: int) -> None:
+    """Within 5 %, and no more than was said at the start."""
+    text = tmp_path / "text.txt"
+    text.write_text("a " * n_words)
+    command = [str(SCRIPT), "run", str(BUNDLED_MODEL), "-f", str(text), "-c", "8K", "-n", "8"]
+    command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1"]
+    peak, out, err = peak_of(command)
+    stats = json.loads(out)["stats"]
+    assert stats["peak_bytes"] == pytest.approx(peak, rel=0.05)
+    if stats["gpu_bytes"] == 0:
+        found = LINE.search(err)
+        assert found
+        assert stats["peak_bytes"] <= 1.05 * float(found[1]) * 2**20
+        assert f"{stats['peak_bytes'] / 2**20:.1f} MiB of RAM at its peak" in err
+        assert "device KV" not in err.splitlines()[-1]
+
+
+def test_all_that_is_said_adds_up() -> None:
+    need = Need("CPU", gpu=False, weights=100 << 20, kv=10 << 20, records=40 << 20, program=50 << 20)
+    assert need.total == 200 << 20
+    assert memory_line([need]).endswith(
+        "RAM up to 200.0 MiB = 100.0 MiB weights + 10.0 MiB KV + 40.0 MiB records + 50.0 MiB program"
+    )
+
+
+def test_a_gpu_has_its_own_name_and_its_driver() -> None:
+    need = Need("CUDA0", gpu=True, weights=1 << 30, program=DRIVER)
+    assert memory_line([need]).endswith("CUDA0 up to 1524.0 MiB = 1024.0 MiB weights + 500.0 MiB driver")
+
+
+def test_ram_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs_module, "_STATM", Path("/nowhere"))
+    monkeypatch.setattr(needs_module, "_STATUS", Path("/nowhere"))
+    assert needs_module.resident_bytes() == needs_module.peak_bytes() > 1 << 20
