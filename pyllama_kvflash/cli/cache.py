@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pyllama_kvflash.cli import kinds
@@ -15,6 +16,7 @@ from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
+from pyllama_kvflash.snapshot.names import read_name
 
 _ALL = 1 << 62
 
@@ -54,7 +56,9 @@ def _cache(folder: str | None) -> PrefixCache:
 @cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> None:
-    """List the snapshots in the cache, the last used first. The size leaves out records that other files have."""
+    """List the snapshots in the cache, the last used first. The size leaves out records that other files have. A model whose
+    name is not known, as in a cache of an earlier version, has its fingerprint.
+    """
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
     for entry in found.entries():
@@ -71,8 +75,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
         file = Outline.of(entry.path)
     except SnapshotError:
         return entry.path.stem[:16], "damaged", mib(entry.size), used, ""
-    mark = f"{file.identity.fields['fingerprint']:016x}"
-    return entry.path.stem[:16], f"{len(file.tokens):,}", mib(entry.size), used, mark
+    model = read_name(entry.path.parent) or f"{file.identity.fields['fingerprint']:016x}"
+    return entry.path.stem[:16], f"{len(file.tokens):,}", mib(entry.size), used, escape(model)
 
 
 @cache.command("verify", cls=Command, short_help="Read every byte, and report what is damaged.")

@@ -16,13 +16,14 @@ from typing import Protocol
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.files import sweep
-from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.capture import Capture, usable
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import SUFFIX, Chunks, Identity, Source, n_lent
+from pyllama_kvflash.snapshot.names import write_name
 from pyllama_kvflash.text import n_common
 
 try:
@@ -58,6 +59,7 @@ class Savable(Protocol):
     """The interface that the cache needs of a sequence. KVFlash has it."""
 
     options: Options
+    model: Model
 
     @property
     def identity(self) -> Identity:
@@ -153,7 +155,7 @@ class PrefixCache:
         path = self._path(sequence)
         if not self._wanted(path, sequence, 0):
             return path if path.exists() else None
-        return self._write(sequence.capture(), path, 0)
+        return self._write(sequence.capture(), path, 0, sequence.model.path)
 
     def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
         """Save a sequence in a thread, while it continues. Returns its file to come; None: there is nothing to write.
@@ -166,7 +168,7 @@ class PrefixCache:
         if not self._wanted(path, sequence, keep_s):
             return None
         capture = sequence.capture()
-        return capture.submit(self._writer, path, partial(self._write, capture, path, keep_s))
+        return capture.submit(self._writer, path, partial(self._write, capture, path, keep_s, sequence.model.path))
 
     def close(self) -> None:
         """Wait for the files being written."""
@@ -183,7 +185,7 @@ class PrefixCache:
             return False
         return True
 
-    def _write(self, capture: Capture, path: Path, keep_s: float) -> Path:
+    def _write(self, capture: Capture, path: Path, keep_s: float, model: Path) -> Path:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             if path.is_symlink():  # writing would follow it, out of the folder
@@ -193,6 +195,7 @@ class PrefixCache:
             msg = f"{path.parent} cannot be made: {err.strerror or err}"
             raise SnapshotError(msg) from None
         capture.write(path, choose=partial(self._sources, path.parent))
+        write_name(path.parent, model)
         self.stats.saves += 1
         _touch(path, time.time() + keep_s)
         self._supersede(path)
