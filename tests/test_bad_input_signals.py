@@ -219,6 +219,20 @@ def test_interrupt_at_any_time(book: Path) -> None:
         assert res.code == INTERRUPTED, delay
 
 
+def test_interrupt_a_bench(tmp_path: Path) -> None:
+    """What it has measured is kept, and a line says so."""
+    folder = tmp_path / "out"
+    contexts = ("--contexts", "1K,60K", "--docs", "1", "--needles", "2", "--variants", "full", "-t", "1")
+    with started("bench", "niah", *contexts, "-o", folder) as process:
+        end = time.monotonic() + TIMEOUT
+        while not (folder / "results.md").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        res = interrupt(process)
+    check_error(res, INTERRUPTED, "interrupted")
+    assert f"1 of 2 runs is measured and kept in {folder}: the same command measures the rest" in res.err
+
+
 def test_interrupt_demo(tmp_path: Path) -> None:
     with started("demo", "-t", "1", "-o", tmp_path / "prompt.txt") as process:
         read_until(process.stderr, b"pool of")

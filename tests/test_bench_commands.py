@@ -19,11 +19,14 @@ from support.changes import BENCHES
 from support.commands import SCRIPT
 
 from pyllama_kvflash.bench import kld, sweep
-from pyllama_kvflash.bench.grid import digest
+from pyllama_kvflash.bench.grid import Results, digest
 from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.recall import run_cell
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
+from pyllama_kvflash.cli.bench import measuring
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -123,8 +126,36 @@ def test_what_was_measured_is_kept_when_a_later_run_fails(tmp_path: Path, monkey
     monkeypatch.setattr(sweep, "run_cell", run)
     res = invoke("niah", *TINY, *VARIANTS, "-o", str(tmp_path))
     assert res.exit_code == 130, res.output
+    assert (
+        f"\nkvflash: 1 of 3 runs is measured and kept in {tmp_path}: the same command measures the rest\n" in res.stderr
+    )
+    assert res.stderr.endswith("kvflash: error: interrupted\n")
     assert len(stored(tmp_path)) == 1
     assert "| full | 1/2 | 1/2 |\n| lru | - | 0/0 |" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted("interrupted")])
+@pytest.mark.parametrize(("n", "says"), [(0, ""), (2, "2 of 3 runs are measured and kept in out: ")])
+def test_a_bench_that_is_interrupted_says_what_is_kept(
+    error: BaseException,
+    n: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def bench() -> None:
+        with measuring("kld", 3, Results(Path("out")), Reporter()) as bar:
+            for _ in range(n):
+                bar.done()
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, Interrupted)):
+        bench()
+    shown = capsys.readouterr().err
+    assert shown == (f"kvflash: {says}the same command measures the rest\n" if n else "")
 
 
 @pytest.mark.nightly(BENCHES)

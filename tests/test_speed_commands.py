@@ -13,7 +13,7 @@ from click.testing import Result
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import speeds
-from support.benches import good, refused, type_examples
+from support.benches import good, invoke, refused, type_examples
 from support.speeds import ENGINE, random_tokens
 
 from pyllama_kvflash.bench import paging as paging_bench
@@ -22,7 +22,7 @@ from pyllama_kvflash.bench.curves import paging_figure
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.bench.paging import Copies, Measured, Paging, Stream, Swap
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.errors import Interrupted, NativeError
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.policy import State, View
@@ -52,6 +52,28 @@ PAGING = (
     "-t",
     "1",
 )
+
+
+#
+# Ctrl-C
+#
+
+
+def test_what_an_interrupted_bench_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = speed_bench.measure
+
+    def interrupted(plan: Any, cache: Any, *args: Any) -> Any:
+        if cache.label != "full":
+            raise Interrupted("interrupted")
+        return measure(plan, cache, *args)
+
+    args = ("speed", *SMALL, "--variants", ",".join(VARIANTS), "-o", str(tmp_path / "out"))
+    with monkeypatch.context() as patch:
+        patch.setattr(speed_bench, "measure", interrupted)
+        res = invoke(*args)
+    assert res.exit_code == 130, res.output
+    assert f"1 of 3 runs is measured and kept in {tmp_path / 'out'}: the same command measures the rest" in res.stderr
+    assert "1 run was measured before" in good(*args).stderr
 
 
 #

@@ -1,6 +1,7 @@
 """`kvflash bench`: does a pool give the full cache's answers?"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE
 from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.fetch import named_model
 from pyllama_kvflash.cli.read import read_text
-from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file, why_unchosen
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.options import Options
 
 HELP = """Compare the answers of pools with the full cache's.
@@ -250,7 +251,7 @@ def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **opti
     text = None if task is not None else _text(text_file)
     sweep = kld_bench.KldSweep(model, text, contexts, options["shares"], variants, n_score, common, long_task)
     results = Results(folder)
-    with native.interruptible(), reporter.counting("kld", len(list(sweep.cells()))) as bar:
+    with measuring("kld", len(list(sweep.cells())), results, reporter) as bar:
         bar.skip(sum(results.get(sweep.key(c)) is not None for c in sweep.cells()))
         for cell in kld_bench.measure(sweep, results, bar.prefill):
             for warning in (results.get(sweep.key(cell)) or {})["warnings"]:
@@ -301,7 +302,7 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     n = len(list(plan.cells())) * len(plan.texts())
     n_missing = sum(len(plan.missing(results, cell)) for cell in plan.cells())
     told: set[tuple[str, str]] = set()
-    with native.interruptible(), reporter.counting("ruler", n) as bar:
+    with measuring("ruler", n, results, reporter) as bar:
         bar.skip(n - n_missing)
         for cell, result in ruler_bench.measure(plan, results, bar.prefill):
             for warning in result["warnings"]:
@@ -346,7 +347,7 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
         msg = "there is nothing to measure: no pool of --pools is smaller than a context of --contexts"
         raise UsageError(msg)
     missing = [cell for cell in cells if results.get(sweep.key(cell)) is None]
-    with native.interruptible(), reporter.counting(kind, len(cells)) as bar:
+    with measuring(kind, len(cells), results, reporter) as bar:
         bar.skip(len(cells) - len(missing))
         for cell in missing:
             name = f"{cell.variant.label} {cell.n_ctx:,}/{cell.pool or 'full'} text {cell.seed}"
@@ -399,6 +400,19 @@ def results_folder(kind: str, given: str | None) -> Path:
     folder = Path(given or f"kvflash-{kind}")
     writes("-o/--output", *(folder / name for name in FILES))
     return folder
+
+
+@contextmanager
+def measuring(kind: str, n: int, results: Results, reporter: Reporter) -> Iterator[CellBar]:
+    """Show the bar of a bench of n runs. If Ctrl-C stops it, a line says what is kept."""
+    try:
+        with native.interruptible(), reporter.counting(kind, n) as bar:
+            yield bar
+    except (Interrupted, KeyboardInterrupt):
+        if bar.n_done:
+            runs = f"{bar.n_done} of {n} runs {'is' if bar.n_done == 1 else 'are'} measured"
+            reporter.note(f"{runs} and kept in {results.folder}: the same command measures the rest")
+        raise
 
 
 def reads_scorer_models(variants: Iterable[Variant], given: str | None, model: Path) -> None:

@@ -9,7 +9,7 @@ from pyllama_kvflash.bench import speculation as spec_bench
 from pyllama_kvflash.bench.answers import TEXTS
 from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.bench import Numbers, picture, results_folder
+from pyllama_kvflash.cli.bench import Numbers, measuring, picture, results_folder
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
 from pyllama_kvflash.cli.run import model_path
@@ -102,7 +102,7 @@ def spec(
     results = Results(folder)
     cells = list(bench.cells())
     missing = [cell for cell in cells if results.get(bench.key(cell)) is None]
-    with native.interruptible(), reporter.counting("spec", len(cells)) as bar:
+    with measuring("spec", len(cells), results, reporter) as bar:
         bar.skip(len(cells) - len(missing))
         for cell in missing:
             result = spec_bench.measure(bench, cell, bar.prefill)

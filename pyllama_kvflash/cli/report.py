@@ -224,23 +224,23 @@ class AnswerLine:
 
 
 class CellBar:
-    """Moves the bar of a bench."""
+    """Moves the bar of a bench. n_done: runs that are measured, now or before."""
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
-        self._done = 0
+        self.n_done = 0
 
     def skip(self, n: int) -> None:
         """Count n runs that were measured before."""
-        self._done += n
-        self._progress.update(self._task, completed=self._done)
+        self.n_done += n
+        self._progress.update(self._task, completed=self.n_done)
         if n:
             self._reporter.note(f"{n} run{'s were' if n > 1 else ' was'} measured before")
 
     def done(self) -> None:
         """Count a run that is measured."""
-        self._done += 1
-        self._progress.update(self._task, completed=self._done)
+        self.n_done += 1
+        self._progress.update(self._task, completed=self.n_done)
 
     def prefill(self, name: str) -> Callable[[Prefill], None]:
         """Return a function that shows the prefill progress of the run `name`."""
@@ -249,7 +249,7 @@ class CellBar:
             parts = (name, f"{ev.done:,}/{ev.total:,} tok")
             self._progress.update(self._task, parts=parts)
             total = self._progress.tasks[self._task].total
-            self._reporter.plain(f"{self._label} {self._done}/{total:.0f}  {_GAP.join(parts)}")
+            self._reporter.plain(f"{self._label} {self.n_done}/{total:.0f}  {_GAP.join(parts)}")
 
         return show
 

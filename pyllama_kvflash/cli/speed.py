@@ -15,7 +15,7 @@ from pyllama_kvflash.bench import speed as speed_bench
 from pyllama_kvflash.bench.curves import paging_figure, speed_figure
 from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.bench import Numbers, feasible, picture, reads_scorer_models, results_folder
+from pyllama_kvflash.cli.bench import Numbers, feasible, measuring, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
@@ -157,7 +157,7 @@ def speed(**options: Any) -> None:
 def _measure(plan: speed_bench.Speed, results: Results, path: Path, reporter: Reporter) -> None:
     """Measure what is missing, and write what is known after each cache."""
     missing, n = plan.missing(results), len(plan.caches())
-    with native.interruptible(), reporter.counting("speed", n) as bar:
+    with measuring("speed", n, results, reporter) as bar:
         bar.skip(n - len(missing))
         for cache in missing:
             result = speed_bench.measure(plan, cache, path, bar.prefill(cache.label))
