@@ -47,6 +47,7 @@ def rate(kv: KVFlash, sampling: Sampling, n: int) -> float:
     """Tokens a second, from the first token of each answer to its last."""
     seconds, n_timed = 0.0, 0
     while n_timed < n:  # an answer that ends is followed by another one
+        kv.clear()
         times = [
             time.perf_counter() for e in kv.generate(PROMPT, max_tokens=n, sampling=sampling) if isinstance(e, Token)
         ]

@@ -101,6 +101,7 @@ def other_bits(kv: KVFlash, n_prompt: int, batches: list[tuple[int, Tokens, list
 
 def answer(kv: KVFlash, prompt: Tokens, n: int, sampling: Sampling) -> tuple[list[int], list[Logits], Stats]:
     """Return the tokens of an answer, the logits that each was chosen by, and its stats."""
+    kv.clear()
     with rows_kept() as rows:
         events = list(kv.generate(prompt, max_tokens=n, sampling=sampling))
     return [e.id for e in events if isinstance(e, Token)], rows, events[-1].stats  # type: ignore[union-attr]

@@ -28,6 +28,20 @@ NO_TEMPLATE = (
 )
 
 
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise UsageError unless messages are those of a conversation: at least one, each with a role and a text, or tool calls."""
+    wanted = 'give a list such as [{"role": "user", "content": "Hello"}]'
+    if isinstance(messages, str | bytes | Mapping) or not len(messages):
+        what = "is empty" if not len(messages) else f"is a {type(messages).__name__}"
+        raise UsageError(f"`messages` {what}: {wanted}")
+    for i, message in enumerate(messages):
+        fields = message if isinstance(message, Mapping) else {}
+        if not isinstance(fields.get("role"), str) or not (
+            isinstance(fields.get("content"), str) or fields.get("tool_calls")
+        ):
+            raise UsageError(f"`messages[{i}]` is {str(message)[:100]!r}, without a role and a content: {wanted}")
+
+
 class ChatTemplate:
     """Renders conversations.
 

@@ -52,6 +52,7 @@ def test_the_same_seed_gives_the_same_text(
     policy = "qk" if name == "needle" else None
     kvs = [opened(name, policy=policy or Restless(), tau=2, again=1e-3) for _ in range(2)]
     for kv in (*kvs, kvs[0]):
+        kv.clear()
         with monkeypatch.context() as patch:
             seen = Decoded(kv, patch)
             runs.append([plain(e) for e in kv.generate(prompt, max_tokens=100, sampling=sampling)])

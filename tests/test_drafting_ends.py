@@ -41,6 +41,8 @@ CPU_ONLY = pytest.mark.skipif(ON_GPU, reason="was not tried with what a GPU roun
 
 def told(kv: KVFlash, prompt: Any, chosen: Chosen, **kwargs: Any) -> tuple[Any, ...]:
     """All there is to an answer: its tokens, its text, how it ended, and what is in the context then."""
+    if not kwargs.get("append"):
+        kv.clear()
     with held(chosen):
         events = list(kv.generate(prompt, **{"sampling": GREEDY, **kwargs}))
     done = events[-1]

@@ -68,6 +68,7 @@ def test_interrupt_in_a_loop_over_tokens(opened: Open) -> None:
     assert seen
     assert whole.startswith(seen)
     kv.check_integrity()
+    kv.clear()
     assert text_of(list(kv.generate("The secret code for the", max_tokens=32, sampling=GREEDY))) == whole
 
 
@@ -312,6 +313,7 @@ def test_interrupted_generation_ends_with_done(opened: Open, stop: Callable[[], 
     assert isinstance(last, Done)
     assert (last.reason, last.stats.n_generated) == ("interrupted", 5)
     lib.kvf_interrupt(False)
+    kv.clear()
     whole = text_of(list(kv.generate("The secret code for the", max_tokens=20, sampling=GREEDY)))
     assert whole.startswith(text_of(events))
 

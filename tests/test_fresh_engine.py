@@ -226,8 +226,11 @@ NEEDLES = needles.document(2400, seed=3)
 def n_found(opened: Open, **options: Any) -> int:
     """Of the needles, through a pool of a quarter of the text."""
     kv = opened("needle", pool=512, n_ctx=4096, opening=0, **options)
-    asked = [(NEEDLES.text + needle.question, needle.answer) for needle in NEEDLES.needles]
-    return sum(want in text_of(list(kv.generate(text, max_tokens=12, sampling=GREEDY))) for text, want in asked)
+    n = 0
+    for needle in NEEDLES.needles:
+        kv.clear()
+        n += needle.answer in text_of(list(kv.generate(NEEDLES.text + needle.question, max_tokens=12, sampling=GREEDY)))
+    return n
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -149,6 +149,7 @@ def test_threads_one_after_the_other(opened: Open) -> None:
     kv = opened("needle", n_parallel=1)
     prompt = "The secret code for the"
     want = [e.id for e in kv.generate(prompt, max_tokens=20, sampling=GREEDY) if isinstance(e, Token)]
+    kv.clear()
     events, got = kv.generate(prompt, max_tokens=20, sampling=GREEDY), []
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
         threads = itertools.cycle([one, two])

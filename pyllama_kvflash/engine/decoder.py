@@ -10,13 +10,14 @@ from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import KVFlashError, UsageError
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 from pyllama_kvflash.snapshot.saved import SavedSequence
+from pyllama_kvflash.text import n_common
 
 _ROUNDS = 3  # most times that one token is decoded again
 _OPENING_DRAFT = 8  # tokens that are drafted at a time at the beginning of an answer
@@ -116,6 +117,26 @@ class Decoder:
         self._saved.truncate(n_tokens)
         if self.drafts:
             self.drafts.truncate(n_tokens)
+
+    def keep_common(self, tokens: Tokens) -> int:
+        """Leave only what the sequence has in common with a prompt (n,) int32, less its last token, which must give logits.
+
+        Returns the number of positions. It is 0, and all is forgotten, if only BOS is the same, or if the memory cannot go back
+        (a recurrent state, a sliding window, a damaged snapshot). Raises HostMemoryError, and changes nothing, if
+        `host_limit` does not allow the prompt.
+        """
+        sequence = self.sequence
+        if sequence.pager:
+            sequence.pager.check_limit(len(tokens))
+        n = n_common(sequence.tokens, tokens[:-1])
+        try:
+            if n > 1:
+                self.rollback(n)
+                return n
+        except KVFlashError:  # then all is read
+            pass
+        self.clear()
+        return 0
 
     #
     # batches

@@ -37,9 +37,11 @@ class Generation:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         preserved: Collection[int] = (),
+        whole: bool = False,
     ) -> None:
         """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer continues after the
-        pending token, or from the logits of the last token. preserved: special tokens that are text of the answer.
+        pending token, or from the logits of the last token. preserved: special tokens that are text of the answer. whole:
+        the prompt takes the place of what is in the context; what both begin with stays, and is not read again.
         """
         sequence = decoder.sequence
         model = sequence.ctx.model
@@ -49,6 +51,8 @@ class Generation:
         self._began: float | None = None  # when the answer began
         self._writer = Writer(decoder, self.answer, Sampler(sampling or Sampling(), model))
         self._claim = decoder.claim()
+        if whole:  # last: whatever refuses the prompt has left the text as it was
+            prompt = prompt[decoder.keep_common(prompt) :]
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet

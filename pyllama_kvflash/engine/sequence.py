@@ -1,8 +1,8 @@
 """A sequence of an engine: a prompt in, typed events out."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from pyllama_kvflash.engine.guard import Claim, Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.engine.stats import stats_of
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.events import Done, Event, Reselect, Stats
+from pyllama_kvflash.events import Done, Event, Reselect, Stats, Warn
 from pyllama_kvflash.native import Sampling, Summaries, Tokens
 from pyllama_kvflash.policy import Queries, Scorer
 from pyllama_kvflash.pool.pager import Pager
@@ -24,6 +24,9 @@ from pyllama_kvflash.snapshot.capture import Capture, OnRecord
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import Identity
 from pyllama_kvflash.snapshot.saved import SavedSequence, checked_path
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.chat import ChatTemplate
 
 Prompt = str | bytes | Sequence[int] | Tokens
 """A text, or token ids (n,)."""
@@ -52,6 +55,7 @@ class KVSequence:
         self.guard = guard
         self._loaded = loaded
         self._saved = SavedSequence(self.sequence)
+        self._templates: dict[str | None, ChatTemplate] = {}  # by their source; None: the model's own
         drafts = loaded.drafts[seq] if loaded.drafts else None
         self.decoder = Decoder(self.sequence, self._saved, drafts, loaded.n_batch, guard)
 
@@ -70,14 +74,24 @@ class KVSequence:
     ) -> Iterator[Event]:
         """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
-        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. append: keep the
-        context and the last token produced; otherwise it is cleared first. With append and an empty prompt, the answer
+        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It takes the place of what
+        the sequence holds. What both begin with stays and is not read again: a second question about the same text reads the
+        question only. `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. All is read
+        if only BOS is the same, and if the model cannot go back (a recurrent state, a sliding window that was overwritten).
+        Call clear() first to have all read anew.
+
+        What stays is as it was computed. Batches then begin elsewhere than in a fresh prompt, so logits may differ from those
+        of a fresh one by rounding. Tokens of an earlier answer that stay, as in a chat, were decoded by what the pool held.
+        With `prefill` "pool", so was the text itself: what stays saw chunks that were chosen for the earlier prompt.
+
+        append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
         continues as if it had not been interrupted: a character that it ended in the middle of comes with the text that follows.
         stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
         for.
 
-        Raises UsageError (the prompt is empty, too long or not Unicode text; max_tokens, stop), InUseError, PoolError,
-        HostMemoryError and NativeError.
+        Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop,
+        sampling), and HostMemoryError if `host_limit` does not allow the prompt: the sequence then is as it was. Also raises
+        InUseError, PoolError, HostMemoryError and NativeError.
         """
         check_max_tokens(max_tokens)
         sampling = sampling or Sampling()
@@ -88,15 +102,43 @@ class KVSequence:
         stats = self.stats(seed=None if sampling.greedy else sampling.seed, **run.counts)
         yield Done(answer.reason or "interrupted", answer.flush(), stats)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        template: str | None = None,
+    ) -> Iterator[Event]:
+        """Answer a conversation, in the chat template of the model. Yields the events of generate().
+
+        messages: as OpenAI's, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last one
+        is the assistant's, the answer continues it. Give all messages each time: only what is new is read, see generate().
+        The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that takes the
+        place of the model's own. A model without either is given lines "role: text", whose next one ends the answer, and a
+        Warn says so.
+
+        Raises UsageError (a message, or what the template refuses), and what generate() raises.
+        """
+        from pyllama_kvflash.chat import ChatTemplate, check_messages  # noqa: PLC0415 (slow)
+
+        self.guard.check_open()
+        check_messages(messages)
+        if template not in self._templates:
+            self._templates[template] = ChatTemplate.of(self.model, template)
+        rendering = self._templates[template]
+        if rendering.warning:
+            yield Warn(rendering.warning)
+        tokens, stop = rendering.tokens(self.model, messages), (*rendering.stop, *stop)
+        yield from self.generate(tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
+
     def _begin(self, prompt: Prompt, *, append: bool, **options: Any) -> Generation:
         self.sequence.recover()  # makes a token pending that was being decoded again
         tokens = self._prompt_tokens(prompt, append=append)
-        if not append:
-            self.decoder.claim()
-            self.decoder.clear()
-        elif len(prompt) == 0:
+        if len(prompt) == 0:
             tokens = tokens[:0]  # the pending token begins the answer
-        return Generation(self.decoder, tokens, **options)
+        return Generation(self.decoder, tokens, whole=not append, **options)
 
     @guarded
     def generation(
@@ -143,7 +185,7 @@ class KVSequence:
 
     @guarded
     def clear(self) -> None:
-        """Forget the sequence and its records; pins stay."""
+        """Forget the sequence and its records; pins stay. The next prompt is read from its first token."""
         self.decoder.claim()
         self.decoder.clear()
 
@@ -198,6 +240,7 @@ class KVSequence:
             tokens = self.tokenize(prompt, add_special=not append)
         else:
             tokens = np.ascontiguousarray(prompt, np.int32)
+            self.model.check_ids(tokens)
         if append and self.sequence.pending is not None:
             tokens = np.concatenate([[self.sequence.pending], tokens]).astype(np.int32)
         self.decoder.check_fits(len(tokens), self.sequence.n_tokens if append else 0)

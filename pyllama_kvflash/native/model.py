@@ -245,5 +245,13 @@ class Model:
         if not self.has_tokenizer:
             self._check_tokenizer()
         if not 0 <= token < self.n_vocab:
-            msg = f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}"
-            raise errors.UsageError(msg)
+            raise self._no_token(token)
+
+    def check_ids(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
+        """Raise UsageError unless all tokens (n,) are ids of the vocabulary."""
+        wrong = tokens[(tokens < 0) | (tokens >= self.n_vocab)]
+        if len(wrong):
+            raise self._no_token(int(wrong[0]))
+
+    def _no_token(self, token: int) -> errors.UsageError:
+        return errors.UsageError(f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}")

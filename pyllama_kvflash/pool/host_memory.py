@@ -104,7 +104,7 @@ class HostMemory:
 
         Raises HostMemoryError if the limit does not allow so many. If memory runs out, reserve() raises it.
         """
-        self._check_limit(n)
+        self.check_limit(n)
         n = self._within(n)
         missing = n - len(self._free) - sum(count for count, _ in self._growing)
         most = max(1, _SLAB // self.record_bytes)
@@ -121,7 +121,7 @@ class HostMemory:
         """Make sure that n more places can be taken. Raises HostMemoryError, and then keeps what it held."""
         for _ in range(len(self._held)):
             self.give(*self._held.pop(0))
-        self._check_limit(n)
+        self.check_limit(n)
         if self._spill and (beyond := n - self._within(n)):
             self._spill.reserve(beyond)
             n -= beyond
@@ -158,7 +158,8 @@ class HostMemory:
         self._growing.clear()
         return count
 
-    def _check_limit(self, n: int) -> None:
+    def check_limit(self, n: int) -> None:
+        """Raise HostMemoryError unless the limit allows n more places."""
         need = (self.n_used + n) * self.record_bytes
         if self._limit is not None and need > self._limit and not self._spill:
             msg = (

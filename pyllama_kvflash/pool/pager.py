@@ -76,6 +76,10 @@ class Pager:
             self.guests.close()
         self.records.close()
 
+    def check_limit(self, n_tokens: int) -> None:
+        """Raise HostMemoryError unless the limit of host memory allows a text of n_tokens in place of this one."""
+        self.shared.memory.check_limit(n_tokens // self.ledger.chunk - len(self.records))
+
     def expect(self, n_tokens: int) -> None:
         """Announce n_tokens more positions: host memory for them is taken meanwhile. Raises HostMemoryError."""
         n_full = self.ledger.n_sealed + self.ledger.seals(n_tokens)

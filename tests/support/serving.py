@@ -180,6 +180,7 @@ def alone(prompts: list[Any], max_tokens: int, **options: Any) -> list[str]:
     res = []
     with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, **options}) as kv:
         for prompt in prompts:
+            kv.clear()
             events = list(kv.generate(prompt, max_tokens=max_tokens, sampling=GREEDY))
             res.append("".join(e.text for e in events if isinstance(e, Token)) + events[-1].text)
     return res

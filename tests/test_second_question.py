@@ -1,0 +1,311 @@
+"""A prompt that begins as the text in the context does: what they share is not read again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles, snapshots
+from support.changes import crossed
+from support.oracles import ON_GPU
+from support.rounding import relative_rms
+from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, text_of
+
+from pyllama_kvflash import Done, KVFlash, KVSequence, Sampling, Token
+from pyllama_kvflash.errors import HostMemoryError, KVFlashError, UsageError
+from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.options import Spec
+from pyllama_kvflash.policy import State
+from pyllama_kvflash.pool.pager import Pager
+from pyllama_kvflash.text import n_common
+
+pytestmark = pytest.mark.native
+
+snap = snapshots.snap
+wordless = snapshots.wordless
+
+CHUNK, N_UBATCH = 16, 64
+# an answer scores nothing: which of two chunks comes in could be a matter of rounding
+SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 512, "tau": 1000, "again": 0}
+POOLS: list[Any] = [512, "off"]
+EXACT = pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
+ROUNDING = 0.02  # of the tiny models' logits, where a batch begins elsewhere, or a chunk lies in another block
+
+
+def asked(kv: KVSequence, prompt: Any, n: int = 8, **how: Any) -> Done:
+    """The last event of an answer."""
+    *_, done = kv.generate(prompt, max_tokens=n, sampling=GREEDY, **how)
+    assert isinstance(done, Done)
+    return done
+
+
+def n_read(kv: KVSequence, prompt: Any, n: int = 8) -> int:
+    """How many tokens of a prompt are read."""
+    return asked(kv, prompt, n).stats.n_prompt
+
+
+def joined(*parts: Tokens) -> Tokens:
+    return np.concatenate(parts).astype(np.int32)
+
+
+def check_as(kv: KVFlash, cold: KVFlash, limit: float) -> None:
+    """The same text, and the same logits but for so much rounding: 0 stands for the same bits."""
+    assert np.array_equal(kv.tokens, cold.tokens)
+    assert cold.logits().std() > 0.1
+    assert relative_rms(kv.logits(), cold.logits()) <= limit
+    if kv.n_pool:
+        check_residency(kv, CHUNK)
+
+
+#
+# questions about one text
+#
+
+DOCUMENT = needles.document(2400, seed=3)
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {"prefill": "exact"},
+    "through the pool": {"prefill": "pool", "tau": 0},
+    "full": {"pool": "off"},
+    "fresh": {"policy": "fresh", "tau": 0},
+    "lossless": {"mode": "lossless"},
+    "drafts": {"spec": Spec(kind="ngram", n_max=4)},
+    "two sequences": {"n_parallel": 2, "pool": 1024, "policy": "qk"},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_only_the_question_is_read(opened: Open, how: str) -> None:
+    """And each answer is right, as those of a text that is read for each question are."""
+    kv = opened("needle", **WAYS[how]).sequences[-1]
+    n_text = len(kv.tokenize(DOCUMENT.text))
+    held = kv.tokens
+    for needle in (*DOCUMENT.needles, DOCUMENT.needles[0]):
+        prompt = kv.tokenize(DOCUMENT.text + needle.question)
+        common = n_common(held, prompt[:-1])
+        assert common >= n_text or not len(held)
+        events = list(kv.generate(DOCUMENT.text + needle.question, max_tokens=8, sampling=GREEDY, stop=["\n"]))
+        assert needle.answer in text_of(events)
+        assert isinstance(events[-1], Done)
+        assert events[-1].stats.n_prompt == len(prompt) - common
+        held = kv.tokens
+        if kv.n_pool:
+            kv.check_integrity()
+
+
+def test_a_chat_goes_on(opened: Open) -> None:
+    """An earlier answer is part of the next prompt, and stays: of it, only its last token was not decoded yet."""
+    kv = opened("needle")
+    text = kv.tokenize(DOCUMENT.text + DOCUMENT.needles[0].question)
+    n_new = len(text)
+    for needle in DOCUMENT.needles[1:]:
+        events = list(kv.generate(text, max_tokens=6, sampling=GREEDY))
+        assert isinstance(events[-1], Done)
+        assert events[-1].stats.n_prompt == n_new
+        answer = np.array([e.id for e in events if isinstance(e, Token)])
+        question = kv.tokenize("\n" + needle.question, add_special=False)
+        text, n_new = joined(text, answer, question), 1 + len(question)
+
+
+#
+# bit for bit
+#
+
+TEXT = TOKENS[: 12 * N_UBATCH]  # ends with a batch: the question's batches are those of a fresh prompt
+QUESTIONS = [TOKENS[8000:8070], TOKENS[9000:9100]]
+
+
+@EXACT
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize(("name", "pool"), crossed(MODELS, POOLS))
+def test_a_second_question_is_as_a_first_one(opened: Open, name: str, pool: Any) -> None:
+    """The same logits, bit for bit, and the same records. A recurrent state is read again as a whole; a window can go back a bit."""
+    kv, cold = opened(name, pool=pool), opened(name, pool=pool)
+    asked(kv, joined(TEXT, QUESTIONS[0]), 24)
+    prompt = joined(TEXT, QUESTIONS[1])
+    assert n_read(kv, prompt, 0) == (len(prompt) if name == "qwen35" else len(QUESTIONS[1]))
+    asked(cold, prompt, 0)
+    check_as(kv, cold, 0)
+    if kv.n_pool:
+        for chunk in range(len(prompt) // CHUNK):
+            assert np.array_equal(kv.pager.records.get(chunk), cold.pager.records.get(chunk))
+        assert np.array_equal(kv.residency().state, cold.residency().state)
+
+
+@EXACT
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize("pool", POOLS)
+def test_clear_has_all_read_anew(opened: Open, pool: Any) -> None:
+    kv, cold, prompt = opened(pool=pool), opened(pool=pool), TOKENS[:1000]
+    asked(kv, prompt, 24)
+    kv.clear()
+    assert n_read(kv, prompt, 0) == asked(cold, prompt, 0).stats.n_prompt == 1000
+    check_as(kv, cold, 0)
+
+
+#
+# what is kept
+#
+
+N = 1000  # tokens of the text in the context; its answer has 23 more
+PROMPTS = {
+    "the same": (TOKENS[:N], 1),
+    "its beginning": (TOKENS[:700], 1),
+    "one token": (TOKENS[:1], 1),
+    "another": (TOKENS[5000:5600], 600),
+    "one token in common": (joined(TOKENS[:1], TOKENS[5000:5600]), 601),
+    "two tokens in common": (joined(TOKENS[:2], TOKENS[5000:5600]), 600),
+    "longer": (joined(TOKENS[:N], TOKENS[5000:5100]), 100),
+    "other in the middle of a chunk": (joined(TOKENS[:727], TOKENS[5000:5600]), 600),
+}
+
+
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize(("what", "pool"), crossed(list(PROMPTS), POOLS))
+def test_what_is_read(opened: Open, what: str, pool: Any) -> None:
+    """All but the common beginning; and the logits are those of a fresh prompt but for rounding."""
+    kv, cold = opened(pool=pool), opened(pool=pool)
+    prompt, n_new = PROMPTS[what]
+    assert n_read(kv, TOKENS[:N], 24) == N
+    assert n_read(kv, prompt, 0) == n_new
+    asked(cold, prompt, 0)
+    check_as(kv, cold, ROUNDING)
+
+
+@pytest.mark.usefixtures("wordless")
+def test_a_chunk_that_is_cut_through_comes_back(opened: Open) -> None:
+    kv = opened()
+    asked(kv, TOKENS[:N])
+    chunk = int(np.flatnonzero(kv.residency().state == State.OUT)[0])
+    n = chunk * CHUNK + 5
+    prompt = joined(TOKENS[:n], TOKENS[5000:5040])
+    assert n_read(kv, prompt, 0) == 40
+    assert kv.residency().state[chunk] != State.OUT
+    cold = opened()
+    asked(cold, prompt, 0)
+    check_as(kv, cold, ROUNDING)
+
+
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize(("name", "pool"), crossed(MODELS, POOLS))
+def test_going_on_reads_what_is_new(opened: Open, name: str, pool: Any) -> None:
+    """Nothing has to go back: so of every model, and after an answer that was not decoded to its end."""
+    kv, cold = opened(name, pool=pool), opened(name, pool=pool)
+    asked(kv, TOKENS[:N], 24)
+    held = kv.tokens
+    prompt = joined(held, TOKENS[5000:5050])
+    assert len(held) == N + 23
+    assert n_read(kv, prompt, 0) == 50
+    list(cold.prefill(TOKENS[:N]))
+    for token in held[N:]:  # as the answer was decoded
+        cold.decode([token])
+    list(cold.prefill(prompt[len(held) :]))
+    check_as(kv, cold, ROUNDING)
+
+
+@EXACT
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_window_that_is_gone_is_read_again(opened: Open, pool: Any) -> None:
+    kv, cold = opened("gemma4", pool=pool), opened("gemma4", pool=pool)
+    asked(kv, TOKENS[:N], 24)
+    prompt = joined(TOKENS[:500], TOKENS[5000:5100])
+    assert n_read(kv, prompt, 0) == 600
+    asked(cold, prompt, 0)
+    check_as(kv, cold, 0)
+
+
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_window_that_is_still_there_goes_back(opened: Open, pool: Any) -> None:
+    kv, cold = opened("gemma4", pool=pool), opened("gemma4", pool=pool)
+    asked(kv, TOKENS[:40])
+    prompt = joined(TOKENS[:30], TOKENS[5000:5020])
+    assert n_read(kv, prompt, 0) == 20
+    asked(cold, prompt, 0)
+    check_as(kv, cold, ROUNDING)
+
+
+@pytest.mark.usefixtures("wordless")
+def test_what_was_restored_is_not_read(opened: Open, snap: Path) -> None:
+    """From a snapshot: the whole prompt is given, and only the rest is read."""
+    kv, other = opened(), opened()
+    list(kv.prefill(TOKENS[:960]))
+    kv.save(snap)
+    other.restore(snap)
+    assert n_read(other, TOKENS[:N], 0) == N - 960
+    asked(kv, TOKENS[:N], 0)
+    check_as(other, kv, ROUNDING)
+
+
+@pytest.mark.usefixtures("wordless")
+def test_a_sequence_that_cannot_go_back_is_read_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason, such as a record that is damaged."""
+
+    def broken(*_: Any) -> None:
+        raise KVFlashError("it cannot go back")
+
+    kv, cold = opened(), opened()
+    asked(kv, TOKENS[:N])
+    with monkeypatch.context() as patch:
+        patch.setattr(Pager, "rolled_back", broken)
+        assert n_read(kv, TOKENS[:700], 0) == 700
+    asked(cold, TOKENS[:700], 0)
+    check_as(kv, cold, ROUNDING)
+
+
+#
+# a prompt that is refused
+#
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "empty": ([], {}, "the prompt is empty"),
+    "too long": (np.tile(TOKENS[:N], 5), {}, "do not fit the context"),
+    "no token": ([*TOKENS[:500].tolist(), 512], {}, "token 512 is not in the vocabulary: ids are 0 to 511"),
+    "below 0": ([*TOKENS[:500].tolist(), -1], {}, "token -1 is not in the vocabulary"),
+    "max_tokens": (TOKENS[:500], {"max_tokens": -2}, "max_tokens"),
+    "stop": (TOKENS[:500], {"stop": ["\ud800"]}, "stop"),
+    "bias": (TOKENS[:500], {"sampling": Sampling(logit_bias=((5000, 1.0),))}, "logit_bias is for token 5,000"),
+}
+
+
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_prompt_leaves_the_text(opened: Open, what: str) -> None:
+    kv, control = opened(), opened()
+    for one in (kv, control):
+        asked(one, TOKENS[:N])
+    prompt, how, says = REFUSED[what]
+    with pytest.raises(UsageError, match=says):
+        list(kv.generate(prompt, **how))
+    assert kv.sequence.pending == control.sequence.pending
+    for one in (kv, control):
+        asked(one, [], append=True)
+    check_as(kv, control, 0)
+
+
+@pytest.mark.usefixtures("wordless")
+def test_a_prompt_beyond_the_host_limit_leaves_the_text(opened: Open) -> None:
+    kv = opened(host_limit=1 << 20)
+    n_most = kv.pager.shared.memory.record_bytes
+    n_fit = (1 << 20) // n_most * CHUNK
+    asked(kv, TOKENS[: n_fit // 2])
+    held = kv.tokens
+    prompt = joined(TOKENS[: n_fit // 4], TOKENS[5000 : 5000 + n_fit])
+    with pytest.raises(HostMemoryError):
+        list(kv.generate(prompt))
+    assert np.array_equal(kv.tokens, held)
+    fits = joined(TOKENS[: n_fit // 4], TOKENS[5000 : 5000 + n_fit // 2])
+    assert n_read(kv, fits, 0) == n_fit // 2
+
+
+def test_it_begins_with_its_first_event(opened: Open) -> None:
+    kv = opened("needle")
+    asked(kv, "The secret code for the")
+    held = kv.tokens
+    events = kv.generate("Another text")
+    assert np.array_equal(kv.tokens, held)
+    next(events)
+    assert not np.array_equal(kv.tokens[: len(held)], held)
