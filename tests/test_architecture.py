@@ -107,6 +107,7 @@ ORDER = [
     "calls",
     "chat",
     "options",
+    "keywords",
     "pool",
     "snapshot",
     "scorers",

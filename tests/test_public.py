@@ -1,10 +1,14 @@
 """The public surface: what is exported, that it is typed, and that the documents agree with it."""
 
+import dataclasses
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,8 @@ with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048, policy=scorer) as k
     n: int = int(kv.residency().state.sum()) + kv.n_tokens
     kv.pin(0, 64)
     again: Reselect | None = kv.reselect()
+    for event in kv.chat([{"role": "user", "content": "Hello"}], max_tokens=4):
+        print(event)
 """
 
 
@@ -86,6 +92,24 @@ def test_an_option_of_no_name_is_told_the_nearest():
 
 
 @pytest.mark.native
+def test_help_shows_the_options():
+    """help() and editors, by the signature; type checkers, by keywords that are the fields of Options."""
+    from pyllama_kvflash.keywords import Keywords  # noqa: PLC0415 (needs the compiled extension)
+
+    signature = inspect.signature(pyllama_kvflash.KVFlash.from_file)
+    options = {field.name: field for field in dataclasses.fields(pyllama_kvflash.Options)}
+    assert list(signature.parameters) == ["path", "progress", *options]
+    for name, field in options.items():
+        assert signature.parameters[name].default == field.default
+        assert signature.parameters[name].annotation == field.type
+    assert typing.get_type_hints(Keywords) == {name: field.type for name, field in options.items()}
+    assert list(Keywords.__annotations__) == list(options)
+    assert "n_ctx: int = 0, pool: int | str = 'auto'" in pydoc.plain(
+        pydoc.render_doc(pyllama_kvflash.KVFlash.from_file)
+    )
+
+
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("cores", "env", "spins"),
     [
@@ -115,8 +139,11 @@ def test_user_code_type_checks(tmp_path):
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    file.write_text(USER_CODE + "kv.pin('a', 64)\n")  # and a mistake is found
-    assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 1
+    wrong = "kv.pin('a', 64)", "KVFlash.from_file('m', n_ctx='4K')", "KVFlash.from_file('m', n_ctxx=4)"
+    file.write_text(USER_CODE + "\n".join(wrong) + "\n")  # and mistakes are found
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stdout.count("error:") == len(wrong), done.stdout
 
 
 @pytest.mark.native
@@ -128,7 +155,7 @@ def test_pages_made_from_the_code_are_up_to_date(script):
 
 
 def test_links_in_the_documents_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from pyllama_kvflash.engine.loading import Loaded, load
 from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
+from pyllama_kvflash.keywords import Keywords, shows_options
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.step import Part
 
@@ -31,7 +32,10 @@ class KVFlash(KVSequence):
     """
 
     @classmethod
-    def from_file(cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Any) -> Self:
+    @shows_options
+    def from_file(
+        cls, path: str | Path, *, progress: Callable[[float], None] | None = None, **options: Unpack[Keywords]
+    ) -> Self:
         """Load a GGUF file. options: the fields of Options. progress: called with 0.0 to 1.0 during loading.
 
         Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled) and TypeError (a

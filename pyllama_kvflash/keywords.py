@@ -1,0 +1,69 @@
+"""The fields of Options as keywords of a function: for type checkers, editors and help()."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypedDict, TypeVar
+
+from pyllama_kvflash.options import Options, Spec
+from pyllama_kvflash.policy import Scorer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Keywords(TypedDict, total=False):
+    """The fields of Options, which says what each is. tests/test_public.py compares the two."""
+
+    n_ctx: int
+    pool: int | str
+    auto_cap: int
+    chunk: int
+    sinks: int
+    tail: int
+    pins: tuple[tuple[int, int], ...]
+    n_parallel: int
+    prefill: str
+    opening: int
+    mode: str
+    meter: float
+    min_agreement: float
+    panes: int
+    policy: str | Scorer
+    tau: int
+    swaps: int
+    ahead: bool
+    turns: int
+    share: float
+    again: float
+    replay: int
+    prefill_reselect: bool
+    scorer_model: str | None
+    scorer_pool: int
+    index: int
+    spec: Spec | None
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    type_k: str
+    type_v: str
+    flash_attn: str
+    n_gpu_layers: int
+    tensor_split: tuple[float, ...]
+    n_cpu_moe: int | str
+    kv_offload: bool
+    rpc: tuple[str, ...]
+    host_limit: int | None
+    disk: str | None
+    snapshots: bool
+
+
+def shows_options(function: F) -> F:
+    """Have the signature of a function with **options name the fields of Options, with their defaults."""
+    own = inspect.signature(function)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(Options)
+    ]
+    function.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return function
