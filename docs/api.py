@@ -18,6 +18,7 @@ HEAD = """# The Python API
 
 Made from the code by `make docs`. These names are in `pyllama_kvflash.__all__`; everything else may change from one
 version to the next. Sizes are in tokens, and times in seconds, unless a line says otherwise.
+[examples/](../examples/README.md) has short scripts that run as they are.
 
 ```python
 from pyllama_kvflash import KVFlash, Token

@@ -13,7 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pyllama_kvflash"
 TESTS = ROOT / "tests"
-PAGES = sorted(page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name != "CHANGELOG.md")
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+    if page.name != "CHANGELOG.md"
+)
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_RESULTS = 130  # lines of docs/RESULTS.md; details are in docs/results/
 MAX_COMMAND = 100  # columns of a command in README.md
