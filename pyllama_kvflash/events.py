@@ -7,7 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts and times of one generation, and the memory in use at its end. Times are in seconds."""
+    """Counts and times of one generation, and the memory in use at its end. Times are in seconds.
+
+    pages_out and pages_in are counted from the last clear() of the sequence.
+    """
 
     n_prompt: int  # tokens of the prompt that were read
     n_generated: int  # tokens produced

@@ -82,7 +82,8 @@ class KVSequence:
 
         What stays is as it was computed. Batches then begin elsewhere than in a fresh prompt, so logits may differ from those
         of a fresh one by rounding. Tokens of an earlier answer that stay, as in a chat, were decoded by what the pool held.
-        With `prefill` "pool", so was the text itself: what stays saw chunks that were chosen for the earlier prompt.
+        With `prefill` "pool", so was the text itself: what stays saw chunks that were chosen for the earlier prompt. If
+        decoding has become lossless (`min_agreement`), it stays so while a part of the text stays.
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
         continues as if it had not been interrupted: a character that it ended in the middle of comes with the text that follows.
