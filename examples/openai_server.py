@@ -23,7 +23,7 @@ def serving(model: str) -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    kvflash = Path(sys.executable).with_name("kvflash")  # as installed beside this Python
+    kvflash = str(Path(sys.executable).with_name("kvflash"))  # as installed beside this Python
     command = [kvflash, "serve", model, "-c", "8K", "--kvflash", "1K", "--port", port]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
@@ -48,10 +48,10 @@ def main(model: str = str(BUNDLED_MODEL)) -> None:
     prompt = make_prompt(4000, lambda text: len(text) // 4, n_needles=4)  # some four characters a token
     with serving(model) as url, OpenAI(base_url=url, api_key="-") as client:
         for needle in prompt.needles:
-            asked = {"prompt": prompt.text + needle.question, "max_tokens": 16, "temperature": 0, "stop": ["\n"]}
-            answer = client.completions.create(model="-", **asked)
-            cached = answer.usage.prompt_tokens_details.cached_tokens
-            print(needle.question, answer.choices[0].text, f"   ({answer.usage.prompt_tokens - cached:,} tokens read)")
+            text = prompt.text + needle.question
+            answer = client.completions.create(model="-", prompt=text, max_tokens=16, temperature=0, stop=["\n"])
+            n_read = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
+            print(needle.question, answer.choices[0].text, f"   ({n_read:,} tokens read)")
 
 
 if __name__ == "__main__":

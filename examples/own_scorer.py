@@ -16,7 +16,7 @@ class Words:
     """Scores a chunk by the tokens that it shares with the last 32 ones, rare tokens for more (as BM25 does)."""
 
     name = "words"
-    summary = None  # it needs no summaries of keys
+    summary: str | None = None  # it needs no summaries of keys
     query = "last"
 
     def score(self, view: View) -> npt.NDArray[np.float64]:

@@ -115,6 +115,7 @@ def test_an_answer_is_what_generate_says(variant: str) -> None:
     with opened(variant) as kv:
         ids = Prompts(kv.model).first(make_text("single_2", 1500, Prompts(kv.model).count, HAYSTACK, 1)[0])
         for n_new in (1, 70):
+            kv.clear()
             events = list(kv.generate(ids, max_tokens=n_new, sampling=Sampling(temperature=0)))
             tokens = kv.tokens.tolist()
             kv.clear()

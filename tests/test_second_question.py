@@ -17,6 +17,7 @@ from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residen
 from pyllama_kvflash import Done, KVFlash, KVSequence, Sampling, Token
 from pyllama_kvflash.errors import HostMemoryError, KVFlashError, UsageError
 from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.needle import BUNDLED_DRAFTER
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool.pager import Pager
@@ -67,19 +68,30 @@ def check_as(kv: KVFlash, cold: KVFlash, limit: float) -> None:
 DOCUMENT = needles.document(2400, seed=3)
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"prefill": "exact"},
-    "through the pool": {"prefill": "pool", "tau": 0},
+    "through the pool": {"prefill": "pool", "policy": "qk"},
     "full": {"pool": "off"},
-    "fresh": {"policy": "fresh", "tau": 0},
+    "fresh": {"policy": "fresh"},
     "lossless": {"mode": "lossless"},
     "drafts": {"spec": Spec(kind="ngram", n_max=4)},
+    "a drafter": {"spec": Spec(kind="draft", model=str(BUNDLED_DRAFTER))},
     "two sequences": {"n_parallel": 2, "pool": 1024, "policy": "qk"},
 }
 
 
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("how", ["exact", "through the pool"])
+def test_chunks_on_their_way_do_not_matter(opened: Open, how: str) -> None:
+    """As on a GPU: a scoring is under way, and chunks are, when the next question comes."""
+    check_questions(opened("needle", **WAYS[how], tau=2))
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_only_the_question_is_read(opened: Open, how: str) -> None:
-    """And each answer is right, as those of a text that is read for each question are."""
-    kv = opened("needle", **WAYS[how]).sequences[-1]
+    check_questions(opened("needle", **WAYS[how]).sequences[-1])
+
+
+def check_questions(kv: KVSequence) -> None:
+    """Each answer is right, as those of a text that is read for each question are."""
     n_text = len(kv.tokenize(DOCUMENT.text))
     held = kv.tokens
     for needle in (*DOCUMENT.needles, DOCUMENT.needles[0]):

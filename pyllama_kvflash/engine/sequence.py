@@ -411,8 +411,8 @@ class KVSequence:
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
         """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
 
-        Returns the number of positions. Read what comes after them with generate(..., append=True); without a prompt,
-        that continues after the last token produced. Nothing is computed; records are read when needed. In a pool of the
+        Returns the number of positions. Read what comes after them with generate(..., append=True), or give generate() the
+        whole prompt. With append and an empty prompt, it continues after the last token produced. Nothing is computed; records are read when needed. In a pool of the
         same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back, or
         with policy "fresh" each layer chooses at the first token.
 
