@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyllama_kvflash import native
+from pyllama_kvflash.engine.cores import Cores
 from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
@@ -38,6 +39,7 @@ class Decoder:
         self._saved = saved
         self._n_batch = n_batch
         self._options = sequence.options
+        self.cores = Cores(sequence.options)
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens

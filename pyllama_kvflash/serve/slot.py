@@ -1,5 +1,6 @@
 """A sequence of the pool, and the request that it serves."""
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +8,12 @@ from functools import partial
 
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.sequence import KVSequence
-from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token
+from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token, Warn
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, TokenLogprob
 from pyllama_kvflash.text import n_common
+
+log = logging.getLogger("kvflash.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,14 @@ class Slot:
         return done
 
     def note(self, events: Iterable[Event]) -> None:
-        """Keep the last events about the pool, for the page."""
+        """Keep the last events about the pool, for the page, and log warnings."""
         for event in events:
             if isinstance(event, Reselect):
                 self.reselect = event
             elif isinstance(event, Checked):
                 self.checked = event
+            elif isinstance(event, Warn):
+                log.warning("%s", event.text)
 
     def pin(self, chunk: int) -> None:
         """Keep a chunk on the device until its text is replaced. Raises as KVSequence.pin()."""
