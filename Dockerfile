@@ -33,7 +33,8 @@ ENV PATH=/opt/kvflash/bin:$PATH
 # the cache has what -hf downloads, and the prefix cache: a volume of its own, since a folder of the host may not be writable
 RUN useradd --create-home --uid 10001 kvflash \
     && install -d -o kvflash /models /home/kvflash/.cache
-USER kvflash
+# a number, so that a cluster can see that it is not root
+USER 10001
 WORKDIR /models
 VOLUME ["/models", "/home/kvflash/.cache"]
 # 127.0.0.1 of a container cannot be reached from outside
