@@ -10,9 +10,12 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
 from support.commands import POOLED, on_a_terminal
+from support.oracles import ON_GPU
 
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import Reporter, fitting, time_left
 from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
 
@@ -77,3 +80,11 @@ def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> N
     assert not any("…" in line for line in known)
     assert any(" KV " in line for line in known) == (columns == 200)
     assert any("━" in line for line in lines) == (columns == 200)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU is soon done")
+def test_a_full_cache_says_how_far_it_is_before_a_large_batch_is_done() -> None:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=2048, n_ubatch=256, n_threads=1) as kv:
+        assert kv.n_batch > 1000
+        done = [e.done for e in kv.prefill([5] * 1000) if isinstance(e, Prefill)]
+    assert done == [256, 512, 768, 1000]

@@ -17,8 +17,7 @@ class Cores:
     def __init__(self, options: Options) -> None:
         """options: resolved."""
         self._n_threads = options.n_threads or 1
-        on_gpu = options.n_gpu_layers != 0 and any(device.gpu for device in devices())
-        self._watch = CoreWatch() if self._n_threads > 1 and not on_gpu else None
+        self._watch = CoreWatch() if self._n_threads > 1 and not uses_gpu(options) else None
 
     def after_step(self) -> list[Warn]:
         """Return a warning if it is time for it."""
@@ -33,6 +32,11 @@ class Cores:
                 f" {self._n_threads}, and a smaller one decodes faster then"
             )
         ]
+
+
+def uses_gpu(options: Options) -> bool:
+    """Return whether layers are computed on a GPU."""
+    return options.n_gpu_layers != 0 and any(device.gpu for device in devices())
 
 
 def thread_times() -> tuple[float, float] | None:

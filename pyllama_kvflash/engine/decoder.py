@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyllama_kvflash import native
-from pyllama_kvflash.engine.cores import Cores
+from pyllama_kvflash.engine.cores import Cores, uses_gpu
 from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
@@ -40,6 +40,7 @@ class Decoder:
         self._n_batch = n_batch
         self._options = sequence.options
         self.cores = Cores(sequence.options)
+        self._on_cpu = not uses_gpu(sequence.options)
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
@@ -54,6 +55,13 @@ class Decoder:
         if sequence.pager:
             n = min(n, sequence.pager.n_batch)
         return min(n, sequence.reads_exactly.n_batch) if self.lossless else n
+
+    @property
+    def _n_read(self) -> int:
+        """The most tokens of a batch of a prompt. A full cache computes `n_ubatch` at a time anyway, and on a CPU as many say soon
+        how fast it is.
+        """
+        return min(self.n_batch, self._options.n_ubatch) if self._on_cpu and not self.sequence.pager else self.n_batch
 
     def claim(self) -> Claim:
         """Take the sequence from whoever went on with it."""
@@ -271,7 +279,7 @@ class Decoder:
         while done < n:
             if mark and done == mark:
                 self._saved.make_checkpoint()
-            size = min(self.n_batch, next(at for at in stops if at > done) - done)
+            size = min(self._n_read, next(at for at in stops if at > done) - done)
             last = done + size == n
             if last and self._scorer_decides(size):
                 yield from self._tail(tokens[done:])
