@@ -139,6 +139,7 @@ class Options:
     n_gpu_layers: int = -1  # layers on the GPUs; -1: all
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
     n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as possible
+    kv_offload: bool = True  # False: the full cache is in RAM, and the CPU computes attention (llama.cpp's --no-kv-offload); needs pool "off"
     rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
 
     # host memory and disk
@@ -221,6 +222,9 @@ class Options:
             check_choice(self.pool, ("auto", "off"), "pool")
         else:
             check_range(self.pool, 1, MAX_TOKENS, "pool", '"auto" chooses, "off" is the full cache')
+        if not self.kv_offload and self.pool != "off":
+            msg = f"`kv_offload` is False, which is for the full cache, and `pool` is {self.pool!r}: give `pool` off, or leave it out"
+            raise UsageError(msg)
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill")

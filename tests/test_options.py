@@ -54,6 +54,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("n_cpu_moe", BIG, str(BIG)),
     ("n_cpu_moe", "all", "'all'"),
     ("n_cpu_moe", "2", "'2'"),
+    ("kv_offload", False, "False"),
     ("rpc", ("localhost",), "'localhost'"),
     ("rpc", ("localhost:",), "'localhost:'"),
     ("rpc", (":50052",), "':50052'"),

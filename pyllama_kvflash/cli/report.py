@@ -323,7 +323,11 @@ def _held(s: Stats) -> list[str]:
 def _held_in_ram(s: Stats) -> str:
     """Return what a pool has where there is no GPU: all of it is RAM."""
     n_all = s.device_kv_bytes + s.host_bytes + s.index_host_bytes
-    parts = _more(s.host_bytes, "of records") + _more(s.index_host_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
+    parts = (
+        _more(s.host_bytes, "of records")
+        + _more(s.index_host_bytes, "of index")
+        + _more(s.pane_bytes, "to read prompts")
+    )
     return f"KV {mib(n_all)} = {mib(s.kv_device_bytes)} of pool{parts}, full cache {mib(s.kv_full_bytes)}"
 
 

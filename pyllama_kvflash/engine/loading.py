@@ -262,6 +262,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
             type_k=options.type_k,
             type_v=options.type_v,
             flash_attn=options.flash_attn,
+            offload_kqv=options.kv_offload,
             n_seq=options.n_parallel,
             n_rollback=options.n_draft,
             pool=pool,
@@ -304,7 +305,8 @@ def probe(model: Model, options: Options) -> Probe:
     Raises what a stock context of these cache types raises.
     """
     small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
-    types = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
+    types: dict[str, Any] = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
+    types["offload_kqv"] = options.kv_offload
     try:
         with Context(model, **small, **types) as ctx:  # type: ignore[arg-type]
             memory_class = ctx.memory_class

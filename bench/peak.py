@@ -1,0 +1,81 @@
+"""What `kvflash run` says of its memory, and what it takes as the system sees it: RAM as /usr/bin/time -v, GPUs as nvidia-smi.
+
+    python bench/peak.py model.gguf long.txt -c 16K --pools auto 1K off
+
+Each pool with a short prompt and with the long one.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from pyllama_kvflash.bench.grid import machine, markdown
+
+COLUMNS = ["prompt", "--kvflash", "RAM at most", "RAM said", "RAM measured", "%", "GPU at most", "GPU measured", "%"]
+SCRIPT = Path(sys.executable).with_name("kvflash")
+
+
+def gpu_used() -> int:
+    """Return the MiB in use of all GPUs; 0 without one."""
+    if which("nvidia-smi") is None:
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+
+def taken(command: list[str]) -> tuple[dict[str, Any], str, int, int]:
+    """Run a command. Return its JSON, what it said, and the most RAM and GPU memory that it took, in MiB."""
+    before, most = gpu_used(), 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            most = max(most, gpu_used() - before)
+            if pid:
+                break
+            time.sleep(0.05)
+        process.returncode = status
+        out, err = (pipe.read() for pipe in (process.stdout, process.stderr) if pipe)
+    if status:
+        sys.exit(err)
+    return json.loads(out), err, usage.ru_maxrss // 1024, most
+
+
+def at_most(name: str, text: str) -> float | None:
+    """Return the MiB that a run says a device takes at most."""
+    found = re.search(rf"(?:: |; ){name} up to ([\d.]+) (MiB|GiB)", text)
+    return float(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("file", help="a text of nearly the context")
+    parser.add_argument("-c", "--ctx-size", default="16K")
+    parser.add_argument("--pools", nargs="+", default=["auto", "1K", "off"])
+    parser.add_argument("options", nargs="*", help="more options of `kvflash run`, after --")
+    args = parser.parse_args()
+    script = str(SCRIPT if SCRIPT.exists() else which("kvflash"))
+    rows = []
+    for prompt, given in (("short", ["-p", "Say hello."]), ("long", ["-f", args.file])):
+        for pool in args.pools:
+            command = [script, "run", args.model, *given, "-c", args.ctx_size, "--kvflash", pool, "-n", "64", "--json"]
+            result, said, ram, gpu = taken([*command, "--temp", "0", "-s", "1", *args.options])
+            stats = result["stats"]
+            peak, known = stats["peak_bytes"] / 2**20, stats["gpu_bytes"] / 2**20
+            cells = [f"{at_most('RAM', said) or 0:,.0f}", f"{peak:,.0f}", f"{ram:,}", f"{100 * peak / ram - 100:+.1f}"]
+            cells += [f"{known:,.0f}", f"{gpu:,}", f"{100 * known / gpu - 100:+.1f}"] if gpu else ["-"] * 3
+            rows.append([prompt, pool, *cells])
+            print(*rows[-1], sep=" | ", flush=True)
+    print(f"\n{machine()}, context {args.ctx_size}; MiB\n\n{markdown(COLUMNS, rows)}")
+
+
+if __name__ == "__main__":
+    main()
