@@ -31,7 +31,7 @@ OTHER_FILES = (
     "patches/NNNN-name.patch",
 )
 # options of llama.cpp's tools, and of the script that trained needle-7m, which is not in the repository
-OTHER_OPTIONS = {"--vocab-only", "--layers", "--d", "--heads", "--kv", "--ff", "--minutes"}
+OTHER_OPTIONS = {"--vocab-only", "--layers", "--d", "--heads", "--kv", "--ff", "--minutes", "--no-kv-offload"}
 OTHER_PROGRAMS = ("python", "pip", "make", "hf", "bench/", ".venv/", ".ci/", "compute-sanitizer")
 
 SOURCES = (".py", ".cpp", ".h", ".sh")  # a bare name with such an end is a file of the repository, wherever it is

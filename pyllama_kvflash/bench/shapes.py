@@ -36,7 +36,7 @@ class Shape:
 
     interval: every interval-th layer has full attention; the others are gated delta nets.
     n_state, n_group, n_value: a delta net has n_group key heads and n_value value heads of n_state.
-    n_expert: experts of n_ff each; a token takes n_used of them, and one more that all tokens take.
+    n_expert: experts of n_ff each; a token takes n_used of them, and in a hybrid one more that all tokens take.
     """
 
     n_layer: int
@@ -146,12 +146,14 @@ def _feed_forward(s: Shape) -> Iterator[Tensor]:
     hybrid = s.interval > 1
     yield Tensor("attn_norm.weight", (s.n_embd,), "ones")
     yield Tensor("post_attention_norm.weight" if hybrid else "ffn_norm.weight", (s.n_embd,), "ones")
-    for kind, many in (("_exps", (s.n_expert,)), ("_shexp", ())) if s.n_expert else (("", ()),):
+    shared = (("_shexp", ()),) if hybrid else ()
+    for kind, many in (("_exps", (s.n_expert,)), *shared) if s.n_expert else (("", ()),):
         yield Tensor(f"ffn_gate{kind}.weight", (s.n_embd, s.n_ff, *many), "q4_0")
         yield Tensor(f"ffn_up{kind}.weight", (s.n_embd, s.n_ff, *many), "q4_0")
         yield Tensor(f"ffn_down{kind}.weight", (s.n_ff, s.n_embd, *many), "q4_0")
     if s.n_expert:
         yield Tensor("ffn_gate_inp.weight", (s.n_embd, s.n_expert), "router")
+    if s.n_expert and hybrid:
         yield Tensor("ffn_gate_inp_shexp.weight", (s.n_embd,), "half")
 
 
@@ -228,10 +230,17 @@ def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_room(name, shape, path.parent)
         with Replacement(path) as new:
-            _write(name, shape, new.path, vocabulary)
+            _write(name, shape, new.path, vocabulary, weights=True)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror}"
         raise OutputError(msg) from None
+
+
+def write_outline(shape: Shape, path: Path) -> None:
+    """Write a file that can be looked at and not run: all but the weights, in whose place there is a hole that takes no room."""
+    _write("outline", shape, path, None, weights=False)
+    with path.open("r+b") as file:
+        file.truncate(shape.n_bytes)
 
 
 def shape_named(name: str) -> Shape:
@@ -252,7 +261,7 @@ def _check_room(name: str, shape: Shape, folder: Path) -> None:
         raise UsageError(msg)
 
 
-def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None) -> None:
+def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None, *, weights: bool) -> None:
     import gguf  # noqa: PLC0415 (half a second)
 
     file = gguf.GGUFWriter(path, shape.arch)
@@ -276,6 +285,8 @@ def _write(name: str, shape: Shape, path: Path, vocabulary: Path | None) -> None
         file.write_header_to_file()
         file.write_kv_data_to_file()
         file.write_ti_data_to_file()
+        if not weights:
+            return
         blocks = _blocks(max(t.n_bytes for t in listed if t.kind == "q4_0"))
         for i, tensor in enumerate(listed):
             file.write_tensor_data(_data(tensor, i, blocks))

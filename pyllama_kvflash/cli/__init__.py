@@ -18,6 +18,7 @@ from pyllama_kvflash.cli.chat import chat
 from pyllama_kvflash.cli.convert import convert_draft
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
+from pyllama_kvflash.cli.plan import plan
 from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
@@ -42,6 +43,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash serve model.gguf -np 4                      a server for the OpenAI protocol, on one pool
   kvflash bench niah                                  what a pool finds, against the full cache
   kvflash inspect model.gguf                          what can be pooled, and what it costs
+  kvflash plan model.gguf --memory 12G -c 128K        which options for this card and context
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
 
 No output goes over a file that the command reads: that is refused before anything is loaded. A file that exists is
@@ -129,6 +131,7 @@ main.add_command(chat)
 main.add_command(serve)
 main.add_command(demo)
 main.add_command(inspect)
+main.add_command(plan)
 main.add_command(plot)
 main.add_command(bench)
 main.add_command(convert_draft)

@@ -18,6 +18,11 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 _IS_EXPERTS = re.compile(r"blk\.(\d+)" + _EXPERTS)
 
 
+def has_experts(model: Model) -> bool:
+    """Return whether a model has experts that can stay on the host."""
+    return any(_IS_EXPERTS.match(weight.name) for weight in model.weights())
+
+
 def on_host(n_cpu_moe: int) -> list[str]:
     """Return patterns for the experts of the first n_cpu_moe layers, as llama.cpp's -ncmoe makes them."""
     return [rf"blk\.{i}{_EXPERTS}" for i in range(n_cpu_moe)]

@@ -292,6 +292,8 @@ class Context:
         """
         if device is None:
             return sum(self.compute_bytes(i) for i in range(lib.ggml_backend_dev_count()))
+        if device >= lib.ggml_backend_dev_count():
+            return 0  # of the machine that is planned for: what its host has for computation is not known here
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
         return int(out[0])

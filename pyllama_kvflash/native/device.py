@@ -1,6 +1,8 @@
 """The devices that the library sees, and their memory."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyllama_kvflash.errors import NativeError, encoded
@@ -18,8 +20,40 @@ class Device:
     total: int
 
 
+_PLANNED: list[Device] = []  # what devices() says instead, see pretending()
+
+
+@contextmanager
+def pretending(gpu: int, ram: int) -> Iterator[None]:
+    """Have devices() say that there is a GPU with so many bytes, and so much RAM: to plan for a machine that is elsewhere.
+
+    Only models that were loaded with no_alloc may be looked at meanwhile. Without a GPU here, what the CPU would hold is
+    taken for the GPU's, but for what llama.cpp leaves to the host (Model.weights()).
+    """
+    here = devices()
+    if not any(device.gpu for device in here):
+        here = [Device("GPU", "a GPU", gpu=True, free=gpu, total=gpu), *here]
+    first = next(i for i, device in enumerate(here) if device.gpu)
+    for i, device in enumerate(here):
+        size = gpu if i == first else 0 if device.gpu else ram
+        _PLANNED.append(replace(device, free=size, total=size))
+    try:
+        yield
+    finally:
+        _PLANNED.clear()
+
+
+def planned_host() -> int | None:
+    """Return the index of the host of a machine that is planned for, if it has a GPU and this one has none; else None."""
+    if len(_PLANNED) <= lib.ggml_backend_dev_count():
+        return None
+    return next(i for i, device in enumerate(_PLANNED) if not device.gpu)
+
+
 def devices() -> list[Device]:
     """Return all devices in llama.cpp's order: GPUs, the CPU, then those of RPC servers."""
+    if _PLANNED:
+        return list(_PLANNED)
     init()
     res = []
     free, total = ffi.new("size_t *"), ffi.new("size_t *")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.device import planned_host
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
 Tokens = npt.NDArray[np.int32]
@@ -53,8 +54,9 @@ class Model:
     Several threads may use its tokenizer, and any may close it. It is freed after its contexts and the calls under way.
     """
 
-    def __init__(self, handle: Any, path: Path) -> None:
+    def __init__(self, handle: Any, path: Path, on_host: Sequence[str] = ()) -> None:
         self._handle: Any = owned(handle, lib.llama_model_free)
+        self._on_host = on_host
         self._vocab: Any = owned(lib.llama_model_get_vocab(handle), lambda _: None, self._handle)
         self.path = path
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
@@ -134,7 +136,7 @@ class Model:
                 raise state.error from None
             msg = f"{path} cannot be loaded: {err}"
             raise errors.ModelError(msg) from None
-        return cls(out[0], path)
+        return cls(out[0], path, on_host)
 
     def close(self) -> None:
         """Let go of the model, which is freed once nothing uses it. Harmless when called again."""
@@ -167,6 +169,18 @@ class Model:
         for i in range(lib.kvf_n_weight(self.handle)):
             check(lib.kvf_get_weight(self.handle, i, name, size, device))
             res.append(Weight(ffi.string(name[0]).decode("utf-8", "replace"), int(size[0]), int(device[0])))
+        host = planned_host()
+        return res if host is None else self._planned(res, host)
+
+    def _planned(self, weights: list[Weight], host: int) -> list[Weight]:
+        """Return weights as they are with a GPU. llama.cpp has embeddings on the host, and if they make the logits on the GPU, too."""
+        tied = not any(w.name == "output.weight" for w in weights)
+        res = []
+        for weight in weights:
+            embeds = weight.name == "token_embd.weight"
+            stays = embeds or any(re.search(pattern, weight.name) for pattern in self._on_host)
+            res += [weight._replace(device=host)] * stays
+            res += [weight] * (not stays or (embeds and tied))
         return res
 
     @property

@@ -1,0 +1,65 @@
+"""What models of several sizes take on cards of several sizes, by `kvflash plan`: a table of Markdown.
+
+    python bench/cards.py --ram 64
+
+The models are shapes in Q4_0 without weights, which takes no room and no GPU.
+"""
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pyllama_kvflash.bench.grid import markdown
+from pyllama_kvflash.bench.shapes import SHAPES, Shape, write_outline
+from pyllama_kvflash.engine.offers import Offer, best, offers
+
+MODELS = {
+    "8B (Qwen3-8B)": SHAPES["8b"],
+    "14B (Qwen3-14B)": Shape(n_layer=40, n_embd=5120, n_ff=17408, n_head=40, n_head_kv=8, n_head_dim=128),
+    "30B-A3B (Qwen3-30B-A3B)": Shape(
+        n_layer=48, n_embd=2048, n_ff=768, n_head=32, n_head_kv=4, n_head_dim=128, n_expert=128, n_used=8
+    ),
+}
+N_VOCAB = 151_936
+CONTEXTS, CARDS = (32_768, 131_072), (8, 12, 24)
+COLUMNS = ["model, context", "card", "full f16", "full q8_0", "full q4_0", "full in RAM", "pool", "take", "RAM"]
+
+
+def cell(offer: Offer) -> str:
+    """Return what a way takes of the card, struck through if it does not fit."""
+    size = f"{offer.bytes_of(gpu=True) / 2**30:.1f}"
+    return f"~~{size}~~" if offer.lacking else size
+
+
+def taken(offer: Offer | None) -> list[str]:
+    """Return the way to take, and what it takes of RAM."""
+    if offer is None:
+        return ["-", "-"]
+    pool = "full" if offer.n_pool is None else f"pool {offer.n_pool // 1024}K"
+    return [f"{pool}, {offer.options.get('type_k', 'f16')}", f"{offer.bytes_of(gpu=False) / 2**30:.1f}"]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ram", type=int, default=64, help="GiB of RAM")
+    args = parser.parse_args()
+    rows = []
+    with TemporaryDirectory() as folder:
+        for name, shape in MODELS.items():
+            path = Path(folder, f"{name.split()[0]}.gguf")
+            write_outline(Shape(**{f: getattr(shape, f) for f in Shape.__slots__} | {"n_vocab": N_VOCAB}), path)
+            for context in CONTEXTS:
+                for card in CARDS:
+                    found = offers(path, context, card << 30, args.ram << 30)
+                    by_kind = {offer.kind: offer for offer in reversed(found) if not offer.lossless}
+                    cells = [cell(by_kind[kind]) for kind in ("f16", "q8_0", "q4_0", "RAM", "pool")]
+                    row = [f"{name}, {context // 1024}K", f"{card} GiB", *cells, *taken(best(found, context))]
+                    print(*row, sep=" | ", flush=True)
+                    rows.append(row)
+    print(f"\nGiB of the card's memory; struck through: more than there is. RAM: {args.ram} GiB.\n")
+    print(markdown(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

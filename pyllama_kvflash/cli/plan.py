@@ -1,0 +1,204 @@
+"""`kvflash plan`: which options for a card and a context, what they take, and what to expect."""
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pyllama_kvflash.cli import kinds, params
+from pyllama_kvflash.cli.memory import sum_line
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.roles import Command
+from pyllama_kvflash.cli.run import model_path
+from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.loading import check_file
+from pyllama_kvflash.engine.need import DRIVER
+from pyllama_kvflash.engine.offers import Offer, best, offers
+from pyllama_kvflash.errors import UsageError, number
+from pyllama_kvflash.native import Model, devices
+
+HELP = """Say which options suit a GPU and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
+close to the full cache.
+
+It reads the metadata only, and loads no weights. No GPU is needed: --memory says what card is meant. The ways are the full cache in
+f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them. Memory is
+computed; speed and answers are those of the models that were measured (docs/results/choices.md), and yours may differ. The last
+line is the command for the way to take.
+
+\b
+  full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
+  full, in RAM            --kvflash off --set kv_offload=false
+  pool 4K, f16            --kvflash 4K
+  pool 4K, f16, lossless  --kvflash 4K --kvflash-mode lossless
+
+\b
+  kvflash plan model.gguf --memory 12G -c 128K
+  kvflash plan -hf ggml-org/Qwen3-8B-GGUF:Q4_K_M --memory 8G --ram 32G -c 64K
+  kvflash plan model.gguf -c 32K --json              for this machine's GPU
+"""
+
+
+@click.command(cls=Command, help=HELP, short_help="Say which options suit a card and a context.")
+@params.MODEL
+@click.option(
+    "--memory", metavar="SIZE", type=kinds.ByteSize(), default=None, help="Memory of the GPU.  [default: this one's]"
+)
+@click.option("--ram", metavar="SIZE", type=kinds.ByteSize(), default=None, help="RAM.  [default: what is free here]")
+@click.option(
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=kinds.TokenCount(),
+    default=0,
+    show_default=True,
+    help="Context size in tokens, 0: loaded from the model.",
+)
+@click.option(
+    "-ub",
+    "--ubatch-size",
+    "n_ubatch",
+    type=kinds.TokenCount(),
+    default=512,
+    show_default=True,
+    help="Physical batch size: prompt tokens computed at once.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(
+    model_arg: str | None,
+    model: str | None,
+    *,
+    memory: int | None,
+    ram: int | None,
+    n_ctx: int,
+    n_ubatch: int,
+    as_json: bool,
+) -> None:
+    """Print the ways, and the best one as a command."""
+    path = model_path(model_arg, model, Reporter())
+    check_file(path)
+    here = devices()
+    gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), None)
+    if gpu is None:
+        msg = "this machine has no GPU to plan for: give a card's memory, such as --memory 12G"
+        raise UsageError(msg)
+    ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
+    with Model.load(path, no_alloc=True) as loaded:
+        n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
+    found = offers(path, n_ctx, gpu, ram, n_ubatch)
+    choice = best(found, n_ctx)
+    if as_json:
+        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx)} for offer in found]
+        taken = None if choice is None else found.index(choice)
+        click.echo(
+            json.dumps({"model": str(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram, "ways": ways, "best": taken})
+        )
+    else:
+        head = f"{name}, context {n_ctx:,}, a GPU with {_gib(gpu)}, {_gib(ram)} of RAM"
+        _show(head, found, choice, n_ctx)
+    if choice is None:
+        raise UsageError(_too_small(found))
+    if not as_json:
+        click.echo(f"\n{_command(choice, path, n_ctx)}")
+
+
+def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("GiB", "GPU", "RAM", "fits", "speed", "answers"):
+        table.add_column(name, no_wrap=name != "answers")
+    for offer in found:
+        row = (
+            f"{'> ' if offer is choice else '  '}{_label(offer)}",
+            _gib(offer.bytes_of(gpu=True), unit=""),
+            _gib(offer.bytes_of(gpu=False), unit=""),
+            f"no: {', '.join(offer.lacking)}" if offer.lacking else "yes",
+            _speed(offer, n_ctx),
+            _answers(offer, n_ctx),
+        )
+        table.add_row(*row)
+    console.print(head, markup=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        "speed: of an answer, times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens). answers: exact as the full f16 cache's, or the mean"
+        " KL divergence of 256 tokens, prose and code (1.5B at 16K)",
+        markup=False,
+        soft_wrap=True,
+    )
+    if choice is not None:
+        for need in choice.needs:
+            console.print(f"{need.name if need.gpu else 'RAM'}: {sum_line(need)}", markup=False, soft_wrap=True)
+
+
+def _label(offer: Offer) -> str:
+    """Return what a way is called in the table."""
+    name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
+    kind = "in RAM" if offer.kind == "RAM" else offer.options.get("type_k", "f16")
+    return f"{name}, {kind}{', lossless' if offer.lossless else ''}"
+
+
+def _flags(offer: Offer) -> list[str]:
+    """Return the options of the command line that make a way."""
+    o = offer.options
+    flags = ["--kvflash", "off" if o["pool"] == "off" else f"{o['pool'] // 1024}K"]
+    flags += ["-ctk", o["type_k"], "-ctv", o["type_v"]] if "type_k" in o else []
+    flags += ["--set", "kv_offload=false"] if "kv_offload" in o else []
+    flags += ["--kvflash-mode", "lossless"] if offer.lossless else []
+    return flags
+
+
+def _command(offer: Offer, path: Path, n_ctx: int) -> str:
+    context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
+    moe = ["--n-cpu-moe", "auto"] if offer.experts else []
+    return shlex.join(["kvflash", "run", str(path), "-f", "long.txt", "-c", context, *_flags(offer), *moe])
+
+
+def _speed(offer: Offer, n_ctx: int) -> str:
+    if offer.lossless:
+        return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
+    return f"{expected.speed(offer.kind, n_ctx):.2g} x"
+
+
+def _answers(offer: Offer, n_ctx: int) -> str:
+    if offer.kind in expected.FULL_KLD:
+        kld = expected.FULL_KLD[offer.kind]
+        return f"KLD {kld['prose']:g}, {kld['code']:g}"
+    if offer.n_pool is None or offer.lossless:
+        return "exact"
+    far = offer.divergence(n_ctx)
+    if far is None:
+        return f"short exact; long not measured (pool of {100 * offer.n_pool / n_ctx:.1f} %)"
+    return f"short exact; long KLD {far['prose']:.2g}, {far['code']:.2g}"
+
+
+def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
+    return {
+        "kind": offer.kind,
+        "options": offer.options,
+        "n_pool": offer.n_pool,
+        "gpu_bytes": offer.bytes_of(gpu=True),
+        "ram_bytes": offer.bytes_of(gpu=False),
+        "fits": not offer.lacking,
+        "lacking": offer.lacking,
+        "needs": [asdict(need) for need in offer.needs],
+        "speed": None if offer.lossless else expected.speed(offer.kind, n_ctx),
+        "kld": None if offer.n_pool is None or offer.lossless else offer.divergence(n_ctx),
+    }
+
+
+def _too_small(found: list[Offer]) -> str:
+    least = min(found, key=lambda offer: sum(offer.lacking.values()))
+    weights = sum(need.weights for need in least.needs if need.gpu)
+    lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
+    return (
+        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights on the GPU; take a smaller quantisation, a shorter"
+        " context (-c), or leave layers to the CPU (-ngl)"
+    )
+
+
+def _gib(n: int, unit: str = " GiB") -> str:
+    return f"{n / 2**30:.1f}{unit}"

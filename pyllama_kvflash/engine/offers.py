@@ -1,0 +1,121 @@
+"""The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, and pools."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.engine.placement import has_experts
+from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.native import Model, pretending
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy.sizing import AUTO_FULL
+
+POOLS = (16_384, 8192, 4096, 2048, 1024)
+"""Pools that are tried, the largest first: as far as is known, answers gain by more and speed by less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A way to hold the context.
+
+    kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
+    holds. lacking: bytes that each is short of, by name; {}: it fits. experts: it has some that may stay on the host.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    n_pool: int | None
+    needs: tuple[Need, ...]
+    lacking: dict[str, int]
+    experts: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        """Whether answers are the full cache's."""
+        return self.options.get("mode") == "lossless"
+
+    def divergence(self, n_ctx: int) -> dict[str, float] | None:
+        """Return how far long answers through its pool are from the full cache's, see expected.divergence()."""
+        return expected.divergence((self.n_pool or n_ctx) / n_ctx, self.options.get("type_k", "f16"))
+
+    def bytes_of(self, *, gpu: bool) -> int:
+        """Return the bytes of the GPU's memory, or of RAM."""
+        return sum(need.total for need in self.needs if need.gpu == gpu)
+
+
+def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> list[Offer]:
+    """Return all ways, whether they fit or not. n_ctx: positions; 0: as many as the model was trained for. gpu, ram: bytes.
+
+    Loads no weights. Raises as planning.needs().
+    """
+    with pretending(gpu, ram):
+        with Model.load(path, no_alloc=True) as model:
+            n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
+        # all on the first GPU: more of them have more memory in all, but each holds its own layers
+        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, tensor_split=(1.0,), n_cpu_moe="auto" if experts else 0)
+        looked = _Look(path, base, gpu, ram)
+        return list(looked.all())
+
+
+def best(found: list[Offer], n_ctx: int) -> Offer | None:
+    """Return the one to take: the full cache where it fits and a pool is hardly faster, else a pool; None if none fits.
+
+    q4_0 is never taken: with the model that was measured it breaks answers. The cache in RAM is taken last: it is slow.
+    """
+    order = ("f16", "q8_0", "pool", "RAM") if n_ctx <= AUTO_FULL else ("pool", "f16", "q8_0", "RAM")
+    fit = [offer for offer in found if not offer.lacking and not offer.lossless]
+    return next((offer for kind in order for offer in fit if offer.kind == kind), None)
+
+
+class _Look:
+    def __init__(self, path: Path, base: Options, gpu: int, ram: int) -> None:
+        self._path, self._base = path, base
+        self._room = {True: gpu, False: ram}
+
+    def all(self) -> Iterator[Offer]:
+        for kind in ("f16", "q8_0", "q4_0"):
+            yield self._offer(kind, {"pool": "off", **_types(kind)})
+        yield self._in_ram()
+        for kind in ("f16", "q8_0"):
+            if (pool := self._pool(kind)) is not None:
+                yield pool
+                yield self._offer("pool", {**pool.options, "mode": "lossless"})
+
+    def _pool(self, kind: str) -> Offer | None:
+        """Return the largest pool that fits, else the smallest one; None if the context is no longer than that."""
+        sizes = [size for size in POOLS if size < self._base.n_ctx]
+        found = None
+        for size in sizes:
+            found = self._offer("pool", {"pool": size, **_types(kind)})
+            if not found.lacking:
+                break
+        return found
+
+    def _in_ram(self) -> Offer:
+        options = {"pool": "off", "kv_offload": False}
+        found = self._offer("RAM", {**options, "n_cpu_moe": 0})  # "auto" makes room for KV
+        return self._offer("RAM", options) if found.lacking and self._base.n_cpu_moe else found
+
+    def _offer(self, kind: str, options: dict[str, Any]) -> Offer:
+        held, size = needs(self._path, replace(self._base, **options))
+        if kind == "RAM":
+            held = _moved(held)
+        lacking = {}
+        for gpu, room in self._room.items():
+            if (n := sum(need.total for need in held if need.gpu == gpu)) > room:
+                lacking["GPU" if gpu else "RAM"] = n - room
+        return Offer(kind, options, size.n_pool, held, lacking, replace(self._base, **options).n_cpu_moe != 0)
+
+
+def _types(kind: str) -> dict[str, str]:
+    return {} if kind == "f16" else {"type_k": kind, "type_v": kind}
+
+
+def _moved(held: tuple[Need, ...]) -> tuple[Need, ...]:
+    """Return what is held with the KV in RAM, wherever the machine that looks has it."""
+    kv = sum(need.kv for need in held)
+    there = next(i for i, need in enumerate(held) if not need.gpu)
+    return tuple(replace(need, kv=kv if i == there else 0) for i, need in enumerate(held))

@@ -1,0 +1,184 @@
+"""`kvflash plan`: the ways to hold a context on a card, what they take, and what is expected of them."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import good, invoke
+
+from pyllama_kvflash.bench.shapes import SHAPES, write_outline
+from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.engine.offers import Offer, best
+from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.native import Model, devices, pretending
+from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.options import Options
+
+pytestmark = pytest.mark.native
+environment = commands.environment
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+GIB = 1 << 30
+
+
+def planned(*args: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(good("plan", "--json", "--ram", "8G", *args).stdout)
+    return found
+
+
+def bad(code: int, *args: str) -> str:
+    """What a command says that ends with this exit code."""
+    res = invoke(*args)
+    assert res.exit_code == code, res.output
+    return res.stderr
+
+
+def ways(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The first way of each kind."""
+    return {way["kind"]: way for way in reversed(found["ways"])}
+
+
+def test_what_is_expected_was_measured() -> None:
+    """Each figure is in a row of the documents that name its run."""
+    choices, fresh = (RESULTS / "choices.md").read_text(), (RESULTS / "fresh.md").read_text()
+    for kind, rates in [*expected.DECODE.items(), *expected.OTHER_DECODE.items()]:
+        pattern = r".*\| ".join(re.escape(f"{rate:g}" if rate < 10 else f"{rate:.1f}") for rate in rates)
+        assert re.search(rf"^\| .*{pattern}", choices, re.MULTILINE), (kind, rates)
+    for texts in expected.KLD.values():
+        row = [f"{kld:.4f}" for text in ("prose", "code") for kld in reversed(texts[text])]
+        assert f"| {' | '.join(row)} |" in fresh.replace("*", ""), row
+    assert "| 0.0027; 6.7 | | | 0.0006; 10.9 |" in fresh
+
+
+def test_speed_is_interpolated_and_never_beyond_what_was_measured() -> None:
+    for i, n in enumerate(expected.CONTEXTS):
+        assert expected.speed("pool", n) == pytest.approx(expected.DECODE["pool"][i] / expected.DECODE["f16"][i])
+    assert expected.speed("pool", 32_768) < expected.speed("pool", 50_000) < expected.speed("pool", 65_536)
+    assert expected.speed("pool", 1 << 20) == expected.speed("pool", 262_144)
+    assert expected.speed("q4_0", 1024) == expected.speed("q4_0", 32_768)
+    assert all(expected.speed("f16", n) == 1 for n in (1024, 40_000, 1 << 20))
+
+
+def test_divergence_falls_with_the_pool_and_is_unknown_below_the_smallest() -> None:
+    assert expected.divergence(0.06) is None
+    assert expected.divergence(0.125, "q8_0") == pytest.approx({"prose": 0.0134, "code": 0.0051})
+    small, large = expected.divergence(0.07), expected.divergence(0.2)
+    assert small is not None
+    assert large is not None
+    assert all(large[text] < small[text] for text in small)
+    assert expected.divergence(0.9) == expected.divergence(0.281)
+
+
+@pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
+def test_a_plan_is_what_is_looked_at_here_on_another_device() -> None:
+    """The same weights, KV and buffers; the host has the embeddings, and the GPU has them, too, as they make the logits."""
+    found = planned("--memory", "1G", "-c", "16K")
+    for kind, options in (("f16", {"pool": "off"}), ("pool", {"pool": 8192})):
+        (here,), _ = needs(BUNDLED_MODEL, Options(n_ctx=16_384, **options))
+        gpu, host = ways(found)[kind]["needs"]
+        with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+            embeds = next(w.size for w in model.weights() if w.name == "token_embd.weight")
+        assert (gpu["gpu"], host["gpu"]) == (True, False)
+        assert (gpu["weights"], host["weights"]) == (here.weights, embeds)
+        assert (gpu["kv"], host["records"]) == (here.kv, here.records)
+        assert gpu["panes"] == here.panes
+        assert gpu["buffers"] == pytest.approx(here.buffers, rel=0.2)
+        assert gpu["program"] == DRIVER
+    in_ram = ways(found)["RAM"]["needs"]
+    assert [need["kv"] for need in in_ram] == [0, ways(found)["f16"]["needs"][0]["kv"]]
+
+
+def test_the_full_cache_is_taken_where_it_fits_and_a_pool_is_not_faster() -> None:
+    found = planned("--memory", "4G", "-c", "32K")
+    assert found["ways"][found["best"]]["kind"] == "f16"
+    assert all(way["fits"] for way in found["ways"])
+    longer = planned("--memory", "4G", "-c", "128K")
+    assert longer["ways"][longer["best"]]["options"] == {"pool": 16_384}
+
+
+def test_a_pool_is_as_large_as_fits() -> None:
+    roomy = planned("--memory", "1200M", "-c", "128K")
+    tight = planned("--memory", "850M", "-c", "128K")
+    sizes = [ways(found)["pool"]["n_pool"] for found in (roomy, tight)]
+    assert sizes[0] > sizes[1]
+    assert not ways(tight)["f16"]["fits"]
+    assert ways(tight)["f16"]["lacking"]["GPU"] == ways(tight)["f16"]["gpu_bytes"] - (850 << 20)
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    text = tmp_path / "a long text.txt"
+    text.write_text("The secret code for the door is 4711. " * 20)
+    for memory in ("4G", "850M"):
+        found = planned("--memory", memory, "-c", "64K")
+        _, *command = shlex.split(found["ways"][found["best"]]["command"].replace("long.txt", shlex.quote(str(text))))
+        assert good(*command, "-n", "2", "-c", "8K").stdout
+        assert shlex.split(good("plan", "--memory", memory, "-c", "64K").stdout.splitlines()[-1])[1:3] == command[:2]
+
+
+def test_text_names_each_way_and_marks_the_one_to_take() -> None:
+    out = good("plan", "--memory", "850M", "-c", "128K").stdout
+    words = (
+        "full, f16",
+        "full, q4_0",
+        "full, in RAM",
+        "K, f16, lossless",
+        "short exact; long KLD",
+        "no: GPU",
+        "KLD 0.0027",
+    )
+    assert [word for word in words if word not in " ".join(out.split())] == []
+    assert len(re.findall(r"^> pool \d+K", out, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--memory", "100M"), ("nothing fits: at the least GPU lacks ", "smaller quantisation")),
+        (("--memory", "8G", "--ram", "1M"), ("nothing fits: ", "RAM lacks")),
+        (("--memory", "lots"), ("'lots' is not a size",)),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    err = bad(2, "plan", "-c", "128K", *args)
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
+def test_without_a_gpu_a_card_must_be_named() -> None:
+    assert "this machine has no GPU to plan for: give a card's memory, such as --memory 12G" in bad(2, "plan")
+
+
+def test_experts_may_stay_on_the_host(tmp_path: Path) -> None:
+    """A file without weights is enough."""
+    path = tmp_path / "moe.gguf"
+    write_outline(SHAPES["35b-a3b"], path)
+    found = planned(str(path), "--memory", "8G", "--ram", "64G", "-c", "64K")
+    pool = ways(found)["pool"]
+    assert pool["fits"]
+    gpu, host = pool["needs"]
+    assert gpu["weights"] < 8 * GIB < host["weights"]
+    assert "--n-cpu-moe auto" in pool["command"]
+
+
+def test_the_machine_is_itself_again() -> None:
+    before = [(d.name, d.total) for d in devices()]
+    with pytest.raises(KeyError), pretending(GIB, 2 * GIB):
+        raise KeyError(next(d.free for d in devices() if d.gpu))
+    assert [(d.name, d.total) for d in devices()] == before
+
+
+def test_nothing_is_taken_that_lacks_memory() -> None:
+    need = (Need("GPU", gpu=True, kv=1),)
+    full = Offer("f16", {"pool": "off"}, None, need, {"GPU": 1})
+    pool = Offer("pool", {"pool": 4096}, 4096, need, {})
+    lossless = Offer("pool", {"pool": 4096, "mode": "lossless"}, 4096, need, {})
+    assert best([full, lossless, pool], 8192) is pool
+    assert best([full, lossless], 8192) is None
