@@ -556,6 +556,9 @@ def test_pool_index_and_panes_take_no_more_than_the_full_cache(n_pool: int, inde
     memory = [DeviceMemory("GPU", PLENTY, KIB, index=index * KIB)]
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool) == panes
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool, lossless=True) == N_LAYER
+    if index:  # buffers count as much
+        plain = [DeviceMemory("GPU", PLENTY, KIB)]
+        assert n_panes(0, "auto", plain, N_CTX, N_LAYER, n_pool=n_pool, buffers=index * KIB) == panes
 
 
 def test_panes_leave_room_for_what_layers_choose_by() -> None:

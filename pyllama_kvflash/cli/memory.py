@@ -40,4 +40,6 @@ def sum_line(need: Need) -> str:
 
 def memory_line(needs: Sequence[Need]) -> str:
     """Return the line that says all memory of a run, on every device."""
-    return "memory with a full context: " + "; ".join(f"{place_name(need)} up to {sum_line(need)}" for need in needs)
+    line = "memory with a full context: " + "; ".join(f"{place_name(need)} up to {sum_line(need)}" for need in needs)
+    loaded = sum(need.weights for need in needs if need.gpu)
+    return line + (f"; while it loads, RAM also maps the file, {mib(loaded)}" if loaded else "")

@@ -8,7 +8,7 @@ from pyllama_kvflash.native import Model, PoolParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
 from pyllama_kvflash.policy.fresh import IndexForm
-from pyllama_kvflash.policy.sizing import BATCH, DeviceMemory, n_panes
+from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,10 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
         if options.prefill != "pool":
             often = options.lossless
             n_pane = n_panes(
-                options.panes, options.pool, ground.memory(), options.n_ctx, n_layer, n_pool=size.n_pool, lossless=often
+                *(options.panes, options.pool, ground.memory(), options.n_ctx, n_layer),
+                n_pool=size.n_pool,
+                buffers=RESERVE,  # what an exact pass has beside its panes is measured only once there are some
+                lossless=often,
             )
             if ground.read_exactly(n_pane, tap):
                 size = pool_size(options, ground.memory())

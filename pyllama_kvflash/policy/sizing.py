@@ -229,11 +229,12 @@ def n_panes(
     n_layer: int,
     *,
     n_pool: int = 0,
+    buffers: int = 0,
     lossless: bool = False,
 ) -> int:
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
-    If the pool is automatic, so many that they, its n_pool tokens and the index take no more than the full cache, where they
+    If the pool is automatic, so many that they, its n_pool tokens, the index and its buffers take no more than the full cache, where they
     fit half of (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed,
     if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
     anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. Otherwise 2:
@@ -244,7 +245,7 @@ def n_panes(
     shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
-        left = min((1 - (n_pool + d.index / d.token_bytes) / n_ctx for d in memory), default=1.0)
+        left = min((1 - (n_pool + (d.index + buffers) / d.token_bytes) / n_ctx for d in memory), default=1.0)
         return max(LEAST_PANES, n_layer if lossless else int(n_layer * left))
     return max(LEAST_PANES, int(share * n_layer / len(memory))) if lossless else LEAST_PANES
 
