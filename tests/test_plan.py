@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,12 @@ def test_nothing_is_taken_that_lacks_memory() -> None:
     lossless = Offer("pool", {"pool": 4096, "mode": "lossless"}, 4096, need, {})
     assert best([full, lossless, pool], 8192) is pool
     assert best([full, lossless], 8192) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2", "mamba", "qwen4exp"])
+def test_every_kind_of_memory_has_a_plan(tiny_path: Callable[[str], Path], name: str) -> None:
+    """One that cannot be pooled has the full cache alone."""
+    found = planned(str(tiny_path(name)), "--memory", "2G", "-c", "4K")
+    pools = [way for way in found["ways"] if way["kind"] == "pool"]
+    assert bool(pools) == (name not in {"mamba", "qwen4exp"})
+    assert all(way["fits"] for way in found["ways"])

@@ -1,6 +1,7 @@
 """The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, and pools."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.placement import has_experts
 from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.sizing import AUTO_FULL
@@ -76,23 +78,26 @@ class _Look:
         self._room = {True: gpu, False: ram}
 
     def all(self) -> Iterator[Offer]:
-        for kind in ("f16", "q8_0", "q4_0"):
-            yield self._offer(kind, {"pool": "off", **_types(kind)})
+        yield self._offer("f16", {"pool": "off"})
+        for kind in ("q8_0", "q4_0"):
+            with suppress(UnsupportedError):  # a cache type that the model's rows do not have
+                yield self._offer(kind, {"pool": "off", **_types(kind)})
         yield self._in_ram()
         for kind in ("f16", "q8_0"):
-            if (pool := self._pool(kind)) is not None:
-                yield pool
-                yield self._offer("pool", {**pool.options, "mode": "lossless"})
+            with suppress(UnsupportedError):  # a memory that cannot be pooled
+                if (pool := self._pool(kind)) is not None:
+                    yield pool
+                    yield self._offer("pool", {**pool.options, "mode": "lossless"})
 
     def _pool(self, kind: str) -> Offer | None:
-        """Return the largest pool that fits, else the smallest one; None if the context is no longer than that."""
+        """Return the largest pool that fits, else the smallest one; None if the context or the model has none."""
         sizes = [size for size in POOLS if size < self._base.n_ctx]
         found = None
         for size in sizes:
             found = self._offer("pool", {"pool": size, **_types(kind)})
             if not found.lacking:
                 break
-        return found
+        return found if found and found.n_pool else None  # what cannot be pooled has the full cache
 
     def _in_ram(self) -> Offer:
         options = {"pool": "off", "kv_offload": False}

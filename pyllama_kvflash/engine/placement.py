@@ -56,7 +56,8 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
     index = index_bytes(geometry, options)
-    exact = {} if options.prefill == "pool" else exact_bytes(model, geometry, options)
+    reads = options.pool != "off" and options.prefill != "pool"
+    exact = exact_bytes(model, geometry, options) if reads else {}
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
     some = any(
         _IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights
