@@ -99,10 +99,11 @@ class Decoder:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
         if at + n > self._options.n_ctx:
             after = f" after the {at:,} in the context" if at else ""
-            msg = (
-                f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: use a larger `n_ctx`"
-                " or a shorter prompt"
-            )
+            trained = self.sequence.ctx.model.n_ctx_train
+            more = "use a larger `n_ctx` or a shorter prompt"
+            if at + n > trained:
+                more = f"use a shorter prompt, or a model that was trained for more than {trained:,}"
+            msg = f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: {more}"
             raise UsageError(msg)
 
     def check_joins(self) -> None:
