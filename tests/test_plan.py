@@ -145,6 +145,8 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
         (("--memory", "100M"), ("nothing fits: at the least GPU lacks ", "smaller quantisation")),
         (("--memory", "8G", "--ram", "1M"), ("nothing fits: ", "RAM lacks")),
         (("--memory", "lots"), ("'lots' is not a size",)),
+        (("--memory", "-5"), ("--memory is -5: give a size such as 12G",)),
+        (("--memory", "8G", "--ram", "0"), ("--ram is 0: give a size",)),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(args: tuple[str, ...], words: tuple[str, ...]) -> None:

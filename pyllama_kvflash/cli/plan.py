@@ -87,6 +87,10 @@ def plan(
         msg = "this machine has no GPU to plan for: give a card's memory, such as --memory 12G"
         raise UsageError(msg)
     ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
+    for name, size in (("--memory", gpu), ("--ram", ram)):
+        if size <= 0:
+            msg = f"{name} is {size}: give a size such as 12G"
+            raise UsageError(msg)
     with Model.load(path, no_alloc=True) as loaded:
         n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
     found = offers(path, n_ctx, gpu, ram, n_ubatch)
