@@ -15,7 +15,7 @@ from support.rounding import relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, text_of
 
 from pyllama_kvflash import Done, KVFlash, KVSequence, Sampling, Token
-from pyllama_kvflash.errors import HostMemoryError, KVFlashError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.needle import BUNDLED_DRAFTER
 from pyllama_kvflash.options import Spec
@@ -264,6 +264,23 @@ def test_a_sequence_that_cannot_go_back_is_read_again(opened: Open, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Pager, "rolled_back", broken)
         assert n_read(kv, TOKENS[:700], 0) == 700
+    asked(cold, TOKENS[:700], 0)
+    check_as(kv, cold, ROUNDING)
+
+
+@pytest.mark.usefixtures("wordless")
+def test_ctrl_c_while_it_goes_back_is_not_swallowed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same prompt can be asked again."""
+
+    def stopped(*_: Any) -> None:
+        raise Interrupted("stopped")
+
+    kv, cold = opened(), opened()
+    asked(kv, TOKENS[:N])
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Pager, "rolled_back", stopped)
+        asked(kv, TOKENS[:700], 0)
+    asked(kv, TOKENS[:700], 0)
     asked(cold, TOKENS[:700], 0)
     check_as(kv, cold, ROUNDING)
 

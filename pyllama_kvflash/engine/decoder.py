@@ -11,7 +11,7 @@ from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
-from pyllama_kvflash.errors import KVFlashError, UsageError
+from pyllama_kvflash.errors import Interrupted, KVFlashError, UsageError
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
@@ -144,6 +144,8 @@ class Decoder:
             if n > 1:
                 self.rollback(n)
                 return n
+        except Interrupted:  # nothing is forgotten then
+            raise
         except KVFlashError:  # then all is read
             pass
         self.clear()
