@@ -94,7 +94,7 @@ def test_a_plan_is_what_is_looked_at_here_on_another_device() -> None:
         assert gpu["buffers"] == pytest.approx(here.buffers, rel=0.2)
         assert gpu["program"] == DRIVER
     in_ram = ways(found)["RAM"]["needs"]
-    assert [need["kv"] for need in in_ram] == [0, ways(found)["f16"]["needs"][0]["kv"]]
+    assert [need["kv"] for need in in_ram] == [0, ways(found)["q8_0"]["needs"][0]["kv"]]
 
 
 def test_the_full_cache_is_taken_where_it_fits_and_a_pool_is_not_faster() -> None:
@@ -125,11 +125,11 @@ def test_the_command_runs(tmp_path: Path) -> None:
 
 
 def test_text_names_each_way_and_marks_the_one_to_take() -> None:
-    out = good("plan", "--memory", "850M", "-c", "128K").stdout
+    out = good("plan", "--memory", "850M", "--ram", "8G", "-c", "128K").stdout
     words = (
         "full, f16",
         "full, q4_0",
-        "full, in RAM",
+        "full, q8_0 in RAM",
         "K, f16, lossless",
         "short exact; long KLD",
         "no: GPU",

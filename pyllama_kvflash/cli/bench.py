@@ -405,11 +405,12 @@ def results_folder(kind: str, given: str | None) -> Path:
 @contextmanager
 def measuring(kind: str, n: int, results: Results, reporter: Reporter) -> Iterator[CellBar]:
     """Show the bar of a bench of n runs. If Ctrl-C stops it, a line says what is kept."""
+    bar: CellBar | None = None
     try:
         with native.interruptible(), reporter.counting(kind, n) as bar:
             yield bar
     except (Interrupted, KeyboardInterrupt):
-        if bar.n_done:
+        if bar is not None and bar.n_done:
             runs = f"{bar.n_done} of {n} runs {'is' if bar.n_done == 1 else 'are'} measured"
             reporter.note(f"{runs} and kept in {results.folder}: the same command measures the rest")
         raise

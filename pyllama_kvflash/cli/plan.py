@@ -21,6 +21,7 @@ from pyllama_kvflash.engine.need import DRIVER
 from pyllama_kvflash.engine.offers import Offer, best, offers
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices
+from pyllama_kvflash.options import Options
 
 HELP = """Say which options suit a GPU and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
 close to the full cache.
@@ -32,7 +33,7 @@ line is the command for the way to take.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
-  full, in RAM            --kvflash off --set kv_offload=false
+  full, q8_0 in RAM       the same, and --set kv_offload=false
   pool 4K, f16            --kvflash 4K
   pool 4K, f16, lossless  --kvflash 4K --kvflash-mode lossless
 
@@ -96,7 +97,7 @@ def plan(
     found = offers(path, n_ctx, gpu, ram, n_ubatch)
     choice = best(found, n_ctx)
     if as_json:
-        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx)} for offer in found]
+        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx, n_ubatch)} for offer in found]
         taken = None if choice is None else found.index(choice)
         click.echo(
             json.dumps({"model": str(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram, "ways": ways, "best": taken})
@@ -107,7 +108,7 @@ def plan(
     if choice is None:
         raise UsageError(_too_small(found))
     if not as_json:
-        click.echo(f"\n{_command(choice, path, n_ctx)}")
+        click.echo(f"\n{_command(choice, path, n_ctx, n_ubatch)}")
 
 
 def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> None:
@@ -141,7 +142,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
 def _label(offer: Offer) -> str:
     """Return what a way is called in the table."""
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
-    kind = "in RAM" if offer.kind == "RAM" else offer.options.get("type_k", "f16")
+    kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     return f"{name}, {kind}{', lossless' if offer.lossless else ''}"
 
 
@@ -155,10 +156,11 @@ def _flags(offer: Offer) -> list[str]:
     return flags
 
 
-def _command(offer: Offer, path: Path, n_ctx: int) -> str:
+def _command(offer: Offer, path: Path, n_ctx: int, n_ubatch: int) -> str:
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.experts else []
-    return shlex.join(["kvflash", "run", str(path), "-f", "long.txt", "-c", context, *_flags(offer), *moe])
+    batch = [] if n_ubatch == Options().n_ubatch else ["-ub", str(n_ubatch)]
+    return shlex.join(["kvflash", "run", str(path), "-f", "long.txt", "-c", context, *_flags(offer), *batch, *moe])
 
 
 def _speed(offer: Offer, n_ctx: int) -> str:
@@ -168,8 +170,7 @@ def _speed(offer: Offer, n_ctx: int) -> str:
 
 
 def _answers(offer: Offer, n_ctx: int) -> str:
-    if offer.kind in expected.FULL_KLD:
-        kld = expected.FULL_KLD[offer.kind]
+    if offer.n_pool is None and (kld := expected.FULL_KLD.get(offer.options.get("type_k", "f16"))):
         return f"KLD {kld['prose']:g}, {kld['code']:g}"
     if offer.n_pool is None or offer.lossless:
         return "exact"

@@ -135,6 +135,11 @@ def _resolved(model: Model, options: Options) -> Options:
     return options.resolved(model.n_ctx_train)
 
 
+def check_runs(model: Model, options: Options) -> None:
+    """Raise UnsupportedError for a model that cannot be run with these options."""
+    _probed(model, _resolved(model, options))
+
+
 def _place(model: Model, options: Options) -> Placement:
     seen = _probed(model, options)
     return place(model, seen.geometry, with_policy(options, seen), options.shape.floor(options.n_batch))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.loading import check_runs
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.placement import has_experts
 from pyllama_kvflash.engine.planning import needs
@@ -55,6 +56,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
     """
     with pretending(gpu, ram):
         with Model.load(path, no_alloc=True) as model:
+            check_runs(model, Options(pool="off"))
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, tensor_split=(1.0,), n_cpu_moe="auto" if experts else 0)
@@ -100,7 +102,7 @@ class _Look:
         return found if found and found.n_pool else None  # what cannot be pooled has the full cache
 
     def _in_ram(self) -> Offer:
-        options = {"pool": "off", "kv_offload": False}
+        options = {"pool": "off", "kv_offload": False, **_types("q8_0")}
         found = self._offer("RAM", {**options, "n_cpu_moe": 0})  # "auto" makes room for KV
         return self._offer("RAM", options) if found.lacking and self._base.n_cpu_moe else found
 

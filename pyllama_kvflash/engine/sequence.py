@@ -77,7 +77,7 @@ class KVSequence:
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It takes the place of what
         the sequence holds. What both begin with stays and is not read again: a second question about the same text reads the
         question only. `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. All is read
-        if only BOS is the same, and if the model cannot go back (a recurrent state, a sliding window that was overwritten).
+        if only BOS is the same, or if the model cannot go back (a recurrent state, a sliding window that was overwritten).
         Call clear() first to have all read anew.
 
         What stays is as it was computed. Batches then begin elsewhere than in a fresh prompt, so logits may differ from those
