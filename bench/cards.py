@@ -6,6 +6,7 @@ The models are shapes in Q4_0 without weights, which takes no room and no GPU.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +23,7 @@ MODELS = {
 }
 N_VOCAB = 151_936
 CONTEXTS, CARDS = (32_768, 131_072), (8, 12, 24)
-COLUMNS = ["model, context", "card", "full f16", "full q8_0", "full q4_0", "full in RAM", "pool", "take", "RAM"]
+COLUMNS = ["model, context", "card", "full f16", "full q8_0", "full q4_0", "full q8_0 in RAM", "pool", "take", "RAM"]
 
 
 def cell(offer: Offer) -> str:
@@ -48,7 +49,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         for name, shape in MODELS.items():
             path = Path(folder, f"{name.split()[0]}.gguf")
-            write_outline(Shape(**{f: getattr(shape, f) for f in Shape.__slots__} | {"n_vocab": N_VOCAB}), path)
+            write_outline(replace(shape, n_vocab=N_VOCAB), path)
             for context in CONTEXTS:
                 for card in CARDS:
                     found = offers(path, context, card << 30, args.ram << 30)

@@ -237,7 +237,7 @@ def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
 
 
 def write_outline(shape: Shape, path: Path) -> None:
-    """Write a file that can be looked at and not run: all but the weights, in whose place there is a hole that takes no room."""
+    """Write a model's metadata, with a hole in place of its weights: enough to plan by, and not to run. It takes no room."""
     _write("outline", shape, path, None, weights=False)
     with path.open("r+b") as file:
         file.truncate(shape.n_bytes)

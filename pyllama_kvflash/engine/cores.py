@@ -1,4 +1,4 @@
-"""Warn, once, of threads that wait for cores which other programs use."""
+"""Warn, once for each sequence, of threads that wait for cores which other programs use."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +12,16 @@ _TASKS = Path("/proc/self/task")
 
 
 class Cores:
-    """Watches the threads of a sequence's steps. With a GPU, or with one thread, there is nothing to say."""
+    """Watches the threads of a sequence's steps. With a GPU, or with one thread, there is nothing to say.
+
+    on_cpu: whether no layer is computed on a GPU.
+    """
 
     def __init__(self, options: Options) -> None:
         """options: resolved."""
         self._n_threads = options.n_threads or 1
-        self._watch = CoreWatch() if self._n_threads > 1 and not uses_gpu(options) else None
+        self.on_cpu = options.n_gpu_layers == 0 or not any(device.gpu for device in devices())
+        self._watch = CoreWatch() if self._n_threads > 1 and self.on_cpu else None
 
     def after_step(self) -> list[Warn]:
         """Return a warning if it is time for it."""
@@ -32,11 +36,6 @@ class Cores:
                 f" {self._n_threads}, and a smaller one decodes faster then"
             )
         ]
-
-
-def uses_gpu(options: Options) -> bool:
-    """Return whether layers are computed on a GPU."""
-    return options.n_gpu_layers != 0 and any(device.gpu for device in devices())
 
 
 def thread_times() -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyllama_kvflash import native
-from pyllama_kvflash.engine.cores import Cores, uses_gpu
+from pyllama_kvflash.engine.cores import Cores
 from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
@@ -40,7 +40,6 @@ class Decoder:
         self._n_batch = n_batch
         self._options = sequence.options
         self.cores = Cores(sequence.options)
-        self._on_cpu = not uses_gpu(sequence.options)
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
         # a recurrent state would have to be kept for every draft, on the device, for these few tokens
@@ -61,7 +60,8 @@ class Decoder:
         """The most tokens of a batch of a prompt. A full cache computes `n_ubatch` at a time anyway, and on a CPU as many say soon
         how fast it is.
         """
-        return min(self.n_batch, self._options.n_ubatch) if self._on_cpu and not self.sequence.pager else self.n_batch
+        soon = self.cores.on_cpu and not self.sequence.pager
+        return min(self.n_batch, self._options.n_ubatch) if soon else self.n_batch
 
     def claim(self) -> Claim:
         """Take the sequence from whoever went on with it."""

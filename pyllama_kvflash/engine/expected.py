@@ -10,7 +10,7 @@ DECODE = {
     "q8_0": (221.0, 125.2, 78.9, 45.9, 24.9),
     "pool": (218.0, 211.1, 201.2, 190.1, 184.3),
 }
-"""Tokens a second of answers at CONTEXTS: the full cache in f16 and q8_0, and a pool of 4,096 in q8_0 by default. 8B shape, one H200
+"""Tokens a second of answers at CONTEXTS: the full cache in f16 and in q8_0, and a pool of 4,096 in q8_0 with policy fresh. 8B shape, one H200
 (docs/results/choices.md).
 """
 OTHER_CONTEXTS = (32_768, 131_072)

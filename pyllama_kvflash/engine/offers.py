@@ -17,7 +17,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.sizing import AUTO_FULL
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
-"""Pools that are tried, the largest first: as far as is known, answers gain by more and speed by less."""
+"""Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, tensor_split=(1.0,), n_cpu_moe="auto" if experts else 0)
-        looked = _Look(path, base, gpu, ram)
-        return list(looked.all())
+        return list(_Look(path, base, gpu, ram).all())
 
 
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
@@ -107,14 +106,15 @@ class _Look:
         return self._offer("RAM", options) if found.lacking and self._base.n_cpu_moe else found
 
     def _offer(self, kind: str, options: dict[str, Any]) -> Offer:
-        held, size = needs(self._path, replace(self._base, **options))
+        asked = replace(self._base, **options)
+        held, size = needs(self._path, asked)
         if kind == "RAM":
             held = _moved(held)
         lacking = {}
         for gpu, room in self._room.items():
             if (n := sum(need.total for need in held if need.gpu == gpu)) > room:
                 lacking["GPU" if gpu else "RAM"] = n - room
-        return Offer(kind, options, size.n_pool, held, lacking, replace(self._base, **options).n_cpu_moe != 0)
+        return Offer(kind, options, size.n_pool, held, lacking, asked.n_cpu_moe != 0)
 
 
 def _types(kind: str) -> dict[str, str]:

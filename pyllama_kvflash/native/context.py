@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.native.device import planned_host
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.handle import Handle, Output
 from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned
@@ -286,13 +287,12 @@ class Context:
         return res
 
     def compute_bytes(self, device: int | None = None) -> int:
-        """Return the bytes of the compute buffers on a device, given by its index in native.devices(); None: on all.
-
-        For a model that was loaded with no_alloc, return what they would take.
+        """Return the bytes of the compute buffers on a device, given by its index in native.devices(); None: on all. For a
+        model that was loaded with no_alloc, return what they would take.
         """
         if device is None:
             return sum(self.compute_bytes(i) for i in range(lib.ggml_backend_dev_count()))
-        if device >= lib.ggml_backend_dev_count():
+        if device == planned_host():
             return 0  # of the machine that is planned for: what its host has for computation is not known here
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
