@@ -223,7 +223,6 @@ def test_commands(document: Any, template: str) -> None:
     assert again.stdout == res.stdout * 2
     assert again.stderr.count("a new conversation") == 1
     assert talk("/usr/bin is a path\n").stdout
-    assert talk("").stdout == ""
 
 
 def test_what_does_not_fit_was_not_said() -> None:
@@ -246,15 +245,83 @@ def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
     assert 0 < n < 4
     assert f"of 256 tokens; turns: {4 - n}" in res.stderr
     assert len(re.findall("prefill", res.stderr)) == 4, "all were answered"
+    assert "left out from now on ('0 word word word word wo…" in res.stderr
     assert re.findall(warned, talk(f"{said}\n", *args, "-q").stderr) == left_out
 
 
+def test_a_file_stays_in_a_full_context(template: str, tmp_path: Path) -> None:
+    """Turns without a file make room, and one that still does not fit is refused."""
+    book, notes, saved = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "talk.json"
+    book.write_text("book " * 30)
+    notes.write_text("notes " * 30)
+    many = "word " * 20
+    text = f"0\n1 {many}\n/file {notes}\n2\n3 {many}\n4 {many}\n5 {many}\n/save {saved}\n/context\n{'long ' * 300}\n"
+    args = ("-c", "256", "--kvflash", "off", "-n", "8", "--chat-template-file", template)
+    res = talk(text, *args, "-f", str(book))
+    assert res.exit_code == 0, res.output
+    messages = [m["content"] for m in json.loads(saved.read_text()) if m["role"] == "user"]
+    assert messages[0] == "book " * 30 + "\n\n0"
+    assert messages[1] == "notes " * 30 + "\n\n2", "1 made room"
+    assert messages[-1] == f"5 {many}".strip()
+    assert len(messages) < 6
+    assert f"; {book} and {notes} stay\n" in res.stderr
+    assert f"; files: {book}, {notes}\n" in res.stderr
+    assert f"; /clear begins a new conversation with {book}, without {notes}\n" in res.stderr
+
+
+def test_a_file_is_not_lost_with_its_turn(template: str, tmp_path: Path) -> None:
+    """/undo gives it to the next message, and a second one takes it back; /clear keeps that of -f."""
+    book, notes = tmp_path / "book.txt", tmp_path / "notes.txt"
+    book.write_text("the book")
+    notes.write_text("the notes")
+    one, two, three = (tmp_path / f"{i}.json" for i in range(3))
+    res = talk(
+        f"/undo\nhello\n/undo\nhello\n/save {one}\n/file {notes}\n/regen\nfirst\n/undo\nsecond\n/save {two}\n"
+        f"/undo\n/undo\n/clear\nthird\n/save {three}\n/file {notes}\n/clear\n",
+        "-f", str(book), "--chat-template-file", template,
+    )  # fmt: skip
+    assert res.exit_code == 0, res.output
+
+    def asked(path: Path) -> list[str]:
+        return [m["content"] for m in json.loads(path.read_text()) if m["role"] == "user"]
+
+    assert asked(one) == ["the book\n\nhello"]
+    assert asked(two) == ["the book\n\nhello", "the notes\n\nsecond"], "/regen left it to the next message"
+    assert asked(three) == ["the book\n\nthird"]
+    lines = [line.removeprefix("kvflash: ") for line in res.stderr.splitlines()]
+    said = [line for line in lines if "taken back" in line or "new conv" in line or "any more" in line]
+    assert said == [
+        f"the last message and its answer are taken back; before the next message: {book}",
+        *[f"the last message and its answer are taken back; before the next message: {notes}"] * 2,
+        f"{notes} does not go before the next message any more",
+        f"a new conversation with {book}",
+        f"a new conversation with {book}, without {notes}",
+    ]
+    assert "there is no message yet" in res.stderr, "a file of -f is not taken back"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("", 2, "stdin has no message: give one a line"),
+        ("\n\n", 2, "stdin has no message"),
+        ("word " * 3000 + "\n", 2, "do not fit the context"),
+        ("/exit\n", 0, ""),
+        ("/context\n", 0, "of 2,048 tokens"),
+    ],
+)
+def test_a_pipe_without_an_answer(text: str, code: int, words: str) -> None:
+    res = talk(text)
+    assert (res.exit_code, res.stdout) == (code, ""), res.stderr
+    assert words in res.stderr
+
+
 def test_messages_are_taken_back_and_answered_again(document: Any, template: str, tmp_path: Path) -> None:
-    """A file comes before the next message alone; what was taken back was not said."""
+    """A file comes before one message alone; what was taken back was not said."""
     a, b = document.needles[1], document.needles[3]
     (tmp_path / "book.txt").write_text(document.text)
     saved = tmp_path / "talk.json"
-    text = f"{a.question}\n/undo\n/file {tmp_path / 'book.txt'}\n{a.question}\n/regen\n{b.question}\n/save {saved}\n/save {saved}\n"
+    text = f"{a.question}\n/undo\n{a.question}\n/regen\n{b.question}\n/save {saved}\n/save {saved}\n"
     res = talk(text, "-f", str(tmp_path / "book.txt"), "--chat-template-file", template, "-n", "5")
     assert res.exit_code == 0, res.output
     assert res.stdout.splitlines() == [f"{a.answer}."] * 3 + [f"{b.answer}."]
@@ -268,7 +335,7 @@ def test_messages_are_taken_back_and_answered_again(document: Any, template: str
 def test_commands_that_cannot_be_obeyed(tmp_path: Path) -> None:
     bad = f"/undo\n/regen\n/file\n/file {tmp_path / 'none'}\n/save\n/save {tmp_path / 'no' / 'talk.json'}\n/help\n"
     res = talk(bad)
-    assert (res.exit_code, res.stdout) == (0, "")
+    assert (res.exit_code, res.stdout) == (1, ""), "that of the last failure: a file that cannot be written"
     assert res.stderr.count("there is no message yet") == 2
     for words in (
         "a file is wanted",

@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_tab
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template
+from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
 _COMMANDS = """\
   /file FILE     put a text file before the next message
   /regen         answer the last message again
-  /undo          take back the last message and its answer
+  /undo          take back the last message and its answer, or the last /file after it
   /system TEXT   replace the system prompt; without TEXT, remove it
   /context       show how full the context is
   /save FILE     write the conversation as JSON
-  /clear         begin a new conversation
+  /clear         begin a new conversation, with the files of -f
   /stats         show the figures of the last answer
   /exit          quit"""
 
@@ -48,7 +50,7 @@ stdout carries only the answers.
 \b
 {_COMMANDS}
 
-When the context is full, the oldest turns are left out, and a warning says how many.
+When the context is full, the oldest turns are left out, and a warning says which. Turns with a file stay.
 
 \b
   kvflash chat model.gguf
@@ -76,7 +78,7 @@ _ROOM = 8  # one part of so many of the context is left to an answer, before old
     metavar="FILE",
     type=Reads(),
     multiple=True,
-    help="UTF-8 file that is put before the first message. It can be given several times.",
+    help="UTF-8 file that is put before the first message, and stays. It can be given several times.",
 )
 @click.option(
     "-n",
@@ -106,15 +108,15 @@ def chat(
     *,
     quiet: bool | None,
     **options: Any,
-) -> None:
-    """Talk with a model in a terminal."""
+) -> int:
+    """Talk with a model in a terminal. Returns the exit code."""
     from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
 
     check_max_tokens(n_predict, least=1)
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
-    texts = [_text_of(file) for file in prompt_files]
+    files = [File(file, _text_of(file), stays=True) for file in prompt_files]
     sampling = params.sampling(options, None)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
@@ -132,8 +134,9 @@ def chat(
         for line in banner(kv):
             reporter.note(line)
         talk = Talk(kv, template, sampling, n_predict, system, reporter)
-        talk.add(*texts)
-        talk.run(messages(reporter))
+        talk.add(*files)
+        code = talk.run(messages(reporter))
+    return 0 if _asks() else code
 
 
 class Talk:
@@ -150,15 +153,14 @@ class Talk:
     ) -> None:
         self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
         self._reporter = reporter
-        self._first = _system(system)
-        self._said = list(self._first)
-        self._before: list[str] = []  # texts that go before the next message
-        self._stats: Stats | None = None
+        self._said = Conversation(system)
+        self._stats: Stats | None = None  # of the last answer
+        self._code = 0  # of the last thing that failed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
-            "/file": lambda name: self.add(_text_of(name)),
+            "/file": lambda name: self.add(File(name, _text_of(name), stays=False)),
             "/regen": self._regenerate,
-            "/undo": self._undo,
+            "/undo": lambda _: reporter.note(self._said.undo()),
             "/system": self._replace_system,
             "/context": self._show_context,
             "/save": self._save,
@@ -166,72 +168,64 @@ class Talk:
             "/stats": lambda _: reporter.console.print(stats_table(self._stats or kv.stats())),
         }
 
-    def add(self, *texts: str) -> None:
-        """Put texts before the next message."""
-        self._before += texts
-        for text in texts:
-            self._reporter.note(f"{len(text):,} characters go before the next message")
+    def add(self, *files: File) -> None:
+        """Put files before the next message."""
+        self._said.waiting += files
+        for file in files:
+            self._reporter.note(f"{file.name}: {len(file.text):,} characters go before the next message")
 
-    def run(self, lines: Iterator[str]) -> None:
-        """Answer messages and obey commands until there are no more, or /exit."""
+    def run(self, lines: Iterator[str]) -> int:
+        """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if
+        there was an answer or no failure.
+        """
         for line in lines:
             name, _, rest = line.partition(" ")
             if line == "/exit":
-                return
+                break
             if name in self._commands:
                 try:
                     self._commands[name](rest.strip())
                 except KVFlashError as err:
-                    self._reporter.warn(str(err))
+                    self._failed(err, str(err))
             elif name.startswith("/") and name[1:].isalpha():
                 self._reporter.warn(f"there is no {name}: there are {', '.join(self._commands)} and /exit")
-            else:
-                self._turn("\n\n".join([*self._before, line]))
+            elif self._turn(self._said.turns, Turn(tuple(self._said.waiting), line)):
+                self._said.waiting.clear()
+        return 0 if self._stats else self._code
+
+    def _failed(self, err: KVFlashError, what: str) -> None:
+        self._code = err.exit_code
+        self._reporter.warn(what)
 
     def _help(self, _: str) -> None:
         self._reporter.note(f"commands:\n{_COMMANDS}")
 
     def _clear(self, _: str) -> None:
-        self._said, self._before = list(self._first), []
-        self._kv.clear()
-        self._reporter.note("a new conversation")
-
-    def _take_back(self) -> str:
-        """Forget the last message and its answer. Return the message. Raises UsageError."""
-        n = len(self._said) - 1
-        if n < len(self._first) + 1:
-            msg = "there is no message yet"
-            raise UsageError(msg)
-        text = self._said[n - 1]["content"]
-        del self._said[n - 1 :]
-        return text
-
-    def _undo(self, _: str) -> None:
-        self._take_back()
-        self._reporter.note("the last message and its answer are taken back")
+        self._reporter.note(self._said.clear())
+        if not self._said.waiting:  # else the context has what they begin with
+            self._kv.clear()
 
     def _regenerate(self, _: str) -> None:
-        before = list(self._said)
-        if not self._turn(self._take_back()):
-            self._said = before
+        self._turn(self._said.turns[:-1], replace(self._said.last(), answer=None))
 
     def _replace_system(self, text: str) -> None:
-        said, self._first = self._said[len(self._first) :], _system(text or None)
-        self._said = [*self._first, *said]
+        self._said.system = text or None
         self._reporter.note("the system prompt is replaced" if text else "the system prompt is removed")
 
     def _show_context(self, _: str) -> None:
-        kv, n = self._kv, len(self._said) - len(self._first)
+        kv, said = self._kv, self._said
         pool = f", a pool of {kv.n_pool:,}" if kv.n_pool else ""
-        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {n // 2}")
+        files = f"; files: {', '.join(file.name for file in said.files)}" if said.files else ""
+        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {len(said.turns)}{files}")
 
     def _save(self, name: str) -> None:
         if not name:
             msg = "/save needs the name of a file: /save talk.json"
             raise UsageError(msg)
+        messages = self._said.messages(self._said.turns)
         try:
             with Path(name).open("x", encoding="utf-8") as file:
-                json.dump(self._said, file, ensure_ascii=False, indent=1)
+                json.dump(messages, file, ensure_ascii=False, indent=1)
         except FileExistsError:
             msg = f"{name} is there already: give another name"
             raise UsageError(msg) from None
@@ -240,42 +234,45 @@ class Talk:
                 Path(name).unlink()  # a part of it may be there
             msg = f"{name} cannot be written: {err.strerror}"
             raise OutputError(msg) from None
-        self._reporter.note(f"saved {len(self._said)} messages to {name}")
+        self._reporter.note(f"messages saved to {name}: {len(messages)}")
 
-    def _turn(self, text: str) -> bool:
-        """Answer a message, and return whether it has an answer. A turn without one is left out of the conversation."""
+    def _turn(self, before: list[Turn], turn: Turn) -> bool:
+        """Answer a message after some turns, and return whether it has an answer. One without leaves the conversation as it
+        was.
+        """
         answer = ""
         try:
             with native.interruptible():
-                said, tokens = self._fitting([*self._said, {"role": "user", "content": text}])
+                turns, tokens = self._fitting(before, turn)
                 answer, done = self._answer(tokens)
         except NativeError as err:
             self._kv.clear()  # the state of the context is unknown
-            self._reporter.warn(str(err))
+            self._failed(err, str(err))
             return False
         except KVFlashError as err:
-            self._reporter.warn(f"{err}; /clear begins a new conversation")
+            self._failed(err, f"{err}; /clear begins a new conversation{self._said.outcome()}")
             return False
-        self._stats = done.stats
         self._reporter.note(closing_line(done.stats, done.reason))
         if not answer and done.reason == "interrupted":
             return False
-        self._said, self._before = [*said, {"role": "assistant", "content": answer.strip()}], []
+        self._stats = done.stats
+        self._said.turns = [*turns, replace(turn, answer=answer.strip())]
         return True
 
-    def _fitting(self, said: list[dict[str, str]]) -> tuple[list[dict[str, str]], Tokens]:
-        """Return a conversation without so many of its oldest turns that it fits the context, with room for an answer, and
-        its token ids (n,) int32. Raises UsageError if the template refuses it.
+    def _fitting(self, turns: list[Turn], turn: Turn) -> tuple[list[Turn], Tokens]:
+        """Return the turns before a new one without so many of the oldest that all fit the context, with room for an answer,
+        and the token ids (n,) int32 of all. Turns with files stay. Raises UsageError if the template refuses them.
         """
-        n_ctx, first = self._kv.options.n_ctx, len(self._first)
-        tokens, n = self._template.tokens(self._kv.model, said), 0
-        while len(said) > first + 1 and len(tokens) > n_ctx - n_ctx // _ROOM:
-            said, n = [*said[:first], *said[first + 2 :]], n + 1
-            tokens = self._template.tokens(self._kv.model, said)
-        if n:
-            oldest = "oldest turn is" if n == 1 else f"oldest {n} turns are"
-            self._reporter.warn(f"the context of {n_ctx:,} tokens is full: the {oldest} left out from now on")
-        return said, tokens
+        n_ctx, turns, without = self._kv.options.n_ctx, list(turns), []
+        while True:
+            tokens = self._template.tokens(self._kv.model, self._said.messages([*turns, turn]))
+            oldest = next((i for i, old in enumerate(turns) if not old.files), None)
+            if oldest is None or len(tokens) <= n_ctx - n_ctx // _ROOM:
+                break
+            without.append(turns.pop(oldest))
+        if without:
+            self._reporter.warn(f"the context of {n_ctx:,} tokens is full: {left_out(without, [*turns, turn])}")
+        return turns, tokens
 
     def _answer(self, tokens: Tokens) -> tuple[str, Done]:
         """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
@@ -314,10 +311,6 @@ class Talk:
         return self._kv.n_tokens
 
 
-def _system(text: str | None) -> list[dict[str, str]]:
-    return [{"role": "system", "content": text}] if text else []
-
-
 def _text_of(file: str) -> str:
     """Return the text of a file that goes before a message. Raises UsageError."""
     if file in {"", "-"}:
@@ -326,14 +319,21 @@ def _text_of(file: str) -> str:
     return read_text(file).removesuffix("\n")
 
 
+def _asks() -> bool:
+    """Return whether a person types, and sees the answers."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def messages(reporter: Reporter) -> Iterator[str]:
-    """Yield what a person types, or the lines of a file: messages and commands, without empty ones."""
+    """Yield what a person types, or the lines of a file: messages and commands, without empty ones. Raises UsageError for a
+    file without any.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # whatever the locale: what is not text fails as a message
-    asks = sys.stdin.isatty() and sys.stdout.isatty()
-    if asks:
+    if asks := _asks():
         with suppress(ImportError):
             import readline  # noqa: F401, PLC0415 (keys that edit a line)
+    any_yet = False
     while True:
         try:
             text = _message(asks=asks).strip()
@@ -346,8 +346,12 @@ def messages(reporter: Reporter) -> Iterator[str]:
         except EOFError:
             if asks:
                 click.echo()
+            elif not any_yet:
+                msg = "stdin has no message: give one a line"
+                raise UsageError(msg) from None
             return
         if text:
+            any_yet = True
             yield text
 
 
