@@ -1,6 +1,7 @@
 """`kvflash cache`: list, check and empty the prefix cache."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ from pyllama_kvflash.cli.roles import Command, Manages
 from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
-from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
+from pyllama_kvflash.snapshot.file import Outline, SnapshotFile, UnreadableError
 from pyllama_kvflash.snapshot.names import read_name
 
 _ALL = 1 << 62
@@ -47,17 +48,27 @@ def cache() -> None:
 
 def _cache(folder: str | None) -> PrefixCache:
     path = Path(folder) if folder is not None else default_folder()
-    if not path.is_dir():
-        msg = f"{path} is not a folder: there is no prefix cache; give it with --prefix-cache"
-        raise UsageError(msg)
+    with suppress(PermissionError):  # PrefixCache says that
+        if not path.is_dir():
+            msg = f"{path} is not a folder: there is no prefix cache; give it with --prefix-cache"
+            raise UsageError(msg)
     return PrefixCache(path, _ALL)
+
+
+def _warned(found: PrefixCache, reporter: Reporter) -> bool:
+    """Warn of sub-folders that cannot be read. Returns whether there are any."""
+    unreadable = found.unreadable()
+    for sentence in unreadable:
+        reporter.warn(sentence)
+    return bool(unreadable)
 
 
 @cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
-def ls(folder: str | None) -> None:
+def ls(folder: str | None) -> int:
     """List the snapshots in the cache, the last used first. The size leaves out records that other files have. A model whose
-    name is not known, as in a cache of an earlier version, has its fingerprint.
+    name is not known, as in a cache of an earlier version, has its fingerprint. The exit code is 1 if a folder in it
+    cannot be read.
     """
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
@@ -67,12 +78,15 @@ def ls(folder: str | None) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{len(found.entries())} files, {mib(total)} in {found.folder}", markup=False)
+    return 1 if _warned(found, Reporter()) else 0
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
     try:
         file = Outline.of(entry.path)
+    except UnreadableError as err:
+        return entry.path.stem[:16], "", mib(entry.size), used, f"cannot be read: {err.reason}"
     except SnapshotError:
         return entry.path.stem[:16], "damaged", mib(entry.size), used, ""
     model = read_name(entry.path.parent) or f"{file.identity.fields['fingerprint']:016x}"
@@ -81,10 +95,10 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 @cache.command("verify", cls=Command, short_help="Read every byte, and report what is damaged.")
 @FOLDER
-@click.option("--remove", is_flag=True, help="Remove damaged snapshots.")
+@click.option("--remove", is_flag=True, help="Remove damaged snapshots; one that cannot be read stays.")
 def verify(folder: str | None, *, remove: bool) -> int:
-    """Check every snapshot against its digests. The exit code is 1 if one is damaged."""
-    found, damaged, removed = _cache(folder), 0, list[Path]()
+    """Check every snapshot against its digests. The exit code is 1 if one is damaged, or cannot be read."""
+    found, damaged, unread, removed = _cache(folder), 0, 0, list[Path]()
     reporter = Reporter()
     for entry in found.entries():
         if entry.path in removed:
@@ -92,15 +106,20 @@ def verify(folder: str | None, *, remove: bool) -> int:
         try:
             for _ in SnapshotFile(entry.path).verify():
                 pass
+        except UnreadableError as err:
+            unread += 1
+            reporter.warn(str(err))
         except SnapshotError as err:
             damaged += 1
             reporter.warn(str(err))
             if remove:
                 removed += found.remove(entry.path)
+    failed = _warned(found, reporter)
     n = len(found.entries())
+    kept = f", {unread} cannot be read" if unread else ""
     gone = f"; {len(removed)} removed, with those that have records in them" if removed else ""
-    reporter.note(f"{n} file{'' if n == 1 else 's'} in {found.folder}, {damaged or 'none'} damaged{gone}")
-    return 1 if damaged else 0
+    reporter.note(f"{n} file{'' if n == 1 else 's'} in {found.folder}, {damaged or 'none'} damaged{kept}{gone}")
+    return 1 if damaged or unread or failed else 0
 
 
 @cache.command("rm", cls=Command, short_help="Remove snapshots.")
@@ -114,7 +133,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     help="Remove the least recently used ones, down to this size.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove all.")
-def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> None:
+def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> int:
     """Remove snapshots: by name, as `kvflash cache ls` shows it, the least recently used ones, or all. A snapshot that
     goes on from a removed one, and has records in it, goes as well.
     """
@@ -126,7 +145,9 @@ def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everyth
         removed = [path for named in [_named(found, name) for name in names] for path in found.remove(named)]
     else:
         removed = found.evict(0 if everything else limit)
-    Reporter().note(f"{len(removed)} file{'' if len(removed) == 1 else 's'} removed from {found.folder}")
+    reporter = Reporter()
+    reporter.note(f"{len(removed)} file{'' if len(removed) == 1 else 's'} removed from {found.folder}")
+    return 1 if _warned(found, reporter) else 0
 
 
 def _named(found: PrefixCache, name: str) -> Path:

@@ -113,6 +113,7 @@ class PrefixCache:
             raise UsageError(msg)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _homes(self.folder)
         except OSError as err:
             msg = f"{self.folder} cannot be the prefix cache: {err.strerror or err}"
             raise UsageError(msg) from None
@@ -211,8 +212,10 @@ class PrefixCache:
         n, best = 0, None
         for file in self._known(home):
             n_same = n_common(file.digests, chunks["digest"])
-            if n_same > n and not file.is_orphan:
-                n, best = n_same, file
+            if n_same > n:
+                with suppress(SnapshotError):  # of a source
+                    file.check_sources()
+                    n, best = n_same, file
         if best is None:
             return []
         res, start = [], 0
@@ -240,10 +243,10 @@ class PrefixCache:
         """Return the files that have a prefix of a text, each with the length of that prefix in tokens."""
         res = []
         for file in self._known(self._home(identity)):
-            with suppress(SnapshotError):  # it is of another text
+            with suppress(SnapshotError):  # it is of another text, or a source of it cannot be used
                 n = usable(file, identity, tokens)
-                if not file.is_orphan:
-                    res.append((n, file.path))
+                file.check_sources()
+                res.append((n, file.path))
         return res
 
     def _known(self, home: Path) -> list[Outline]:
@@ -300,6 +303,18 @@ class PrefixCache:
         found = [entry for home in _folders(self.folder) for entry in _files(home)]
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
+    def unreadable(self) -> list[str]:
+        """Return a sentence for each sub-folder that cannot be read, and whose files entries() therefore leaves out."""
+        res = []
+        for home in _folders(self.folder):
+            try:
+                for entry in os.scandir(home):
+                    with suppress(FileNotFoundError):  # another process has removed it
+                        entry.stat(follow_symlinks=False)
+            except OSError as err:
+                res.append(f"{home} cannot be read: {err.strerror or err}")
+        return res
+
     def evict(self, limit: int | None = None) -> list[Path]:
         """Remove what killed processes left behind, then the least recently used files, until the rest fits the limit.
 
@@ -348,8 +363,14 @@ class PrefixCache:
 
 def _folders(folder: Path) -> list[Path]:
     with suppress(OSError):
-        return sorted(p for p in folder.iterdir() if len(p.name) == _NAME and p.is_dir() and not p.is_symlink())
+        return _homes(folder)
     return []
+
+
+def _homes(folder: Path) -> list[Path]:
+    """Return the sub-folders of the cache. Raises OSError."""
+    with os.scandir(folder) as found:
+        return sorted(Path(p.path) for p in found if len(p.name) == _NAME and p.is_dir(follow_symlinks=False))
 
 
 def _files(home: Path) -> list[Entry]:

@@ -4,7 +4,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,17 @@ class OrphanError(SnapshotError):
     """A file depends on records of another one, which is gone."""
 
 
+class UnreadableError(SnapshotError):
+    """A file may be whole, and cannot be read here: it is not permitted, the disk fails, or its format is another one.
+
+    reason: why, in a few words.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class _Opened:
     """A file with a valid header, open until nobody holds this.
 
@@ -36,7 +47,10 @@ class _Opened:
         self.path = path
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for ever
-        except (OSError, ValueError) as err:  # ValueError: a name with a zero byte
+        except (FileNotFoundError, ValueError) as err:  # ValueError: a name with a zero byte
+            msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
+            raise SnapshotError(msg) from None
+        except OSError as err:
             raise self._unreadable(err) from None
         self._fd = fd
         finalize(self, os.close, fd)
@@ -51,8 +65,9 @@ class _Opened:
     def damaged(self, what: str) -> SnapshotError:
         return SnapshotError(f"{self.path} is not a whole snapshot: {what}")
 
-    def _unreadable(self, err: OSError | ValueError) -> SnapshotError:
-        return SnapshotError(f"{self.path} cannot be read: {getattr(err, 'strerror', None) or err}")
+    def _unreadable(self, err: OSError) -> UnreadableError:
+        reason = err.strerror or str(err)
+        return UnreadableError(f"{self.path} cannot be read: {reason}", reason)
 
     def _header(self) -> npt.NDArray[Any]:
         start = self._beginning(START)
@@ -61,7 +76,7 @@ class _Opened:
         version = int(start["version"])
         if version not in READABLE:
             msg = f"{self.path} has format {version}, and this version reads {' and '.join(map(str, READABLE))}: save it anew"
-            raise SnapshotError(msg)
+            raise UnreadableError(msg, f"it has format {version}")
         header = self._beginning(layout.header_with(len(READABLE[version])))
         if header["digest"].tobytes() != layout.digest(header.tobytes()[:-DIGEST]) or header["version"] != version:
             raise self.damaged("its header was changed")
@@ -115,11 +130,13 @@ class _Opened:
 
 
 def _opened(path: Path, source: Source) -> _Opened:
-    """Open a source of the file at `path`. Raises OrphanError."""
+    """Open a source of the file at `path`. Raises OrphanError, and UnreadableError if it may be the right one."""
     try:
         its = path.with_name(source.name)
         if not its.is_symlink() and (found := _Opened(its)).header["digest"].tobytes() == source.header:
             return found
+    except UnreadableError:
+        raise
     except (SnapshotError, ValueError):  # ValueError: not a file name
         pass
     msg = f"{path} has some of its records in {source.name}, which is gone from that folder, or was changed"
@@ -184,12 +201,17 @@ class Outline:
     @property
     def is_orphan(self) -> bool:
         """Whether it depends on records in a file that is gone: it will never be of use."""
-        try:
-            for source in self.sources:
-                _opened(self.path, source)
-        except OrphanError:
-            return True
+        with suppress(UnreadableError):
+            try:
+                self.check_sources()
+            except OrphanError:
+                return True
         return False
+
+    def check_sources(self) -> None:
+        """Raise OrphanError or UnreadableError unless all files that have records of this one are there, and can be read."""
+        for source in self.sources:
+            _opened(self.path, source)
 
 
 class SnapshotFile:
@@ -257,9 +279,11 @@ class SnapshotFile:
 
     @contextmanager
     def _reporting(self, part: _Opened) -> Iterator[None]:
-        """Call on_damage with a file of which something cannot be read."""
+        """Call on_damage with a file of which something is damaged."""
         try:
             yield
+        except UnreadableError:
+            raise
         except SnapshotError:
             if self.on_damage:
                 self.on_damage(part.path)

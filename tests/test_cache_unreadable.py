@@ -1,0 +1,164 @@
+"""What of the prefix cache cannot be read is not damaged: it is said, and stays."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support.runs import Open
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.snapshot.cache import PrefixCache
+
+pytestmark = pytest.mark.native
+
+SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 768, "n_threads": 1, "n_batch": 256, "snapshots": True}
+SMALL |= {"prefill": "pool"}
+LARGE = 1 << 40
+TEXT, OTHER = np.random.default_rng(7).integers(0, 4000, (2, 1500)).astype(np.int32)
+BEGUN = 1280  # tokens of TEXT in a file of its own; the whole text has its records there
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(KVFlash.from_file(BUNDLED_MODEL, **SMALL))
+
+
+@pytest.fixture
+def kv(opened: Open) -> KVFlash:
+    return opened()
+
+
+def read(kv: KVFlash, tokens: Any) -> KVFlash:
+    """In place of what is there."""
+    kv.clear()
+    for _ in kv.prefill(tokens):
+        pass
+    return kv
+
+
+def cache_command(folder: Path, *args: str) -> Result:
+    return CliRunner().invoke(main, ["cache", *args, "--prefix-cache", str(folder)])
+
+
+def filled(kv: KVFlash, folder: Path) -> tuple[PrefixCache, Path, Path]:
+    """Return a cache with two files, of which the second one has records in the first, and these files."""
+    cache = PrefixCache(folder, LARGE)
+    first = cache.save(read(kv, TEXT[:BEGUN]))
+    cache.save(read(kv, np.concatenate([TEXT[:BEGUN], OTHER[:150]])))
+    second = cache.save(read(kv, TEXT))
+    assert first
+    assert second
+    return cache, first, second
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, path: Path, code: int) -> None:
+    """Let a function of os fail for a file or folder, whoever runs the test."""
+    real: Callable[..., Any] = getattr(os, name)
+
+    def failing(at: Any = ".", *rest: Any, **more: Any) -> Any:
+        if not isinstance(at, int) and Path(at) == path:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(at, *rest, **more)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_opened_stays(
+    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """And so do those that have records in it."""
+    cache, first, _ = filled(kv, tmp_path)
+    refuse(monkeypatch, "open", first, code)
+    done = cache_command(tmp_path, "verify", "--remove")
+    assert done.exit_code == 1
+    assert f"{first} cannot be read: {os.strerror(code)}" in done.stderr
+    assert "none damaged, 3 cannot be read\n" in done.stderr
+    assert cache.evict() == []
+    assert len(cache.entries()) == 3
+    done = cache_command(tmp_path, "ls")
+    assert done.exit_code == 0
+    assert "damaged" not in done.stdout
+    assert f"cannot be read: {os.strerror(code)}" in " ".join(done.stdout.split())
+
+
+def test_a_disk_that_fails_while_a_file_is_read_removes_nothing(
+    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, *_ = filled(kv, tmp_path)
+    entries = len(cache.entries())
+    real = os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if offset > 100_000:  # of the records
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert cache.restore(kv, TEXT) == 0
+    assert (cache.stats.damaged, len(cache.entries())) == (0, entries)
+    done = cache_command(tmp_path, "verify", "--remove")
+    assert "Input/output error" in done.stderr
+    assert f"none damaged, {entries} cannot be read\n" in done.stderr
+    assert len(cache.entries()) == entries
+
+
+def test_a_file_of_a_later_version_stays(kv: KVFlash, tmp_path: Path) -> None:
+    cache = PrefixCache(tmp_path, LARGE)
+    path = cache.save(read(kv, TEXT[:200]))
+    assert path
+    data = bytearray(path.read_bytes())
+    data[8] = 9
+    path.write_bytes(data)
+    assert "none damaged, 1 cannot be read" in cache_command(tmp_path, "verify", "--remove").stderr
+    assert "cannot be read: it has format 9" in " ".join(cache_command(tmp_path, "ls").stdout.split())
+    assert path.exists()
+
+
+def test_a_turn_takes_no_records_of_what_cannot_be_read(
+    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first, _ = filled(kv, tmp_path)
+    longer, cache = np.concatenate([TEXT, OTHER[:200]]), PrefixCache(tmp_path, LARGE)
+    with monkeypatch.context() as patch:
+        refuse(patch, "open", first, errno.EACCES)
+        assert cache.save(read(kv, longer))
+        assert cache.match(kv, longer) > len(TEXT)
+    first.unlink()
+    assert cache.restore(kv, longer) > len(TEXT)
+
+
+@pytest.mark.parametrize(
+    "command", [("cache", "ls"), ("cache", "verify"), ("cache", "rm", "--all"), ("serve",), ("run", "-p", "x")]
+)
+def test_a_folder_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    refuse(monkeypatch, "scandir", tmp_path, errno.EACCES)
+    done = CliRunner().invoke(main, [*command, "--prefix-cache", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.output == f"kvflash: error: {tmp_path} cannot be the prefix cache: Permission denied\n"
+
+
+@pytest.mark.parametrize("command", [("ls",), ("verify",), ("rm", "--all")])
+def test_a_folder_within_that_cannot_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    home = tmp_path / ("0" * 32)
+    home.mkdir()
+    refuse(monkeypatch, "scandir", home, errno.EACCES)
+    done = cache_command(tmp_path, *command)
+    assert done.exit_code == 1
+    assert f"kvflash: warning: {home} cannot be read: Permission denied\n" in done.stderr
