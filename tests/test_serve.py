@@ -228,7 +228,6 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({**SAYS, "max_tokens": 2**31}, "max_tokens", "is 2,147,483,648, and must be 2,147,483,647 or less"),
         ({**SAYS, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage",
          "stream_options.include_usage is an integer: give true or false"),
-        ({**SAYS, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "'stream_options.usage'"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": {}}]}, "messages[0].tool_calls", "an object: give an array"),
         ({**SAYS, "temperature": 2.5}, "temperature", "2.5, and must be from 0 to 2"),
         ({**SAYS, "temperature": "1"}, "temperature", "a string: give a number"),
@@ -267,10 +266,8 @@ SAYS = {"messages": [{"role": "user", "content": "x"}]}
         ({**SAYS, "logit_bias": {"a": 1}}, "logit_bias", "'a', which is not a token"),
         ({**SAYS, "logit_bias": {"4096": 1}}, "logit_bias", "ids are 0 to 4,095"),
         ({**SAYS, "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 is 101, and must be from -100 to 100"),
-        ({**SAYS, "max_token": 5}, "max_token", "'max_token' is not a known field"),
         ({**SAYS, "\udc80": 5}, None, "a name in the body is not Unicode text"),
         ({**SAYS, "stream": "yes"}, "stream", "give true or false"),
-        ({**SAYS, "stream_options": {}}, "stream_options", "stream: true"),
         ({**SAYS, "stream": True, "stream_options": 1}, "stream_options", "an integer"),
     ],
 )  # fmt: skip
@@ -345,7 +342,6 @@ def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
         ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ({"prompt": "x", "logprobs": 21}, "must be from 0 to 20"),
-        ({"prompt": "x", "messages": []}, "'messages' is not a known field"),
     ],
 )
 def test_bad_completions(server: Running, body: dict[str, Any], words: str) -> None:

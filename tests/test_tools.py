@@ -415,7 +415,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"cache_control": {"type": "ephemeral", "ttl": "9y"}}, "5m, 1h"),
     ({"thinking": 1}, "give an object"),
     ({"temperature": 9}, "must be from 0 to 2"),
-    ({"mcp_servers": [{"url": "http://x"}]}, "'mcp_servers' is not a known field"),
+    ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers is not supported"),
 ]
 
 

@@ -70,9 +70,13 @@ SERVER = params.options(
     TEMPLATE,
     click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("UI"),
                  help="Serve a page at / to chat on and to watch the pool."),
+    click.option("--strict/--no-strict", default=False, show_default=True, envvar="KVFLASH_STRICT",
+                 help="Refuse fields of a request that are not known (400), to test a client. Else they are named in the"
+                 " log and in the header KVFlash-Warning."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
-                 help="Folder that keeps prompts that were read.  [default: ~/.cache/kvflash/prefix]"),
+                 help="Folder that keeps prompts that were read. It needs a pool, which without a GPU takes more RAM than the full"
+                 " cache; off: none.  [default: ~/.cache/kvflash/prefix]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
@@ -106,6 +110,7 @@ def serve(
     cache_min: int,
     *,
     webui: bool,
+    strict: bool,
     quiet: bool | None,
     **options: Any,
 ) -> None:
@@ -127,7 +132,7 @@ def serve(
     template = read_template(template_file)
     if quiet is False:
         native.show_log()
-    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui)
+    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui, strict)
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
         n_queue=n_queue,

@@ -20,15 +20,15 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, webui
-from pyllama_kvflash.serve.anthropic_response import AnthropicReply
 from pyllama_kvflash.serve.exchange import Exchange, Stream
-from pyllama_kvflash.serve.fields import parse_json
 from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
 from pyllama_kvflash.serve.job import Finished, Job
-from pyllama_kvflash.serve.openai_request import MAX_SEED
-from pyllama_kvflash.serve.openai_response import OpenAIReply, Reply
-from pyllama_kvflash.serve.prompt import Kind, PreparedRequest, PromptBuilder
-from pyllama_kvflash.serve.request_error import RequestError, invalid
+from pyllama_kvflash.serve.prompt import PromptBuilder
+from pyllama_kvflash.serve.protocols.answer_fields import MAX_SEED
+from pyllama_kvflash.serve.protocols.fields import parse_json
+from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, PreparedRequest
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.table import ANSWERS
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 
 WARNING = "KVFlash-Warning"
@@ -53,6 +53,7 @@ class Settings:
     api_key: the key that requests must send; None: no key is needed.
     template: a chat template in place of the model's own.
     webui: whether there is a page at /.
+    strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Settings:
     api_key: str | None = None
     template: str | None = None
     webui: bool = True
+    strict: bool = False
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
 
     def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
         self._scheduler, self._settings, self._note = scheduler, settings, note
-        self._prompts = PromptBuilder(settings.sampling, settings.template)
+        self._prompts = PromptBuilder(settings.name, settings.sampling, settings.template, strict=settings.strict)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
         self._logged: set[str] = set()
@@ -84,9 +86,7 @@ class Server:
             Route("/slots", self._slots),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/v1/chat/completions", self._answers(Kind.CHAT), methods=["POST"]),
-            Route("/v1/completions", self._answers(Kind.COMPLETION), methods=["POST"]),
-            Route("/v1/messages", self._answers(Kind.MESSAGE), methods=["POST"]),
+            *(Route(path, self._answers(protocol), methods=["POST"]) for path, protocol in ANSWERS.items()),
             Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
         ]
         s = self._settings
@@ -164,23 +164,23 @@ class Server:
     # answers
     #
 
-    def _answers(self, kind: Kind) -> Handler:
-        """Return the handler for requests of a kind."""
+    def _answers(self, protocol: AnswerProtocol) -> Handler:
+        """Return the handler for requests of a protocol."""
 
         async def handle(request: Request) -> Response:
             try:
                 async with self._admitted(request) as (kv, body):
-                    found = await self._prepared(kv, body, kind)
+                    found = await self._prepared(kv, body, protocol)
                     exchange = Exchange(self._scheduler)
                     job = self._job(found, exchange)
-                    reply = self._reply(found, kind)
+                    reply = protocol.reply(self._settings.name, found)
             except RequestError as err:
                 self._scheduler.metrics.request("invalid" if err.status < 429 else "rejected")  # noqa: PLR2004
                 raise
             headers = self._warned(found.warnings)
             exchange.submit(job)
             if found.parsed.stream:
-                return Stream(exchange, reply, self._log, headers)
+                return Stream(exchange, reply, self._log, headers, protocol.media)
             with exchange:
                 done = await exchange.whole(reply, request.receive)
             if done is None:
@@ -199,9 +199,9 @@ class Server:
         header = " | ".join(warnings).encode("ascii", "backslashreplace").decode()
         return {WARNING: header if len(header) <= _MAX_HEADER else f"{header[:_MAX_HEADER]}..."} if header else {}
 
-    async def _prepared(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
+    async def _prepared(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
         """Check a body and tokenize its prompt, in a reader's thread. Raises RequestError."""
-        prepare = partial(self._prompts.prepare, kv, body, kind)
+        prepare = partial(self._prompts.prepare, kv, body, protocol)
         return await asyncio.get_running_loop().run_in_executor(self._readers, prepare)
 
     async def _count(self, request: Request) -> Response:
@@ -225,18 +225,6 @@ class Server:
             msg = "a request without an answer"
             raise AssertionError(msg)
         return job
-
-    def _reply(self, found: PreparedRequest, kind: Kind) -> Reply:
-        parsed, name = found.parsed, self._settings.name
-        if kind == Kind.MESSAGE and found.rendered:
-            return AnthropicReply(name, found.rendered, len(found.tokens), parsed.stop)
-        return OpenAIReply(
-            name,
-            found.rendered,
-            parsed.stop,
-            include_usage=parsed.include_usage,
-            logprobs=parsed.sampling.n_probs is not None,
-        )
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:

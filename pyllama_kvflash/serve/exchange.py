@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.openai_response import Reply
-from pyllama_kvflash.serve.request_error import RequestError
+from pyllama_kvflash.serve.protocols.protocol import Reply
+from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 _ALIVE_SECONDS = 10.0  # without data on a stream, until a keep-alive event is sent
@@ -94,17 +94,22 @@ def _request_error(failed: Failed) -> RequestError:
 
 
 class Stream(Response):
-    """A response of server-sent events.
+    """A response that is sent as it grows.
 
     It notices at once that the client has left. Starlette's own notices only at its next write.
     """
 
     def __init__(
-        self, exchange: Exchange, reply: Reply, finished: Callable[[Finished], None], headers: Mapping[str, str]
+        self,
+        exchange: Exchange,
+        reply: Reply,
+        finished: Callable[[Finished], None],
+        headers: Mapping[str, str],
+        media: str,
     ) -> None:
-        """headers: added to those of an event stream."""
+        """headers: added to those of a stream. media: its type."""
         more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(media_type="text/event-stream", headers={**headers, **more})
+        super().__init__(media_type=media, headers={**headers, **more})
         del self.headers["content-length"]
         self._exchange, self._reply, self._finished = exchange, reply, finished
 
@@ -125,11 +130,11 @@ class Stream(Response):
         match update:
             case Text():
                 return self._reply.text(update)
-            case Reading(done, total):
-                return self._reply.alive(f"prefill {done}/{total}")
+            case Reading():
+                return self._reply.reading(update)
             case Finished():
                 self._finished(update)
                 return self._reply.end(update)
             case Failed():
                 return self._reply.failed(_request_error(update))
-        return self._reply.alive("waiting")
+        return self._reply.alive()

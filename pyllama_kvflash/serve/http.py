@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyllama_kvflash.serve import anthropic_response
-from pyllama_kvflash.serve.request_error import RequestError
+from pyllama_kvflash.serve.protocols import anthropic_response
+from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
 

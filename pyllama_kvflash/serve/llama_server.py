@@ -6,7 +6,7 @@ from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
 from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve.request_error import invalid
+from pyllama_kvflash.serve.protocols.request_error import invalid
 
 _MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
 

@@ -1,8 +1,7 @@
 """Turns the body of a request into the prompt of a job."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,72 +9,45 @@ import numpy as np
 from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, encoded
-from pyllama_kvflash.native import Grammar, Rendered, Sampling, Tokens, check_grammar
-from pyllama_kvflash.serve import anthropic_request, openai_request
-from pyllama_kvflash.serve.conversation import no_tools
-from pyllama_kvflash.serve.fields import parse_json
-from pyllama_kvflash.serve.openai_request import ParsedRequest
-from pyllama_kvflash.serve.request_error import RequestError, invalid
+from pyllama_kvflash.native import Grammar, Rendered, Sampling, check_grammar
+from pyllama_kvflash.serve.protocols import anthropic_request
+from pyllama_kvflash.serve.protocols.conversation import no_tools
+from pyllama_kvflash.serve.protocols.fields import Unknown, parse_json
+from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, ParsedRequest, PreparedRequest, Served, TooLong
+from pyllama_kvflash.serve.protocols.request_error import invalid
 
 _PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
 _SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
 
 
-class Kind(Enum):
-    """Kind of a request: a chat or a completion of the OpenAI protocol, or a message of the Anthropic protocol."""
-
-    CHAT = "messages"
-    COMPLETION = "prompt"
-    MESSAGE = "anthropic messages"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request that can be served.
-
-    tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
-    rendered: the prompt of a chat; None: it is a completion.
-    warnings: a sentence for each part of the request's schemas that is not enforced.
-    """
-
-    parsed: ParsedRequest
-    tokens: Tokens
-    sampling: Sampling
-    stop: tuple[str, ...]
-    rendered: Rendered | None
-    warnings: tuple[str, ...] = ()
-
-
 class PromptBuilder:
     """Turns bodies into prompts. Several threads may use one."""
 
-    def __init__(self, defaults: Sampling, template: str | None) -> None:
-        """defaults: for the fields that a request leaves out. template: replaces the model's own; None: use that."""
-        self._defaults, self._source = defaults, template
+    def __init__(self, name: str, defaults: Sampling, template: str | None, *, strict: bool = False) -> None:
+        """name: the model's, for clients. defaults: for the fields that a request leaves out.
+
+        template: replaces the model's own; None: use that. strict: refuse fields that are not known.
+        """
+        self._name, self._defaults, self._source, self._strict = name, defaults, template, strict
         self._template: ChatTemplate | None = None
 
-    def prepare(self, kv: KVFlash, body: bytes, kind: Kind) -> PreparedRequest:
+    def prepare(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
         """Check a body, render and tokenize its prompt. Raises RequestError."""
-        given, n_vocab = parse_json(body), kv.model.n_vocab
-        if kind == Kind.MESSAGE:
-            parsed = anthropic_request.parse(given, defaults=self._defaults, n_vocab=n_vocab)
-        else:
-            parsed = openai_request.parse(given, chat=kind == Kind.CHAT, defaults=self._defaults, n_vocab=n_vocab)
+        served = self._served(kv)
+        parsed = protocol.parse(parse_json(body), served)
         try:
-            found = _completion(kv, parsed) if kind == Kind.COMPLETION else self._chat(kv, parsed)
+            found = self._chat(kv, parsed) if parsed.messages else _completion(kv, parsed)
             _check_length(len(found.tokens), kv.options.n_ctx)
         except KVFlashError as err:
-            raise invalid(str(err), "prompt" if kind == Kind.COMPLETION else "messages") from None
+            raise invalid(str(err), "messages" if parsed.messages else "prompt") from None
         except TooLong as err:
-            raise err.error(kind) from None
+            raise protocol.too_long(err) from None
         _compile(kv, found.sampling.grammar, _grammar_field(parsed))
-        return found
+        return replace(found, warnings=(*found.warnings, *served.unknown.warnings))
 
     def count(self, kv: KVFlash, body: bytes) -> int:
         """Return the number of tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
-        parsed = anthropic_request.parse(
-            parse_json(body), defaults=self._defaults, n_vocab=kv.model.n_vocab, counting=True
-        )
+        parsed = anthropic_request.parse(parse_json(body), self._served(kv), counting=True)
         try:
             prompt = self._rendered(kv, parsed).prompt
             encoded(prompt, "the conversation")
@@ -84,6 +56,9 @@ class PromptBuilder:
             return sum(_lengths(kv, prompt))  # tokenizing a text at once takes 75 bytes a character
         except KVFlashError as err:
             raise invalid(str(err), "messages") from None
+
+    def _served(self, kv: KVFlash) -> Served:
+        return Served(kv, self._name, self._defaults, Unknown(strict=self._strict))
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
         """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp does not know the template."""
@@ -147,23 +122,6 @@ def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
 def _grammar_field(parsed: ParsedRequest) -> str:
     """Return the field from which a request's grammar comes."""
     return "grammar" if parsed.sampling.grammar else "response_format" if parsed.schema is not None else "tools"
-
-
-class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
-    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
-
-    def __init__(self, n: int | None, n_ctx: int) -> None:
-        super().__init__()
-        self.n, self.n_ctx = n, n_ctx
-
-    def error(self, kind: Kind) -> RequestError:
-        """Return the error to send, in the words that clients of the protocol search for."""
-        n = self.n_ctx + 1 if self.n is None else self.n
-        if kind == Kind.MESSAGE:
-            return invalid(f"prompt is too long: {n} tokens > {self.n_ctx} maximum", "messages")
-        length = f"more than {self.n_ctx:,}" if self.n is None else f"{n:,}"
-        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
-        return invalid(msg, code="context_length_exceeded")
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:

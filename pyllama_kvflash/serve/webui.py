@@ -17,9 +17,9 @@ from starlette.routing import Route
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import Checked, Reselect, Stats
 from pyllama_kvflash.pool.residency import Residency
-from pyllama_kvflash.serve import fields
 from pyllama_kvflash.serve.pool_queries import Query, T
-from pyllama_kvflash.serve.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols import fields
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
 from pyllama_kvflash.serve.slot import Slot
 

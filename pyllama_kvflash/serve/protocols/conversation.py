@@ -9,8 +9,8 @@ from typing import Any
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.native import pattern_grammar
-from pyllama_kvflash.serve.fields import array, as_object, get, is_object, kind, one_of, text
-from pyllama_kvflash.serve.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, one_of, text
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -28,23 +28,26 @@ _KNOWN = {
 }
 """Fields of a message. litellm sends its messages back with provider_specific_fields, which add nothing."""
 _ANY = {"role", "content", "name"}
+_UNREAD = {"audio", "function_call", "images", "tool_calls"}
+"""Fields of a message that the model would have to see."""
 
 
-def messages(value: Any) -> tuple[Message, ...]:
+def messages(value: Any, unknown: Unknown) -> tuple[Message, ...]:
     """Return the messages of a conversation. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
-    return tuple(_message(m, f"messages[{i}]", called) for i, m in enumerate(value))
+    return tuple(_message(m, f"messages[{i}]", called, unknown) for i, m in enumerate(value))
 
 
-def _message(value: Any, at: str, called: dict[str, str]) -> Message:
+def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> Message:
     given = as_object(value, at, "role and content")
     role = _ROLES[one_of(given, "role", tuple(_ROLES), f"{at}.role")]
     known = _KNOWN.get(role, _ANY)
-    extra = next((k for k, v in given.items() if k not in known and v not in (None, [])), None)
-    if extra is not None:
-        raise invalid(f"{at}.{extra[:100]} is not supported by this server: leave it out", at, "unsupported_parameter")
+    for extra in [k for k, v in given.items() if k not in known and v not in (None, [])]:
+        if extra in _UNREAD:
+            raise invalid(f"{at}.{extra} is not supported by this server: leave it out", at, "unsupported_parameter")
+        unknown.see(f"{at}.{extra}")
     if role == "assistant":
         return _assistant(given, at, called)
     res = {"role": role, "content": content(given.get("content"), f"{at}.content")}

@@ -5,8 +5,8 @@ from typing import Any
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Delta, Rendered, Reply
-from pyllama_kvflash.serve.fields import is_object
 from pyllama_kvflash.serve.job import Finished
+from pyllama_kvflash.serve.protocols.fields import is_object
 
 COMPLETE = {"eos", "stop"}
 """Reasons that mean that the model itself ended the answer."""

@@ -7,11 +7,12 @@ from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
-from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve import conversation
-from pyllama_kvflash.serve.fields import array, as_object, get, kind, obj, one_of, ranged, text
-from pyllama_kvflash.serve.openai_request import ParsedRequest, check_known, sampling_of, stop_of
-from pyllama_kvflash.serve.request_error import invalid
+from pyllama_kvflash.serve.protocols import conversation
+from pyllama_kvflash.serve.protocols.answer_fields import sampling_of, stop_of
+from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, kind, obj, one_of, ranged, text
+from pyllama_kvflash.serve.protocols.known import check_known
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
+from pyllama_kvflash.serve.protocols.request_error import invalid
 
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
@@ -25,25 +26,26 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TTL = {"5m": 300.0, "1h": 3600.0}
 
 
-def parse(body: dict[str, Any], *, defaults: Sampling, n_vocab: int, counting: bool = False) -> ParsedRequest:
+def parse(body: dict[str, Any], served: Served, *, counting: bool = False) -> ParsedRequest:
     """Check the body of POST /v1/messages. Raises RequestError.
 
     counting: the request only counts tokens, and needs no max_tokens.
     """
-    fields = {k: v for k, v in body.items() if v is not None and (k, v) != ("mcp_servers", [])}
-    check_known(fields, _KNOWN, _IGNORED)
+    fields = {k: v for k, v in body.items() if v is not None}
+    check_known(fields, _KNOWN, served.unknown, _IGNORED)
     get(fields, "model", str)  # any name: there is one model
     limit = ranged(fields, "max_tokens", int, 0, MAX_ANSWER)  # 0: the prompt is only read
     if limit is None and not counting:
         raise invalid("max_tokens is missing: give a limit for the answer", "max_tokens", "missing_field")
-    pins = _Pins()
+    pins, unknown = _Pins(), served.unknown
     pins.see(fields, "")
     tools = _tools(fields, pins)
     choice, parallel = _choice(obj(fields, "tool_choice"), tools)
-    messages = conversation.messages([*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins)])
+    found = [*_system(fields.get("system"), pins), *_messages(fields.get("messages"), pins, unknown)]
+    messages = conversation.messages(found, unknown)
     picked: dict[str, Any] = {k: fields[k] for k in ("temperature", "top_p", "top_k") if k in fields}
     return replace(
-        ParsedRequest(sampling=sampling_of(picked, defaults, n_vocab)),
+        ParsedRequest(sampling=sampling_of(picked, served)),
         messages=messages,
         tools=tools,
         tool_choice=choice,
@@ -113,10 +115,10 @@ def _text(value: Any, at: str, pins: _Pins) -> str:
     return text(block, "text", f"{at}.text")
 
 
-def _messages(value: Any, pins: _Pins) -> list[dict[str, Any]]:
+def _messages(value: Any, pins: _Pins, unknown: Unknown) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
-    found = [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins)]
+    found = [message for i, m in enumerate(value) for message in _message(m, f"messages[{i}]", pins, unknown)]
     res: list[dict[str, Any]] = []
     for message in found:  # in this protocol, two turns of one role in a row are one turn
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
@@ -136,11 +138,11 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {"content": "", **res}
 
 
-def _message(value: Any, at: str, pins: _Pins) -> list[dict[str, Any]]:
+def _message(value: Any, at: str, pins: _Pins, unknown: Unknown) -> list[dict[str, Any]]:
     """Return a message in the OpenAI form: each result of a tool becomes a separate message."""
     given = as_object(value, at, "role and content")
     role = one_of(given, "role", ("user", "assistant", "system"), f"{at}.role")
-    check_known(given, {"role", "content"}, set())
+    check_known(given, {"role", "content"}, unknown, set(), f"{at}.")
     content = given.get("content")
     if isinstance(content, str) or role == "system":
         return [{"role": role, "content": _texts(content, f"{at}.content", pins)}]

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pyllama_kvflash.errors import UsageError, encoded, out_of_range
-from pyllama_kvflash.serve.request_error import invalid
+from pyllama_kvflash.serve.protocols.request_error import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
 
 MAX_DEPTH = 200  # of a body
+_MAX_NAME, _MAX_UNKNOWN = 100, 20  # characters of a field's name, and fields of a request, that are told
 
 _KINDS: dict[type, str] = {
     bool: "true or false",
@@ -20,6 +21,28 @@ _KINDS: dict[type, str] = {
     list: "an array",
     dict: "an object",
 }
+
+
+class Unknown:
+    """Fields of a request that this server does not know. They have no effect, so the client is told."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        """strict: refuse them."""
+        self.strict = strict
+        self.names: list[str] = []
+
+    def see(self, name: str) -> None:
+        """Note an unknown field. Raises RequestError if unknown fields are refused."""
+        name = name[:_MAX_NAME]
+        if self.strict:
+            raise invalid(f"{name!r} is not a known field: leave it out", name, "unknown_parameter")
+        if name not in self.names and len(self.names) < _MAX_UNKNOWN:
+            self.names.append(name)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each field."""
+        return tuple(f"{name!a} is not a known field, and has no effect" for name in self.names)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

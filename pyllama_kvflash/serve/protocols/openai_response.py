@@ -3,58 +3,28 @@
 import json
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
-from pyllama_kvflash.native import Delta, Rendered
-from pyllama_kvflash.serve.answer_parser import AnswerParser, call_objects
-from pyllama_kvflash.serve.job import Finished, Text, TokenLogprob
-from pyllama_kvflash.serve.request_error import RequestError
+from pyllama_kvflash.native import Delta
+from pyllama_kvflash.serve.job import Finished, Reading, Text, TokenLogprob
+from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, call_objects
+from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
+from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
 
 
-class Reply(Protocol):
-    """The answers to one request, one after the other. Each method returns events of a stream; whole() returns an object."""
-
-    def first(self) -> bytes:
-        """Begin the stream."""
-
-    def text(self, text: Text) -> bytes:
-        """Add text to the answer."""
-
-    def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
-
-    def last(self) -> bytes:
-        """End the stream."""
-
-    def failed(self, err: RequestError) -> bytes:
-        """End the stream after an error."""
-
-    def alive(self, note: str) -> bytes:
-        """Keep the stream alive. note: the server's present work."""
-
-    def whole(self) -> dict[str, Any]:
-        """Return all answers as one object."""
-
-
 class OpenAIReply:
-    """A Reply of the OpenAI protocol: of a chat or, without `rendered`, of a completion."""
+    """A Reply of the OpenAI protocol: of a chat or, without a rendered prompt, of a completion."""
 
-    def __init__(
-        self,
-        model: str,
-        rendered: Rendered | None,
-        stop: Collection[str] = (),
-        *,
-        include_usage: bool = False,
-        logprobs: bool = False,
-    ) -> None:
-        """stop: the request's stop strings. logprobs: whether the request wants log probabilities."""
+    def __init__(self, model: str, found: PreparedRequest) -> None:
+        """model: its name. found: the request."""
+        rendered, stop = found.rendered, found.parsed.stop
         self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
-        self._include_usage, self._wants_logprobs = include_usage, logprobs
+        self._include_usage = found.parsed.include_usage
+        self._wants_logprobs = found.parsed.sampling.n_probs is not None
         self._same = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -105,9 +75,13 @@ class OpenAIReply:
         """End the stream after an error."""
         return event(err.body()) + DONE
 
-    def alive(self, note: str) -> bytes:
-        """Keep the stream alive by a comment, which clients ignore."""
-        return f": {note}\n\n".encode()
+    def reading(self, reading: Reading) -> bytes:
+        """Say how much of the prompt is read, in a comment, which clients ignore."""
+        return f": prefill {reading.done}/{reading.total}\n\n".encode()
+
+    def alive(self) -> bytes:
+        """Keep the stream alive by a comment."""
+        return b": waiting\n\n"
 
     def whole(self) -> dict[str, Any]:
         """Return all answers as one object."""

@@ -2,14 +2,14 @@
 
 import json
 import secrets
-from collections.abc import Collection
 from typing import Any
 
-from pyllama_kvflash.native import Delta, Rendered
-from pyllama_kvflash.serve.answer_parser import AnswerParser
-from pyllama_kvflash.serve.job import Finished, Text
-from pyllama_kvflash.serve.openai_response import event
-from pyllama_kvflash.serve.request_error import RequestError
+from pyllama_kvflash.native import Delta
+from pyllama_kvflash.serve.job import Finished, Reading, Text
+from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
+from pyllama_kvflash.serve.protocols.openai_response import event
+from pyllama_kvflash.serve.protocols.protocol import PreparedRequest, TooLong
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 
 _REASONS = {
     "eos": "end_turn",
@@ -36,14 +36,20 @@ def error_body(err: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _TYPES.get(err.status, usual), "message": err.message}}
 
 
+def too_long(err: TooLong) -> RequestError:
+    """Return the error for a prompt that does not fit, in the words that clients of the protocol search for."""
+    n = err.n_ctx + 1 if err.n is None else err.n
+    return invalid(f"prompt is too long: {n} tokens > {err.n_ctx} maximum", "messages")
+
+
 class AnthropicReply:
     """A Reply of the Anthropic protocol."""
 
-    def __init__(self, model: str, rendered: Rendered, n_prompt: int, stop: Collection[str]) -> None:
-        """n_prompt: tokens of the prompt. stop: the request's stop strings."""
-        self._model, self._n_prompt, self._stop = model, n_prompt, stop
+    def __init__(self, model: str, found: PreparedRequest) -> None:
+        """model: its name. found: the request."""
+        self._model, self._n_prompt, self._stop = model, len(found.tokens), found.parsed.stop
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._parser = AnswerParser(rendered, stop)
+        self._parser = AnswerParser(found.rendered, self._stop)
         self._block: tuple[str, int] | None = None  # the type of the open block, and the index of its call
         self._n_blocks = 0
         self._done: Finished | None = None
@@ -72,8 +78,12 @@ class AnthropicReply:
         """End the stream after an error."""
         return event(error_body(err), "error")
 
-    def alive(self, note: str) -> bytes:  # noqa: ARG002 (clients know this event)
+    def reading(self, reading: Reading) -> bytes:  # noqa: ARG002 (the protocol has no event for it)
         """Keep the stream alive."""
+        return self.alive()
+
+    def alive(self) -> bytes:
+        """Keep the stream alive by an event that clients know."""
         return _event("ping")
 
     def whole(self) -> dict[str, Any]:

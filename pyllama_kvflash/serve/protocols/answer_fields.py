@@ -1,0 +1,104 @@
+"""Fields that choose an answer's tokens, its form and its length: several protocols have them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyllama_kvflash.engine.answer import MAX_ANSWER
+from pyllama_kvflash.errors import number
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.native import MAX_BIASES, Sampling
+from pyllama_kvflash.serve.protocols import conversation
+from pyllama_kvflash.serve.protocols.fields import get, obj, one_of, ranged
+from pyllama_kvflash.serve.protocols.protocol import Served
+from pyllama_kvflash.serve.protocols.request_error import invalid
+
+MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
+MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
+
+
+def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
+    """Return the settings that choose tokens. Raises RequestError."""
+    given: dict[str, Any] = {
+        "temperature": ranged(fields, "temperature", float, 0, 2),
+        "top_p": ranged(fields, "top_p", float, 0, 1),
+        "top_k": ranged(fields, "top_k", int, -1, 2**31 - 1),
+        "min_p": ranged(fields, "min_p", float, 0, 1),
+        "repeat_penalty": ranged(fields, "repeat_penalty", float, 0.001, 1000),
+        "frequency_penalty": ranged(fields, "frequency_penalty", float, -2, 2),
+        "presence_penalty": ranged(fields, "presence_penalty", float, -2, 2),
+        "logit_bias": _logit_bias(obj(fields, "logit_bias"), served.kv.model.n_vocab),
+        "grammar": get(fields, "grammar", str),
+    }
+    if given["top_k"] == -1:  # llama.cpp's value for all tokens
+        given["top_k"] = 0
+    seed = get(fields, "seed", int)
+    given["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
+    return replace(served.defaults, **{k: v for k, v in given.items() if v is not None})
+
+
+def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return None
+    if len(value) > MAX_BIASES:
+        msg = f"logit_bias has {len(value):,} tokens: the limit is {MAX_BIASES:,}"
+        raise invalid(msg, "logit_bias", "invalid_value")
+    found = []
+    for key in value:
+        if not (key.isdecimal() and len(key) < 10 and int(key) < n_vocab):  # noqa: PLR2004 (digits)
+            msg = f"logit_bias is for {key[:20]!r}, which is not a token: ids are 0 to {n_vocab - 1:,}"
+            raise invalid(msg, "logit_bias", "invalid_value")
+        bias = ranged(value, key, float, -100, 100, f"logit_bias.{key}")
+        found.append((int(key), 0.0 if bias is None else bias))
+    return tuple(found)
+
+
+_FORMATS = "text", "json_object", "json_schema"
+
+
+def schema_of(fields: Mapping[str, Any]) -> Checked | None:
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
+    form = obj(fields, "response_format")
+    asked = None if form is None else _asked_schema(form)
+    given = fields.get("json_schema")
+    if sum(bool(source) for source in (asked is not None, given is not None, fields.get("grammar"))) > 1:
+        msg = "response_format, json_schema and grammar cannot be combined: give one of them"
+        raise invalid(msg, "response_format" if form else "grammar", "invalid_value")
+    return asked if given is None else conversation.schema(given, "json_schema")
+
+
+def _asked_schema(form: dict[str, Any]) -> Checked | None:
+    """Return the schema of a response_format; None: any text."""
+    kind = one_of(form, "type", _FORMATS, "response_format.type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return conversation.schema(form.get("schema", {"type": "object"}), "response_format.schema")
+    asked = obj(form, "json_schema", "response_format.json_schema") or {}
+    if "schema" not in asked:
+        msg = "response_format has no schema: give json_schema.schema, an object"
+        raise invalid(msg, "response_format", "invalid_value")
+    strict = bool(get(asked, "strict", bool, "response_format.json_schema.strict"))
+    return conversation.schema(asked["schema"], "response_format.json_schema.schema", strict=strict)
+
+
+def max_tokens_of(fields: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of an answer; None: as many as fit. Raises RequestError."""
+    key = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    value = get(fields, key, int)
+    if value == -1:  # as in llama.cpp
+        return None
+    if value is not None and not 1 <= value <= MAX_ANSWER:
+        what = "1 or more" if value < 1 else f"{MAX_ANSWER:,} or less"
+        raise invalid(f"{key} is {number(value)}, and must be {what}, or -1 for as many as fit", key, "invalid_value")
+    return value
+
+
+def stop_of(value: Any, key: str = "stop") -> tuple[str, ...]:
+    """Return the strings that end an answer. Raises RequestError."""
+    stop = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(s, str) for s in stop) or len(stop) > MAX_STOP:
+        raise invalid(f"{key} is not a string, or an array of up to {MAX_STOP} strings", key, "invalid_type")
+    if any(len(s) > MAX_STOP_CHARS for s in stop):
+        raise invalid(f"a string of {key} has more than {MAX_STOP_CHARS} characters: shorten it", key, "invalid_value")
+    return tuple(filter(None, stop))

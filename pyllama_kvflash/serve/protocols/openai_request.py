@@ -1,0 +1,116 @@
+"""Requests of the OpenAI protocol, checked field by field."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyllama_kvflash.errors import number
+from pyllama_kvflash.native import whole_grammar
+from pyllama_kvflash.serve.protocols import conversation
+from pyllama_kvflash.serve.protocols.answer_fields import max_tokens_of, sampling_of, schema_of, stop_of
+from pyllama_kvflash.serve.protocols.fields import Unknown, get, obj, ranged
+from pyllama_kvflash.serve.protocols.known import check_known
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
+from pyllama_kvflash.serve.protocols.request_error import invalid
+
+MAX_ANSWERS = 128
+MAX_LOGPROBS = 20
+LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
+
+_COMMON = {
+    "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "logprobs",
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
+    "response_format", "grammar", "json_schema",
+}  # fmt: skip
+_CHAT = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
+}  # fmt: skip
+
+
+def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
+    """Check the body of POST /v1/completions. Raises RequestError."""
+    fields = given(body)
+    check_known(fields, _COMMON | {"prompt"}, served.unknown)
+    res = _both(fields, served)
+    if "max_tokens" not in fields and "max_completion_tokens" not in fields:
+        res = replace(res, max_tokens=LEGACY_MAX_TOKENS)
+    sampling = replace(res.sampling, n_probs=ranged(fields, "logprobs", int, 0, MAX_LOGPROBS))
+    if res.schema is not None:
+        sampling = replace(sampling, grammar=whole_grammar(res.schema))
+    return replace(res, sampling=sampling, prompt=prompt_of(fields.get("prompt"), served.kv.model.n_vocab))
+
+
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given: null stands for none."""
+    return {k: v for k, v in body.items() if v is not None}
+
+
+def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
+    """Return a request with the fields of chats and of completions."""
+    get(fields, "model", str)  # any name: there is one model
+    stream = bool(get(fields, "stream", bool))
+    return ParsedRequest(
+        schema=schema_of(fields),
+        sampling=sampling_of(fields, served),
+        max_tokens=max_tokens_of(fields),
+        stop=stop_of(fields.get("stop")),
+        n=ranged(fields, "n", int, 1, MAX_ANSWERS) or 1,
+        stream=stream,
+        include_usage=_include_usage(obj(fields, "stream_options"), served.unknown, stream=stream),
+    )
+
+
+def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
+    """Check the body of POST /v1/chat/completions. Raises RequestError."""
+    fields = given(body)
+    check_known(fields, _COMMON | _CHAT, served.unknown)
+    parsed = _both(fields, served)
+    tools = conversation.tools(fields.get("tools"))
+    choice = conversation.tool_choice(fields.get("tool_choice"), tools)
+    if tools and choice != "none" and parsed.sampling.grammar:
+        raise invalid("tools and a grammar cannot be combined: give one of them", "grammar", "invalid_value")
+    kwargs = dict(obj(fields, "chat_template_kwargs") or {})
+    if effort := get(fields, "reasoning_effort", str):
+        kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return replace(
+        parsed,
+        sampling=replace(parsed.sampling, n_probs=_n_probs(fields)),
+        messages=conversation.messages(fields.get("messages"), served.unknown),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
+        chat_template_kwargs=kwargs,
+    )
+
+
+def _n_probs(fields: Mapping[str, Any]) -> int | None:
+    """Return how many likely tokens to report for each token; None: not even its own probability."""
+    n = ranged(fields, "top_logprobs", int, 0, MAX_LOGPROBS)
+    asked = get(fields, "logprobs", bool)
+    if n and not asked:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+    return n or 0 if asked else None
+
+
+def _include_usage(value: dict[str, Any] | None, unknown: Unknown, *, stream: bool) -> bool:
+    if value is None:
+        return False
+    check_known(value, {"include_usage", "include_obfuscation"}, unknown, at="stream_options.")
+    return bool(get(value, "include_usage", bool, "stream_options.include_usage")) and stream
+
+
+def prompt_of(value: Any, n_vocab: int) -> str | list[int]:
+    """Return the prompt of a completion, as text or token ids. Raises RequestError."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or any(type(t) is not int for t in value):
+        raise invalid(
+            "prompt must be a string or an array of token ids that is not empty; a request has one prompt", "prompt"
+        )
+    if bad := [t for t in value if not 0 <= t < n_vocab]:
+        raise invalid(
+            f"prompt has token {number(bad[0])}, which is not in the vocabulary: ids are 0 to {n_vocab - 1:,}", "prompt"
+        )
+    return value

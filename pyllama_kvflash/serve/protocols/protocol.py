@@ -1,0 +1,125 @@
+"""What a protocol consists of: reading a request, and writing its answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pyllama_kvflash.chat import Message
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.native import Rendered, Sampling, Tokens
+from pyllama_kvflash.serve.job import Finished, Reading, Text
+from pyllama_kvflash.serve.protocols.fields import Unknown
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request is checked against.
+
+    name: the model's, for clients. defaults: for the fields that a request leaves out. unknown: collects the request's fields
+    that this server does not know.
+    """
+
+    kv: KVFlash
+    name: str
+    defaults: Sampling
+    unknown: Unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """A checked request: messages (of a chat), or a prompt (text or token ids).
+
+    tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
+    schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
+    pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | list[int] = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str | dict[str, Any] = "none"
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    schema: Checked | None = None
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    pin_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that can be served.
+
+    tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
+    rendered: the prompt of a chat; None: it is a completion.
+    warnings: a sentence for each part of the request that has no effect, such as what of its schemas is not enforced.
+    """
+
+    parsed: ParsedRequest
+    tokens: Tokens
+    sampling: Sampling
+    stop: tuple[str, ...]
+    rendered: Rendered | None
+    warnings: tuple[str, ...] = ()
+
+
+class Reply(Protocol):
+    """The answers to one request, one after the other. Each method returns events of a stream; whole() returns an object."""
+
+    def first(self) -> bytes:
+        """Begin the stream."""
+
+    def reading(self, reading: Reading) -> bytes:
+        """Say how much of the prompt is read."""
+
+    def text(self, text: Text) -> bytes:
+        """Add text to the answer."""
+
+    def end(self, done: Finished) -> bytes:
+        """End the answer; another one may follow."""
+
+    def last(self) -> bytes:
+        """End the stream."""
+
+    def failed(self, err: RequestError) -> bytes:
+        """End the stream after an error."""
+
+    def alive(self) -> bytes:
+        """Keep the stream alive while nothing happens."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return all answers as one object."""
+
+
+class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
+    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
+
+    def __init__(self, n: int | None, n_ctx: int) -> None:
+        super().__init__()
+        self.n, self.n_ctx = n, n_ctx
+
+    def error(self) -> RequestError:
+        """Return the error to send, with the code that clients of the OpenAI protocol search for."""
+        length = f"more than {self.n_ctx:,}" if self.n is None else f"{self.n:,}"
+        msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
+        return invalid(msg, code="context_length_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerProtocol:
+    """A form of requests and of their answers.
+
+    parse: checks a body; it raises RequestError. reply: makes the Reply to a request, given the model's name.
+    too_long: the error for a prompt that does not fit. media: the type of a stream.
+    """
+
+    parse: Callable[[dict[str, Any], Served], ParsedRequest]
+    reply: Callable[[str, PreparedRequest], Reply]
+    too_long: Callable[[TooLong], RequestError] = TooLong.error
+    media: str = "text/event-stream"
