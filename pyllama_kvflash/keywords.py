@@ -16,7 +16,7 @@ class Keywords(TypedDict, total=False):
 
     n_ctx: int
     pool: int | str
-    auto_cap: int
+    auto_cap: int | None
     chunk: int
     sinks: int
     tail: int

@@ -91,7 +91,7 @@ class Options:
     pool: int | str = (
         "auto"  # tokens of KV on the device; "off": the full cache; "auto": that where it fits and a pool gains little
     )
-    auto_cap: int = AUTO_CAP  # the largest pool that "auto" chooses; another value than this asks for a pool
+    auto_cap: int | None = None  # the largest pool of "auto", and that it takes one; None: 16,384, or the full cache
     chunk: int = 64  # tokens that move together: 16, 32 or 64
     sinks: int = 1  # chunks at the beginning that never leave the device
     tail: int = 4  # chunks at the end that never leave the device
@@ -182,8 +182,10 @@ class Options:
                 msg = f"`rpc` has {server!r}: give servers as host:port, several with commas"
                 raise UsageError(msg)
         if self.host_limit is not None:
-            check_range(self.host_limit, 1, 1 << 60, "host_limit", "64GiB, say; leave it out for no limit")
-        check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap", f"{AUTO_CAP:,} is usual")
+            usual = "64GiB, say, or 1K with `disk` for all on disk; leave it out for no limit"
+            check_range(self.host_limit, 1, 1 << 60, "host_limit", usual)
+        if self.auto_cap is not None:
+            check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap", f"leave it out for {AUTO_CAP:,}")
 
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk")

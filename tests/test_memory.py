@@ -4,15 +4,20 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import click
 import pytest
 from support.forks import SCRIPT
 
-from pyllama_kvflash.cli.memory import memory_line
+from pyllama_kvflash.cli.memory import memory_line, records_lines
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.engine import need as needs_module
 from pyllama_kvflash.engine.need import DRIVER, Need
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.options import Options
 
 pytestmark = pytest.mark.native
 
@@ -64,6 +69,27 @@ def test_a_gpu_has_its_own_name_and_its_driver() -> None:
         "CUDA0 up to 1524.0 MiB = 1024.0 MiB weights + 500.0 MiB driver; while it loads, RAM also maps the file, 1024.0 MiB"
         in memory_line([need])
     )
+
+
+def test_both_options_that_have_records_on_disk_are_said() -> None:
+    (told,) = records_lines(Options(), gpu=False)
+    assert "(`host_limit` 256M and `disk` DIR)" in told
+    assert records_lines(Options(), gpu=True) == []
+    for gpu in (True, False):
+        (alone,) = records_lines(Options(disk="."), gpu=gpu)
+        assert "only once no RAM is left" in alone
+        assert records_lines(Options(disk=".", host_limit=1024), gpu=gpu) == []
+
+
+def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server loads its model in one."""
+    with click.Context(serve):
+        reporter = Reporter()
+    for say in (reporter.note, reporter.warn):
+        thread = threading.Thread(target=say, args=("`disk` and `n_threads`",))
+        thread.start()
+        thread.join()
+    assert capsys.readouterr().err.count("--kvflash-disk and -t/--threads") == 2
 
 
 def test_ram_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ def test_a_device_without_kv_does_not_count() -> None:
 
 
 def pool(
-    request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY, cap: int = AUTO_CAP
+    request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY, cap: int | None = None
 ) -> PoolSize:
     return resolve(request, n_ctx=n_ctx, floor=floor, memory=[DeviceMemory("CPU", free, KIB)], cap=cap)
 
@@ -401,7 +401,10 @@ def test_auto_on_the_host_is_the_full_cache_where_it_fits(n_ctx: int) -> None:
         size = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory)
         assert (size.n_pool is None) == full
         assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > AUTO_CAP)
-        assert resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True).n_pool is not None
+        kept = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True)
+        assert kept.n_pool is not None
+        said = "MiB of RAM; a prefix cache and snapshots need a pool, so one is taken, and takes more RAM than that"
+        assert (said in kept.notes[0]) == full
     spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
     assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
 
@@ -415,10 +418,13 @@ def test_auto_with_little_memory_is_the_floor(free: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "n_pool"), [(2048, 2048), (5000, 4864), (1 << 15, 1 << 15), (1, FLOOR), (FLOOR, FLOOR)]
+    ("cap", "n_pool"),
+    [(2048, 2048), (5000, 4864), (1 << 15, 1 << 15), (1, FLOOR), (FLOOR, FLOOR), (AUTO_CAP, AUTO_CAP)],
 )
-def test_auto_with_another_cap(cap: int, n_pool: int) -> None:
-    size = pool("auto", cap=cap)
+def test_a_cap_asks_for_a_pool(cap: int, n_pool: int) -> None:
+    """That of the usual size, too, where the full cache would fit."""
+    assert pool("auto", n_ctx=AUTO_FULL).n_pool is None
+    size = pool("auto", n_ctx=max(AUTO_FULL, n_pool + 1), cap=cap)
     assert size.n_pool == n_pool
     assert f"at most {cap:,} (auto_cap)" in size.notes[0]
     assert len(size.notes) == 1

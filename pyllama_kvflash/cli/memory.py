@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.options import Options
 
 _NAMES = {
     "weights": "weights",
@@ -15,9 +16,12 @@ _NAMES = {
     "records": "records",
     "program": "program",
 }
-ONE_MEMORY = (
+_ONE_MEMORY = (
     "without a GPU the pool and its records are the same RAM: a pool decodes long contexts faster, and takes more RAM than the"
-    " full cache unless `disk` keeps the records"
+    " full cache, unless records beyond a limit are on disk (`host_limit` 256M and `disk` DIR)"
+)
+_NO_LIMIT = (
+    "records go to disk (`disk`) only once no RAM is left: give a limit of those in RAM, too (`host_limit` 256M, say)"
 )
 
 
@@ -36,6 +40,13 @@ def sum_line(need: Need) -> str:
     names = {**_NAMES, "program": "driver"} if need.gpu else _NAMES
     terms = " + ".join(f"{mib(size)} {names[name]}" for name, size in need.parts.items())
     return f"{mib(need.total)} = {terms}"
+
+
+def records_lines(options: Options, *, gpu: bool) -> list[str]:
+    """Return what is to be said of where a pool's records are. gpu: whether there is one."""
+    if options.host_limit is not None and options.disk:
+        return []
+    return [_NO_LIMIT] if options.disk else [] if gpu else [_ONE_MEMORY]
 
 
 def memory_line(needs: Sequence[Need]) -> str:

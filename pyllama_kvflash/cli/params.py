@@ -218,8 +218,8 @@ POOL = options(
                  " refused before it runs.  [default: what there is]"),
     click.option("--kvflash-disk", "disk", metavar="DIR", type=Harmless("files without a name"), default=None,
                  envvar="KVFLASH_DISK",
-                 help="Folder on a fast disk for the records beyond --kvflash-host. They are in unnamed files, which"
-                 " vanish with the process."),
+                 help="Folder on a fast disk for the records beyond --kvflash-host, which is to be given, too: without it, they"
+                 " go there only once no memory is left. They are in unnamed files, which vanish with the process."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
                  show_default="auto: fresh on the CPU, else qk",
                  envvar="KVFLASH_POLICY",

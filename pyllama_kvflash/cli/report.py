@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyllama_kvflash.cli.flags import spelled
-from pyllama_kvflash.cli.memory import ONE_MEMORY, memory_line, mib
+from pyllama_kvflash.cli.memory import memory_line, mib, records_lines
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
@@ -86,14 +86,16 @@ class Reporter:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
         self.bars = not quiet and self.console.is_terminal
         self._last = 0.0
+        running = click.get_current_context(silent=True)
+        self._command = running.command if running else None  # other threads have no context
 
     def note(self, text: str) -> None:
         """Show a line of information."""
-        self.console.print(f"kvflash: {spelled(text)}", markup=False)
+        self.console.print(f"kvflash: {spelled(text, self._command)}", markup=False)
 
     def warn(self, text: str) -> None:
         """Show a warning, even if quiet."""
-        click.echo(f"kvflash: warning: {spelled(text)}", err=True)
+        click.echo(f"kvflash: warning: {spelled(text, self._command)}", err=True)
 
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:
@@ -278,7 +280,7 @@ def banner(kv: KVFlash) -> list[str]:
         f" {where}, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
         f"{', copies beside the computation' if kv.ctx.pinned else ''}"
     )
-    return [head, *notes, pool, memory, *([] if s.gpu_bytes else [ONE_MEMORY])]
+    return [head, *notes, pool, memory, *records_lines(o, gpu=s.gpu_bytes > 0)]
 
 
 def _index(kv: KVFlash, s: Stats) -> str:

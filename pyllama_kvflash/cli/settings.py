@@ -161,6 +161,7 @@ def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None
         "pins": ("positions A:B,C:D", lambda text: kinds.Spans().convert(text, None, None)),
         "sampling.logit_bias": ("TOKEN(+/-)BIAS, several with commas", _biases),
         "scorer_model": ("file", str),
+        "auto_cap": ("a whole number", _whole),
     }
     if name in special:
         return special[name]

@@ -8,7 +8,7 @@ from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.fresh import GpuChoice, IndexForm
-from pyllama_kvflash.policy.sizing import CELLS, DeviceMemory
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, DeviceMemory
 
 
 def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
@@ -29,7 +29,7 @@ def index_bytes(geometry: Geometry, options: Options, n_pool: int | None = None)
     gpus = {i for i in geometry.devices if found[i].gpu}
     if options.policy != "fresh" or options.pool == "off" or not gpus:
         return {}
-    requested = options.auto_cap if isinstance(options.pool, str) else options.pool
+    requested = options.auto_cap or AUTO_CAP if isinstance(options.pool, str) else options.pool
     choice = GpuChoice(
         form=IndexForm.of(geometry.head, options.index),
         heads=geometry.heads,

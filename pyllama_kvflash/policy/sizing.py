@@ -178,26 +178,30 @@ def resolve_pool(
     n_ctx: int,
     floor: int,
     memory: Sequence[DeviceMemory],
-    cap: int = AUTO_CAP,
+    cap: int | None = None,
     keep: bool = False,
 ) -> PoolSize:
-    """Return the pool for a request: "auto" (the full cache, or a pool of at most cap tokens), "off", or tokens > 0.
+    """Return the pool for a request: "auto" (the full cache, or a pool), "off", or tokens > 0.
 
     floor: the fewest cells that it may have.
     memory: the devices that hold it, for "auto".
-    cap: another one than AUTO_CAP asks for a pool. keep: make a pool even if it covers the context, but no larger than that.
+    cap: the most tokens of an automatic pool, which it asks for; None: AUTO_CAP, and the full cache where it fits.
+    keep: make a pool even if it covers the context, but no larger than that.
     """
     if request == "off":
         return PoolSize(None)
     notes: list[str] = []
     warnings: list[str] = []
     if request == "auto":
-        full, note = full_cache(memory, n_ctx) if cap == AUTO_CAP and not keep else (False, "")
-        if full:
+        full, note = full_cache(memory, n_ctx) if cap is None else (False, "")
+        if full and not keep:
             return PoolSize(None, (note,))
+        if full:
+            more = ", and takes more RAM than that with its records" if all(d.host for d in memory) else ""
+            note = f"{note.partition(';')[0]}; a prefix cache and snapshots need a pool, so one is taken{more}"
         if note:
             notes.append(note)
-        wanted, note = auto_pool(memory, n_ctx, cap)
+        wanted, note = auto_pool(memory, n_ctx, cap or AUTO_CAP)
         notes.append(note)
     else:
         wanted = int(request)
