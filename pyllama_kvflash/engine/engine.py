@@ -25,10 +25,10 @@ class KVFlash(KVSequence):
     Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it is
     llama.cpp's full cache: the control.
 
-    sequences: all of them. Use each as if it were alone, one call after the other; decode_each() decodes a token of several
-    at once. notes: sentences about the pool and where things are. memory: what each device holds with a full context.
+    notes: sentences about the pool and where things are. memory: what each device holds with a full context.
 
-    close() may come from any thread and at any time; later calls raise UsageError.
+    close() may come from any thread and at any time; later calls raise UsageError. An engine that nothing refers to any more is
+    closed, too.
     """
 
     @classmethod
@@ -57,10 +57,14 @@ class KVFlash(KVSequence):
         """Use from_file() instead."""
         guard = Guard(loaded.close, str(loaded.model.path))
         super().__init__(loaded, guard)
-        others = range(1, len(loaded.sequences))
-        self.sequences: tuple[KVSequence, ...] = (self, *(KVSequence(loaded, guard, i) for i in others))
+        self._others = tuple(KVSequence(loaded, guard, i) for i in range(1, len(loaded.sequences)))
         self.notes = loaded.notes
         self.memory = loaded.memory
+
+    @property
+    def sequences(self) -> tuple[KVSequence, ...]:
+        """All sequences. Use each as if it were alone, one call after the other; decode_each() decodes a token of several at once."""
+        return (self, *self._others)
 
     def close(self) -> None:
         """Free the context and the model, for all sequences, after a call that another thread has under way: a batch, or a
@@ -80,15 +84,16 @@ class KVFlash(KVSequence):
 
         Returns the events of each sequence. Raises as decode() does. Get a sequence's logits with its own logits().
         """
+        sequences = self.sequences
         for i in tokens:
-            if not 0 <= i < len(self.sequences):
-                msg = f"there is no sequence {i}: n_parallel is {len(self.sequences)}"
+            if not 0 <= i < len(sequences):
+                msg = f"there is no sequence {i}: n_parallel is {len(sequences)}"
                 raise UsageError(msg)
-        for i in tokens:
-            self.sequences[i].decoder.check_joins()
-        for i in tokens:
-            self.sequences[i].decoder.claim()
+        decoders = [sequences[i].decoder for i in tokens]
+        for decoder in decoders:
+            decoder.check_joins()
+        for decoder in decoders:
+            decoder.claim()
         one = [np.array([token], np.int32) for token in tokens.values()]
-        decoders = [self.sequences[i].decoder for i in tokens]
         happened = decode_each([Step(d, Part(d.sequence, t)) for d, t in zip(decoders, one, strict=True)])
         return dict(zip(tokens, happened, strict=True))

@@ -9,7 +9,7 @@ from functools import wraps
 from threading import get_ident
 from types import CodeType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from pyllama_kvflash import native
 from pyllama_kvflash.errors import InUseError, UsageError
@@ -30,13 +30,20 @@ class Guard:
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine, and continues where Ctrl-C has cut it off if called again. name: of the engine, for errors."""
+        """free: frees the engine, and continues where Ctrl-C has cut it off if called again; it must not lead to the guard. name:
+        of the engine, for errors.
+
+        An engine without a guard is freed, too, since nobody can use it any more. What it is made of is held until then: as part
+        of the same garbage, its parts would be taken away in any order.
+        """
         self.closed = False
         self._closing = False
         self._free = free
         self._name = name
         self._pid = os.getpid()
         self._notes: dict[CodeType, list[int]] = {}  # by method, _USE or _FREE: the thread that it runs in
+        self._abandoned = finalize(self, _free_here, free, self._pid)
+        self._abandoned.atexit = False  # _close_all() waits for calls
         _live[id(self)] = self
 
     def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,11 +84,6 @@ class Guard:
             else:
                 time.sleep(_LOOK_SECONDS)
 
-    def __del__(self) -> None:
-        """Close an engine that nobody can use any more."""
-        if not self.closed:
-            self.close()
-
     def _finish(self) -> None:
         """Free the engine, unless that is done or under way."""
         if not self.closed and self._note(_FREE):
@@ -91,6 +93,7 @@ class Guard:
                 self.closed = True
                 raise
             self.closed = True  # not after Ctrl-C: then close() frees the rest
+            self._abandoned.detach()
 
     def _note(self, method: CodeType) -> bool:
         """Note that this thread runs a method, unless another note of it counts. Returns whether it was noted."""
@@ -108,6 +111,12 @@ class Guard:
         return note[0] if note and native.n_running(method, note[0], self) else None
 
 
+def _free_here(free: Callable[[], None], pid: int) -> None:
+    """Free an engine, unless this is a forked process."""
+    if os.getpid() == pid:
+        free()
+
+
 _USE, _FREE = Guard.run.__code__, Guard._finish.__code__  # noqa: SLF001 (of this module)
 
 
@@ -118,11 +127,11 @@ class Claim:
         """Take the sequence from its holder."""
         self._guard = guard
         self._sequence = sequence
-        sequence.holder = self
+        self._mark = sequence.holder = object()  # not the claim, which leads to the guard
 
     def check(self) -> None:
         """Raise InUseError if something else has taken the sequence."""
-        if self._sequence.holder is not self:
+        if self._sequence.holder is not self._mark:
             raise InUseError(_OVERTAKEN)
 
     def run(self, call: Callable[..., R], *args: Any) -> R:

@@ -37,8 +37,6 @@ class Handle:
         self.native = None
         self.outputs = {}
 
-    __del__ = close  # as part of a circle: before Python takes apart what the context is made of
-
     def computed(self, native: Any, outputs: dict[int, tuple[int, int] | tuple[int, int, int]]) -> None:
         """Record a batch of a native context: {sequence: index from the first token, from the last, and `base`}.
 

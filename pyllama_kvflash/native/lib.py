@@ -5,13 +5,14 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.stacks import anywhere
@@ -114,14 +115,22 @@ def last_error() -> str:
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
     """Return a native object that is freed when nothing holds it any more: no variable, and no call under way in any thread.
 
-    So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then.
+    So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then. They
+    are held from here, not by itself: both may be part of a circle that is garbage, which Python takes apart in any order.
     """
-    return ffi.gc(pointer, partial(_free, free, os.getpid(), made_of))
+    key, pid, all_owned = object(), os.getpid(), _owned
+
+    def gone(_: object) -> None:
+        if os.getpid() == pid:  # a forked process has neither the threads nor the device
+            free(pointer)
+        del all_owned[key]
+
+    res = ffi.cast(ffi.typeof(pointer), pointer)
+    _owned[key] = ref(res, gone), made_of
+    return res
 
 
-def _free(free: Callable[[Any], None], pid: int, _made_of: Any, pointer: Any) -> None:
-    if os.getpid() == pid:  # a forked process has neither the threads nor the device
-        free(pointer)
+_owned: dict[object, tuple[Any, Any]] = {}
 
 
 def interrupt(stop: bool) -> None:  # noqa: FBT001 (a switch)
@@ -140,7 +149,8 @@ def interruptible() -> Iterator[None]:
     pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can continue.
 
     Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
-    waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once.
+    waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once. The handler may run while
+    an object is freed, from where no exception gets out: Python would print it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread handles signals
@@ -163,14 +173,20 @@ def interruptible() -> Iterator[None]:
         if count > 1:
             raise KeyboardInterrupt
 
+    def on_unraisable(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # lost, and interrupt() is not
+            previous_hook(unraisable)
+
     watcher = threading.Thread(target=watch, name="kvflash-sigint", daemon=True)
     previous = signal.signal(signal.SIGINT, on_sigint)
     previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous_hook, sys.unraisablehook = sys.unraisablehook, on_unraisable
     with contextlib.suppress(RuntimeError):  # no memory for a thread: Ctrl-C takes effect after the batch
         watcher.start()
     try:
         yield
     finally:
+        sys.unraisablehook = previous_hook
         signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGINT, previous)
         os.close(writer)  # the watcher reads end of file, and ends

@@ -142,8 +142,6 @@ class Model:
         """Let go of the model, which is freed once nothing uses it. Harmless when called again."""
         self._handle = self._vocab = None
 
-    __del__ = close  # as part of a circle: before Python takes apart what its contexts are made of
-
     def __enter__(self) -> Self:
         return self
 

@@ -33,7 +33,7 @@ class PooledSequence:
     opens_until: positions, from the first, after which an answer with a lossless opening is decoded in fast mode.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
-    holder: the claim of the last caller that began or changed something; see engine.guard.
+    holder: the mark of the last caller that began or changed something; see engine.guard.
     """
 
     def __init__(
