@@ -37,11 +37,29 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """How long an answer has taken so far, in seconds.
+
+    n_read: tokens of the prompt that had to be read. read_s: for that, without the time in the queue.
+    n_answer: tokens of the answer. answer_s: for those.
+    n_drafted, n_accepted: tokens of drafts, and those of them that are in the answer.
+    """
+
+    n_read: int = 0
+    read_s: float = 0.0
+    n_answer: int = 0
+    answer_s: float = 0.0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. logprobs: of its tokens, if the request wants them."""
+    """More of the answer. logprobs: of its tokens, if the request wants them. timing: with its tokens."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +70,7 @@ class Finished:
     stop: the stop string that ended it; None: it ended otherwise.
     n_cached: tokens of the prompt that did not have to be read.
     seconds: from the making of the job to its end.
+    first_s: from the making of the job to the end of its prompt, with the time in the queue.
     """
 
     reason: str
@@ -60,6 +79,8 @@ class Finished:
     n_answer: int
     seconds: float
     stop: str | None = None
+    first_s: float = 0.0
+    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(frozen=True, slots=True)

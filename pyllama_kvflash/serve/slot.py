@@ -3,26 +3,31 @@
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token, Warn
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, TokenLogprob
+from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.text import n_common
 
 log = logging.getLogger("kvflash.serve")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Serving:
-    """A request that is being served. n_cached: tokens of its prompt that were in the sequence already."""
+    """A request that is being served. n_cached: tokens of its prompt that were in the sequence already.
+
+    began, was_read: time.perf_counter() at its begin, and when its prompt was read (None: it is not).
+    """
 
     job: Job
     generation: Generation
     n_cached: int
+    began: float = field(default_factory=time.perf_counter)
+    was_read: float | None = None
 
     def send(self, events: Iterable[Event]) -> None:
         """Send the text of these events."""
@@ -30,7 +35,17 @@ class Serving:
         text = "".join(token.text for token in tokens)
         logprobs = tuple(self._logprob(token.id, token.probs) for token in tokens if token.probs)
         if text or logprobs:
-            self.job.notify(Text(text, logprobs))
+            self.job.notify(Text(text, logprobs, self.timing))
+
+    @property
+    def timing(self) -> Timing:
+        """How long it has taken so far."""
+        now = time.perf_counter()
+        read = now if self.was_read is None else self.was_read
+        stats = self.generation.draft_stats
+        drafts = (0, 0) if stats is None else (stats.drafted, stats.accepted)
+        n_read = len(self.job.tokens) - self.n_cached
+        return Timing(n_read, read - self.began, self.generation.answer.n_tokens, now - read, *drafts)
 
     def _logprob(self, token: int, probs: Probs) -> TokenLogprob:
         """Return a token's log probability, with its bytes, since the model may be closed later."""
@@ -87,6 +102,8 @@ class Slot:
         events = list(serving.generation.read())
         self.note(events)
         serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text))
+        if not serving.generation.reading:
+            serving.was_read = time.perf_counter()
         serving.send(events)
         return self.seq.n_tokens - start
 
@@ -95,9 +112,18 @@ class Slot:
         job, answer = serving.job, serving.generation.answer
         serving.send(answer.shown())
         if text := answer.flush():
-            job.notify(Text(text))
-        seconds = time.perf_counter() - job.began
-        done = Finished(reason, len(job.tokens), serving.n_cached, answer.n_tokens, seconds, answer.stop)
+            job.notify(Text(text, timing=serving.timing))
+        now = time.perf_counter()
+        done = Finished(
+            reason,
+            len(job.tokens),
+            serving.n_cached,
+            answer.n_tokens,
+            now - job.began,
+            answer.stop,
+            first_s=(serving.was_read or now) - job.began,
+            timing=serving.timing,
+        )
         self.leave()
         return done
 
