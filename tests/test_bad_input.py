@@ -269,16 +269,26 @@ def test_no_prompt_on_a_terminal() -> None:
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     missing = tmp_path / "no" / "such" / "answer.txt"
-    check_error(kvflash("run", *HELLO, "-o", tmp_path), RUNTIME, str(tmp_path), "cannot be written")
-    check_error(kvflash("run", *HELLO, "-o", missing), RUNTIME, str(missing), "cannot be written")
+    model = ("no-such.gguf", "-p", "Hello")  # nothing is loaded before
+    for option in ("-o", "--trace"):
+        check_error(kvflash("run", *model, option, tmp_path), USAGE, f"{tmp_path} is a directory")
+        check_error(kvflash("run", *model, option, missing), USAGE, f"{missing}: there is no folder {missing.parent}")
     assert not missing.parent.exists()
     small = ("--tokens", "1100", "--needles", "2", "--kvflash", "1K")
-    check_error(kvflash("demo", *small, "-o", missing), RUNTIME, str(missing), "cannot be written")
+    check_error(kvflash("demo", *small, "-o", missing), USAGE, f"{missing}: there is no folder")
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--jsonl",)])
 def test_full_disk(form: tuple[str, ...]) -> None:
-    check_error(kvflash("run", *HELLO, *form, "-o", "/dev/full"), RUNTIME, "/dev/full", "No space left")
+    res = kvflash("run", *HELLO, *form, "-o", "/dev/full", "--trace", "/dev/full")
+    assert res.err.count("/dev/full cannot be written: No space left") == 2
+    assert "No space left on device; the answer is on stdout" in res.err
+    if not form:
+        assert res.out == kvflash("run", *HELLO).out
+    else:
+        assert json.loads(res.out.splitlines()[-1])["reason"] == "length"
+    check_error(Ended(res.code, "", res.err), RUNTIME, "/dev/full")
+    check_error(shell('"$K" "$@" >&- -o /dev/full', "run", *HELLO, *form), RUNTIME, "/dev/full", "No space left")
     check_error(shell('"$K" "$@" > /dev/full', "run", *HELLO, *form), RUNTIME, "no space left")
 
 

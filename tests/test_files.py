@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, conversions, formats
-from support.commands import RUNTIME, SCRIPT, check_error, good, invoke
+from support.commands import RUNTIME, SCRIPT, Ended, check_error, ended, good, invoke
 
 from pyllama_kvflash import KVFlash, files
 from pyllama_kvflash.bench import shapes
@@ -249,9 +249,15 @@ def test_a_full_disk(tiny_disk: Path) -> None:
     with suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
+    answer = good(*RUN).stdout
     for option, path in old.items():
-        check_error(invoke(*RUN, "-o", "/dev/null", option, path), RUNTIME, "No space left")
+        for at in (path, path.with_name("new")):
+            res = ended(invoke(*RUN, option, at))
+            check_error(Ended(res.code, "", res.err), RUNTIME, f"{at} cannot be written: No space left")
+            assert res.out == answer
         assert path.read_bytes() == OLD
+    res = ended(invoke(*RUN, *(word for option, path in old.items() for word in (option, path))))
+    assert (res.code, res.out, res.err.count("No space left")) == (RUNTIME, answer, 3)
     assert names(tiny_disk) == sorted(["filler", *(path.name for path in old.values())])
 
 

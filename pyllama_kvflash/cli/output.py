@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +19,14 @@ class Output:
     if the block raises, or nothing was written, it is kept. A pipe or a device is written to.
     """
 
-    def __init__(self, name: str | None) -> None:
-        """Open the output. name: None or "-": stdout. Raises OutputError."""
+    def __init__(self, name: str | None, on_error: Callable[[OutputError], None] | None = None) -> None:
+        """Open the output. Raises OutputError.
+
+        name: None or "-": stdout. on_error: called once if the open file cannot be written, and what comes then is
+        dropped; None: OutputError is raised.
+        """
+        self._on_error = on_error
+        self._failed = False
         self._path = Path(name) if name not in {None, "-"} else None
         self._file: IO[str] | None = None
         self._new: Path | None = None  # made here
@@ -71,22 +78,27 @@ class Output:
         return self._path is None and sys.stdout.isatty()
 
     def write(self, text: str) -> None:
-        """Write text, visible at once in stdout and in a new file. Raises OutputError; on stdout OSError, which
-        `kvflash` translates.
+        """Write text, visible at once in stdout and in a new file. Raises OutputError if there is no on_error; on
+        stdout OSError, which `kvflash` translates.
         """
         if self._file is None:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
+        if self._failed:
+            return
         try:
-            self._begun = self._begun or text != ""
             self._file.write(text)
             self._file.flush()
+            self._begun = self._begun or text != ""
         except OSError as err:
-            raise self._error(err) from None
+            self._fail(self._error(err))
 
     def close(self) -> None:
-        """Finish the file, and put it in the place of an old one. Harmless when called again. Raises OutputError."""
+        """Finish the file, and put it in the place of an old one. Harmless when called again.
+
+        Raises OutputError if there is no on_error.
+        """
         if self._file is None or self._file.closed:
             return
         new = self._replacement if self._begun else None
@@ -96,7 +108,7 @@ class Output:
                 self._replacement = None  # what commit() leaves, it leaves on purpose
                 new.commit()
         except OSError as err:
-            raise self._error(err) from None
+            self._fail(self._error(err))
         finally:
             self._discard()
 
@@ -107,5 +119,50 @@ class Output:
         elif self._new is not None and not self._begun:
             self._new.unlink(missing_ok=True)
 
+    def _fail(self, error: OutputError) -> None:
+        if self._on_error is None:
+            raise error from None
+        self._failed = True
+        if self._file is not None:
+            with suppress(OSError):  # the same error again
+                self._file.close()
+        self._discard()
+        self._on_error(error)
+
     def _error(self, err: OSError) -> OutputError:
         return OutputError(f"{self._path} cannot be written: {err.strerror}")
+
+
+class Answer(Output):
+    """The answer of a run. If its file cannot be written, as on a full disk, all of it goes to stdout at the end."""
+
+    def __init__(self, name: str | None, on_error: Callable[[OutputError], None]) -> None:
+        """Open the output, as Output does. If stdout is closed, nothing can take the answer, and OutputError is raised."""
+        super().__init__(name, None if sys.stdout is None else on_error)
+        self._text: list[str] = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)
+        self._rescue()
+
+    def write(self, text: str) -> None:
+        """Write text, as Output does."""
+        self._text.append(text)
+        super().write(text)
+
+    def close(self) -> None:
+        """Finish the file, or write what it cannot take to stdout. Harmless when called again."""
+        super().close()
+        self._rescue()
+
+    def _fail(self, error: OutputError) -> None:
+        self._begun = False  # half an answer is of no use beside the whole one
+        super()._fail(OutputError(f"{error}; the answer is on stdout") if self._on_error else error)
+
+    def _rescue(self) -> None:
+        if self._failed:
+            text, self._text = "".join(self._text), []
+            sys.stdout.write(text)
+            sys.stdout.flush()

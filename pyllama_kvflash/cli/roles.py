@@ -93,8 +93,9 @@ class Prints(Role):
     """A text that is written to a file, a pipe, a device, or stdout for "-"."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add it, unless nothing can be lost there."""
+        """Add it, unless nothing can be lost there. Raises UsageError if no file can be there."""
         if value != "-" and not is_stream(Path(value)) and standard_stream(Path(value)) is None:
+            _check_place(option, Path(value))
             uses.write(option, value)
 
 
@@ -217,6 +218,17 @@ def reads_scorer_model(policy: str, given: str | None, model: Path) -> None:
 def _uses(ctx: click.Context) -> Uses:
     uses: Uses = ctx.meta.setdefault(_KEY, Uses())
     return uses
+
+
+def _check_place(option: str, path: Path) -> None:
+    with suppress(OSError, ValueError):  # opening it reports that
+        if path.is_dir():
+            msg = f"{option} {path} is a directory: give the name of a file"
+            raise UsageError(msg)
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
+            msg = f"{option} {path}: there is no folder {folder}"
+            raise UsageError(msg)
 
 
 def _check_replaceable(option: str, value: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import located, named_model
-from pyllama_kvflash.cli.output import Output
+from pyllama_kvflash.cli.output import Answer, Output
 from pyllama_kvflash.cli.prompt import PROMPT, Prompt
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.roles import Command, Prints, reads, reads_scorer_model
@@ -20,7 +20,7 @@ from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.errors import Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -83,7 +83,7 @@ docs/ENVIRONMENT.md.
     metavar="FILE",
     type=Prints(),
     help="Write to this file instead of stdout (-). A file that is there is replaced at the end of the answer; if the run"
-    " fails, it stays.",
+    " fails, it stays. If the file cannot be written, as on a full disk, the answer goes to stdout.",
 )
 @click.option(
     "--trace",
@@ -126,7 +126,8 @@ def run(
     if quiet is False:
         native.show_log()
     reads_scorer_model(options["policy"], options.get("scorer_model"), path)
-    with Output(output) as out, _trace(trace, output) as writer, native.interruptible():
+    errors: list[KVFlashError] = []  # they cost neither the answer nor each other's file
+    with Answer(output, errors.append) as out, _trace(trace, output, errors.append) as writer, native.interruptible():
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
         with kv:
@@ -144,13 +145,20 @@ def run(
                 reporter.warn(f"the answer is empty: {prompt.hint()}")
             if as_json:
                 _json_line(out, _summary(kv, path, answer, done))
-            out.close()  # a snapshot that cannot be saved costs neither the answer nor the trace
+            out.close()
             if writer:
                 writer.close()
-            warm.end(kv)
+            try:
+                warm.end(kv)
+            except SnapshotError as err:
+                errors.append(err)
     reporter.note(closing_line(done.stats, done.reason))
     if stats:
         reporter.console.print(stats_table(done.stats))
+    for error in errors[:-1]:
+        reporter.warn(str(error))
+    if errors:
+        raise errors[-1]
     return Interrupted.exit_code if done.reason == "interrupted" else 0
 
 
@@ -204,14 +212,16 @@ def _write(
     raise AssertionError(msg)
 
 
-def _trace(name: str | None, output: str | None) -> AbstractContextManager[TraceWriter | None]:
+def _trace(
+    name: str | None, output: str | None, on_error: Callable[[OutputError], None]
+) -> AbstractContextManager[TraceWriter | None]:
     """Open the trace that is asked for, if any. Raises UsageError and OutputError."""
     if name is None:
         return nullcontext()
     if name == "-" and output in {None, "-"}:
         msg = "--trace - and the answer both go to stdout: give a file for one of them"
         raise UsageError(msg)
-    return TraceWriter(name)
+    return TraceWriter(name, on_error)
 
 
 def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterator[Event]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,18 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.cli.output import Output
+from pyllama_kvflash.errors import OutputError
 
 _DIGITS = 6  # digits of a score: a picture needs no more, and a long context has thousands of scores
 
 
 class TraceWriter:
     """A file of one JSON object a line, written as Output writes it: in a new file each line is visible at once, so
-    that a run that is cut off leaves what it has done. Raises OutputError.
+    that a run that is cut off leaves what it has done.
     """
 
-    def __init__(self, name: str) -> None:
-        """Open the file. name: "-": stdout."""
-        self._out = Output(name)
+    def __init__(self, name: str, on_error: Callable[[OutputError], None] | None = None) -> None:
+        """Open the file, as Output does. name: "-": stdout. Raises OutputError."""
+        self._out = Output(name, on_error)
 
     def __enter__(self) -> Self:
         self._out.__enter__()
