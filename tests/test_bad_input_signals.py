@@ -239,3 +239,57 @@ def test_interrupt_demo(tmp_path: Path) -> None:
         time.sleep(0.5)
         res = interrupt(process)
     check_error(res, INTERRUPTED, "interrupted")
+
+
+# Ctrl-C as a module is looked for, or as Python ends
+WHILE_IMPORTING = """
+import atexit, os, signal, sys
+at = sys.argv.pop(1)
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == at:
+            ctrl_c()
+sys.meta_path.insert(0, Finder())
+if at == "exit":
+    atexit.register(ctrl_c)
+from pyllama_kvflash.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("at", ["pyllama_kvflash.cli", "click", "pyllama_kvflash.cli.serve", "exit"])
+def test_interrupt_as_python_starts_and_ends(at: str) -> None:
+    with started(at, "--version", command=(sys.executable, "-c", WHILE_IMPORTING)) as process:
+        out, err = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, err) == (0 if at == "exit" else INTERRUPTED, b"")
+    assert out.startswith(b"kvflash") == (at == "exit")
+
+
+# an object is freed, and its weak reference says so: no exception gets out of there
+WHILE_FREEING = """
+import os, signal, sys, weakref
+from pyllama_kvflash import native
+class Thing: pass
+def gone(_):
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+def odd(_):
+    raise ValueError("something else")
+hook = sys.unraisablehook
+with native.interruptible():
+    for callback in gone, odd:
+        thing = Thing()
+        ref = weakref.ref(thing, callback)
+        del thing
+assert sys.unraisablehook is hook
+"""
+
+
+def test_impatient_interrupts_while_something_is_freed() -> None:
+    with started(command=(sys.executable, "-c", WHILE_FREEING)) as process:
+        out, err = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, out) == (0, b"")
+    assert b"KeyboardInterrupt" not in err
+    assert b"something else" in err, "other exceptions are shown as ever"
