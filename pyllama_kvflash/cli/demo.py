@@ -1,6 +1,10 @@
 """`kvflash demo`: the project on one screen."""
 
 import json
+import os
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +26,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 HELP = """Run a long prompt through a pool, and then with the full cache.
 
 Writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code. A pool
-that brings back what the model's attention asks for (qk, the default) comes first, and its answers are shown at once. For
+that brings back what the model's attention asks for (fresh, the default) comes first, and its answers are shown at once. For
 comparison, the same text and questions go through a pool of the same size that keeps what is recent (lru), which shows what
 a small cache forgets, and through the full cache, which shows what the model finds with all of the text in memory, and what
 that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answers on the screen.
@@ -46,22 +50,26 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
     "--output",
     metavar="FILE",
     type=Prints(),
-    default="needle-prompt.txt",
-    show_default=True,
-    help="Where to write the text, with the first question at its end.",
+    default=None,
+    help="Where to write the text, with the first question at its end.  [default: needle-prompt.txt, or needle-prompt-2.txt"
+    " and so on where that is another text]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")  # fmt: skip
-def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None, output: str, *, as_json: bool) -> None:
+def demo(
+    tokens: int, pool: int, needles: int, seed: int, n_threads: int | None, output: str | None, *, as_json: bool
+) -> None:
     """Run the demonstration."""
     reporter = Reporter()
     # a code would be found in the opening, whatever the pool holds
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
     reads("the bundled model", BUNDLED_MODEL)
-    with Output(output) as out, native.interruptible():
+    with native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
             prompt = _make(kv, tokens, needles, seed)
-            out.write(prompt.text + prompt.needles[0].question + "\n")
-            out.close()
+            text = prompt.text + prompt.needles[0].question + "\n"
+            output = output or _free_name(text)
+            with Output(output) as out:
+                out.write(text)
             reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
             at = [start for start, _ in positions(kv, prompt)]
             recalled = _run(kv, prompt, reporter)
@@ -78,6 +86,18 @@ def demo(tokens: int, pool: int, needles: int, seed: int, n_threads: int | None,
         return
     _print(prompt, at, runs)
     click.echo(f"\nTry it:  kvflash run -f {output} --kvflash {pool} -n 8 --temp 0")
+
+
+def _free_name(text: str) -> str:
+    """Return the first name that no file has, or one with this text: another file is not replaced unasked."""
+    names = ("needle-prompt.txt" if n == 1 else f"needle-prompt-{n}.txt" for n in count(1))
+    return next(name for name in names if not os.path.lexists(name) or _has(Path(name), text.encode()))
+
+
+def _has(path: Path, data: bytes) -> bool:
+    with suppress(OSError):
+        return path.is_file() and path.read_bytes() == data
+    return False
 
 
 def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
