@@ -1,8 +1,8 @@
-"""Conversations as prompts: a model's own chat template, rendered by llama.cpp, or in a sandbox if it does not know it.
-Needs jinja2, from the extra `serve`.
-"""
+"""Conversations as prompts: a model's own chat template, rendered by llama.cpp, or in a sandbox if it does not know it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,8 @@ from pyllama_kvflash.errors import UnsupportedError, UsageError, encoded
 from pyllama_kvflash.json_schema import SchemaError
 from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, whole_grammar
 from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
+from pyllama_kvflash.text_tools import WARNING as TOOLS_AS_TEXT
+from pyllama_kvflash.text_tools import TextTools, as_text
 
 Message = Mapping[str, Any]
 """A message of a conversation, in the form of the OpenAI protocol: role and content, and perhaps tool calls."""
@@ -31,9 +33,11 @@ NO_TEMPLATE = (
 def check_messages(messages: Sequence[Message]) -> None:
     """Raise UsageError unless messages are those of a conversation: at least one, each with a role and a text, or tool calls."""
     wanted = 'give a list such as [{"role": "user", "content": "Hello"}]'
-    if isinstance(messages, str | bytes | Mapping) or not len(messages):
-        what = "is empty" if not len(messages) else f"is a {type(messages).__name__}"
-        raise UsageError(f"`messages` {what}: {wanted}")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        what = "None" if messages is None else f"a {type(messages).__name__}"
+        raise UsageError(f"`messages` is {what}: {wanted}")
+    if not messages:
+        raise UsageError(f"`messages` is empty: {wanted}")
     for i, message in enumerate(messages):
         fields = message if isinstance(message, Mapping) else {}
         if not isinstance(fields.get("role"), str) or not (
@@ -66,6 +70,7 @@ class ChatTemplate:
         self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
         self._seconds = seconds
         self._calls = None if engine is None else Calls(engine)
+        self._model: Model | None = None
         try:
             self._template = environment().from_string(PLAIN if source is None else source)
         except Exception as err:  # noqa: BLE001 (jinja2 raises Python's own, too)
@@ -80,6 +85,7 @@ class ChatTemplate:
         given = source if source is not None else model.meta("tokenizer.chat_template")
         # first, because it refuses a source that is nested too deeply for llama.cpp
         res = cls(given, bos=_special(model, "bos"), eos=_special(model, "eos"), seconds=seconds)
+        res._model = model
         if given:
             try:
                 res._calls = Calls(ChatEngine(model, source, seconds=seconds))
@@ -96,7 +102,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether a conversation may have tools."""
+        """Whether the template shows tools and calls. If not, they are part of the messages' text."""
         return self.caps.get("supports_tool_calls", False)
 
     @property
@@ -113,6 +119,8 @@ class ChatTemplate:
 
         Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used.
         """
+        if self._model is not None and not self.takes_tools and _with_tools(messages, asked):
+            return self._with_text_tools(messages, answer, asked)
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
         request["continue_final_message"] = answer and _goes_on(messages)
         if self._calls is None:
@@ -125,6 +133,25 @@ class ChatTemplate:
             raise
         except UsageError as err:
             return self._plainly(messages, answer, asked, err)
+
+    def _with_text_tools(self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any]) -> Rendered:  # noqa: FBT001
+        """Return a conversation whose tools and calls are text. Raises UsageError."""
+        plain = {k: v for k, v in asked.items() if k not in {"tools", "tool_choice", "parallel_tool_calls"}}
+        choice = asked.get("tool_choice", "auto")
+        if not asked.get("tools") or choice == "none":
+            return self.rendered(as_text(messages, (), must=False), answer=answer, **plain)
+        form = self._text_tools.answered(asked)
+        plain.pop("json_schema", None)
+        texts = as_text(messages, asked["tools"], must=choice != "auto")
+        prompt = self.rendered(texts, answer=answer, **plain).prompt
+        return replace(form, prompt=prompt, warnings=(TOOLS_AS_TEXT, *form.warnings))
+
+    @cached_property
+    def _text_tools(self) -> TextTools:
+        if self._model is None:
+            msg = "a template without a model"
+            raise AssertionError(msg)
+        return TextTools(self._model, seconds=self._seconds)
 
     def _plainly(
         self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
@@ -169,6 +196,11 @@ class ChatTemplate:
         Raises UsageError as rendered() does, and if a message is not UTF-8 text.
         """
         return tokenize_chat(model, self.render(messages, answer=answer))
+
+
+def _with_tools(messages: Sequence[Message], asked: Mapping[str, Any]) -> bool:
+    """Return whether a conversation has tools, calls or results of calls."""
+    return bool(asked.get("tools")) or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
 
 
 def _goes_on(messages: Sequence[Message]) -> bool:

@@ -250,15 +250,6 @@ def test_bad_tools(server: Running, more: dict[str, Any], param: str, words: str
     assert "\n" not in error["message"]
 
 
-def test_a_template_without_tools() -> None:
-    with Running() as running:
-        res = running.post({**CHAT, "tools": [TOOL]}, "/v1/chat/completions")
-        assert res.status_code == 400
-        assert "chat template does not support tools" in res.json()["error"]["message"]
-        res = running.post({**CHAT, "max_tokens": 2, "tools": [TOOL], "tool_choice": "none"}, "/v1/chat/completions")
-        assert res.status_code == 200
-
-
 #
 # Anthropic's protocol
 #

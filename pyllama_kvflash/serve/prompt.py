@@ -11,7 +11,6 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, encoded
 from pyllama_kvflash.native import Grammar, Rendered, Sampling, check_grammar
 from pyllama_kvflash.serve.protocols import anthropic_request
-from pyllama_kvflash.serve.protocols.conversation import no_tools
 from pyllama_kvflash.serve.protocols.fields import Unknown, parse_json
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, ParsedRequest, PreparedRequest, Served, TooLong
 from pyllama_kvflash.serve.protocols.request_error import invalid
@@ -75,8 +74,6 @@ class PromptBuilder:
         template = self._chat_template(kv)
         asked: dict[str, Any] = {"chat_template_kwargs": parsed.chat_template_kwargs}
         if parsed.tools:
-            if not template.takes_tools and parsed.tool_choice != "none":
-                raise no_tools()
             asked |= {"tools": list(parsed.tools), "tool_choice": parsed.tool_choice}
             asked["parallel_tool_calls"] = (
                 template.calls_at_once if parsed.parallel_tool_calls is None else parsed.parallel_tool_calls

@@ -10,7 +10,7 @@ from pyllama_kvflash.chat import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.native import pattern_grammar
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, one_of, text
-from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.request_error import invalid
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -203,12 +203,3 @@ def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str
             "tool_choice is 'required' without tools: give tools, or leave it out", "tool_choice", "invalid_value"
         )
     return choice if given else "none"
-
-
-def no_tools() -> RequestError:
-    """Return the RequestError for tools where the model's template cannot show them."""
-    msg = (
-        "the model's chat template does not support tools: leave them out, or start the server with --chat-template-file"
-        " and a template that does"
-    )
-    return invalid(msg, "tools", "unsupported_parameter")
