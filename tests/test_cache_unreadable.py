@@ -162,3 +162,46 @@ def test_a_folder_within_that_cannot_be_read_is_said(
     done = cache_command(tmp_path, *command)
     assert done.exit_code == 1
     assert f"kvflash: warning: {home} cannot be read: Permission denied\n" in done.stderr
+
+
+#
+# what cannot be written
+#
+
+
+@pytest.mark.parametrize("what", ["the lock", "the folder of a model", "the file of a text"])
+def test_a_cache_that_cannot_be_written_costs_no_answer(
+    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    text, folder = tmp_path / "text", tmp_path / "cache"
+    text.write_text(kv.detokenize(TEXT.tolist()))
+    run = ("run", "-f", str(text), "-no-cnv", "-c", "8K", "-n", "2", "--temp", "0", "-t", "1")
+    want = CliRunner().invoke(main, run).stdout
+    folder.mkdir()
+    if what == "the lock":
+        (folder / ".lock").mkdir()
+    real = Path.mkdir
+
+    def refused(path: Path, *args: Any, **more: Any) -> None:
+        if what == "the folder of a model" and path.parent == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        real(path, *args, **more)
+
+    def hidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    if what == "the file of a text":
+        monkeypatch.setattr(Path, "is_symlink", hidden)
+    done = CliRunner().invoke(main, [*run, "--prefix-cache", str(folder)])
+    assert done.stdout == want
+    assert done.exit_code == 0
+    assert "kvflash: warning: the prefix cache was not added to: " in done.stderr
+    assert " cannot be written: " in done.stderr
+
+
+def test_a_cache_that_cannot_be_locked_is_said(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    done = cache_command(tmp_path, "rm", "--all")
+    assert done.exit_code == 1
+    assert done.output == f"kvflash: error: {tmp_path} cannot be written: Is a directory\n"

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ class PrefixCache:
         """
         path = self._path(sequence)
         if not self._wanted(path, sequence, 0):
-            return path if path.exists() else None
+            return path if _exists(path) else None
         return self._write(sequence.capture(), path, 0, sequence.model.path)
 
     def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
@@ -181,7 +181,7 @@ class PrefixCache:
         index = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
         if pager.ledger.n_chunks * pager.records.record_bytes + index > self.limit:
             return False
-        if path.exists():
+        if _exists(path):
             _touch(path, time.time() + keep_s)
             return False
         return True
@@ -193,7 +193,7 @@ class PrefixCache:
                 path.unlink()
         except OSError as err:
             capture.release()
-            msg = f"{path.parent} cannot be made: {err.strerror or err}"
+            msg = f"{path.parent} cannot be written: {err.strerror or err}"
             raise SnapshotError(msg) from None
         capture.write(path, choose=partial(self._sources, path.parent))
         write_name(path.parent, model)
@@ -319,7 +319,7 @@ class PrefixCache:
         """Remove what killed processes left behind, then the least recently used files, until the rest fits the limit.
 
         limit: bytes; None: the cache's own. Using a file counts as using the files that have records of it.
-        Returns the files removed.
+        Returns the files removed. Raises SnapshotError if the folder cannot be written.
         """
         removed: list[Path] = []
         with self._lock():
@@ -356,8 +356,13 @@ class PrefixCache:
         if fcntl is None:
             yield
             return
-        with (self.folder / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context((self.folder / ".lock").open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as err:
+                msg = f"{self.folder} cannot be written: {err.strerror or err}"
+                raise SnapshotError(msg) from None
             yield
 
 
@@ -395,6 +400,12 @@ def _touch(path: Path, until: float | None = None) -> None:
     with suppress(OSError):
         now = time.time()
         os.utime(path, (now, max(now if until is None else until, path.stat().st_mtime)))
+
+
+def _exists(path: Path) -> bool:
+    with suppress(OSError):  # writing it reports that
+        return path.exists()
+    return False
 
 
 def _unlinked(path: Path) -> bool:
