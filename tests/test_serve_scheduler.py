@@ -23,7 +23,7 @@ from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, sche
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import decoder
-from pyllama_kvflash.errors import NativeError, PoolError, SnapshotError, UnsupportedError, UsageError
+from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, SnapshotError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
@@ -104,6 +104,22 @@ def test_a_state_that_cannot_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert again.text == first.text
         assert again.done.n_cached == 0
         assert Asked(scheduler, [*kept, 5, 6], 4).done.n_cached == len(kept)
+
+
+def test_an_interrupt_while_a_sequence_goes_back_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the request, which is not read anew; the next one is."""
+
+    def stopped(*_: Any) -> None:
+        raise Interrupted("stopped")
+
+    with scheduling() as scheduler:
+        prompt = tokens_of(200, 1)
+        first = Asked(scheduler, prompt, 4)
+        assert first.done.n_cached == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(type(scheduler.kv), "rollback", stopped)
+            assert Asked(scheduler, prompt, 4).failed
+        assert Asked(scheduler, prompt, 4).text == first.text
 
 
 @pytest.fixture(scope="module")

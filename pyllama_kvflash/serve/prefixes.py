@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.errors import Interrupted, KVFlashError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Cache
 from pyllama_kvflash.serve.metrics import Metrics
@@ -62,6 +62,8 @@ class Prefixes:
         try:
             if n_tokens:
                 slot.seq.rollback(n_tokens)
+        except Interrupted:
+            raise
         except KVFlashError:  # a recurrent state cannot go back
             n_tokens = 0
         if not n_tokens:
