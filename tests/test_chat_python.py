@@ -105,6 +105,8 @@ def test_without_a_template(opened: Open) -> None:
     [
         ([], r"`messages` is empty: give a list such as \[{"),
         ("hello", "`messages` is a str: give a list"),
+        (None, "`messages` is None: give a list"),
+        ((said("user", word) for word in ["hello"]), "`messages` is a generator: give a list"),
         (said("user", "hello"), "`messages` is a dict: give a list"),
         (
             [said("user", "hello"), {"role": "user"}],

@@ -294,6 +294,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": ([], {}, "the prompt is empty"),
     "too long": (np.tile(TOKENS[:N], 5), {}, "do not fit the context"),
     "no token": ([*TOKENS[:500].tolist(), 512], {}, "token 512 is not in the vocabulary: ids are 0 to 511"),
+    "beyond int32": (np.array([*TOKENS[:500], 2**32]), {}, "token 4,294,967,296 is not in the vocabulary"),
+    "beyond int64": ([2**64], {}, r"'\[18446744073709551616\]' is not a list of token ids: give integers"),
+    "fractions": ([1.5, 2.0], {}, r"'\[1.5, 2.0\]' is not a list of token ids: give integers, such as"),
+    "none": (None, {}, "'None' is not a list of token ids: give integers"),
+    "two prompts": ([TOKENS[:3], TOKENS[:3]], {}, "is not a list of token ids"),
     "below 0": ([*TOKENS[:500].tolist(), -1], {}, "token -1 is not in the vocabulary"),
     "max_tokens": (TOKENS[:500], {"max_tokens": -2}, "max_tokens"),
     "stop": (TOKENS[:500], {"stop": ["\ud800"]}, "stop"),
@@ -314,6 +319,24 @@ def test_a_refused_prompt_leaves_the_text(opened: Open, what: str) -> None:
     for one in (kv, control):
         asked(one, [], append=True)
     check_as(kv, control, 0)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused_by_every_call(opened: Open, tmp_path: Path) -> None:
+    """2**32 is no other token's number, in whatever type."""
+    kv = opened()
+    kv.decode(TOKENS[:64])
+    kv.save(tmp_path / "text.kvsnap")
+    wrong = np.array([2**32 + 5])
+    calls = {
+        "decode": lambda: kv.decode(wrong),
+        "decode_each": lambda: kv.decode_each({0: 2**32 + 5}),
+        "prefill": lambda: list(kv.prefill(wrong)),
+        "restore": lambda: kv.restore(tmp_path / "text.kvsnap", wrong),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match=r"^token 4,294,967,301 is not in the vocabulary: ids are 0 to 511$"):
+            print(name, call())
+    assert np.array_equal(kv.tokens, TOKENS[:64])
 
 
 @pytest.mark.usefixtures("wordless")

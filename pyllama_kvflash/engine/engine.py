@@ -6,8 +6,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Self, Unpack
 
-import numpy as np
-
 from pyllama_kvflash.engine.decoder import Step, decode_each
 from pyllama_kvflash.engine.guard import Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded, load
@@ -90,10 +88,10 @@ class KVFlash(KVSequence):
                 msg = f"there is no sequence {i}: n_parallel is {len(sequences)}"
                 raise UsageError(msg)
         decoders = [sequences[i].decoder for i in tokens]
+        one = [self.model.ids([token]) for token in tokens.values()]
         for decoder in decoders:
             decoder.check_joins()
         for decoder in decoders:
             decoder.claim()
-        one = [np.array([token], np.int32) for token in tokens.values()]
         happened = decode_each([Step(d, Part(d.sequence, t)) for d, t in zip(decoders, one, strict=True)])
         return dict(zip(tokens, happened, strict=True))

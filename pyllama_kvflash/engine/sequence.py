@@ -135,9 +135,10 @@ class KVSequence:
         yield from self.generate(tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
 
     def _begin(self, prompt: Prompt, *, append: bool, **options: Any) -> Generation:
+        given = prompt if isinstance(prompt, str | bytes) else self.model.ids(prompt)
         self.sequence.recover()  # makes a token pending that was being decoded again
-        tokens = self._prompt_tokens(prompt, append=append)
-        if len(prompt) == 0:
+        tokens = self._prompt_tokens(given, append=append)
+        if len(given) == 0:
             tokens = tokens[:0]  # the pending token begins the answer
         return Generation(self.decoder, tokens, whole=not append, **options)
 
@@ -164,7 +165,7 @@ class KVSequence:
         Chooses the pool anew between batches, and for the last tokens, which then run again (tail replay). Yields
         Paged, Reselect, Warn and Prefill. Raises as generate().
         """
-        ids = np.ascontiguousarray(tokens, np.int32)
+        ids = self.model.ids(tokens)
         yield from self.guard.run(self._claimed, len(ids)).each(self.decoder.prefill(ids))
 
     def _claimed(self, n: int) -> Claim:
@@ -177,10 +178,10 @@ class KVSequence:
         """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage as scheduled.
 
         outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
-        UsageError (the context is full), InUseError, PoolError, HostMemoryError, Interrupted and NativeError, and leaves
+        UsageError (the context is full, a token is not in the vocabulary), InUseError, PoolError, HostMemoryError, Interrupted and NativeError, and leaves
         the sequence as it was before.
         """
-        ids = np.ascontiguousarray(tokens, np.int32)
+        ids = self.model.ids(tokens)
         self._claimed(len(ids))
         return self.decoder.decode(ids, outputs)
 
@@ -233,15 +234,11 @@ class KVSequence:
         """Return the text of tokens, without special ones. Broken UTF-8 becomes U+FFFD."""
         return b"".join(self.model.piece(int(t)) for t in tokens).decode("utf-8", "replace")
 
-    def _prompt_tokens(self, prompt: Prompt, *, append: bool) -> Tokens:
+    def _prompt_tokens(self, prompt: str | bytes | Tokens, *, append: bool) -> Tokens:
         if len(prompt) == 0 and not (append and self.sequence.pending is not None):
             msg = "the prompt is empty: give at least one character, or one token"
             raise UsageError(msg)
-        if isinstance(prompt, str | bytes):
-            tokens = self.tokenize(prompt, add_special=not append)
-        else:
-            tokens = np.ascontiguousarray(prompt, np.int32)
-            self.model.check_ids(tokens)
+        tokens = self.tokenize(prompt, add_special=not append) if isinstance(prompt, str | bytes) else prompt
         if append and self.sequence.pending is not None:
             tokens = np.concatenate([[self.sequence.pending], tokens]).astype(np.int32)
         self.decoder.check_fits(len(tokens), self.sequence.n_tokens if append else 0)
@@ -420,8 +417,9 @@ class KVSequence:
         sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,
         and other calls raise SnapshotError.
         """
+        tokens = None if prompt is None else self.model.ids(prompt)
         file = snapshot if isinstance(snapshot, SnapshotFile) else SnapshotFile(checked_path(snapshot))
         _ = self._saved.identity  # raises UsageError before anything is forgotten
         self.decoder.claim()
         self.decoder.clear()
-        return self._saved.restore(file, prompt)
+        return self._saved.restore(file, tokens)

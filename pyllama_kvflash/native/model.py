@@ -12,12 +12,15 @@ import numpy.typing as npt
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.device import planned_host
+from pyllama_kvflash.native.header import why_incomplete
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
 Tokens = npt.NDArray[np.int32]
 
 _DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
 _MILLION, _BILLION = 10**6, 10**9
+_INPUT = {f"{name}.weight" for name in ("token_embd", "position_embd", "token_types", "per_layer_token_embd")}
+"""What llama.cpp has on the host, whatever is on a GPU: tensors of its LLM_TENSOR_LAYER_INPUT."""
 _SIZE = re.compile(r"[\w.+x-]{1,16}")  # "0.5B", "30B-A3B", "8x7B"
 
 
@@ -134,7 +137,7 @@ class Model:
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None
-            msg = f"{path} cannot be loaded: {err}"
+            msg = f"{path} cannot be loaded: {why_incomplete(path) or err}"
             raise errors.ModelError(msg) from None
         return cls(out[0], path, on_host)
 
@@ -171,12 +174,12 @@ class Model:
         return res if host is None else self._planned(res, host)
 
     def _planned(self, weights: list[Weight], host: int) -> list[Weight]:
-        """Return weights as they are with a GPU. llama.cpp has embeddings on the host, and if they make the logits on the GPU, too."""
+        """Return weights as they are with a GPU. llama.cpp has embeddings on the host, and those that make the logits on the GPU, too."""
         tied = not any(w.name == "output.weight" for w in weights)
         res = []
         for weight in weights:
             embeds = weight.name == "token_embd.weight"
-            stays = embeds or any(re.search(pattern, weight.name) for pattern in self._on_host)
+            stays = weight.name in _INPUT or any(re.search(pattern, weight.name) for pattern in self._on_host)
             res += [weight._replace(device=host)] * stays
             res += [weight] * (not stays or (embeds and tied))
         return res
@@ -259,11 +262,16 @@ class Model:
         if not 0 <= token < self.n_vocab:
             raise self._no_token(token)
 
-    def check_ids(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
-        """Raise UsageError unless all tokens (n,) are ids of the vocabulary."""
-        wrong = tokens[(tokens < 0) | (tokens >= self.n_vocab)]
+    def ids(self, tokens: npt.ArrayLike) -> Tokens:
+        """Return token ids as (n,) int32. Raises UsageError unless all are of the vocabulary."""
+        given = np.asarray(tokens)
+        if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
+            msg = f"{str(tokens)[:100]!r} is not a list of token ids: give integers, such as [1, 2, 3]"
+            raise errors.UsageError(msg)
+        wrong = given[(given < 0) | (given >= self.n_vocab)]  # before the cast, in which 2**32 would become 0
         if len(wrong):
             raise self._no_token(int(wrong[0]))
+        return np.ascontiguousarray(given, np.int32)
 
     def _no_token(self, token: int) -> errors.UsageError:
         return errors.UsageError(f"token {token:,} is not in the vocabulary: ids are 0 to {self.n_vocab - 1:,}")

@@ -1,11 +1,8 @@
 """A sequence that can be saved while it continues, and restored in this process or another."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
 
 from pyllama_kvflash.errors import HostMemoryError, KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.files import model_parts
@@ -128,10 +125,10 @@ class SavedSequence:
     # restore
     #
 
-    def restore(self, file: SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
+    def restore(self, file: SnapshotFile, prompt: Tokens | None = None) -> int:
         """Put a snapshot into the sequence, which must be empty; see KVSequence.restore. Returns the positions."""
         sequence = self.sequence
-        n = usable(file.outline, self.identity, None if prompt is None else np.ascontiguousarray(prompt, np.int32))
+        n = usable(file.outline, self.identity, prompt)
         if n > sequence.options.n_ctx:
             msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger `n_ctx`"
             raise SnapshotError(msg)
