@@ -122,6 +122,11 @@ enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, ... };
 enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
 int32_t     llama_vocab_n_tokens(const struct llama_vocab * vocab);
 bool        llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
+llama_token llama_vocab_fim_pre(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_suf(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_mid(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_rep(const struct llama_vocab * vocab);
+llama_token llama_vocab_fim_sep(const struct llama_vocab * vocab);
 int32_t     llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len,
                            llama_token * tokens, int32_t n_tokens_max, bool add_special, bool parse_special);
 int32_t     llama_token_to_piece(const struct llama_vocab * vocab, llama_token token,
