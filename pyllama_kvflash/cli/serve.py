@@ -1,9 +1,11 @@
 """`kvflash serve`: serve the OpenAI protocol over one pool."""
 
+import json
 import logging
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -73,6 +75,10 @@ SERVER = params.options(
     click.option("--strict/--no-strict", default=False, show_default=True, envvar="KVFLASH_STRICT",
                  help="Refuse fields of a request that are not known (400), to test a client. Else they are named in the"
                  " log and in the header KVFlash-Warning."),
+    click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+                 envvar="KVFLASH_LOG_FORMAT",
+                 help="Format of the log on stderr: a line for people about each request, or an object of JSON. -v adds the"
+                 " bodies of requests."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read. It needs a pool, which without a GPU takes more RAM than the full"
@@ -108,6 +114,7 @@ def serve(
     prefix_cache: str | None,
     prefix_cache_size: int,
     cache_min: int,
+    log_format: str,
     *,
     webui: bool,
     strict: bool,
@@ -119,20 +126,27 @@ def serve(
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
-    logging.basicConfig(format="kvflash: %(levelname)s: %(message)s", level=logging.WARNING)
+    reporter = _JSONReporter(quiet=quiet is True) if log_format == "json" else Reporter(quiet=quiet is True)
+    logging.basicConfig(
+        format="kvflash: %(levelname)s: %(message)s",
+        level=logging.WARNING,
+        handlers=[_JSONHandler() if log_format == "json" else logging.StreamHandler()],
+    )
     sampling = params.sampling(options, None)
     check_max_tokens(n_predict, least=1)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
-    reporter = Reporter(quiet=quiet is True)
     path = model_path(model_arg, model, reporter)
     check_file(path)
     template = read_template(template_file)
     if quiet is False:
         native.show_log()
-    settings = Settings(alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui, strict)
+    settings = Settings(
+        alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
+        log_bodies=quiet is False,
+    )  # fmt: skip
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
         n_queue=n_queue,
@@ -147,9 +161,41 @@ def serve(
         )
     shown = f"[{host}]" if ":" in host else host
     reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}/v1, model {settings.name}")
-    server = Server(scheduler, settings, reporter.note)
+    log = reporter.line if isinstance(reporter, _JSONReporter) else reporter.note
+    server = Server(scheduler, settings, reporter.note, log)
     run(server.app(), scheduler, listening, grace=grace, note=reporter.note)
     server.close()
+
+
+class _JSONReporter(Reporter):
+    """A reporter whose notes are objects of JSON, one a line."""
+
+    def note(self, text: str) -> None:
+        """Show a line of information."""
+        self.line(_message("info", text))
+
+    def warn(self, text: str) -> None:
+        """Show a warning, even if quiet."""
+        click.echo(_message("warning", text), err=True)
+
+    def line(self, text: str) -> None:
+        """Show a line that is JSON already."""
+        if not self.quiet:
+            click.echo(text, err=True)
+
+
+def _message(level: str, text: str) -> str:
+    return json.dumps(
+        {"time": datetime.now(UTC).astimezone().isoformat("T", "milliseconds"), "level": level, "message": text}
+    )
+
+
+class _JSONHandler(logging.StreamHandler[TextIO]):
+    """Shows records of the log as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return _message(record.levelname.lower(), logging.Formatter("%(message)s").format(record))
 
 
 def _opener(

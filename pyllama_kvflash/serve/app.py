@@ -22,7 +22,8 @@ from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
-from pyllama_kvflash.serve.job import Finished, Job
+from pyllama_kvflash.serve.job import Job
+from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder
 from pyllama_kvflash.serve.protocols.answer_fields import MAX_SEED
 from pyllama_kvflash.serve.protocols.fields import parse_json
@@ -54,6 +55,7 @@ class Settings:
     template: a chat template in place of the model's own.
     webui: whether there is a page at /.
     strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
+    log_format: of the lines about requests, "text" or "json". log_bodies: whether the log has the requests' bodies.
     """
 
     name: str
@@ -64,13 +66,17 @@ class Settings:
     template: str | None = None
     webui: bool = True
     strict: bool = False
+    log_format: str = "text"
+    log_bodies: bool = False
 
 
 class Server:
-    """The HTTP handlers. note: called with a line about each answer, and with warnings."""
+    """The HTTP handlers. note: called with warnings and bodies. log: called with a line about each request; None: note is."""
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None) -> None:
-        self._scheduler, self._settings, self._note = scheduler, settings, note
+    def __init__(
+        self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None, log: Note | None = None
+    ) -> None:
+        self._scheduler, self._settings, self._note, self._log = scheduler, settings, note, log or note
         self._prompts = PromptBuilder(settings.name, settings.sampling, settings.template, strict=settings.strict)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
@@ -96,7 +102,8 @@ class Server:
         handlers = {RequestError: on_request_error, HTTPException: on_http, Exception: on_error}
         app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
         app.router.redirect_slashes = False
-        return Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
+        guarded = Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
+        return Logged(guarded, self._log, s.log_format)
 
     def close(self) -> None:
         """End the threads that read requests, after the requests they have."""
@@ -178,14 +185,14 @@ class Server:
                 self._scheduler.metrics.request("invalid" if err.status < 429 else "rejected")  # noqa: PLR2004
                 raise
             headers = self._warned(found.warnings)
+            entry = entry_of(request.scope)
             exchange.submit(job)
             if found.parsed.stream:
-                return Stream(exchange, reply, self._log, headers, protocol.media)
+                return Stream(exchange, reply, entry, headers, protocol.media)
             with exchange:
-                done = await exchange.whole(reply, request.receive)
-            if done is None:
+                done = await exchange.whole(reply, entry, request.receive)
+            if not done:
                 return Response(status_code=499)  # the client is gone
-            self._log(done)
             return JSONResponse(reply.whole(), headers=headers)
 
         return handle
@@ -232,6 +239,8 @@ class Server:
         if self._scheduler.phase != Phase.READY:  # before the client sends megabytes in vain
             raise _not_ready(self._scheduler.phase)
         body = await body_of(request, self._settings.max_body)
+        if self._settings.log_bodies:
+            self._note(f"{request.method} {request.url.path[:100]} body: {shown_body(body)}")
         try:
             self._scheduler.admit()
         except NotReady:
@@ -253,12 +262,6 @@ class Server:
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens
         return min(max_tokens, most)
-
-    def _log(self, done: Finished) -> None:
-        self._note(
-            f"{done.n_prompt:,} tokens of prompt ({done.n_cached:,} cached), {done.n_answer:,} of answer in"
-            f" {done.seconds:.1f} s: {done.reason}"
-        )
 
 
 def _not_ready(state: Phase) -> RequestError:

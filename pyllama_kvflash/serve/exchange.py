@@ -1,7 +1,7 @@
 """The handler's end of a job: it receives the scheduler's updates, and cancels the job if the client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
+from pyllama_kvflash.serve.log import Entry
 from pyllama_kvflash.serve.protocols.protocol import Reply
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
@@ -74,9 +75,8 @@ class Exchange:
             pass
         self._updates.put_nowait(None)
 
-    async def whole(self, reply: Reply, receive: Receive) -> Finished | None:
-        """Pass all updates to a reply. Returns the last Finished; None: the client is gone. Raises RequestError."""
-        done: Finished | None = None
+    async def whole(self, reply: Reply, entry: Entry, receive: Receive) -> bool:
+        """Pass all updates to a reply. entry: gets the answers. Returns whether the client is still there. Raises RequestError."""
         async with aclosing(self.updates(receive)) as updates:
             async for update in updates:
                 if isinstance(update, Text):
@@ -84,9 +84,9 @@ class Exchange:
                 elif isinstance(update, Failed):
                     raise _request_error(update)
                 elif isinstance(update, Finished):
+                    entry.finished(update)
                     reply.end(update)
-                    done = update
-        return None if self._n_left else done
+        return not self._n_left
 
 
 def _request_error(failed: Failed) -> RequestError:
@@ -103,15 +103,15 @@ class Stream(Response):
         self,
         exchange: Exchange,
         reply: Reply,
-        finished: Callable[[Finished], None],
+        entry: Entry,
         headers: Mapping[str, str],
         media: str,
     ) -> None:
-        """headers: added to those of a stream. media: its type."""
+        """entry: gets the answers. headers: added to those of a stream. media: its type."""
         more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type=media, headers={**headers, **more})
         del self.headers["content-length"]
-        self._exchange, self._reply, self._finished = exchange, reply, finished
+        self._exchange, self._reply, self._entry = exchange, reply, entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Send the whole stream."""
@@ -133,8 +133,9 @@ class Stream(Response):
             case Reading():
                 return self._reply.reading(update)
             case Finished():
-                self._finished(update)
+                self._entry.finished(update)
                 return self._reply.end(update)
             case Failed():
+                self._entry.error = update.message
                 return self._reply.failed(_request_error(update))
         return self._reply.alive()

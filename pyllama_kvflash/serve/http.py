@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pyllama_kvflash.serve.log import entry_of
 from pyllama_kvflash.serve.protocols import anthropic_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
@@ -59,8 +60,10 @@ def _too_large(limit: int) -> RequestError:
 #
 
 
-def _response(path: str, err: RequestError) -> Response:
-    """Return the response for an error, in the form of the path's protocol."""
+def _response(scope: Scope, err: RequestError) -> Response:
+    """Return the response for an error, in the form of the path's protocol, and log it."""
+    path = scope["path"]
+    entry_of(scope).error = err.message
     if path.startswith("/v1/messages"):
         return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
     return err.response()
@@ -68,21 +71,23 @@ def _response(path: str, err: RequestError) -> Response:
 
 async def on_request_error(request: Request, err: RequestError) -> Response:
     """Answer a request that is refused."""
-    return _response(request.url.path, err)
+    return _response(request.scope, err)
 
 
 async def on_http(request: Request, err: HTTPException) -> Response:
     """Answer a request for an unknown path or method."""
     path = request.url.path
     if err.status_code == 404:  # noqa: PLR2004
-        return _response(path, RequestError(404, f"{path[:200]} is not a path of this server", code="not_found"))
+        return _response(
+            request.scope, RequestError(404, f"{path[:200]} is not a path of this server", code="not_found")
+        )
     msg = f"{path[:200]} does not take {request.method}: {err.detail}"
-    return _response(path, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
+    return _response(request.scope, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
 
 
 async def on_error(request: Request, _err: Exception) -> Response:
     """Answer a request that failed by a bug."""
-    return _response(request.url.path, RequestError(500, "an error in the server: its log has the details"))
+    return _response(request.scope, RequestError(500, "an error in the server: its log has the details"))
 
 
 #
@@ -103,7 +108,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
         err = None if scope["type"] != "http" or scope["path"] in self._free else self._refused(scope)
-        app = self._app if err is None else _response(scope["path"], err)
+        app = self._app if err is None else _response(scope, err)
         await app(scope, receive, send)
 
     def _refused(self, scope: Scope) -> RequestError | None:

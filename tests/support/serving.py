@@ -61,11 +61,12 @@ class Running:
 
     def __init__(
         self, scheduler: Scheduler | None = None, *, ready: bool = True, n_queue: int = 8, key: str | None = None,
-        n_predict: int = -1, max_body: int = 1 << 20, template: str | None = TEMPLATE, webui: bool = True, strict: bool = False, **options: Any,
+        n_predict: int = -1, max_body: int = 1 << 20, template: str | None = TEMPLATE, webui: bool = True, strict: bool = False,
+        log_format: str = "text", log_bodies: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler or Scheduler(open_needle(**options), n_queue=n_queue)
         self.notes: list[str] = []
-        settings = Settings(NAME, Sampling(), n_predict, max_body, key, template, webui, strict)
+        settings = Settings(NAME, Sampling(), n_predict, max_body, key, template, webui, strict, log_format, log_bodies)
         self._handlers = Server(self.scheduler, settings, self.notes.append)
         app = self._handlers.app()
         self._socket = bound("127.0.0.1", 0)
