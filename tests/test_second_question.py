@@ -345,11 +345,13 @@ def test_a_prompt_beyond_the_host_limit_leaves_the_text(opened: Open) -> None:
     n_most = kv.pager.shared.memory.record_bytes
     n_fit = (1 << 20) // n_most * CHUNK
     asked(kv, TOKENS[: n_fit // 2])
-    held = kv.tokens
+    held, holder = kv.tokens, kv.sequence.holder
     prompt = joined(TOKENS[: n_fit // 4], TOKENS[5000 : 5000 + n_fit])
-    with pytest.raises(HostMemoryError):
-        list(kv.generate(prompt))
-    assert np.array_equal(kv.tokens, held)
+    for append in (False, True):
+        with pytest.raises(HostMemoryError):
+            list(kv.generate(prompt, append=append))
+        assert np.array_equal(kv.tokens, held)
+        assert kv.sequence.holder is holder, "whoever had it can go on"
     fits = joined(TOKENS[: n_fit // 4], TOKENS[5000 : 5000 + n_fit // 2])
     assert n_read(kv, fits, 0) == n_fit // 2
 

@@ -13,7 +13,7 @@ from support import snapshots
 from support.runs import Open
 from support.snapshots import GREEDY, MORE, STATEFUL, TOKENS, Odd, answer, assert_same, go_on, ids, read
 
-from pyllama_kvflash import KVFlash, Reselect, Warn
+from pyllama_kvflash import Done, KVFlash, Reselect, Warn
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
@@ -197,6 +197,24 @@ def test_a_damaged_record_is_read_anew(opened: Open, saved: Path, snap: Path, po
     assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
     assert ids(events) == answer(cold, [*TOKENS[:2000], *MORE[:100]], append=False)
     assert_same(go_on(kv), go_on(cold))
+    kv.check_integrity()
+
+
+@pytest.mark.usefixtures("wordless")
+def test_a_damaged_record_that_another_prompt_shares_is_read_anew(opened: Open, saved: Path, snap: Path) -> None:
+    """Found as the text is cut to what both begin with, which is out: there is the same warning."""
+    kv, cold = opened(policy="lru"), opened(policy="lru")
+    chunk = first_out(saved)
+    kv.restore(damaged(saved, chunk, snap))
+    prompt = [*TOKENS[: 64 * chunk + 40], *MORE[:100]]
+    events = list(kv.generate(prompt, max_tokens=20, sampling=GREEDY))
+    (warning,) = [event.text for event in events if isinstance(event, Warn)]
+    assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
+    assert events[0] == Warn(warning), "before anything is read"
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert done.stats.n_prompt == len(prompt)
+    assert ids(events) == answer(cold, prompt, 20, append=False)
     kv.check_integrity()
 
 

@@ -11,7 +11,7 @@ from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
-from pyllama_kvflash.errors import Interrupted, KVFlashError, UsageError
+from pyllama_kvflash.errors import Interrupted, KVFlashError, SnapshotError, UsageError
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
@@ -129,27 +129,25 @@ class Decoder:
         if self.drafts:
             self.drafts.truncate(n_tokens)
 
-    def keep_common(self, tokens: Tokens) -> int:
+    def keep_common(self, tokens: Tokens) -> tuple[int, SnapshotError | None]:
         """Leave only what the sequence has in common with a prompt (n,) int32, less its last token, which must give logits.
 
-        Returns the number of positions. It is 0, and all is forgotten, if only BOS is the same, or if the memory cannot go back
-        (a recurrent state, a sliding window, a damaged snapshot). Raises HostMemoryError, and changes nothing, if
-        `host_limit` does not allow the prompt.
+        Returns the number of positions, and a damage that was found. It is 0, and all is forgotten, if only BOS is the same, or
+        if the memory cannot go back (a recurrent state, a sliding window, a damaged snapshot).
         """
-        sequence = self.sequence
-        if sequence.pager:
-            sequence.pager.check_limit(len(tokens))
-        n = n_common(sequence.tokens, tokens[:-1])
+        n, damage = n_common(self.sequence.tokens, tokens[:-1]), None
         try:
             if n > 1:
                 self.rollback(n)
-                return n
+                return n, None
         except Interrupted:  # nothing is forgotten then
             raise
+        except SnapshotError as err:
+            damage = err
         except KVFlashError:  # then all is read
             pass
         self.clear()
-        return 0
+        return 0, damage
 
     #
     # batches

@@ -51,8 +51,10 @@ class Generation:
         self._began: float | None = None  # when the answer began
         self._writer = Writer(decoder, self.answer, Sampler(sampling or Sampling(), model))
         self._claim = decoder.claim()
+        self._damage: SnapshotError | None = None  # found in what was to stay of the text
         if whole:  # last: whatever refuses the prompt has left the text as it was
-            prompt = prompt[decoder.keep_common(prompt) :]
+            n_kept, self._damage = decoder.keep_common(prompt)
+            prompt = prompt[n_kept:]
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet
@@ -104,12 +106,14 @@ class Generation:
 
     def rest(self) -> Iterator[Event]:
         """Read and answer to the end. A damaged text is read anew, and Ctrl-C ends the answer as it is."""
+        if self._damage:
+            yield _read_again(self._damage)
         try:
             while not self.ended:
                 try:
                     yield from self.read() if self.reading else self.step()
                 except SnapshotError as err:
-                    yield Warn(f"{err}; what was restored is read again")
+                    yield _read_again(err)
                     self.recover()
         except Interrupted:
             self.answer.reason = "interrupted"
@@ -299,6 +303,10 @@ class Generation:
                 " again, and decoding is lossless from here on"
             ),
         ]
+
+
+def _read_again(err: SnapshotError) -> Warn:
+    return Warn(f"{err}; what was restored is read again")
 
 
 def step_together(generations: Sequence[Generation]) -> list[list[Event]]:

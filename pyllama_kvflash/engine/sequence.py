@@ -241,7 +241,10 @@ class KVSequence:
         tokens = self.tokenize(prompt, add_special=not append) if isinstance(prompt, str | bytes) else prompt
         if append and self.sequence.pending is not None:
             tokens = np.concatenate([[self.sequence.pending], tokens]).astype(np.int32)
-        self.decoder.check_fits(len(tokens), self.sequence.n_tokens if append else 0)
+        at = self.sequence.n_tokens if append else 0
+        self.decoder.check_fits(len(tokens), at)
+        if self.sequence.pager and len(prompt):
+            self.sequence.pager.check_limit(at + len(tokens))
         return tokens
 
     #
