@@ -88,8 +88,14 @@ def test_truncated_model(tmp_path: Path, cut: str) -> None:
     }
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: places.get(cut) or int(cut)])
+    in_data = cut in {"data", "data+1", "half", "end-1"}
+    what = (
+        f"it is incomplete, with {path.stat().st_size:,} of {len(data):,} bytes"
+        if in_data
+        else "its header ends beyond"
+    )
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, path), RUNTIME, str(path), "cannot be loaded")
+        check_error(kvflash(*command, path), RUNTIME, f"{path} cannot be loaded: {what}", "download it again")
 
 
 def test_unknown_architecture(tiny_path: Callable[[str], Path]) -> None:
@@ -299,7 +305,7 @@ def test_prompt_of_more_records_than_are_allowed(tmp_path: Path, form: tuple[str
     assert re.search(r"\b12[45] chunk records take 4[67]\.\d\d MiB", sentence), sentence
     assert res.err == sentence + "\n"
     assert path.read_text() == "mine"
-    check_error(kvflash("run", *RECORDS, "--kvflash-host", "1", stdin=b"word " * 40), RUNTIME, "0.00 KiB are allowed")
+    check_error(kvflash("run", *RECORDS, "--kvflash-host", "1K", stdin=b"word " * 40), RUNTIME, "1.00 KiB are allowed")
 
 
 @LOADING
@@ -320,7 +326,7 @@ def test_a_prompt_that_fits_the_pool_takes_no_more_than_is_allowed() -> None:
     """Its records are kept, too: a pool is no way around the limit. The full cache has none."""
     args, stdin = ("run", *RECORDS), b"word " * 200
     check_error(kvflash(*args, "--kvflash-host", "1M", stdin=stdin), RUNTIME, "chunk records take")
-    check_good(kvflash(*args, "--kvflash", "off", "--kvflash-host", "1", stdin=stdin))
+    check_good(kvflash(*args, "--kvflash", "off", "--kvflash-host", "1K", stdin=stdin))
 
 
 @LOADING
