@@ -19,6 +19,7 @@ MODES = ("fast", "lossless")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
+_NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
 _CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
@@ -220,6 +221,9 @@ class Options:
         check_choice(self.type_k, tuple(CACHE_TYPES), "type_k")
         check_choice(self.type_v, tuple(CACHE_TYPES), "type_v")
         check_choice(self.flash_attn, FLASH_ATTN, "flash_attn")
+        if self.flash_attn == "off" and self.type_v not in _NOT_QUANTISED:
+            msg = f"`type_v` is {self.type_v}, which needs flash attention, and `flash_attn` is off: leave one of the two out"
+            raise UsageError(msg)
         if isinstance(self.pool, str):
             check_choice(self.pool, ("auto", "off"), "pool")
         else:

@@ -41,7 +41,7 @@ def kv() -> Iterator[KVFlash]:
 #
 
 
-@pytest.mark.parametrize("temperature", [2**-30 - 2**-60, 1e-12, 1e-30, 1e-37, 1e-38, 1e-40, 1e-45, 1e-320, 0.0, -1.0])
+@pytest.mark.parametrize("temperature", [2**-30 - 2**-60, 1e-12, 1e-30, 1e-37, 1e-38, 1e-40, 1e-45, 1e-320, 0.0])
 def test_so_cold_that_it_is_greedy(kv: KVFlash, temperature: float) -> None:
     """Logits divided by 1e-38 are infinite, and any token was drawn."""
     cold = Sampling(temperature=temperature, seed=1, top_k=0, top_p=1, min_p=0)

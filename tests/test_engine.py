@@ -21,7 +21,7 @@ from support.changes import crossed
 from support.models import Geometry, model_file
 from support.runs import GREEDY, LRU, TOKENS, Open, feed, logits_of, out, text_of
 
-from pyllama_kvflash import Done, KVFlash, KVFlashError, Paged, Prefill, Sampling, Token, as_dict
+from pyllama_kvflash import Done, KVFlash, Paged, Prefill, Sampling, Token, as_dict
 from pyllama_kvflash.errors import ModelError, UnsupportedError, UsageError
 from pyllama_kvflash.native import NONE
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
@@ -339,7 +339,7 @@ def test_bad_files(tiny_path: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("mamba", "deepseek32"):
         with pytest.raises(UnsupportedError, match="cannot be pooled"):
             KVFlash.from_file(tiny_path(name), **SMALL)
-    with pytest.raises(KVFlashError, match="flash_attn"):
+    with pytest.raises(UsageError, match="`type_v` is q8_0, which needs flash attention, and `flash_attn` is off"):
         KVFlash.from_file(tiny_path("qwen3"), **SMALL, type_v="q8_0", flash_attn="off")
 
 

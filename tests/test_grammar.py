@@ -242,6 +242,8 @@ def test_what_the_model_says_anyway_is_not_changed(kv: KVFlash) -> None:
         ('root ::= ("a"{2}){9223372036854775808}', "nothing can come {9223372036854775808} times"),
         ('root ::= "{2,1}\\"{2,1}" [{2,1}\\]{2,1}] "a"{1,2} "b"{0,0} "c"{3} "d"{2,} # {2,1}\n', None),
         ("root", "expecting ::="),
+        ("root ::=", "it allows no token"),
+        ('root ::= a | ""\na ::= # nothing', "it allows no token"),
     ],
 )
 def test_bad_grammars(kv: KVFlash, grammar: str, words: str | None) -> None:

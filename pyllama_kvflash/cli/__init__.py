@@ -23,6 +23,7 @@ from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.speed import paging, speed
+from pyllama_kvflash.cli.stderr import drop_what_fails
 from pyllama_kvflash.errors import KVFlashError, UsageError
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -50,7 +51,8 @@ No output goes over a file that the command reads: that is refused before anythi
 replaced only once the new one is whole; it keeps its mode and owner, and a link to it stays a link.
 
 \b
-Exit codes: 0 done; 1 it failed while running; 2 an option, a file or the prompt is at fault; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 2 the command is wrong: an option, the name of a file, or the prompt; 1 anything else failed: a model cannot
+be loaded, memory or a disk is full, or less memory is allowed than the text takes; 130 stopped by Ctrl-C.
 """
 
 
@@ -69,6 +71,7 @@ class Group(click.Group):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit."""
         extra["standalone_mode"] = False
+        drop_what_fails()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # show a question mark for what the terminal cannot show
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from pyllama_kvflash.errors import check_range
+from pyllama_kvflash.errors import UsageError, out_of_range
 from pyllama_kvflash.events import Probs, Token
 from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.text import TextStream
@@ -13,8 +13,9 @@ _TAIL = 8  # tokens that have a character's bytes: of four, and special ones amo
 
 def check_max_tokens(max_tokens: int, least: int = 0) -> None:
     """Raise UsageError unless max_tokens is a number of tokens from `least` on, or -1."""
-    if max_tokens != -1:
-        check_range(max_tokens, least, MAX_ANSWER, "max_tokens", "-1 continues until the context is full")
+    if max_tokens != -1 and not least <= max_tokens <= MAX_ANSWER:
+        msg = f"{out_of_range(max_tokens, least, MAX_ANSWER, '`max_tokens`')}, or -1, which continues until the context is full"
+        raise UsageError(msg)
 
 
 class Answer:

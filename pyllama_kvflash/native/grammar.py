@@ -129,7 +129,10 @@ def _new(given: Grammar, model: Model, tokens: Any) -> Any:
     except errors.UsageError as err:
         raise unusable(str(err)) from None
     del keep  # the library has copied all of it
-    return ffi.gc(found[0], lib.kvf_grammar_free)
+    res = ffi.gc(found[0], lib.kvf_grammar_free)
+    if not (given.lazy or given.after) and all(model.is_eog(int(t)) for t in np.flatnonzero(_mask(res, model.n_vocab))):
+        raise unusable("it allows no token, so that every answer would be empty")
+    return res
 
 
 class Follower:
@@ -152,9 +155,13 @@ class Follower:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return which tokens may follow, (n_vocab,), if the grammar has begun."""
-        words = np.zeros(-(-self._n_vocab // 64), "<u8")
-        check(lib.kvf_grammar_mask(self.handle, ffi.from_buffer("uint64_t[]", words), len(words)))
-        return np.unpackbits(words.view(np.uint8), bitorder="little")[: self._n_vocab].astype(bool)
+        return _mask(self.handle, self._n_vocab)
+
+
+def _mask(handle: Any, n_vocab: int) -> npt.NDArray[np.bool_]:
+    words = np.zeros(-(-n_vocab // 64), "<u8")
+    check(lib.kvf_grammar_mask(handle, ffi.from_buffer("uint64_t[]", words), len(words)))
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:n_vocab].astype(bool)
 
 
 def _copy(handle: Any) -> Any:

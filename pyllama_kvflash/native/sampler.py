@@ -27,7 +27,7 @@ are infinite, their differences are not numbers, and any token is drawn."""
 class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
-    temperature 0 or below, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0,
+    temperature 0, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0,
     repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
     logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
     (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
@@ -51,7 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        errors.check_range(self.temperature, -math.inf, 1e3, "temperature")
+        errors.check_range(self.temperature, 0, 1e3, "temperature", "0 is greedy")
         errors.check_range(self.top_k, 0, 2**31 - 1, "top_k")
         errors.check_range(self.top_p, 0, 1, "top_p")
         errors.check_range(self.min_p, 0, 1, "min_p")
