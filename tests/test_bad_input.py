@@ -370,6 +370,19 @@ def test_closed_streams(redirect: str) -> None:
     assert res.code in {RUNTIME, USAGE}  # stdin has nothing to read, or is closed
 
 
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&1 >$OUT | true"])
+def test_messages_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redirect: str) -> None:
+    """A full disk, or a reader that is gone: the answer is written, and the exit code the same."""
+    want = kvflash("run", *HELLO).out
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    res = shell(f'"$K" "$@" {redirect}', "run", *HELLO, "--stats")
+    assert (res.code, res.err) == (0, "")
+    assert (res.out or (tmp_path / "out").read_text()) == want
+    code = tmp_path / "code"
+    shell(f'{{ "$K" "$@"; echo $? > {code}; }} {redirect}', "run", "no-such.gguf", "-p", "x")
+    assert code.read_text() == f"{USAGE}\n"
+
+
 def test_output_encoding_that_cannot_show_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     for args in (
