@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,10 +26,12 @@ from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_req
 from pyllama_kvflash.serve.job import Job
 from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder
+from pyllama_kvflash.serve.protocols import responses_response
 from pyllama_kvflash.serve.protocols.answer_fields import MAX_SEED
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, PreparedRequest
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.protocols.table import ANSWERS
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
 
@@ -56,6 +59,7 @@ class Settings:
     webui: whether there is a page at /.
     strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
     log_format: of the lines about requests, "text" or "json". log_bodies: whether the log has the requests' bodies.
+    responses: the folder in which responses are kept; None: they are kept in memory only.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Settings:
     strict: bool = False
     log_format: str = "text"
     log_bodies: bool = False
+    responses: Path | None = None
 
 
 class Server:
@@ -77,7 +82,10 @@ class Server:
         self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None, log: Note | None = None
     ) -> None:
         self._scheduler, self._settings, self._note, self._log = scheduler, settings, note, log or note
-        self._prompts = PromptBuilder(settings.name, settings.sampling, settings.template, strict=settings.strict)
+        self._responses = ResponseStore(settings.responses)
+        self._prompts = PromptBuilder(
+            settings.name, settings.sampling, settings.template, self._responses, strict=settings.strict
+        )
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
         self._logged: set[str] = set()
@@ -94,6 +102,7 @@ class Server:
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(path, self._answers(protocol), methods=["POST"]) for path, protocol in ANSWERS.items()),
             Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
+            Route("/v1/responses/{name}", self._kept, methods=["GET", "DELETE"]),
         ]
         s = self._settings
         if s.webui:
@@ -106,8 +115,9 @@ class Server:
         return Logged(guarded, self._log, s.log_format)
 
     def close(self) -> None:
-        """End the threads that read requests, after the requests they have."""
+        """End the threads that read requests, after the requests they have, and write responses that are kept."""
         self._readers.shutdown(wait=False)
+        self._responses.close()
 
     #
     # about the server
@@ -216,6 +226,15 @@ class Server:
             n = await asyncio.get_running_loop().run_in_executor(self._readers, self._prompts.count, kv, body)
         self._scheduler.leave()
         return JSONResponse({"input_tokens": n})
+
+    async def _kept(self, request: Request) -> Response:
+        """Show or delete a response that is kept."""
+        name = str(request.path_params["name"])
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._readers, responses_response.deleted if request.method == "DELETE" else responses_response.shown,
+            self._responses, name,
+        )  # fmt: skip
+        return JSONResponse(found)
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
         """Return the job of a request. Each further answer is another job after it."""

@@ -14,6 +14,7 @@ from pyllama_kvflash.serve.protocols import anthropic_request
 from pyllama_kvflash.serve.protocols.fields import Unknown, parse_json
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, ParsedRequest, PreparedRequest, Served, TooLong
 from pyllama_kvflash.serve.protocols.request_error import invalid
+from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 
 _PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
 _SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
@@ -22,12 +23,15 @@ _SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may
 class PromptBuilder:
     """Turns bodies into prompts. Several threads may use one."""
 
-    def __init__(self, name: str, defaults: Sampling, template: str | None, *, strict: bool = False) -> None:
+    def __init__(
+        self, name: str, defaults: Sampling, template: str | None, responses: ResponseStore, *, strict: bool = False
+    ) -> None:
         """name: the model's, for clients. defaults: for the fields that a request leaves out.
 
-        template: replaces the model's own; None: use that. strict: refuse fields that are not known.
+        template: replaces the model's own; None: use that. responses: earlier ones. strict: refuse fields that are not known.
         """
         self._name, self._defaults, self._source, self._strict = name, defaults, template, strict
+        self._responses = responses
         self._template: ChatTemplate | None = None
 
     def prepare(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
@@ -57,7 +61,7 @@ class PromptBuilder:
             raise invalid(str(err), "messages") from None
 
     def _served(self, kv: KVFlash) -> Served:
-        return Served(kv, self._name, self._defaults, Unknown(strict=self._strict))
+        return Served(kv, self._name, self._defaults, Unknown(strict=self._strict), self._responses)
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
         """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp does not know the template."""

@@ -122,20 +122,10 @@ def _messages(value: Any, pins: _Pins, unknown: Unknown) -> list[dict[str, Any]]
     res: list[dict[str, Any]] = []
     for message in found:  # in this protocol, two turns of one role in a row are one turn
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
-            res[-1] = _merged(res[-1], message)
+            res[-1] = conversation.merged(res[-1], message)
         else:
             res.append(message)
     return res
-
-
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    res: dict[str, Any] = {"role": one["role"]}
-    for key in ("content", "reasoning_content"):
-        if content := [m[key] for m in (one, other) if m.get(key)]:
-            res[key] = "\n".join(content)
-    if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
-        res["tool_calls"] = calls
-    return {"content": "", **res}
 
 
 def _message(value: Any, at: str, pins: _Pins, unknown: Unknown) -> list[dict[str, Any]]:

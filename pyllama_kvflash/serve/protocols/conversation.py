@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,17 @@ def messages(value: Any, unknown: Unknown) -> tuple[Message, ...]:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
     return tuple(_message(m, f"messages[{i}]", called, unknown) for i, m in enumerate(value))
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return two messages of one role, of which other follows, as one."""
+    res: dict[str, Any] = {"role": one["role"]}
+    for key in ("content", "reasoning_content"):
+        if content := [m[key] for m in (one, other) if m.get(key)]:
+            res[key] = "\n".join(content)
+    if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
+        res["tool_calls"] = calls
+    return {"content": "", **res}
 
 
 def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> Message:
@@ -121,12 +132,18 @@ def _is_text(part: Any) -> bool:
 #
 
 
-def tools(value: Any, parameters: str = "tools[{}].function.parameters") -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. parameters: the name of a tool's schema in messages. Raises RequestError."""
+def tools(
+    value: Any, parameters: str = "tools[{}].function.parameters", places: Sequence[int] | None = None
+) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request. parameters: the name of a tool's schema in messages.
+
+    places: of the tools in the request, where some are left out. Raises RequestError.
+    """
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools has {len(given)} tools: the limit is {MAX_TOOLS}", "tools", "invalid_value")
-    res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in enumerate(given))
+    numbered = zip(places or range(len(given)), given, strict=True)
+    res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in numbered)
     names = [tool["function"]["name"] for tool in res]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"tools has two tools with the name {twice}: rename one", "tools", "invalid_value")

@@ -24,12 +24,13 @@ _KINDS: dict[type, str] = {
 
 
 class Unknown:
-    """Fields of a request that this server does not know. They have no effect, so the client is told."""
+    """Parts of a request that have no effect, such as fields that this server does not know: the client is told."""
 
     def __init__(self, *, strict: bool = False) -> None:
         """strict: refuse them."""
         self.strict = strict
         self.names: list[str] = []
+        self._left_out: list[str] = []
 
     def see(self, name: str) -> None:
         """Note an unknown field. Raises RequestError if unknown fields are refused."""
@@ -39,10 +40,18 @@ class Unknown:
         if name not in self.names and len(self.names) < _MAX_UNKNOWN:
             self.names.append(name)
 
+    def leave_out(self, name: str, why: str) -> None:
+        """Note a part of the request that the model does not see. Raises RequestError if unknown fields are refused."""
+        sentence = f"{name} is left out: {why}"
+        if self.strict:
+            raise invalid(f"{name} cannot be used: {why}", name, "unsupported_parameter")
+        if sentence not in self._left_out and len(self._left_out) < _MAX_UNKNOWN:
+            self._left_out.append(sentence)
+
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for each field."""
-        return tuple(f"{name!a} is not a known field, and has no effect" for name in self.names)
+        """A sentence for each of them."""
+        return (*(f"{name!a} is not a known field, and has no effect" for name in self.names), *self._left_out)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

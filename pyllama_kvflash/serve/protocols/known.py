@@ -57,20 +57,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_known(
-    fields: Mapping[str, Any], known: set[str], unknown: Unknown, ignored: set[str] = IGNORED, at: str = ""
-) -> None:
+    fields: Mapping[str, Any], known: set[str], unknown: Unknown, ignored: set[str] = IGNORED, at: str = "",
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+) -> None:  # fmt: skip
     """Note unknown fields. Raises RequestError for a value that would change the answer, and that this server cannot obey.
 
-    at: a prefix of the names in messages.
+    at: a prefix of the names in messages. unsupported: fields that are refused, with the values that have no effect.
     """
     for key, value in fields.items():
         if key in known or key in ignored:
             continue
-        if key not in UNSUPPORTED:
+        if key not in unsupported:
             unknown.see(f"{at}{key}")
         # True == 1, but is not a number of answers
-        elif not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[key]):
-            harmless = "".join(f", or give {json.dumps(v)}" for v in UNSUPPORTED[key])
+        elif not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in unsupported[key]):
+            harmless = "".join(f", or give {json.dumps(v)}" for v in unsupported[key])
             raise invalid(
                 f"{key} is not supported by this server: leave it out{harmless}", key, "unsupported_parameter"
             )

@@ -11,6 +11,7 @@ from pyllama_kvflash.native import Rendered, Sampling, Tokens
 from pyllama_kvflash.serve.job import Finished, Reading, Text
 from pyllama_kvflash.serve.protocols.fields import Unknown
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,14 @@ class Served:
     """What a request is checked against.
 
     name: the model's, for clients. defaults: for the fields that a request leaves out. unknown: collects the request's fields
-    that this server does not know.
+    that this server does not know. responses: earlier ones, which a request may continue.
     """
 
     kv: KVFlash
     name: str
     defaults: Sampling
     unknown: Unknown
+    responses: ResponseStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class ParsedRequest:
     tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
     schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
+    extra: what only the Reply of its protocol reads.
     """
 
     messages: tuple[Message, ...] = ()
@@ -50,6 +53,7 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     pin_seconds: float = 0.0
+    extra: Any = None
 
 
 @dataclass(frozen=True, slots=True)

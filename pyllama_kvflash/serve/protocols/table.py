@@ -1,13 +1,15 @@
 """The endpoints that answer, and their protocols."""
 
-from pyllama_kvflash.serve.protocols import anthropic_request, openai_request
+from pyllama_kvflash.serve.protocols import anthropic_request, openai_request, responses_request
 from pyllama_kvflash.serve.protocols.anthropic_response import AnthropicReply, too_long
 from pyllama_kvflash.serve.protocols.openai_response import OpenAIReply
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol
+from pyllama_kvflash.serve.protocols.responses_response import ResponsesReply
 
 ANSWERS = {
     "/v1/chat/completions": AnswerProtocol(openai_request.chat, OpenAIReply),
     "/v1/completions": AnswerProtocol(openai_request.completion, OpenAIReply),
     "/v1/messages": AnswerProtocol(anthropic_request.parse, AnthropicReply, too_long),
+    "/v1/responses": AnswerProtocol(responses_request.parse, ResponsesReply),
 }
 """By path. Each takes POST."""

@@ -1,0 +1,329 @@
+"""Requests of OpenAI's Responses API, checked and converted to the form of a chat."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyllama_kvflash.chat import Message
+from pyllama_kvflash.engine.answer import MAX_ANSWER
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.serve.protocols import conversation
+from pyllama_kvflash.serve.protocols.answer_fields import sampling_of
+from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, kind, obj, one_of, ranged, text
+from pyllama_kvflash.serve.protocols.known import IGNORED, check_known
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
+from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
+
+_SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias",
+}  # fmt: skip
+_KNOWN = _SAMPLING | {
+    "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "text", "reasoning",
+    "include", "store", "previous_response_id", "stream", "truncation", "metadata", "chat_template_kwargs",
+}  # fmt: skip
+_IGNORED = IGNORED | {"client_metadata", "max_tool_calls", "stream_options"}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+}
+_LOGPROBS = "message.output_text.logprobs"
+_REASONING = "reasoning.encrypted_content"
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and the field that has it."""
+
+_ITEM = {"type", "id", "status"}
+_FIELDS = {
+    "message": {"role", "content", "phase"},
+    "function_call": {"call_id", "name", "arguments", "namespace", "caller"},
+    "function_call_output": {"call_id", "output", "name"},
+    "reasoning": {"summary", "content", "encrypted_content"},
+}
+"""Fields of an item beside _ITEM, by its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What only the answer of this protocol needs.
+
+    echo: fields that the response repeats. items: of the conversation, without instructions.
+    store: keeps the response; None: it is not kept. packed: whether reasoning items have an encrypted_content.
+    """
+
+    echo: dict[str, Any]
+    items: list[dict[str, Any]]
+    store: ResponseStore | None
+    packed: bool
+
+
+def parse(body: dict[str, Any], served: Served) -> ParsedRequest:
+    """Check the body of POST /v1/responses. Raises RequestError."""
+    fields = {k: v for k, v in body.items() if v is not None}
+    check_known(fields, _KNOWN, served.unknown, _IGNORED, unsupported=_UNSUPPORTED)
+    get(fields, "model", str)  # any name: there is one model
+    earlier, given = _earlier(fields, served.responses), _input(fields, served.responses)
+    include = _include(array(fields, "include") or [])
+    tools = _tools(array(fields, "tools") or [], served.unknown)
+    tools, choice = _choice(fields.get("tool_choice"), tools)
+    if one_of({"truncation": "disabled", **fields}, "truncation", ("auto", "disabled")) == "auto":
+        served.unknown.leave_out("truncation 'auto'", "a conversation that does not fit the context is refused")
+    keep = get(fields, "store", bool)
+    asked = Asked(
+        echo=_echo(fields),
+        items=[*earlier, *given],
+        store=None if keep is False else served.responses,
+        packed=_REASONING in include,
+    )
+    return ParsedRequest(
+        sampling=sampling_of({k: v for k, v in fields.items() if k in _SAMPLING}, served),
+        messages=_messages(get(fields, "instructions", str), earlier, given, served.unknown),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
+        schema=_schema(obj(fields, "text") or {}, served.unknown),
+        chat_template_kwargs=_template_kwargs(fields, served.unknown),
+        max_tokens=ranged(fields, "max_output_tokens", int, 1, MAX_ANSWER),
+        stream=bool(get(fields, "stream", bool)),
+        extra=asked,
+    )
+
+
+def _echo(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the response repeats, without numbers that JSON does not have."""
+    res: dict[str, Any] = {
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": obj(fields, "metadata") or {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "truncation": "disabled",
+    }
+    res |= {key: fields[key] for key in res if key in fields}
+    return dict(json.loads(json.dumps(res), parse_constant=lambda _: None))
+
+
+def _include(value: list[Any]) -> list[Any]:
+    if any(not isinstance(name, str) for name in value):
+        raise invalid("include is not an array of strings", "include", "invalid_type")
+    if _LOGPROBS in value:
+        msg = f"include has {_LOGPROBS}, which this server does not support: leave it out"
+        raise invalid(msg, "include", "unsupported_parameter")
+    return value
+
+
+def _template_kwargs(fields: Mapping[str, Any], unknown: Unknown) -> dict[str, Any]:
+    """Return the template's settings."""
+    res, reasoning = dict(obj(fields, "chat_template_kwargs") or {}), obj(fields, "reasoning") or {}
+    check_known(reasoning, {"effort"}, unknown, {"summary", "generate_summary"}, "reasoning.")
+    if effort := get(reasoning, "effort", str, "reasoning.effort"):
+        res |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return res
+
+
+def _schema(asked: dict[str, Any], unknown: Unknown) -> Checked | None:
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
+    check_known(asked, {"format", "verbosity"}, unknown, at="text.")
+    if asked.get("verbosity") not in (None, "medium"):
+        unknown.leave_out("text.verbosity", "this server has no setting for it")
+    form = obj(asked, "format", "text.format")
+    which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), "text.format.type")
+    if form is None or which == "text":
+        return None
+    if which == "json_object":
+        return conversation.schema({"type": "object"}, "text.format")
+    if "schema" not in form:
+        raise invalid("text.format has no schema: give an object", "text.format.schema", "missing_field")
+    strict = bool(get(form, "strict", bool, "text.format.strict"))
+    return conversation.schema(form["schema"], "text.format.schema", strict=strict)
+
+
+#
+# items
+#
+
+
+def _earlier(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
+    """Return the items of the conversation that is continued. Raises RequestError."""
+    name = get(fields, "previous_response_id", str)
+    if name is None:
+        return []
+    kept = store.get(name)
+    if kept is None:
+        raise not_kept("previous_response_id", name, 400, "send the whole conversation as input")
+    return kept.conversation
+
+
+def not_kept(what: str, name: str, status: int, fix: str) -> RequestError:
+    """Return the error for a response that is not kept. what: how the request names it."""
+    msg = (
+        f"{what} is {name[:100]!r}, which is not kept here: it is of another server, had store: false, or was one of the"
+        f" oldest; {fix}"
+    )
+    return RequestError(status, msg, param=what, code="previous_response_not_found" if status == 400 else "not_found")  # noqa: PLR2004
+
+
+def _input(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
+    """Return the items of the input, without references. Raises RequestError."""
+    value = fields.get("input", [])
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid(f"input is {kind(value)}: give a string, or an array of items", "input", "invalid_type")
+    return [_resolved(as_object(item, f"input[{i}]", "a type"), f"input[{i}]", store) for i, item in enumerate(value)]
+
+
+def _resolved(item: dict[str, Any], at: str, store: ResponseStore) -> dict[str, Any]:
+    """Return the item that a reference names, or the item itself. Raises RequestError."""
+    if item.get("type") != "item_reference":
+        return item
+    name = text(item, "id", f"{at}.id")
+    found = store.item(name)
+    if found is None:
+        raise not_kept(f"{at}.id", name, 400, "send the item itself")
+    return found
+
+
+def _messages(
+    instructions: str | None, earlier: list[dict[str, Any]], given: list[dict[str, Any]], unknown: Unknown
+) -> tuple[Message, ...]:
+    """Return the messages of a chat. Two turns of one role in a row are one turn. Raises RequestError."""
+    seen = Unknown()  # the fields of earlier items were told before
+    found = [
+        {"role": "system", "content": instructions or ""},
+        *(_message(item, f"previous_response_id[{i}]", seen) for i, item in enumerate(earlier)),
+        *(_message(item, f"input[{i}]", unknown) for i, item in enumerate(given)),
+    ]
+    res: list[dict[str, Any]] = []
+    for message in filter(None, found if instructions else found[1:]):
+        if res and message["role"] == res[-1]["role"] != "tool":
+            res[-1] = conversation.merged(res[-1], message)
+        else:
+            res.append(message)
+    if not res:
+        raise invalid("input is missing: give a string, or an array of at least one item", "input", "missing_field")
+    return conversation.messages(res, unknown)
+
+
+def _message(item: dict[str, Any], at: str, unknown: Unknown) -> dict[str, Any] | None:
+    """Return an item as a message of a chat; None: it has nothing for the model."""
+    which = item.get("type") or "message"
+    if not isinstance(which, str):
+        raise invalid(f"{at}.type is {kind(which)}: give a string", f"{at}.type", "invalid_type")
+    if which not in _FIELDS:
+        unknown.leave_out(f"{at} (of the type {which[:100]!a})", "this server does not know such items")
+        return None
+    check_known(item, _ITEM | _FIELDS[which], unknown, set(), f"{at}.")
+    match which:
+        case "message":
+            role = _ROLES[one_of(item, "role", tuple(_ROLES), f"{at}.role")]
+            return {"role": role, "content": _texts(item.get("content"), f"{at}.content")}
+        case "function_call":
+            function = {key: text(item, key, f"{at}.{key}") for key in ("name", "arguments")}
+            call = {"id": text(item, "call_id", f"{at}.call_id"), "type": "function", "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            found = _texts(item.get("output"), f"{at}.output", seen=False)
+            return {"role": "tool", "tool_call_id": text(item, "call_id", f"{at}.call_id"), "content": found}
+    thought = _thought(item, at)
+    return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
+
+
+def _texts(value: Any, at: str, *, seen: bool = True) -> str:
+    """Return the text of a string, or of an array of parts. seen: refuse a part that the model cannot see. Raises RequestError."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
+    texts = []
+    for i, part in enumerate(value):
+        here = f"{at}[{i}]"
+        given = as_object(part, here, "type and text")
+        which = text(given, "type", f"{here}.type")
+        if which in _TEXTS:
+            texts.append(text(given, _TEXTS[which], f"{here}.{_TEXTS[which]}"))
+        elif seen:
+            msg = f'{here} is of the type {which[:100]!r}: only text can be read, such as {{"type": "input_text", "text": "..."}}'
+            raise invalid(msg, here, "unsupported_parameter")
+        else:
+            texts.append(f"[a part of the type {which[:100]}, which this model cannot see]")
+    return "\n".join(texts)
+
+
+def _thought(item: dict[str, Any], at: str) -> str:
+    """Return the text of a reasoning item: its content, or what this server packed, or its summary."""
+    found = {}
+    for key, which in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = [as_object(p, f"{at}.{key}[{i}]", "type and text") for i, p in enumerate(_array(item, key, at))]
+        found[key] = "\n".join(text(p, "text", f"{at}.{key}.text") for p in parts if p.get("type") in (which, "text"))
+    packed = get(item, "encrypted_content", str, f"{at}.encrypted_content")
+    return found["content"] or _unpacked(packed or "") or found["summary"]
+
+
+def _array(item: dict[str, Any], key: str, at: str) -> list[Any]:
+    return array(item, key, f"{at}.{key}") or []
+
+
+_PACKED = "kvflash:"
+
+
+def packed(reasoning: str) -> str:
+    """Return reasoning as an encrypted_content. It is not encrypted: clients send it back where they drop the text itself."""
+    return _PACKED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
+
+
+def _unpacked(content: str) -> str:
+    """Return the reasoning in an encrypted_content; "" if it is not of this server."""
+    if not content.startswith(_PACKED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_PACKED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+#
+# tools
+#
+
+
+def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
+    """Return the functions among the tools. Others are left out: a client such as Codex does without them. Raises RequestError."""
+    res, places = [], []
+    for i, value in enumerate(given):
+        at = f"tools[{i}]"
+        tool = as_object(value, at, "type and name")
+        which = text(tool, "type", f"{at}.type")
+        if which != "function":
+            named = f" {tool['name'][:100]!a}" if isinstance(tool.get("name"), str) else ""
+            unknown.leave_out(f"{at} ({which[:100]!a}{named})", "this server offers functions only")
+            continue
+        res.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
+        places.append(i)
+    return conversation.tools(res, "tools[{}].parameters", places)
+
+
+def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], str | dict[str, Any]]:
+    """Return the tools that may be called, and which of them. Raises RequestError."""
+    if not isinstance(value, dict):
+        return tools, conversation.tool_choice(value, tools)
+    if one_of(value, "type", ("function", "allowed_tools"), "tool_choice.type") == "function":
+        name = text(value, "name", "tool_choice.name")
+        return tools, conversation.tool_choice({"function": {"name": name}}, tools)
+    mode = one_of({"mode": "auto", **value}, "mode", ("auto", "required"), "tool_choice.mode")
+    allowed = [
+        as_object(t, f"tool_choice.tools[{i}]", "type and name")
+        for i, t in enumerate(_array(value, "tools", "tool_choice"))
+    ]
+    names = [tool.get("name") for tool in allowed]
+    tools = tuple(tool for tool in tools if tool["function"]["name"] in names)
+    return tools, conversation.tool_choice(mode, tools)
