@@ -49,7 +49,7 @@ class Stats:
     )
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
-    gpu_bytes: int = 0  # memory of GPUs for weights, KV and buffers, with the driver's own; 0: there is no GPU
+    gpu_bytes: int = 0  # memory of GPUs with a full context, with the driver's own, as planned; 0: there is no GPU
     peak_bytes: int = 0  # the most RAM that the process has had, with what it maps of files
 
     @property

@@ -181,7 +181,7 @@ def test_closing_line_of_a_pool(long_file: Path) -> None:
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
         r" · (KV [\d.]+ MiB = 2\.2 MiB of pool \+ [\d.]+ MiB of records \+ [\d.]+ MiB of index \+ 4\.0 MiB to read prompts,"
         r" full cache 12\.0 MiB|device KV .* \(\d+\.\d %\) · host [\d.]+ MiB)"
-        r" · pages \d+ out, \d+ in · memory ([\d.]+ \w+ of the GPU, )?[\d.]+ MiB of RAM at its peak",
+        r" · pages \d+ out, \d+ in · memory (up to [\d.]+ \w+ of the GPU, )?[\d.]+ MiB of RAM at its peak",
         last,
     ), last
 
@@ -348,6 +348,7 @@ def parsed(*args: str) -> dict[str, Any]:
         (("--kvflash-host", "512M"), {"host_limit": 512 << 20}),
         (("--kvflash-host", "512MiB"), {"host_limit": 512 << 20}),
         (("--kvflash-host", "64GiB"), {"host_limit": 64 << 30}),
+        (("--kvflash-host", "64GB"), {"host_limit": 64 << 30}),
         (("--kvflash-host", "64g"), {"host_limit": 64 << 30}),
         (("--kvflash-host", "2TiB"), {"host_limit": 2 << 40}),
         (("--set", "auto_cap=8K"), {"settings": {"auto_cap": 8192}}),

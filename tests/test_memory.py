@@ -2,10 +2,13 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
@@ -15,9 +18,13 @@ from pyllama_kvflash.cli.memory import memory_line, records_lines
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.engine import need as needs_module
+from pyllama_kvflash.engine import placement
 from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
 
@@ -90,6 +97,41 @@ def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.Capt
         thread.start()
         thread.join()
     assert capsys.readouterr().err.count("--kvflash-disk and -t/--threads") == 2
+
+
+def test_the_index_of_layers_on_the_host_counts_beside_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, host = (Device(name, name, is_gpu, 1 << 30, 1 << 30) for name, is_gpu in (("GPU", True), ("CPU", False)))
+    monkeypatch.setattr(needs_module, "devices", lambda: [gpu, host])
+    options, head = Options(n_ctx=4096, policy="fresh"), Heads(8, 2, 64)
+    sizes = [
+        needs_module._host_index(Geometry(((128, 128),) * 4, places, (head,) * 4), options)
+        for places in ((1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0))
+    ]
+    assert sizes == [sizes[0], sizes[0] // 4, 0]
+    assert sizes[0] > 0
+
+
+def test_a_second_engine_does_not_count_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter((5 << 20, 9 << 20))
+    monkeypatch.setattr(needs_module, "_program", [])
+    monkeypatch.setattr(needs_module, "resident_bytes", lambda: next(sizes))
+    assert [needs_module.program_bytes(), needs_module.program_bytes()] == [5 << 20] * 2
+
+
+def test_a_peak_is_in_bytes_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs_module, "_STATUS", Path("/nowhere"))
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=4096))
+    for platform, peak in (("linux", 4096 << 10), ("darwin", 4096)):
+        monkeypatch.setattr(needs_module.sys, "platform", platform)
+        assert needs_module.peak_bytes() == peak
+
+
+def test_experts_are_placed_by_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(placement, "Context", lambda _, **params: given.append(params))
+    for kept in (True, False):
+        placement._context(None, Options(pool="off", kv_offload=kept), 512, 64)  # type: ignore[arg-type]
+    assert [params["offload_kqv"] for params in given] == [True, False]
 
 
 def test_ram_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

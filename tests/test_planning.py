@@ -43,4 +43,4 @@ def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way:
         held = [ctx.kv_bytes() for ctx in contexts]
         assert sum(need.states for need in found) == sum(h.swa + h.recurrent for h in held)
         weights = sum(need.weights for need in found)
-        assert weights == pytest.approx(kv.model.n_bytes, rel=0.05)
+        assert weights == sum(weight.size for weight in kv.model.weights())  # tied ones twice where there is a GPU

@@ -34,7 +34,7 @@ class TokenCount(click.ParamType[int | str]):
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes: 1048576, or 64GiB, 64G or 512M in units of 1,024."""
+    """A number of bytes: 1048576, or 64G, 64GB, 64GiB or 512M in units of 1,024."""
 
     name = "size"
 
@@ -42,9 +42,11 @@ class ByteSize(click.ParamType[int]):
         """Parse the value, or fail with what is allowed."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:IB)?)?", str(value).strip().upper())
+        match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:I?B)?)?", str(value).strip().upper())
         if not match:
             self.fail(f"{value!r} is not a size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
+        if not match[2] and 0 < int(match[1]) < _UNITS["K"]:
+            self.fail(f"{value!r} is a size in bytes: give it a unit, such as {int(match[1])}G", param, ctx)
         return int(match[1]) * _UNITS[match[2] or ""]
 
 

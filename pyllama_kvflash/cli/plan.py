@@ -16,7 +16,7 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine import expected
-from pyllama_kvflash.engine.loading import check_file
+from pyllama_kvflash.engine.loading import check_file, untrained
 from pyllama_kvflash.engine.need import DRIVER
 from pyllama_kvflash.engine.offers import Offer, best, offers
 from pyllama_kvflash.errors import UsageError, number
@@ -26,10 +26,11 @@ from pyllama_kvflash.options import Options
 HELP = """Say which options suit a GPU and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
 close to the full cache.
 
-It reads the metadata only, and loads no weights. No GPU is needed: --memory says what card is meant. The ways are the full cache in
+It reads the metadata of a file, and loads no weights; -hf downloads the whole file before. No GPU is needed: --memory says what
+card is meant. The ways are the full cache in
 f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them. Memory is
 computed; speed and answers are those of the models that were measured (docs/results/choices.md), and yours may differ. The last
-line is the command for the way to take.
+line is the command for the way to take: the full f16 cache if it fits, else the one whose answers are closest to it.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
@@ -80,7 +81,8 @@ def plan(
     as_json: bool,
 ) -> None:
     """Print the ways, and the best one as a command."""
-    path = model_path(model_arg, model, Reporter())
+    reporter = Reporter()
+    path = model_path(model_arg, model, reporter)
     check_file(path)
     here = devices()
     gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), None)
@@ -94,8 +96,11 @@ def plan(
             raise UsageError(msg)
     with Model.load(path, no_alloc=True) as loaded:
         n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
+        warnings = untrained(loaded, n_ctx)
     found = offers(path, n_ctx, gpu, ram, n_ubatch)
     choice = best(found, n_ctx)
+    for warning in warnings:
+        reporter.warn(warning)
     if as_json:
         ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx, n_ubatch)} for offer in found]
         taken = None if choice is None else found.index(choice)
@@ -170,14 +175,13 @@ def _speed(offer: Offer, n_ctx: int) -> str:
 
 
 def _answers(offer: Offer, n_ctx: int) -> str:
-    if offer.n_pool is None and (kld := expected.FULL_KLD.get(offer.options.get("type_k", "f16"))):
-        return f"KLD {kld['prose']:g}, {kld['code']:g}"
-    if offer.n_pool is None or offer.lossless:
-        return "exact"
     far = offer.divergence(n_ctx)
     if far is None:
-        return f"short exact; long not measured (pool of {100 * offer.n_pool / n_ctx:.1f} %)"
-    return f"short exact; long KLD {far['prose']:.2g}, {far['code']:.2g}"
+        return f"short exact; long not measured (pool of {100 * (offer.n_pool or n_ctx) / n_ctx:.1f} %)"
+    if not any(far.values()):
+        return "exact"
+    kld = f"KLD {far['prose']:.2g}, {far['code']:.2g}"
+    return kld if offer.n_pool is None or offer.lossless else f"short exact; long {kld}"
 
 
 def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
@@ -191,7 +195,8 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "lacking": offer.lacking,
         "needs": [asdict(need) for need in offer.needs],
         "speed": None if offer.lossless else expected.speed(offer.kind, n_ctx),
-        "kld": None if offer.n_pool is None or offer.lossless else offer.divergence(n_ctx),
+        "answers": _answers(offer, n_ctx),
+        "kld": offer.divergence(n_ctx),
     }
 
 
@@ -200,8 +205,8 @@ def _too_small(found: list[Offer]) -> str:
     weights = sum(need.weights for need in least.needs if need.gpu)
     lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
     return (
-        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights on the GPU; take a smaller quantisation, a shorter"
-        " context (-c), or leave layers to the CPU (-ngl)"
+        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights on the GPU; take a smaller quantisation or a"
+        " shorter context (-c). `kvflash run -ngl N` leaves layers to the CPU, which is slower, and not planned here"
     )
 
 

@@ -265,7 +265,7 @@ def banner(kv: KVFlash) -> list[str]:
         by = f" by {Path(o.spec.model).name}" if o.spec.model else ""
         notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
     memory = memory_line(kv.memory)
-    where = "on the device" if s.gpu_bytes else "in RAM"
+    where = "on the device" if any(need.gpu and need.kv for need in kv.memory) else "in RAM"
     if kv.n_pool is None:
         return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV {where}", memory]
     if o.lossless:
@@ -300,7 +300,7 @@ def closing_line(s: Stats, reason: str) -> str:
         f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",
     ]
     if s.n_pool is None:
-        parts.append(f"{'device KV' if s.gpu_bytes else 'KV'} {mib(s.kv_device_bytes)} (full cache)")
+        parts.append(f"KV {mib(s.kv_device_bytes)} (full cache)")
     else:
         parts += _held(s) if s.gpu_bytes else [_held_in_ram(s)]
         parts += [f"disk {mib(s.disk_bytes)}"] if s.disk_bytes else []
@@ -309,7 +309,7 @@ def closing_line(s: Stats, reason: str) -> str:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
     if s.agreement is not None:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
-    gpu = f"{mib(s.gpu_bytes)} of the GPU, " if s.gpu_bytes else ""
+    gpu = f"up to {mib(s.gpu_bytes)} of the GPU, " if s.gpu_bytes else ""
     parts.append(f"memory {gpu}{mib(s.peak_bytes)} of RAM at its peak")
     return f"{reason}: " + " · ".join(parts)
 
@@ -355,7 +355,10 @@ def stats_table(s: Stats) -> Table:
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
-        ("memory", f"{s.gpu_bytes:,} bytes of GPUs, {s.peak_bytes:,} bytes of RAM at the peak ({mib(s.peak_bytes)})"),
+        (
+            "memory",
+            f"up to {s.gpu_bytes:,} bytes of GPUs, {s.peak_bytes:,} bytes of RAM at the peak ({mib(s.peak_bytes)})",
+        ),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
     if s.guest_blocks or s.index_bytes:

@@ -26,8 +26,12 @@ KLD = {
 """Mean KL divergence from the full f16 cache, in nats, through pools of SHARES of the context, by cache type:
 Qwen2.5-Coder-1.5B at 16K (docs/results/fresh.md).
 """
-FULL_KLD = {"q8_0": {"prose": 0.0027, "code": 0.0006}, "q4_0": {"prose": 6.7, "code": 10.9}}
-"""The same of full caches of other types."""
+FULL_KLD = {
+    "f16": {"prose": 0.0, "code": 0.0},
+    "q8_0": {"prose": 0.0027, "code": 0.0006},
+    "q4_0": {"prose": 6.7, "code": 10.9},
+}
+"""The same of full caches."""
 
 
 def speed(kind: str, n_ctx: int) -> float:

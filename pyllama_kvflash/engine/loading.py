@@ -192,7 +192,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         plan.n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
         placed.notes + size.notes + ground.notes + (other if size.n_pool is not None else ()),
-        placed.warnings + ground.warnings + size.warnings + _trained(model, options),
+        placed.warnings + ground.warnings + size.warnings + untrained(model, options.n_ctx),
         shared,
         ground.exact,
         tuple(sequences),
@@ -234,10 +234,11 @@ class _Loading:
         return held_bytes(self.exact.ctx, self._geometry, self._options) if self.exact else {}
 
 
-def _trained(model: Model, options: Options) -> tuple[str, ...]:
-    if options.n_ctx <= model.n_ctx_train:
+def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
+    """Return a warning if a context is longer than those that a model was trained on."""
+    if n_ctx <= model.n_ctx_train:
         return ()
-    trained = f"a context of {options.n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
+    trained = f"a context of {n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
     return (f"{trained}: text beyond that may come out wrong",)
 
 

@@ -1,6 +1,7 @@
 """What each device holds for an engine, by what it is for."""
 
 import resource
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -80,9 +81,7 @@ def needs_of(
     n_all = -(-options.n_ctx // CELLS) * CELLS * options.n_parallel
     full = sum(token_bytes.values()) * n_all
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
-    index = index_bytes(geometry, options, n_pool) if n_pool else {}
-    if n_pool and not index:
-        index = {host: _host_index(geometry, options)}
+    index = {host: _host_index(geometry, options), **index_bytes(geometry, options, n_pool)} if n_pool else {}
     drafter = drafters(options, ctx, range(len(found)))
     res = []
     for i, device in enumerate(found):
@@ -104,20 +103,30 @@ def needs_of(
     return tuple(need for need in res if need.total)
 
 
-def program_bytes(model: Model) -> int:
-    """Return the RAM of this process now beside the weights of a model: Python, libraries, and the vocabulary.
+_program: list[int] = []  # what program_bytes() found first
 
-    model: just loaded, so that no context has memory.
+
+def program_bytes(model: Model | None = None) -> int:
+    """Return the RAM of this process beside the weights of a model: Python, libraries, and the vocabulary. It is that of the
+    first call: later ones would count what other engines hold.
+
+    model: just loaded, so that no context has memory; None: none has weights.
     """
-    on_host = sum(weights_of(model)[i] for i, device in enumerate(devices()) if not device.gpu)
-    return max(0, resident_bytes() - on_host)
+    if not _program:
+        sizes = weights_of(model) if model else Counter()
+        on_host = sum(sizes[i] for i, device in enumerate(devices()) if not device.gpu)
+        _program.append(max(0, resident_bytes() - on_host))
+    return _program[0]
 
 
 def _host_index(geometry: Geometry, options: Options) -> int:
+    """Return the bytes of the index of those layers that have their KV on the host."""
     if options.policy != "fresh":
         return 0
-    form = IndexForm.of(geometry.head, options.index)
-    return options.n_parallel * sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in geometry.heads)
+    form, hosts = IndexForm.of(geometry.head, options.index), {i for i, d in enumerate(devices()) if not d.gpu}
+    placed = zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True)
+    heads = [h for h, device in placed if device in hosts]
+    return options.n_parallel * sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
 
 
 def _in_memory(options: Options, full: int) -> int:
@@ -138,4 +147,5 @@ def peak_bytes() -> int:
     try:  # VmHWM, because ru_maxrss is that of the parent, too, where it was larger before exec
         return int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,5 +1,6 @@
 """The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, and pools."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy.sizing import AUTO_FULL
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
 """Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
@@ -41,11 +41,14 @@ class Offer:
         return self.options.get("mode") == "lossless"
 
     def divergence(self, n_ctx: int) -> dict[str, float] | None:
-        """Return how far long answers through its pool are from the full cache's, see expected.divergence()."""
-        return expected.divergence((self.n_pool or n_ctx) / n_ctx, self.options.get("type_k", "f16"))
+        """Return how far its long answers are from the full f16 cache's, as expected.divergence(); None: it was not measured."""
+        kind = self.options.get("type_k", "f16")
+        if self.n_pool is None or self.lossless:
+            return expected.FULL_KLD[kind]
+        return expected.divergence(self.n_pool / n_ctx, kind)
 
     def bytes_of(self, *, gpu: bool) -> int:
-        """Return the bytes of the GPU's memory, or of RAM."""
+        """Return the bytes of the GPU's memory, or of RAM, with a full context."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
@@ -64,13 +67,19 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
 
 
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
-    """Return the one to take: the full cache where it fits and a pool is hardly faster, else a pool; None if none fits.
+    """Return the one to take of those that fit: the full f16 cache, else what is the least far from it, as far as measured,
+    and the largest pool of those that were not; None if none fits.
 
     q4_0 is never taken: with the model that was measured it breaks answers. The cache in RAM is taken last: it is slow.
+    Lossless decoding is for the user to choose.
     """
-    order = ("f16", "q8_0", "pool", "RAM") if n_ctx <= AUTO_FULL else ("pool", "f16", "q8_0", "RAM")
-    fit = [offer for offer in found if not offer.lacking and not offer.lossless]
-    return next((offer for kind in order for offer in fit if offer.kind == kind), None)
+
+    def rank(offer: Offer) -> tuple[bool, float, int]:
+        far = offer.divergence(n_ctx)
+        return offer.kind == "RAM", sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
+
+    fit = [offer for offer in found if not offer.lacking and not offer.lossless and offer.kind != "q4_0"]
+    return min(fit, key=rank, default=None)
 
 
 class _Look:
@@ -122,7 +131,10 @@ def _types(kind: str) -> dict[str, str]:
 
 
 def _moved(held: tuple[Need, ...]) -> tuple[Need, ...]:
-    """Return what is held with the KV in RAM, wherever the machine that looks has it."""
-    kv = sum(need.kv for need in held)
+    """Return what is held with KV and states in RAM, where llama.cpp has both, wherever the machine that looks has them."""
+    kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)
-    return tuple(replace(need, kv=kv if i == there else 0) for i, need in enumerate(held))
+    return tuple(
+        replace(need, kv=kv, states=states) if i == there else replace(need, kv=0, states=0)
+        for i, need in enumerate(held)
+    )

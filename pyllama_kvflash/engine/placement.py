@@ -150,6 +150,7 @@ def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Contex
         type_k=options.type_k,
         type_v=options.type_v,
         flash_attn=options.flash_attn,
+        offload_kqv=options.kv_offload,
         n_seq=options.n_parallel,
         n_rollback=options.n_draft,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
 from pyllama_kvflash.engine.loading import open_context, placement, probe, where, with_policy
 from pyllama_kvflash.engine.memory import device_memory
-from pyllama_kvflash.engine.need import Need, needs_of, resident_bytes, weights_of
+from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.placement import on_host
 from pyllama_kvflash.native import Model, add_rpc
@@ -23,7 +23,7 @@ def needs(path: Path, options: Options) -> tuple[tuple[Need, ...], PoolSize]:
     placed = placement(path, options)
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
     with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
-        program, options = resident_bytes(), options.resolved(model.n_ctx_train)
+        program, options = program_bytes(), options.resolved(model.n_ctx_train)
         seen = probe(model, options)
         if seen.refusal is not None:
             options = replace(options, pool="off")

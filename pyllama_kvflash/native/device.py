@@ -30,6 +30,8 @@ def pretending(gpu: int, ram: int) -> Iterator[None]:
     Only models that were loaded with no_alloc may be looked at meanwhile. Without a GPU here, what the CPU would hold is
     taken for the GPU's, but for what llama.cpp leaves to the host (Model.weights()).
     """
+    before = list(_PLANNED)  # it may be within another one
+    _PLANNED.clear()
     here = devices()
     if not any(device.gpu for device in here):
         here = [Device("GPU", "a GPU", gpu=True, free=gpu, total=gpu), *here]
@@ -40,7 +42,7 @@ def pretending(gpu: int, ram: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _PLANNED.clear()
+        _PLANNED[:] = before
 
 
 def planned_host() -> int | None:
