@@ -24,7 +24,6 @@ from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.cli.stderr import drop_what_fails
-from pyllama_kvflash.cli.stderr import drop_what_fails
 from pyllama_kvflash.errors import KVFlashError, UsageError
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -72,7 +71,6 @@ class Group(click.Group):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit."""
         extra["standalone_mode"] = False
-        drop_what_fails()
         drop_what_fails()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # show a question mark for what the terminal cannot show
