@@ -96,6 +96,11 @@ def number(value: float) -> str:
     return f"{'-' if value < 0 else ''}10^{math.floor(math.log10(abs(value)))}"
 
 
+def counted(n: int, what: str) -> str:
+    """Return a number of things as people write it: 1 token, 2,048 tokens."""
+    return f"{number(n)} {what}{'' if n == 1 else 's'}"
+
+
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
     """Raise UsageError unless low <= value <= high; NaN fails. name: of an option. hint: a usual value."""
     if not low <= value <= high:

@@ -538,7 +538,7 @@ def test_the_prefix_cache_makes_the_second_run_warm(texts: tuple[Path, Path, Pat
         assert first in done.stdout
         assert ("from the prefix cache" in done.stderr) == hit
     listed = CliRunner().invoke(main, ["cache", "ls", "--prefix-cache", str(folder)])
-    assert "1 files" in listed.stdout
+    assert "1 file, " in listed.stdout
     assert "2,5" in listed.stdout
     name = listed.stdout.splitlines()[1].split()[0]
     (path,) = folder.glob("*/*.kvsnap")

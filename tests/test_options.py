@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pyllama_kvflash import errors, events
-from pyllama_kvflash.errors import KVFlashError, UsageError, number
+from pyllama_kvflash.errors import KVFlashError, UsageError, counted, number
 from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.policy import Lru
@@ -451,3 +451,7 @@ def test_fingerprint_sees_the_ends_of_a_large_file_and_all_of_one_of_16_mib(tmp_
 def test_fingerprint_of_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fingerprint(tmp_path / "none")
+
+
+def test_one_thing_is_not_several() -> None:
+    assert [counted(n, "token") for n in (0, 1, 2, 2048)] == ["0 tokens", "1 token", "2 tokens", "2,048 tokens"]

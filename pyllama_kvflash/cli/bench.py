@@ -23,7 +23,7 @@ from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file, why_unchosen
-from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.errors import Interrupted, UsageError, counted
 from pyllama_kvflash.options import Options
 
 HELP = """Compare the answers of pools with the full cache's.
@@ -362,7 +362,7 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
             bar.done()
     click.echo(recall_bench.write(sweep, results), nl=False)
     rows = recall_bench.summarise(sweep, results)
-    title = f"{model.stem}: codes found, {len(seeds)} texts"
+    title = f"{model.stem}: codes found, {counted(len(seeds), 'text')}"
     picture(results, reporter, lambda: heat_map(rows, title))
 
 

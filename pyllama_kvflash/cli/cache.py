@@ -14,7 +14,8 @@ from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages
 from pyllama_kvflash.cli.warm import default_folder
-from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.errors import SnapshotError, UsageError, counted
+from pyllama_kvflash.serve.protocols import responses_store
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile, UnreadableError
 from pyllama_kvflash.snapshot.names import read_name
@@ -77,7 +78,7 @@ def ls(folder: str | None) -> int:
     total = sum(entry.size for entry in found.entries())
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{len(found.entries())} files, {mib(total)} in {found.folder}", markup=False)
+    console.print(f"{counted(len(found.entries()), 'file')}, {mib(total)} in {found.folder}", markup=False)
     return 1 if _warned(found, Reporter()) else 0
 
 
@@ -118,7 +119,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     n = len(found.entries())
     kept = f", {unread} cannot be read" if unread else ""
     gone = f"; {len(removed)} removed, with those that have records in them" if removed else ""
-    reporter.note(f"{n} file{'' if n == 1 else 's'} in {found.folder}, {damaged or 'none'} damaged{kept}{gone}")
+    reporter.note(f"{counted(n, 'file')} in {found.folder}, {damaged or 'none'} damaged{kept}{gone}")
     return 1 if damaged or unread or failed else 0
 
 
@@ -132,7 +133,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     type=kinds.ByteSize(),
     help="Remove the least recently used ones, down to this size.",
 )
-@click.option("--all", "everything", is_flag=True, help="Remove all.")
+@click.option("--all", "everything", is_flag=True, help="Remove all, also responses that serve keeps.")
 def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> int:
     """Remove snapshots: by name, as `kvflash cache ls` shows it, the least recently used ones, or all. A snapshot that
     goes on from a removed one, and has records in it, goes as well.
@@ -145,8 +146,9 @@ def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everyth
         removed = [path for named in [_named(found, name) for name in names] for path in found.remove(named)]
     else:
         removed = found.evict(0 if everything else limit)
+    n = len(removed) + (responses_store.evict(found.folder / responses_store.FOLDER, 0) if everything else 0)
     reporter = Reporter()
-    reporter.note(f"{len(removed)} file{'' if len(removed) == 1 else 's'} removed from {found.folder}")
+    reporter.note(f"{counted(n, 'file')} removed from {found.folder}")
     return 1 if _warned(found, reporter) else 0
 
 

@@ -22,7 +22,7 @@ from pyllama_kvflash.cli.serve import TEMPLATE, read_template
 from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError
+from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError, counted
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.text import n_common
@@ -172,7 +172,7 @@ class Talk:
         """Put files before the next message."""
         self._said.waiting += files
         for file in files:
-            self._reporter.note(f"{file.name}: {len(file.text):,} characters go before the next message")
+            self._reporter.note(f"before the next message: {file.name}, {counted(len(file.text), 'character')}")
 
     def run(self, lines: Iterator[str]) -> int:
         """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if

@@ -14,7 +14,7 @@ from rich.text import Text
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.memory import memory_line, mib, records_lines
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import number
+from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.native.guests import UNIT
 
@@ -259,11 +259,13 @@ class CellBar:
 def banner(kv: KVFlash) -> list[str]:
     """Return one or more lines that say what runs, with the arithmetic of the pool."""
     o, s = kv.options, kv.stats()
-    head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {o.n_threads} threads"
+    head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {counted(o.n_threads or 0, 'thread')}"
     notes = list(kv.notes)
     if o.spec:
         by = f" by {Path(o.spec.model).name}" if o.spec.model else ""
-        notes.append(f"drafts: {o.spec.kind}{by}, up to {kv.n_draft} tokens{', always' if not o.spec.gate else ''}")
+        notes.append(
+            f"drafts: {o.spec.kind}{by}, up to {counted(kv.n_draft, 'token')}{', always' if not o.spec.gate else ''}"
+        )
     memory = memory_line(kv.memory)
     where = "on the device" if any(need.gpu and need.kv for need in kv.memory) else "in RAM"
     if kv.n_pool is None:
@@ -271,7 +273,8 @@ def banner(kv: KVFlash) -> list[str]:
     if o.lossless:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
     elif kv.decoder.opens_losslessly:
-        notes.append(f"the first {o.n_opening} tokens of an answer are lossless")
+        first = "token of an answer is" if o.n_opening == 1 else f"{o.n_opening} tokens of an answer are"
+        notes.append(f"the first {first} lossless")
     if o.min_agreement and not o.lossless:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
     policy = f"{kv.policy}{_index(kv, s)}"
@@ -341,8 +344,11 @@ def stats_table(s: Stats) -> Table:
     """Return all of Stats as a table, for `--stats`."""
     table = Table(show_header=False, box=None, pad_edge=False)
     rows = [
-        ("prompt", f"{s.n_prompt:,} tokens in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"),
-        ("generated", f"{s.n_generated:,} tokens, {s.decode_s:.2f} s after the first = {s.decode_rate:,.1f} tok/s"),
+        ("prompt", f"{counted(s.n_prompt, 'token')} in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"),
+        (
+            "generated",
+            f"{counted(s.n_generated, 'token')}, {s.decode_s:.2f} s after the first = {s.decode_rate:,.1f} tok/s",
+        ),
         ("context", f"{s.n_ctx:,} tokens"),
         ("pool", "none (full cache)" if s.n_pool is None else f"{s.n_pool:,} tokens"),
         ("device KV", f"{s.kv_device_bytes:,} bytes ({mib(s.kv_device_bytes)})"),

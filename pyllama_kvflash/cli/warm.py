@@ -12,7 +12,7 @@ from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.errors import SnapshotError, UsageError, counted
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -84,7 +84,9 @@ class Warm:
         if not self._n:
             return tokens, False
         took = time.perf_counter() - start
-        self._reporter.note(f"restored {self._n:,} tokens in {took:.2f} s from {self._source or 'the prefix cache'}")
+        self._reporter.note(
+            f"restored {counted(self._n, 'token')} in {took:.2f} s from {self._source or 'the prefix cache'}"
+        )
         return (tokens if self._append else tokens[self._n :]), True
 
     def _restore(self, kv: KVFlash, source: str, tokens: Tokens) -> None:
@@ -105,7 +107,7 @@ class Warm:
             with self._reporter.loading(self._target, "save") as bar:
                 size = kv.save(self._target, on_record=lambda i, n: bar(i / n))
             took = time.perf_counter() - start
-            self._reporter.note(f"saved {kv.n_tokens:,} tokens to {self._target}: {mib(size)} in {took:.2f} s")
+            self._reporter.note(f"saved {counted(kv.n_tokens, 'token')} to {self._target}: {mib(size)} in {took:.2f} s")
         if self._cache and kv.n_tokens - self._n >= _WORTH:
             try:
                 self._cache.save(kv)

@@ -11,7 +11,7 @@ from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
-from pyllama_kvflash.errors import Interrupted, KVFlashError, SnapshotError, UsageError
+from pyllama_kvflash.errors import Interrupted, KVFlashError, SnapshotError, UsageError, counted
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
@@ -103,7 +103,7 @@ class Decoder:
             more = "use a larger `n_ctx` or a shorter prompt"
             if at + n > trained:
                 more = f"use a shorter prompt, or a model that was trained for more than {trained:,}"
-            msg = f"{n:,} tokens{after} do not fit the context of {self._options.n_ctx:,}: {more}"
+            msg = f"{counted(n, 'token')}{after} {'does' if n == 1 else 'do'} not fit the context of {self._options.n_ctx:,}: {more}"
             raise UsageError(msg)
 
     def check_joins(self) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.errors import HostMemoryError, counted
 
 Record = npt.NDArray[np.uint8]
 
@@ -163,8 +163,8 @@ class HostMemory:
         need = (self.n_used + n) * self.record_bytes
         if self._limit is not None and need > self._limit and not self._spill:
             msg = (
-                f"{self.n_used + n:,} chunk records take {_size(need)} of host memory, and {_size(self._limit)} are"
-                " allowed: raise `host_limit`, have the rest in a file (`disk`), use a shorter context"
+                f"{counted(self.n_used + n, 'chunk record')} {'takes' if self.n_used + n == 1 else 'take'} {_size(need)} of host"
+                f" memory, and {_size(self._limit)} are allowed: raise `host_limit`, have the rest in a file (`disk`), use a shorter context"
                 " or a smaller cache type (`type_k`, `type_v`)"
             )
             raise HostMemoryError(msg)
