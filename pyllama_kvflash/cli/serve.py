@@ -123,6 +123,7 @@ def serve(
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
     from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (slow)
+    from pyllama_kvflash.serve.protocols.responses_store import FOLDER  # noqa: PLC0415
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
@@ -145,7 +146,7 @@ def serve(
         native.show_log()
     settings = Settings(
         alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
-        log_bodies=quiet is False,
+        log_bodies=quiet is False, responses=cache.folder / FOLDER if cache else None,
     )  # fmt: skip
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
