@@ -13,6 +13,7 @@ from support.commands import POOLED, on_a_terminal
 from support.oracles import ON_GPU
 
 from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli.pace import Pace
 from pyllama_kvflash.cli.report import Reporter, fitting, time_left
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -46,6 +47,24 @@ def test_parts_that_fit(room: int, text: str) -> None:
     assert fitting(("512/3,186 tok", "9 s left", "a"), room) == text
 
 
+@pytest.mark.parametrize(("each", "more"), [(0.01, 0.0), (0.01, 1e-6), (0.0, 1e-5), (0.002, 4e-6)])
+def test_a_rest_whose_tokens_take_longer_is_estimated_so(each: float, more: float) -> None:
+    """A token takes `each` second, and `more` for each one before it. The first batch can say nothing of that."""
+    pace, total = Pace(), 32_000
+    taken = {done: each * done + more * done**2 / 2 for done in range(500, total + 1, 500)}
+    assert pace.left(500, total, taken[500]) == pytest.approx(taken[500] / 500 * (total - 500))
+    for done in list(taken)[1:]:
+        assert pace.left(done, total, taken[done]) == pytest.approx(taken[total] - taken[done], rel=0.02, abs=1e-6)
+
+
+def test_a_rest_is_estimated_by_the_last_batches() -> None:
+    """Tokens that became faster, as on a processor that has become free, take no less than now."""
+    pace = Pace()
+    pace.left(1000, 4000, 100.0)
+    assert pace.left(2000, 4000, 110.0) == pytest.approx(20.0)
+    assert pace.left(1000, 4000, 10.0) == pytest.approx(30.0), "read again from its beginning"
+
+
 def lines_of(capsys: pytest.CaptureFixture[str], *batches: tuple[int, float]) -> list[str]:
     """What is shown without a terminal of a prompt of 4,096 tokens, of batches that end at (token, second)."""
     with Reporter().prefilling() as bar:
@@ -62,14 +81,14 @@ def test_a_long_prompt_has_a_line_as_soon_as_its_first_batch_is_done(capsys: pyt
 
 def test_a_prompt_that_turns_out_long_has_a_line_then(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = lines_of(capsys, (512, 0.1), (1024, 2.0), (1536, 4.0))
-    assert line.startswith("kvflash: prefill 1,024/4,096 tok  6 s left")
+    assert line.startswith("kvflash: prefill 1,024/4,096 tok  49 s left")
 
 
 def test_a_short_prompt_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of(capsys, (512, 0.5), (4096, 4.0)) == []
 
 
-@pytest.mark.parametrize("columns", [40, 48, 200])
+@pytest.mark.parametrize("columns", [40, 44, 200])
 def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> None:
     args = ("run", "-f", long_file, *POOLED, "-n", "40", "-o", "/dev/null")
     _, shown = on_a_terminal(*map(str, args), env={"NO_COLOR": "1", "COLUMNS": str(columns)})

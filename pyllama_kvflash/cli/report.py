@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.memory import memory_line, mib, records_lines
+from pyllama_kvflash.cli.pace import Pace
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
@@ -168,6 +169,7 @@ class PrefillBar:
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
+        self._pace = Pace()
         self._is_long = False  # whether it is known to take long
 
     def finish(self) -> None:
@@ -177,7 +179,7 @@ class PrefillBar:
     def __call__(self, ev: Prefill) -> None:
         """Show that a batch is done."""
         rate = ev.done / ev.seconds if ev.seconds else 0.0
-        left = (ev.total - ev.done) / rate if rate else 0.0
+        left = self._pace.left(ev.done, ev.total, ev.seconds)
         parts = (
             f"{ev.done:,}/{ev.total:,} tok",
             *([time_left(left)] if left else []),
