@@ -16,7 +16,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from support import serving
-from support.bodies import COUNT, GOOD, MESSAGE, bodies, body, fault
+from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, bodies, body, fault
 from support.changes import SERVE
 from support.serving import Running, until
 
@@ -126,6 +126,11 @@ ERROR = '{"error": {"message": "no", "type": "invalid_request_error", "param": n
         (MESSAGE, 400, ERROR, "Anthropic"),
         (COUNT, 400, '{"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}', ""),
         ("/tokenize", 400, '{"error": "no"}', "no error object"),
+        (OLLAMA_CHAT, 400, '{"error": "no"}', ""),
+        (OLLAMA_CHAT, 400, ERROR, "a message"),
+        (OLLAMA_CHAT, 200, '{"done": false}\n{"done": true}\n', ""),
+        (OLLAMA_CHAT, 200, '{"done": false}\n{"error": "no"}\n', ""),
+        (OLLAMA_CHAT, 200, '{"done": false}\n{"done": false}\n', "does not end"),
         ("/tokenize", 400, '{"error": {"message": "no"}}', "OpenAI"),
         ("/tokenize", 400, ERROR.replace('"no"', '"a\\nb"'), "several lines"),
         ("/tokenize", 400, ERROR.replace('"no"', f'"{"a" * 1000}"'), "1000 characters"),

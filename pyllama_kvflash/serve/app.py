@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling
-from pyllama_kvflash.serve import llama_server, webui
+from pyllama_kvflash.serve import llama_server, ollama, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
 from pyllama_kvflash.serve.job import Job
@@ -30,7 +30,7 @@ from pyllama_kvflash.serve.protocols import responses_response
 from pyllama_kvflash.serve.protocols.answer_fields import MAX_SEED
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, PreparedRequest
-from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
+from pyllama_kvflash.serve.protocols.request_error import Answered, RequestError, invalid
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.protocols.table import ANSWERS
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
@@ -105,8 +105,9 @@ class Server:
             Route("/v1/responses/{name}", self._kept, methods=["GET", "DELETE"]),
         ]
         s = self._settings
+        read = partial(body_of, limit=s.max_body)
+        routes += ollama.routes(self._ready, read, s.name, s.sampling, s.template)
         if s.webui:
-            read = partial(body_of, limit=s.max_body)
             routes += webui.routes(self._scheduler, s.name, read, needs_key=bool(s.api_key))
         handlers = {RequestError: on_request_error, HTTPException: on_http, Exception: on_error}
         app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
@@ -191,6 +192,8 @@ class Server:
                     exchange = Exchange(self._scheduler)
                     job = self._job(found, exchange)
                     reply = protocol.reply(self._settings.name, found)
+            except Answered as known:
+                return JSONResponse(known.body)
             except RequestError as err:
                 self._scheduler.metrics.request("invalid" if err.status < 429 else "rejected")  # noqa: PLR2004
                 raise

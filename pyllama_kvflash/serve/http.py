@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyllama_kvflash.serve.log import entry_of
-from pyllama_kvflash.serve.protocols import anthropic_response
+from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
@@ -66,6 +66,8 @@ def _response(scope: Scope, err: RequestError) -> Response:
     entry_of(scope).error = err.message
     if path.startswith("/v1/messages"):
         return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
+    if path.startswith("/api/"):
+        return Response(json.dumps(ollama_response.error_body(err)), err.status, err.headers, "application/json")
     return err.response()
 
 

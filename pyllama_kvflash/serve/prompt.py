@@ -101,7 +101,7 @@ class PromptBuilder:
 def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
     if isinstance(parsed.prompt, str):
         check_room(kv, parsed.prompt, "the prompt")
-        tokens = kv.tokenize(parsed.prompt)
+        tokens = tokenize_chat(kv.model, parsed.prompt) if parsed.special else kv.tokenize(parsed.prompt)
     else:
         tokens = np.array(parsed.prompt, np.int32)
     warnings = () if parsed.schema is None else tuple(map(str, parsed.schema.loosened))

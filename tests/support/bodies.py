@@ -17,6 +17,7 @@ CHAT, COMPLETION, MESSAGE, COUNT = (
     "/v1/messages/count_tokens",
 )
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/show"
 MAX_MESSAGE = 1000  # characters of an error's message
 
 
@@ -67,6 +68,22 @@ _BLOCKS = [
     },
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "clear"}]},
 ]
+_OLLAMA_CALL = {"function": {"name": "weather", "arguments": {"city": "Lima"}}}
+_OLLAMA_TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "In Lima?"},
+    {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [_OLLAMA_CALL]},
+    {"role": "tool", "tool_name": "weather", "content": "clear"},
+]
+_OPTIONS = {
+    "temperature": 0,
+    "top_k": 5,
+    "num_predict": 1,
+    "num_ctx": 2048,
+    "stop": ["x"],
+    "seed": 1,
+    "repeat_last_n": 8,
+}
 _FORM = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": _SCHEMA}}
 
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -91,6 +108,13 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (COUNT, {"messages": _BLOCKS, "system": "Be brief.", "tools": _CUSTOM, "model": "m"}),
     (TOKENIZE, {"content": "The sea", "add_special": True, "with_pieces": True, "parse_special": False}),
     (DETOKENIZE, {"tokens": [1, 2, 3]}),
+    (OLLAMA_CHAT, {"model": "m", "messages": _OLLAMA_TALK, "tools": _TOOLS, "options": _OPTIONS, "keep_alive": "5m"}),
+    (OLLAMA_CHAT, {"messages": _OLLAMA_TALK[:2], "stream": False, "format": _SCHEMA, "think": False}),
+    (OLLAMA_CHAT, {"messages": _OLLAMA_TALK[1:2], "stream": False, "logprobs": True, "top_logprobs": 2, "think": "low"}),
+    (OLLAMA_CHAT, {"messages": [], "keep_alive": 0}),
+    (OLLAMA_GENERATE, {"prompt": "The sea", "system": "Be brief.", "options": _OPTIONS, "format": "json"}),
+    (OLLAMA_GENERATE, {"prompt": "The sea", "raw": True, "stream": False, "suffix": "", "context": [], "images": []}),
+    (OLLAMA_SHOW, {"model": "m", "verbose": False}),
 )  # fmt: skip
 _ANSWERS = {CHAT, COMPLETION, MESSAGE}
 _FIELDS = sorted(
@@ -350,6 +374,8 @@ def fault(path: str, status: int, text: str) -> str:
     """What is wrong with an answer; "" if nothing."""
     if status != 200:
         return _not_an_error(path, text) if 400 <= status < 500 else f"status {status}"
+    if path in _LINES and "\n" in text:
+        return _fault_of_lines(path, text)
     if not text.startswith(("data: ", "event: ")):
         return "" if isinstance(json.loads(text), dict) else "no object"
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -365,10 +391,25 @@ def fault(path: str, status: int, text: str) -> str:
     return "" if whole else "a stream that does not end"
 
 
+_LINES = {OLLAMA_CHAT, OLLAMA_GENERATE}
+
+
+def _fault_of_lines(path: str, text: str) -> str:
+    """What is wrong with a stream of JSON lines."""
+    found = [json.loads(line) for line in text.splitlines()]
+    if "error" in found[-1]:
+        return _not_an_error(path, json.dumps(found[-1]))
+    return (
+        "" if [line["done"] for line in found] == [False] * (len(found) - 1) + [True] else "a stream that does not end"
+    )
+
+
 def _not_an_error(path: str, text: str) -> str:
     """Why a text is no error of the protocol that is spoken at the path."""
     found = json.loads(text)
     error = found.get("error") if isinstance(found, dict) else None
+    if path.startswith("/api/"):
+        return _not_a_message(error) if set(found) == {"error"} else "no error object of Ollama's API"
     if not isinstance(error, dict):
         return "no error object"
     if path in {MESSAGE, COUNT}:
@@ -378,7 +419,11 @@ def _not_an_error(path: str, text: str) -> str:
         return "no error object of the OpenAI protocol"
     elif not isinstance(error["param"], str | None) or len(error["param"] or "") > MAX_MESSAGE:
         return "a param that names no field"
-    message = error["message"]
+    return _not_a_message(error["message"])
+
+
+def _not_a_message(message: Any) -> str:
+    """Why it is no sentence for people."""
     if not isinstance(message, str) or not message.strip() or len(message) >= MAX_MESSAGE:
-        return f"a message of {len(message)} characters"
+        return f"a message of {len(message)} characters" if isinstance(message, str) else "a message that is no text"
     return f"a message of several lines: {message!r}" if len(message.splitlines()) > 1 else ""

@@ -1,5 +1,6 @@
 """Parses an answer as it grows: its content, its reasoning, and its tool calls."""
 
+import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -93,6 +94,16 @@ class AnswerParser:
                 found.update({"id": call.id or found["id"], "name": call.name or found["name"]})
                 found["arguments"] += call.arguments
         return res
+
+
+def arguments_of(call: dict[str, str]) -> dict[str, Any]:
+    """Return the arguments of a call; none, if the answer was cut off in them."""
+    try:
+        found = json.loads(call["arguments"])
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # half of a surrogate pair
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def call_objects(calls: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
 """Answers in the form of the Anthropic protocol: a message of content blocks, or events of a stream."""
 
-import json
 import secrets
 from typing import Any
 
 from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text
-from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
+from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, arguments_of
 from pyllama_kvflash.serve.protocols.openai_response import event
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest, TooLong
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
@@ -97,7 +96,9 @@ class AnthropicReply:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
         if answer.content:
             content.append({"type": "text", "text": answer.content})
-        content += [{"type": "tool_use", "id": c["id"], "name": c["name"], "input": _input(c)} for c in answer.calls]
+        content += [
+            {"type": "tool_use", "id": c["id"], "name": c["name"], "input": arguments_of(c)} for c in answer.calls
+        ]
         return self._message(content, *self._reason(self._done), _usage(self._done))
 
     def _message(
@@ -148,16 +149,6 @@ class AnthropicReply:
             return b""
         self._block, self._n_blocks = None, self._n_blocks + 1
         return _event("content_block_stop", index=self._n_blocks - 1)
-
-
-def _input(call: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of a call; none, if the answer was cut off in them."""
-    try:
-        found = json.loads(call["arguments"])
-        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # half of a surrogate pair
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(done: Finished) -> dict[str, int]:

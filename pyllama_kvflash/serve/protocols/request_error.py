@@ -37,6 +37,14 @@ class RequestError(Exception):
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
+class Answered(Exception):  # noqa: N818 (it is an answer)
+    """A request is answered without the model. body: of the answer, in the form of its protocol."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.body = body
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
     """Return the RequestError for an invalid request (400)."""
     return RequestError(400, message, param=param, code=code)

@@ -1,6 +1,12 @@
 """The endpoints that answer, and their protocols."""
 
-from pyllama_kvflash.serve.protocols import anthropic_request, openai_request, responses_request
+from pyllama_kvflash.serve.protocols import (
+    anthropic_request,
+    ollama_request,
+    ollama_response,
+    openai_request,
+    responses_request,
+)
 from pyllama_kvflash.serve.protocols.anthropic_response import AnthropicReply, too_long
 from pyllama_kvflash.serve.protocols.openai_response import OpenAIReply
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol
@@ -11,5 +17,9 @@ ANSWERS = {
     "/v1/completions": AnswerProtocol(openai_request.completion, OpenAIReply),
     "/v1/messages": AnswerProtocol(anthropic_request.parse, AnthropicReply, too_long),
     "/v1/responses": AnswerProtocol(responses_request.parse, ResponsesReply),
+    "/api/chat": AnswerProtocol(ollama_request.chat, ollama_response.ChatReply, media=ollama_response.MEDIA),
+    "/api/generate": AnswerProtocol(
+        ollama_request.generate, ollama_response.GenerateReply, media=ollama_response.MEDIA
+    ),
 }
 """By path. Each takes POST."""

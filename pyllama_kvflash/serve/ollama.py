@@ -1,0 +1,173 @@
+"""Ollama's paths about the server and its model. protocols/ollama_request.py and ollama_response.py have those that answer."""
+
+import hashlib
+import json
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pyllama_kvflash import __version__
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.need import weights_of
+from pyllama_kvflash.native import Model, Sampling, devices
+from pyllama_kvflash.serve.protocols.fields import parse_json
+from pyllama_kvflash.serve.protocols.ollama_response import moment, tagged
+from pyllama_kvflash.serve.protocols.request_error import RequestError
+
+SPOKEN = "0.12.11"
+"""The version of Ollama whose API this is. Clients look at it: some refuse old ones."""
+
+_NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
+_ELSEWHERE = "this server has one model, which is given as it starts: start another `kvflash serve`"
+_EMBEDS = "this server has no embeddings: ask a server with an embedding model"
+_REFUSED = {
+    "/api/embed": ("POST", _EMBEDS),
+    "/api/embeddings": ("POST", _EMBEDS),
+    "/api/pull": ("POST", _ELSEWHERE),
+    "/api/push": ("POST", _ELSEWHERE),
+    "/api/create": ("POST", _ELSEWHERE),
+    "/api/copy": ("POST", _ELSEWHERE),
+    "/api/delete": ("DELETE", _ELSEWHERE),
+}
+"""Paths that are refused: the method, and why."""
+
+_TEXTS = ("name", "basename", "size_label", "finetune", "license", "quantized_by")
+_NUMBERS = (
+    "block_count", "embedding_length", "feed_forward_length", "vocab_size", "expert_count", "expert_used_count",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+)  # fmt: skip
+"""Metadata of a model that /api/show has: those of `general`, and those of its architecture."""
+
+_THINKS = "enable_thinking", "reasoning_content", "reasoning_effort", "<think>"
+"""What the template of a model that reasons has one of."""
+
+Read = Callable[[Request], Awaitable[bytes]]
+"""Returns a request's body. Raises RequestError."""
+
+
+def routes(
+    ready: Callable[[], KVFlash], read: Read, name: str, sampling: Sampling, template: str | None
+) -> list[Route]:
+    """Return the routes. ready: returns the engine, or raises RequestError. name: of the model.
+
+    sampling: the defaults of requests. template: replaces the model's own.
+    """
+    about = _About(ready, read, name, sampling, template)
+    return [
+        Route("/api/version", _version),
+        Route("/api/tags", about.tags),
+        Route("/api/ps", about.running),
+        Route("/api/show", about.show, methods=["POST"]),
+        *(Route(path, _refuse(why), methods=[method]) for path, (method, why) in _REFUSED.items()),
+    ]
+
+
+async def _version(_request: Request) -> Response:
+    return JSONResponse({"version": SPOKEN, "kvflash": __version__})
+
+
+def _refuse(why: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_request: Request) -> Response:
+        raise RequestError(501, why, code="unsupported")
+
+    return answer
+
+
+class _About:
+    """The handlers of what there is about the model."""
+
+    def __init__(
+        self, ready: Callable[[], KVFlash], read: Read, name: str, sampling: Sampling, template: str | None
+    ) -> None:
+        self._ready, self._read, self._name, self._sampling, self._template = ready, read, name, sampling, template
+
+    async def tags(self, _request: Request) -> Response:
+        """Return the models: there is one."""
+        return JSONResponse({"models": [self._model(self._ready())]})
+
+    async def running(self, _request: Request) -> Response:
+        """Return the models that are loaded."""
+        kv, found = self._ready(), devices()
+        on_gpus = sum(size for i, size in weights_of(kv.model).items() if found[i].gpu)
+        more = {"expires_at": _NEVER, "size_vram": on_gpus, "context_length": kv.options.n_ctx}
+        return JSONResponse({"models": [{**self._model(kv), **more}]})
+
+    async def show(self, request: Request) -> Response:
+        """Return what there is to know of the model, whichever name is asked for."""
+        kv = self._ready()
+        parse_json(await self._read(request))
+        template = self._template or kv.model.meta("tokenizer.chat_template") or ""
+        # requests with tools are served whatever the template knows
+        capabilities = ["completion", "tools", *["thinking"] * any(word in template for word in _THINKS)]
+        res = {
+            "modelfile": f"FROM {kv.model.path.name}\n",
+            "parameters": self._parameters(kv.options.n_ctx),
+            "template": template,
+            "license": kv.model.meta("general.license") or "",
+            "details": _details(kv.model),
+            "model_info": _metadata(kv.model, kv.options.n_ctx),
+            "capabilities": capabilities,
+            "modified_at": _modified(kv.model)[0],
+        }
+        return JSONResponse(res)
+
+    def _model(self, kv: KVFlash) -> dict[str, Any]:
+        """Return the model, as in a list."""
+        name, (modified, stamp) = tagged(self._name), _modified(kv.model)
+        # of the file's contents, Ollama's digest would take seconds
+        digest = hashlib.sha256(f"{kv.model.path.name}\0{kv.model.n_bytes}\0{stamp}".encode()).hexdigest()
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": modified,
+            "size": kv.model.n_bytes,
+            "digest": digest,
+            "details": _details(kv.model),
+        }
+
+    def _parameters(self, n_ctx: int) -> str:
+        """Return the defaults of requests, one on each line."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
+        values = {"num_ctx": n_ctx, **{name: getattr(self._sampling, name) for name in names}}
+        return "\n".join(f"{name:<30} {value}" for name, value in values.items())
+
+
+def _modified(model: Model) -> tuple[str, int]:
+    """Return when the file was modified, as text and in nanoseconds; 1970, if it is gone."""
+    stamp = 0
+    with suppress(OSError):
+        stamp = model.path.stat().st_mtime_ns
+    return moment(stamp / 1e9), stamp
+
+
+def _details(model: Model) -> dict[str, Any]:
+    family, size, quantised = model.description.split(" ", 2)
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": size,
+        "quantization_level": re.sub(r" - (Small|Medium|Large)$", lambda found: f"_{found[1][0]}", quantised),
+    }
+
+
+def _metadata(model: Model, n_ctx: int) -> dict[str, Any]:
+    """Return the metadata of the file, but for the context: clients take their limit from it, so it is the server's."""
+    arch = model.meta("general.architecture") or "unknown"
+    res: dict[str, Any] = {"general.architecture": arch, "general.parameter_count": model.n_params}
+    texts = [*(f"general.{name}" for name in _TEXTS), "tokenizer.ggml.model", "tokenizer.ggml.pre"]
+    res |= {key: value for key in texts if (value := model.meta(key)) is not None}
+    numbers = ["general.file_type", "general.quantization_version", *(f"{arch}.{name}" for name in _NUMBERS)]
+    numbers += [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos")]
+    for key in numbers:
+        if (value := model.meta(key)) is not None:
+            with suppress(ValueError):
+                res[key] = json.loads(value)
+    return {**res, f"{arch}.context_length": n_ctx}

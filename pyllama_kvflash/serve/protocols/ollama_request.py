@@ -1,0 +1,210 @@
+"""Requests of Ollama's API, checked and converted to the OpenAI form."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyllama_kvflash.engine.answer import MAX_ANSWER
+from pyllama_kvflash.json_schema import Checked
+from pyllama_kvflash.native import Sampling, whole_grammar
+from pyllama_kvflash.serve.protocols import conversation
+from pyllama_kvflash.serve.protocols.answer_fields import sampling_of, stop_of
+from pyllama_kvflash.serve.protocols.fields import array, as_object, get, kind, obj, one_of, ranged
+from pyllama_kvflash.serve.protocols.known import check_known
+from pyllama_kvflash.serve.protocols.ollama_response import loaded
+from pyllama_kvflash.serve.protocols.openai_request import MAX_LOGPROBS, given
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
+from pyllama_kvflash.serve.protocols.request_error import Answered, invalid
+
+_COMMON = {"model", "stream", "format", "options", "keep_alive", "think", "logprobs", "top_logprobs"}
+_REFUSED = {
+    "suffix": "it does not fill in the middle",
+    "template": "send the rendered prompt with raw: true, or start the server with --chat-template-file",
+    "context": "send the conversation to /api/chat",
+    "images": "only text can be read",
+}
+"""Fields of /api/generate, and why they are refused. An empty one asks for nothing."""
+
+_IGNORED = {"truncate", "shift"}  # of a prompt that is too long: that is refused
+
+_SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "seed",
+}  # fmt: skip
+_OFF = {"typical_p": 1, "mirostat": 0}
+"""Samplers that this server does not have, and the values that turn them off."""
+
+_OPTIONS = {*_SAMPLING, *_OFF, "num_ctx", "num_predict", "repeat_last_n", "stop"}
+_WITHOUT_EFFECT = {
+    "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all", "vocab_only",
+    "use_mmap", "use_mlock", "embedding_only", "penalize_newline", "mirostat_tau", "mirostat_eta",
+}  # fmt: skip
+"""Options of loading a model, which is loaded already, and those that Ollama does not have any more."""
+
+_EFFORTS = ("low", "medium", "high", "max")
+
+
+def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
+    """Check the body of POST /api/chat. Raises RequestError, and Answered if there is no message.
+
+    It may have the tool_choice of the OpenAI protocol, which Ollama has not.
+    """
+    fields = given(body)
+    check_known(fields, _COMMON | {"messages", "tools", "tool_choice"}, served.unknown, _IGNORED)
+    found = array(fields, "messages")
+    if not found:
+        raise Answered(loaded(served.name, "message", unload=_unloads(fields)))
+    tools = conversation.tools([_tool(t) for t in array(fields, "tools") or ()])
+    return replace(
+        _both(fields, served),
+        messages=conversation.messages(_messages(found), served.unknown),
+        tools=tools,
+        tool_choice=conversation.tool_choice(fields.get("tool_choice"), tools),
+    )
+
+
+def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
+    """Check the body of POST /api/generate. Raises RequestError, and Answered if there is no prompt."""
+    fields = given(body)
+    for key, why in _REFUSED.items():
+        if fields.get(key):
+            raise invalid(f"{key} is not supported by this server: {why}", key, "unsupported_parameter")
+    check_known(fields, _COMMON | {"prompt", "system", "raw", *_REFUSED}, served.unknown, _IGNORED)
+    prompt, system, raw = get(fields, "prompt", str), get(fields, "system", str), get(fields, "raw", bool)
+    if not prompt:
+        raise Answered(loaded(served.name, "response", unload=_unloads(fields)))
+    parsed = _both(fields, served)
+    if raw:
+        if parsed.schema is not None:
+            parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=whole_grammar(parsed.schema)))
+        return replace(parsed, prompt=prompt, special=True)
+    found = [{"role": "system", "content": system}] if system else []
+    found.append({"role": "user", "content": prompt})
+    return replace(parsed, messages=conversation.messages(found, served.unknown))
+
+
+def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
+    """Return a request with the fields of chats and of prompts."""
+    get(fields, "model", str)  # any name: there is one model
+    _unloads(fields)
+    stream, options = get(fields, "stream", bool), given(obj(fields, "options") or {})
+    n_probs = ranged(fields, "top_logprobs", int, 0, MAX_LOGPROBS) or 0
+    return ParsedRequest(
+        schema=_schema(fields.get("format")),
+        chat_template_kwargs=_reasoning(fields.get("think")),
+        sampling=replace(_sampling(options, served), n_probs=n_probs if get(fields, "logprobs", bool) else None),
+        max_tokens=_limit(options),
+        stop=stop_of(options.get("stop"), "options.stop"),
+        stream=True if stream is None else stream,
+    )
+
+
+def _unloads(fields: Mapping[str, Any]) -> bool:
+    """Return whether the model is to be unloaded after the request. Raises RequestError."""
+    value = fields.get("keep_alive", "")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        msg = f"keep_alive is {kind(value)}: give a number of seconds, or a text such as 5m"
+        raise invalid(msg, "keep_alive", "invalid_type")
+    return value == 0 or re.fullmatch(r"0+[a-z]*", str(value)) is not None
+
+
+def _schema(value: Any) -> Checked | None:
+    """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
+    if value is None or value == "":
+        return None
+    if value != "json" and not isinstance(value, dict):
+        what = repr(value)[:100] if isinstance(value, str) else kind(value)
+        raise invalid(f'format is {what}: give "json", or a JSON schema', "format", "invalid_value")
+    return conversation.schema({"type": "object"} if value == "json" else value, "format")
+
+
+def _reasoning(value: Any) -> dict[str, Any]:
+    """Return the template's settings for reasoning. Raises RequestError."""
+    if isinstance(value, str):
+        return {"reasoning_effort": one_of({"think": value}, "think", _EFFORTS)}
+    think = get({"think": value}, "think", bool)
+    return {} if think is None else {"enable_thinking": think}
+
+
+#
+# options
+#
+
+
+def _sampling(options: Mapping[str, Any], served: Served) -> Sampling:
+    """Return the settings that choose tokens. Raises RequestError."""
+    check_known(options, _OPTIONS, served.unknown, _WITHOUT_EFFECT, "options.")
+    for key, off in _OFF.items():
+        if get(options, key, float, f"options.{key}") not in {None, float(off)}:
+            msg = f"options.{key} is not supported by this server: leave it out, or give {off}"
+            raise invalid(msg, f"options.{key}", "unsupported_parameter")
+    n_ctx, asked = served.kv.options.n_ctx, get(options, "num_ctx", int, "options.num_ctx")
+    if asked is not None and asked > n_ctx:
+        served.unknown.leave_out("options.num_ctx", f"the context has {n_ctx:,} tokens, as -c of the server says")
+    res = sampling_of({k: v for k, v in options.items() if k in _SAMPLING}, served)
+    last = ranged(options, "repeat_last_n", int, -1, 2**20, "options.repeat_last_n")
+    return res if last is None else replace(res, repeat_last_n=min(n_ctx, 2**20) if last == -1 else last)
+
+
+def _limit(options: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of an answer; None: as many as fit. Raises RequestError."""
+    limit = ranged(options, "num_predict", int, -2, MAX_ANSWER, "options.num_predict")
+    return limit if limit and limit > 0 else None
+
+
+#
+# conversations
+#
+
+
+def _tool(value: Any) -> Any:
+    """Return a tool with its type, which may be left out."""
+    return {**value, "type": value.get("type") or "function"} if isinstance(value, dict) else value
+
+
+def _messages(found: list[Any]) -> list[dict[str, Any]]:
+    """Return messages in the OpenAI form: there, a call has an id, and the result of a tool names it. Raises RequestError."""
+    res: list[dict[str, Any]] = []
+    calls: list[tuple[str, str]] = []  # those without a result: the id, and the name
+    n_calls = 0
+    for i, value in enumerate(found):
+        at = f"messages[{i}]"
+        message = {"content": "", **given(as_object(value, at, "role and content"))}
+        made = []
+        for k, call in enumerate(array(message, "tool_calls", f"{at}.tool_calls") or ()):
+            made.append(_call(call, f"{at}.tool_calls[{k}]", n_calls))
+            n_calls += 1
+        if made:
+            message["tool_calls"] = made
+            calls = [(call["id"], call["function"].get("name")) for call in made]
+        if message.get("role") == "assistant" and "thinking" in message:
+            message["reasoning_content"] = message.pop("thinking")
+        if message.get("role") == "tool":
+            _name_call(message, at, calls)
+        res.append(message)
+    return res
+
+
+def _call(value: Any, at: str, number: int) -> dict[str, Any]:
+    """Return a call in the OpenAI form. number: makes its id, of nine letters and digits, which some templates demand."""
+    call = as_object(value, at, "a function")
+    function = given(as_object(call.get("function"), f"{at}.function", "name and arguments"))
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(obj(function, "arguments", f"{at}.function.arguments") or {}, ensure_ascii=False)
+    made = {"name": function.get("name"), "arguments": arguments}
+    return {"id": get(call, "id", str, f"{at}.id") or f"call{number:05}", "type": "function", "function": made}
+
+
+def _name_call(message: dict[str, Any], at: str, calls: list[tuple[str, str]]) -> None:
+    """Give the result of a tool the id of its call: the first one of that name, or the first one at all."""
+    name = get(message, "tool_name", str, f"{at}.tool_name")
+    message.pop("tool_name", None)
+    if name is not None:
+        message["name"] = name
+    asked = get(message, "tool_call_id", str, f"{at}.tool_call_id")
+    its = next(iter([c for c in calls if c[0] == asked] or [c for c in calls if c[1] == name] or calls), None)
+    if its is not None:
+        calls.remove(its)
+    message["tool_call_id"] = asked or (its[0] if its else "call")

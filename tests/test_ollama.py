@@ -1,0 +1,427 @@
+"""Ollama's API: it says what the OpenAI protocol says, in lines of JSON."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from support import serving
+from support.serving import NAME, Running
+
+from pyllama_kvflash import Sampling
+from pyllama_kvflash.native import ChatEngine, Model, Rendered
+from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
+from pyllama_kvflash.serve.protocols import ollama_request
+from pyllama_kvflash.serve.protocols.ollama_response import ChatReply, GenerateReply
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest
+
+pytestmark = pytest.mark.native
+
+environment = serving.environment
+
+TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
+THINKING = TEMPLATE.replace(
+    "{{- '<|im_start|>assistant\\n' + (message.content or '') }}",
+    "{{- '<|im_start|>assistant\\n' }}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content }}"
+    "{{- message.content or '' }}",
+)
+ASKS = [{"role": "user", "content": "What is the code of the old mill?"}]
+GREEDY = {"temperature": 0, "num_predict": 8}
+ADD = {
+    "name": "add",
+    "description": "Add numbers.",
+    "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [3]}}, "required": ["a", "b"]},
+}
+TOOLS = [{"type": "function", "function": ADD}]
+SCHEMA = {"type": "object", "properties": {"code": {"enum": ["red", "blue"]}}, "required": ["code"]}
+DURATIONS = "load_duration", "prompt_eval_duration", "eval_duration"
+COUNTS = "prompt_eval_count", "prompt_eval_cached_count", "eval_count"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(template=TEMPLATE) as running:
+        yield running
+
+
+def post(server: Running, path: str = "/api/chat", **body: Any) -> Any:
+    res = server.http.post(path, json={"model": "any", "stream": False, "options": GREEDY, **body})
+    assert res.status_code == 200, res.text
+    assert res.headers["content-type"] == "application/json"
+    return res.json()
+
+
+def lines(server: Running, path: str = "/api/chat", **body: Any) -> list[Any]:
+    res = server.http.post(path, json={"model": "any", "options": GREEDY, **body})
+    assert res.status_code == 200, res.text
+    assert res.headers["content-type"] == "application/x-ndjson"
+    assert res.text.endswith("}\n")
+    return [json.loads(line) for line in res.text.splitlines()]
+
+
+def openai(server: Running, **body: Any) -> Any:
+    res = server.post({"messages": ASKS, "max_tokens": 8, **body}, "/v1/chat/completions")
+    assert res.status_code == 200, res.text
+    return res.json()
+
+
+#
+# answers
+#
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_it_says_what_the_openai_protocol_says(server: Running, system: str) -> None:
+    messages = [{"role": "system", "content": system}, *ASKS] if system else ASKS
+    said = openai(server, messages=messages)
+    text = said["choices"][0]["message"]["content"]
+    assert text
+    whole = post(server, messages=messages)
+    assert whole["message"] == {"role": "assistant", "content": text}
+    assert "".join(line["message"]["content"] for line in lines(server, messages=messages)) == text
+    prompt = {"prompt": ASKS[0]["content"], "system": system}
+    generated = post(server, "/api/generate", **prompt)
+    assert generated["response"] == text
+    assert "".join(line["response"] for line in lines(server, "/api/generate", **prompt)) == text
+    for found in (whole, generated):
+        assert (found["prompt_eval_count"], found["eval_count"]) == (said["usage"]["prompt_tokens"], 8)
+
+
+def test_the_form_of_an_answer(server: Running) -> None:
+    whole, (*parts, last) = post(server, messages=ASKS), lines(server, messages=ASKS)
+    for line in (whole, *parts, last):
+        assert line["model"] == f"{NAME}:latest"
+        assert line["created_at"].endswith("Z")
+        assert line["message"]["role"] == "assistant"
+    assert [line["done"] for line in parts] == [False] * len(parts)
+    assert set(parts[0]) == {"model", "created_at", "message", "done"}
+    for end in (whole, last):
+        assert (end["done"], end["done_reason"]) == (True, "length")
+        assert all(type(end[name]) is int and end[name] >= 0 for name in (*DURATIONS, *COUNTS))
+        assert end["total_duration"] == sum(end[name] for name in DURATIONS)
+        assert end["prompt_eval_duration"] > 0
+    assert last["message"]["content"] == ""
+
+
+def test_a_prompt_as_it_is(server: Running) -> None:
+    """With its special tokens: a client may render the conversation itself."""
+    rendered = f"<|im_start|>user\n{ASKS[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    found = post(server, "/api/generate", prompt=rendered, raw=True)
+    same = post(server, messages=ASKS)
+    assert found["response"] == same["message"]["content"]
+    assert found["prompt_eval_count"] == same["prompt_eval_count"]
+    plain = server.text(prompt="The sea", max_tokens=8)
+    assert post(server, "/api/generate", prompt="The sea", raw=True)["response"] == plain
+
+
+def test_logprobs(server: Running) -> None:
+    asked = {"messages": ASKS, "logprobs": True, "top_logprobs": 2}
+    found = post(server, **asked)["logprobs"]
+    assert found == openai(server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert len(found) == 8
+    assert [p for line in lines(server, **asked) for p in line.get("logprobs", ())] == found
+    assert "logprobs" not in post(server, messages=ASKS, top_logprobs=2)
+
+
+@pytest.mark.parametrize("how", [{}, {"raw": True}, {"messages": ASKS}])
+def test_an_answer_of_a_form(server: Running, how: dict[str, Any]) -> None:
+    path, body = ("/api/chat", how) if "messages" in how else ("/api/generate", {"prompt": "The code?", **how})
+    key = ("message", "content") if "messages" in how else ("response",)
+
+    def said(form: Any) -> Any:
+        found = post(server, path, **body, format=form, options={"temperature": 0, "num_predict": 200})
+        for name in key:
+            found = found[name]
+        return found
+
+    assert json.loads(said(SCHEMA))["code"] in {"red", "blue"}
+    assert said("json").lstrip().startswith("{")
+    assert said("") == said(None)
+
+
+def test_options_are_those_of_the_request(server: Running) -> None:
+    text = post(server, messages=ASKS)["message"]["content"]
+    stop = text[3:6]
+    found = post(server, messages=ASKS, options={**GREEDY, "stop": [stop]})
+    assert found["message"]["content"] == text[: text.index(stop)]
+    assert found["done_reason"] == "stop"
+    drawn = {"temperature": 1.5, "seed": 5, "top_k": 0, "top_p": 1, "num_predict": 8}
+    one, other = (post(server, messages=ASKS, options=drawn)["message"]["content"] for _ in range(2))
+    assert one == other
+    assert post(server, messages=ASKS, options={**drawn, "seed": 6})["message"]["content"] != one
+
+
+def test_options_without_an_effect(server: Running) -> None:
+    """One that the server does not know, and a context that it has not, are named; options of loading are not."""
+    options = {**GREEDY, "num_gpu": 1, "typical_p": 1.0, "mirostat": 0, "num_ctx": 4096, "use_mmap": True}
+    body = {"messages": ASKS, "stream": False, "keep_alive": "5m", "truncate": True, "think": False}
+    quiet = server.http.post("/api/chat", json={**body, "options": options})
+    assert "kvflash-warning" not in quiet.headers
+    options |= {"num_ctx": 8192, "temprature": 1}
+    warned = server.http.post("/api/chat", json={**body, "options": options}).headers["kvflash-warning"]
+    assert "options.num_ctx" in warned
+    assert "4,096" in warned
+    assert "'options.temprature' is not a known field" in warned
+
+
+def test_twenty_turns_stay_warm(server: Running) -> None:
+    """All of the prompt counts, as with Ollama; what was there already is told beside it."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": serving.long_text(200)}]
+    before = 0
+    for i in range(20):
+        messages.append({"role": "user", "content": f"Number {i}?"})
+        found = post(server, messages=messages, options={"temperature": 0, "num_predict": 6})
+        messages.append(found["message"])
+        assert before <= found["prompt_eval_cached_count"] < found["prompt_eval_count"]
+        before = found["prompt_eval_count"]
+    assert openai(server, messages=messages[:-1])["usage"]["prompt_tokens"] == before
+
+
+#
+# tools
+#
+
+
+def test_a_call_and_its_result(server: Running) -> None:
+    asked = {
+        "messages": ASKS,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "options": {"temperature": 0, "num_predict": 120},
+    }
+    for found in (post(server, **asked), lines(server, **asked)[-2]):
+        call = found["message"]["tool_calls"][0]["function"]
+        assert (call["name"], call["index"]) == ("add", 0)
+        assert call["arguments"] in ({"a": 1, "b": 3}, {"a": 2, "b": 3})
+
+
+def test_results_go_to_their_calls_without_ids() -> None:
+    """By name, and else in the order of the calls; the model is told the same as over the OpenAI protocol."""
+    messages: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"function": {"name": "add", "arguments": {"a": 1, "b": 3}}},
+                {"function": {"name": "now"}},
+                {"id": "mine", "function": {"name": "add", "arguments": '{"a": 2}'}},
+            ],
+        },
+        {"role": "tool", "tool_name": "now", "content": "noon"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "tool_call_id": "mine", "content": "5"},
+        {"role": "tool", "tool_name": "other", "content": "6"},
+    ]
+    assistant, *results = ollama_request._messages(messages)
+    first, second, third = assistant["tool_calls"]
+    assert [json.loads(c["function"]["arguments"]) for c in (first, second, third)] == [{"a": 1, "b": 3}, {}, {"a": 2}]
+    assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in (first, second)), "as Mistral's templates demand"
+    assert [r["tool_call_id"] for r in results] == [second["id"], first["id"], "mine", "call"]
+    assert [r.get("name") for r in results] == ["now", None, None, "other"]
+
+
+def test_a_conversation_with_calls_is_read_as_that_of_the_openai_protocol(server: Running) -> None:
+    call = {"name": "add", "arguments": {"a": 1, "b": 3}}
+    own = [
+        *ASKS,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+        {"role": "tool", "tool_name": "add", "content": "4"},
+    ]
+    theirs = [
+        *ASKS,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "x", "type": "function", "function": {**call, "arguments": '{"a": 1, "b": 3}'}}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "4"},
+    ]
+    said = openai(server, messages=theirs, tools=TOOLS)
+    found = post(server, messages=own, tools=[{"function": ADD}])
+    assert found["prompt_eval_count"] == said["usage"]["prompt_tokens"]
+    assert found["message"]["content"] == said["choices"][0]["message"]["content"]
+
+
+#
+# an answer as it grows
+#
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as found:
+        yield found
+
+
+def rendered(model: Model, source: str) -> Rendered:
+    return ChatEngine(model, source).apply({"messages": ASKS, "tools": TOOLS, "tool_choice": "auto"})
+
+
+def reply(found: Rendered | None, kind: type[ChatReply] = ChatReply) -> ChatReply:
+    return kind("m:1", PreparedRequest(ParsedRequest(sampling=Sampling()), [], Sampling(), (), found))  # type: ignore[arg-type]
+
+
+def done(reason: str = "eos") -> Finished:
+    return Finished(reason, 9, 4, 3, 2.0, timing=Timing(n_read=5, read_s=0.5, n_answer=3, answer_s=0.25))
+
+
+def written(own: ChatReply, text: str, end: Finished) -> list[Any]:
+    parts = own.first() + own.reading(Reading(1, 9)) + own.alive()
+    parts += b"".join(own.text(Text(text[i : i + 3])) for i in range(0, len(text), 3)) + own.end(end) + own.last()
+    return [json.loads(line) for line in parts.decode().splitlines()]
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 3}}\n</tool_call>'
+
+
+def test_a_call_comes_whole_and_a_part_of_one_does_not(model: Model) -> None:
+    """Its arguments are an object, so a client could not see that they are not all there."""
+    own = reply(rendered(model, TEMPLATE))
+    *_, call, last = written(own, f"So. {CALL}", done())
+    assert call["message"]["tool_calls"][0]["function"] == {"index": 0, "name": "add", "arguments": {"a": 1, "b": 3}}
+    assert last["model"] == "m:1"
+    assert own.whole()["message"]["content"].strip() == "So."
+    cut = reply(rendered(model, TEMPLATE))
+    assert not [line for line in written(cut, CALL[:50], done("length")) if "tool_calls" in line["message"]]
+    assert "tool_calls" not in cut.whole()["message"]
+    assert cut.whole()["done_reason"] == "length"
+
+
+@pytest.mark.parametrize("kind", [ChatReply, GenerateReply])
+def test_reasoning_is_apart(model: Model, kind: type[ChatReply]) -> None:
+    own = reply(rendered(model, THINKING), kind)
+    found = [line.get("message", line) for line in written(own, "<think>\nHm.\n</think>\n\nSo it is.", done())]
+    key = "content" if kind is ChatReply else "response"
+    whole = own.whole().get("message", own.whole())
+    assert (whole["thinking"].strip(), whole[key].strip()) == ("Hm.", "So it is.")
+    assert "".join(line.get("thinking", "") for line in found) == whole["thinking"]
+    assert "".join(line[key] for line in found) == whole[key]
+
+
+def test_nanoseconds() -> None:
+    """The rest of the time, as that in the queue, counts as loading."""
+    own = reply(None)
+    own.end(done())
+    found = own.whole()
+    assert [found[name] for name in DURATIONS] == [1_250_000_000, 500_000_000, 250_000_000]
+    assert found["total_duration"] == 2_000_000_000
+    assert [found[name] for name in COUNTS] == [9, 4, 3]
+
+
+#
+# about the server, and what it refuses
+#
+
+
+def test_about_the_model(server: Running) -> None:
+    (listed,) = server.http.get("/api/tags").json()["models"]
+    assert listed["name"] == listed["model"] == f"{NAME}:latest"
+    assert len(listed["digest"]) == 64
+    details = {"format": "gguf", "family": "qwen3", "parameter_size": "6.97M", "quantization_level": "Q8_0"}
+    assert details.items() <= listed["details"].items()
+    (runs,) = server.http.get("/api/ps").json()["models"]
+    assert listed.items() <= runs.items()
+    assert (runs["context_length"], runs["size_vram"]) == (4096, 0)
+    shown = server.http.post("/api/show", json={"model": "whatever"}).json()
+    assert shown["details"] == listed["details"]
+    assert shown["template"] == TEMPLATE
+    assert shown["capabilities"] == ["completion", "tools"]
+    info = shown["model_info"]
+    assert info["general.architecture"] == "qwen3"
+    assert (info["qwen3.context_length"], info["qwen3.block_count"]) == (4096, 6)
+    assert "num_ctx                        4096" in shown["parameters"].splitlines()
+
+
+def test_probes_find_a_server(server: Running) -> None:
+    for path in ("/", "/api/version", "/api/tags"):
+        assert server.http.head(path).status_code == 200
+    version = server.http.get("/api/version").json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4), "VS Code asks for it"
+
+
+def test_a_template_that_reasons_is_told() -> None:
+    with Running(template=THINKING) as running:
+        shown = running.http.post("/api/show", json={}).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+
+
+@pytest.mark.parametrize(("path", "key", "said"), [
+    ("/api/chat", "message", {"role": "assistant", "content": ""}), ("/api/generate", "response", ""),
+])  # fmt: skip
+def test_nothing_to_say_loads_the_model(server: Running, path: str, key: str, said: Any) -> None:
+    """It is loaded, and stays so."""
+    for body, reason in [({}, "load"), ({"messages": [], "prompt": "", "keep_alive": -1}, "load"),
+                         ({"keep_alive": 0}, "unload"), ({"keep_alive": "0s", "stream": True}, "unload")]:  # fmt: skip
+        found = post(server, path, **body)
+        assert (found[key], found["done"], found["done_reason"]) == (said, True, reason)
+    assert server.idle()
+
+
+@pytest.mark.parametrize("path", [
+    "/api/embed", "/api/embeddings", "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete",
+])  # fmt: skip
+def test_what_the_server_does_not_do(server: Running, path: str) -> None:
+    res = server.http.request("DELETE" if path == "/api/delete" else "POST", path, json={"model": "x"})
+    assert res.status_code == 501
+    assert set(res.json()) == {"error"}
+    assert "this server has" in res.json()["error"]
+
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+
+
+@pytest.mark.parametrize(("path", "body", "words"), [
+    (CHAT, {"messages": 5}, "messages is an integer"),
+    (CHAT, {"messages": [{"role": "bad", "content": "x"}]}, "messages[0].role is 'bad'"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content is an integer"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 5}}]}]},
+     "messages[0].tool_calls[0].function.arguments is an integer"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls[0].function.name is missing"),
+    (CHAT, {"messages": ASKS, "tools": [5]}, "tools[0] is an integer"),
+    (CHAT, {"messages": ASKS, "think": "hard"}, "think is 'hard'"),
+    (CHAT, {"messages": ASKS, "keep_alive": True}, "keep_alive is true or false"),
+    (CHAT, {"messages": ASKS, "options": {"temperature": 9}}, "temperature is 9"),
+    (CHAT, {"messages": ASKS, "options": {"num_predict": -3}}, "options.num_predict is -3"),
+    (CHAT, {"messages": ASKS, "options": {"typical_p": 0.5}}, "typical_p"),
+    (CHAT, {"messages": ASKS, "options": {"mirostat": 2}}, "mirostat"),
+    (CHAT, {"messages": ASKS, "options": {"repeat_last_n": -2}}, "options.repeat_last_n is -2"),
+    (CHAT, {"messages": ASKS, "options": []}, "options is an array"),
+    (GENERATE, {"prompt": 5}, "prompt is an integer"),
+    (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+    (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "template is not supported"),
+    (GENERATE, {"prompt": "x", "context": [1]}, "send the conversation to /api/chat"),
+    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
+    (GENERATE, {"prompt": "x", "format": "xml"}, "format is 'xml'"),
+    (GENERATE, {"prompt": "x", "format": {"type": "x"}}, "the JSON schema cannot be used"),
+    (GENERATE, {"prompt": "x " * 5000}, "the context 4,096"),
+])  # fmt: skip
+def test_what_is_refused(server: Running, path: str, body: dict[str, Any], words: str) -> None:
+    res = server.http.post(path, json=body)
+    assert res.status_code == 400, res.text
+    assert set(res.json()) == {"error"}
+    assert words in res.json()["error"]
+
+
+def test_other_errors_have_the_same_form(server: Running) -> None:
+    http = server.http
+    for res, status in [
+        (http.get("/api/chat"), 405),
+        (http.post("/api/nothing", json={}), 404),
+        (http.post("/api/show", content=b"{", headers={"Content-Type": "application/json"}), 400),
+        (http.post("/api/chat", content=b"{}", headers={"Content-Type": "text/plain"}), 415),
+    ]:
+        assert (res.status_code, set(res.json())) == (status, {"error"})
+        assert isinstance(res.json()["error"], str)
+
+
+def test_a_key_is_asked_for() -> None:
+    with Running(key="secret") as running:
+        bare = running.http.post("/api/chat", json={}, headers={"Authorization": ""})
+        assert (bare.status_code, set(bare.json())) == (401, {"error"})
+        assert post(running)["done_reason"] == "load"
