@@ -105,6 +105,7 @@ ORDER = [
     "files",
     "template",
     "calls",
+    "text_tools",
     "chat",
     "options",
     "keywords",

@@ -340,7 +340,7 @@ def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
         ({"prompt": "\ud800"}, "surrogate"),
         ({"prompt": "x", "echo": True}, "echo is not supported"),
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+        ({"prompt": "x", "suffix": "y"}, "suffix cannot be used: the model has no tokens"),
         ({"prompt": "x", "logprobs": 21}, "must be from 0 to 20"),
     ],
 )

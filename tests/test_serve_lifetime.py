@@ -32,9 +32,10 @@ from support.commands import SCRIPT
 from support.processes import server_process
 from support.serving import Asked, Running, begun, check_all, long_text, open_needle, sse, stream, tokens_of, until
 
-from pyllama_kvflash import KVFlash
+from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import ModelError
+from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.serve.job import Finished
 from pyllama_kvflash.serve.scheduler import Phase, Scheduler
@@ -247,6 +248,31 @@ def refusal(*args: str) -> str:
     assert res.exit_code == 2, res.output
     assert "Traceback" not in res.output
     return res.output
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "kept"),
+    [
+        ((), False, False),
+        ((), True, True),
+        (("--kvflash", "1K"), False, True),
+        (("--set", "auto_cap=1K"), False, True),
+        (("--prefix-cache", "there"), False, True),
+    ],
+)
+def test_prompts_are_kept_on_disk_where_that_takes_no_more_than_the_full_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...], gpu: bool, kept: bool
+) -> None:
+    """By default; who asks for a pool or for a folder has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "devices", lambda: [Device("a", "a", gpu=gpu, free=1 << 30, total=1 << 30)])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        res = CliRunner().invoke(main, ["serve", "--port", str(taken.getsockname()[1]), *options])
+    assert res.exit_code == 2
+    assert ("prompts are kept in memory only: without a GPU" in res.output) != kept
 
 
 def test_refusals_of_the_command(tmp_path: Path) -> None:

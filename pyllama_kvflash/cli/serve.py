@@ -82,7 +82,7 @@ SERVER = params.options(
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read. It needs a pool, which without a GPU takes more RAM than the full"
-                 " cache; off: none.  [default: ~/.cache/kvflash/prefix]"),
+                 " cache; off: none.  [default: ~/.cache/kvflash/prefix, off without a GPU and --kvflash]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
@@ -137,6 +137,9 @@ def serve(
     check_max_tokens(n_predict, least=1)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
+    if prefix_cache is None and _wants_full_cache(options):
+        prefix_cache = "off"
+        reporter.note(_NO_PREFIX_CACHE)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
     path = model_path(model_arg, model, reporter)
@@ -235,6 +238,18 @@ def read_template(name: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as err:
         msg = f"the chat template {name} cannot be read: {getattr(err, 'strerror', None) or 'it is not UTF-8 text'}"
         raise UsageError(msg) from None
+
+
+_NO_PREFIX_CACHE = (
+    "prompts are kept in memory only: without a GPU the pool that a prefix cache needs takes more RAM than the full cache;"
+    " --prefix-cache FOLDER keeps them over a restart"
+)
+
+
+def _wants_full_cache(options: dict[str, Any]) -> bool:
+    """Return whether the server takes the full cache, unless a prefix cache needs a pool: by default, without a GPU."""
+    asked = options.get("pool", "auto") != "auto" or options.get("auto_cap") is not None
+    return not asked and not any(device.gpu for device in native.devices())
 
 
 def _prefix_cache(folder: str | None, limit: int) -> PrefixCache | None:
