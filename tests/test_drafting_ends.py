@@ -154,6 +154,9 @@ def test_full_context(
         {"temperature": 0.8},
         {"temperature": 0.8, "repeat_penalty": 1.2, "repeat_last_n": 32},
         {"temperature": 0, "repeat_penalty": 1.3},
+        {"temperature": 0.8, "dry_multiplier": 2.0, "xtc_probability": 0.5},
+        {"mirostat": 1},
+        {"mirostat": 2},
     ],
     ids=str,
 )

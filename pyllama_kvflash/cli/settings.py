@@ -160,6 +160,8 @@ def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None
     special: dict[str, tuple[str, Callable[[str], Any]]] = {
         "pins": ("positions A:B,C:D", lambda text: kinds.Spans().convert(text, None, None)),
         "sampling.logit_bias": ("TOKEN(+/-)BIAS, several with commas", _biases),
+        "sampling.samplers": ("names with ; between them", str),
+        "sampling.dry_sequence_breakers": ("a JSON list of texts", _texts),
         "scorer_model": ("file", str),
         "auto_cap": ("a whole number", _whole),
     }
@@ -190,6 +192,13 @@ def _whole(text: str) -> int:
 
 def _biases(text: str) -> tuple[tuple[int, float], ...]:
     return tuple(kinds.LogitBias().convert(part, None, None) for part in text.split(",") if part)
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError(text)
+    return tuple(found)
 
 
 def _shown(value: Any) -> str:

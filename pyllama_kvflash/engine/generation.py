@@ -49,7 +49,8 @@ class Generation:
         self.answer = Answer(model, max_tokens, sequence.options.n_ctx, stop, preserved)
         self.n_prompt, self.prefill_s = 0, 0.0
         self._began: float | None = None  # when the answer began
-        self._writer = Writer(decoder, self.answer, Sampler(sampling or Sampling(), model))
+        sampler = Sampler(sampling or Sampling(), model)
+        self._writer = Writer(decoder, self.answer, sampler)
         self._claim = decoder.claim()
         self._damage: SnapshotError | None = None  # found in what was to stay of the text
         if whole:  # last: whatever refuses the prompt has left the text as it was
@@ -65,6 +66,8 @@ class Generation:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
         self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
         self._goes_on = not self._due
+        last = sequence.pending if self._goes_on else None
+        sampler.read(self._text if last is None else np.append(self._text, last))
         if len(prompt):
             self.read_on()
             return

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -245,6 +246,11 @@ class Model:
             n = lib.llama_token_to_piece(self.vocab, token, buf, -n, 0, special)
         piece: bytes = ffi.buffer(buf, n)[:]
         return piece
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end the generation."""
+        return tuple(t for t in range(self.n_vocab) if self.has_tokenizer and lib.llama_vocab_is_eog(self.vocab, t))
 
     def is_eog(self, token: int) -> bool:
         """Return whether a token ends the generation."""

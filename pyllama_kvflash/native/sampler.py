@@ -1,6 +1,7 @@
 """llama.cpp's sampler chain."""
 
 import math
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,15 +13,39 @@ from pyllama_kvflash import errors
 from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.grammar import Follower, Grammar, unusable
 from pyllama_kvflash.native.lib import check, ffi, last_error, lib
-from pyllama_kvflash.native.model import Model
+from pyllama_kvflash.native.model import Model, Tokens
+from pyllama_kvflash.native.order import DEFAULT_ORDER, order_of
 
 MAX_BIASES = 1024  # tokens of a logit_bias
 MAX_PROBS = 1024  # likely tokens that are told with each token of an answer
+MAX_BREAKERS = 32  # of DRY: llama.cpp compares each with every token of the vocabulary
+MAX_BREAKER_BYTES = 40  # it takes no more of them
+RANGES: dict[str, tuple[type[int | float], float, float]] = {
+    "repeat_last_n": (int, 0, 2**20),
+    "dry_multiplier": (float, 0, 100),
+    "dry_base": (float, 1, 100),
+    "dry_allowed_length": (int, 0, 2**20),
+    "dry_penalty_last_n": (int, 0, 2**20),
+    "top_n_sigma": (float, -1, 1000),
+    "typical_p": (float, 0, 1),
+    "min_keep": (int, 0, 2**20),
+    "xtc_probability": (float, 0, 1),
+    "xtc_threshold": (float, 0, 1),
+    "dynatemp_range": (float, 0, 1000),
+    "dynatemp_exponent": (float, 0, 100),
+    "mirostat": (int, 0, 2),
+    "mirostat_tau": (float, 0, 100),
+    "mirostat_eta": (float, 0, 100),
+}
+"""Fields of Sampling that the protocols have as they are: each with its type, its least and its largest value."""
 
 _COLD = 2.0**-30
 """A temperature below it is greedy. Logits are float32: those of 1 or more that differ do so by 2^-23 or more, and that
 divided by this is 128, where exp(-128) is 0 in float32: a draw takes the most likely token, too. Divided by far less, logits
 are infinite, their differences are not numbers, and any token is drawn."""
+
+_LOWEST = 2.0**-22
+"""Share of the highest dynamic temperature below which none goes: to float32 it is all but 0, and logits stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +53,10 @@ class Sampling:
     """Settings that choose the next token. Names and defaults are llama.cpp's.
 
     temperature 0, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0,
-    repeat_penalty 1, frequency_penalty and presence_penalty 0: off.
+    repeat_penalty 1, frequency_penalty and presence_penalty 0: off. So are typical_p 1, top_n_sigma 0 or below, xtc_probability
+    0, dry_multiplier 0, dynatemp_range 0 and mirostat 0, as they are by default.
+    samplers: the order in which they are applied, as names or as one text with ; between them. One that is left out is not
+    applied. mirostat takes the place of all of them but the temperature.
     logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
     (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
     how likely the n most likely ones, 1,024 at most; None: do not look. logit_bias has 1,024 tokens at most.
@@ -44,6 +72,23 @@ class Sampling:
     repeat_last_n: int = 64  # last tokens that repeat_penalty and the others penalize; 0: off
     frequency_penalty: float = 0.0  # for each time that a token was generated; 0: off
     presence_penalty: float = 0.0  # for tokens already generated; 0: off
+    dry_multiplier: float = 0.0  # what DRY takes from a token that would repeat a sequence of the text; 0: off
+    dry_base: float = 1.75  # so many times that for each token by which the sequence is longer than is allowed
+    dry_allowed_length: int = 2  # tokens of a sequence that may be repeated
+    dry_penalty_last_n: int = 64  # last tokens, of the prompt too, among which DRY looks for repetitions; 0: off
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts that no repeated sequence has in it
+    top_n_sigma: float = -1.0  # how many standard deviations a logit may be below the largest one; 0 or below: off
+    typical_p: float = 1.0  # share of the probability for tokens about as surprising as is expected; 1: off
+    min_keep: int = 0  # fewest tokens that top_p, min_p, typical_p and XTC leave
+    xtc_probability: float = 0.0  # how often XTC leaves out likely tokens; 0: never
+    xtc_threshold: float = 0.1  # probability of a likely token to XTC, which keeps the least of them; above 0.5: off
+    dynatemp_range: float = 0.0  # how far from temperature it goes, the lower, the surer the model is; 0: it stays
+    dynatemp_exponent: float = 1.0  # how the temperature follows the entropy
+    mirostat: int = 0  # 1 or 2: keep the surprise of the answer at mirostat_tau; 0: off
+    mirostat_tau: float = 5.0  # the surprise of a token that mirostat aims at, in bits
+    mirostat_eta: float = 0.1  # how fast mirostat learns
+    samplers: str | tuple[str, ...] = DEFAULT_ORDER  # the order of samplers; one that is left out is not applied
+    ignore_eos: bool = False  # never draw a token that ends the answer
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
     seed: int | None = None
@@ -56,9 +101,12 @@ class Sampling:
         errors.check_range(self.top_p, 0, 1, "top_p")
         errors.check_range(self.min_p, 0, 1, "min_p")
         errors.check_range(self.repeat_penalty, 1e-3, 1e3, "repeat_penalty")
-        errors.check_range(self.repeat_last_n, 0, 2**20, "repeat_last_n")
         errors.check_range(self.frequency_penalty, -2, 2, "frequency_penalty")
         errors.check_range(self.presence_penalty, -2, 2, "presence_penalty")
+        for name, (_, low, high) in RANGES.items():
+            errors.check_range(getattr(self, name), low, high, name)
+        order_of(self.samplers)
+        _check_breakers(self.dry_sequence_breakers)
         if len(self.logit_bias) > MAX_BIASES:
             msg = (
                 f"logit_bias has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}, since each is"
@@ -78,42 +126,66 @@ class Sampling:
         return self.repeat_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
+    def active(self) -> tuple[str, ...]:
+        """Which of the samplers change anything, in their order."""
+        off = {
+            "penalties": not self.penalises,
+            "dry": not (self.dry_multiplier and self.dry_penalty_last_n),
+            "top_n_sigma": self.top_n_sigma <= 0,
+            "top_k": self.top_k == 0,
+            "typ_p": self.typical_p == 1,
+            "top_p": self.top_p == 1,
+            "min_p": self.min_p == 0,
+            "xtc": self.xtc_probability == 0 or self.xtc_threshold > 0.5,  # noqa: PLR2004 (llama.cpp's)
+            "temperature": False,
+        }
+        return ("temperature",) if self.mirostat else tuple(name for name in order_of(self.samplers) if not off[name])
+
+    @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < _COLD
+        """Whether nothing is left to chance: of the tokens that the other samplers leave, the most likely one is taken."""
+        cold = self.temperature + (0 if self.mirostat else self.dynatemp_range) < _COLD
+        names = self.active
+        return cold and "temperature" in names and "xtc" not in names[: names.index("temperature")]
 
 
 _DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
+_MIROSTAT_M = 100  # likely tokens by which mirostat 1 estimates; llama.cpp's
+_CHANGING = {"penalties", "dry", "typ_p"}  # samplers after which another token may be the most likely one
 
 
 class Sampler:
-    """A chain built from a Sampling, in llama.cpp's order: biases, penalties, top-k, top-p, min-p, temperature, draw."""
+    """A chain built from a Sampling, as llama.cpp builds it: biases, the samplers in their order, and a draw."""
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
-        """Raises UsageError (the grammar is none, a bias is of no token of the model)."""
+        """Raises UsageError (the grammar is none, or there is one with ignore_eos; a bias is of no token of the model)."""
+        check_ends(sampling)
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)
         self._token: Any = ffi.new("llama_token *")
         self._n_probs = sampling.n_probs
         self._grammar = Follower(sampling.grammar, model) if sampling.grammar else None
-        self._plain = sampling.greedy and not (sampling.penalises or sampling.logit_bias)
-        self._top_k = 0 if sampling.penalises or sampling.logit_bias else sampling.top_k
-        if sampling.logit_bias:
-            self._add(lib.llama_sampler_init_logit_bias(*_biases(sampling.logit_bias, model)))
-        if sampling.penalises:
-            penalties = sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            self._add(lib.llama_sampler_init_penalties(model.n_vocab, sampling.repeat_last_n, *penalties))
-        if sampling.greedy:
-            self._add(lib.llama_sampler_init_greedy())
-            return
-        self._add(lib.llama_sampler_init_top_k(sampling.top_k))
-        self._add(lib.llama_sampler_init_top_p(sampling.top_p, 1))
-        self._add(lib.llama_sampler_init_min_p(sampling.min_p, 1))
-        self._add(lib.llama_sampler_init_temp(sampling.temperature))
-        self._add(lib.llama_sampler_init_dist(_DEFAULT_SEED if sampling.seed is None else sampling.seed))
+        biases, names = _biases(sampling, model), _needed(sampling)
+        self._plain = sampling.greedy and not (biases or names)
+        self._top_k = sampling.top_k if names[:1] == ("top_k",) and not biases else 0
+        self._dry_at = bool(biases) + names.index("dry") if "dry" in names else None  # its place in the chain
+        self._n_dry = sampling.dry_penalty_last_n
+        if biases:
+            given = ffi.new("struct llama_logit_bias[]", biases)
+            self._add(lib.llama_sampler_init_logit_bias(model.n_vocab, len(biases), given))
+        for name in names:
+            self._add(_MAKE[name](sampling, model))
+        self._add(_draw(sampling, model))
 
     def _add(self, smpl: Any) -> None:
         lib.llama_sampler_chain_add(self._handle, smpl)
+
+    def read(self, tokens: Tokens) -> None:
+        """Take note of the text (n,) before the answer: DRY looks for repetitions of it, too. Penalties are for the answer."""
+        if self._dry_at is not None:
+            dry = lib.llama_sampler_chain_get(self._handle, self._dry_at)
+            for token in tokens[-self._n_dry :].tolist():
+                lib.llama_sampler_accept(dry, token)
 
     def fork(self) -> Self:
         """Return a sampler that is where this one is: given the same logits, it draws the same tokens from here on."""
@@ -176,12 +248,98 @@ def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
     return res
 
 
-def _biases(biases: tuple[tuple[int, float], ...], model: Model) -> tuple[int, int, Any]:
-    for token, _ in biases:
+def check_ends(sampling: Sampling) -> None:
+    """Raise UsageError if an answer may not end where its grammar does."""
+    if sampling.ignore_eos and sampling.grammar:
+        msg = "`ignore_eos` and a grammar cannot be combined: an answer ends where its grammar does"
+        raise errors.UsageError(msg)
+
+
+def _check_breakers(breakers: tuple[str, ...]) -> None:
+    if len(breakers) > MAX_BREAKERS:
+        msg = f"`dry_sequence_breakers` has {len(breakers):,} texts, and may have {MAX_BREAKERS}: leave some out"
+        raise errors.UsageError(msg)
+    for breaker in breakers:
+        data = errors.encoded(breaker, "a text of `dry_sequence_breakers`")
+        if not 1 <= len(data) <= MAX_BREAKER_BYTES or b"\0" in data:
+            msg = (
+                f"`dry_sequence_breakers` has {breaker[:MAX_BREAKER_BYTES]!r}: give texts of 1 to {MAX_BREAKER_BYTES}"
+                " bytes without NUL"
+            )
+            raise errors.UsageError(msg)
+
+
+def _needed(sampling: Sampling) -> tuple[str, ...]:
+    """Return the samplers without which another token may be chosen, in their order."""
+    if sampling.mirostat:
+        return () if sampling.greedy else ("temperature",)
+    if not sampling.greedy:
+        return sampling.active
+    names = sampling.active[: sampling.active.index("temperature")]
+    while names and names[-1] not in _CHANGING:  # it leaves the most likely token where it is
+        names = names[:-1]
+    return names
+
+
+def _dry(s: Sampling, model: Model) -> Any:
+    breakers = [ffi.new("char[]", breaker.encode()) for breaker in s.dry_sequence_breakers]
+    settings = s.dry_multiplier, s.dry_base, s.dry_allowed_length, s.dry_penalty_last_n
+    return lib.llama_sampler_init_dry(model.vocab, *settings, breakers, len(breakers))
+
+
+def _penalties(s: Sampling, model: Model) -> Any:
+    penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+    return lib.llama_sampler_init_penalties(model.n_vocab, s.repeat_last_n, *penalties)
+
+
+def _temperature(s: Sampling, _model: Model) -> Any:
+    change = 0.0 if s.mirostat else s.dynatemp_range
+    lowest, highest = s.temperature - change, s.temperature + change
+    if highest < _COLD:
+        return lib.llama_sampler_init_temp_ext(0.0, 0.0, 1.0)
+    if lowest < highest * _LOWEST:
+        lowest = highest * _LOWEST
+        return lib.llama_sampler_init_temp_ext((highest + lowest) / 2, (highest - lowest) / 2, s.dynatemp_exponent)
+    return lib.llama_sampler_init_temp_ext(s.temperature, change, s.dynatemp_exponent)
+
+
+_MAKE: dict[str, Callable[[Sampling, Model], Any]] = {
+    "penalties": _penalties,
+    "dry": _dry,
+    "top_n_sigma": lambda s, _: lib.llama_sampler_init_top_n_sigma(s.top_n_sigma),
+    "top_k": lambda s, _: lib.llama_sampler_init_top_k(s.top_k),
+    "typ_p": lambda s, _: lib.llama_sampler_init_typical(s.typical_p, s.min_keep),
+    "top_p": lambda s, _: lib.llama_sampler_init_top_p(s.top_p, s.min_keep),
+    "min_p": lambda s, _: lib.llama_sampler_init_min_p(s.min_p, s.min_keep),
+    "xtc": lambda s, _: lib.llama_sampler_init_xtc(s.xtc_probability, s.xtc_threshold, s.min_keep, _seed(s)),
+    "temperature": _temperature,
+}
+"""Makes llama.cpp's sampler of a name."""
+
+
+def _draw(s: Sampling, model: Model) -> Any:
+    """Return a new sampler that chooses among what the others leave."""
+    if s.greedy:
+        return lib.llama_sampler_init_greedy()
+    if s.mirostat == 1:
+        return lib.llama_sampler_init_mirostat(model.n_vocab, _seed(s), s.mirostat_tau, s.mirostat_eta, _MIROSTAT_M)
+    if s.mirostat:
+        return lib.llama_sampler_init_mirostat_v2(_seed(s), s.mirostat_tau, s.mirostat_eta)
+    return lib.llama_sampler_init_dist(_seed(s))
+
+
+def _seed(sampling: Sampling) -> int:
+    return _DEFAULT_SEED if sampling.seed is None else sampling.seed
+
+
+def _biases(sampling: Sampling, model: Model) -> list[tuple[int, float]]:
+    """Return what is added to which logits, no token twice."""
+    for token, _ in sampling.logit_bias:
         if not 0 <= token < model.n_vocab:
             msg = f"logit_bias is for token {token:,}: ids are 0 to {model.n_vocab - 1:,}"
             raise errors.UsageError(msg)
-    return model.n_vocab, len(biases), ffi.new("struct llama_logit_bias[]", list(biases))
+    ends = dict.fromkeys(model.ends, -math.inf) if sampling.ignore_eos else {}
+    return [(token, bias) for token, bias in sampling.logit_bias if token not in ends] + list(ends.items())
 
 
 def _clone(sampler: Any) -> Any:
