@@ -68,7 +68,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     [
         ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": {"a": {"b": [1]}}}, ""),
         ("/v1/chat/completions", {**HELLO, "grammar": 'root ::= "a"{2,1}'}, "nothing can come {2,1} times"),
-        ("/v1/chat/completions", {**HELLO, "grammar": "root ::= [z-a]"}, "no token that the grammar lets through"),
+        ("/v1/chat/completions", {**HELLO, "grammar": "root ::= [z-a]"}, "it allows no token"),
         ("/v1/chat/completions", {**HELLO, "grammar": 'root ::= "\udfff"'}, "not Unicode text"),
         ("/v1/chat/completions", {**HELLO, "json_schema": {"type": "a" * 10_000}}, "..."),
         (MESSAGE, {**HELLO, "tools": [{"name": "a", "type": []}]}, "tools[0].type is []"),
@@ -137,6 +137,9 @@ ERROR = '{"error": {"message": "no", "type": "invalid_request_error", "param": n
         ("/v1/completions", 200, f"data: {ERROR}\n\ndata: [DONE]\n\n", ""),
         ("/v1/completions", 200, f"data: {ERROR.replace('invalid_request', 'server')}\n\n", "server_error"),
         ("/v1/completions", 200, 'data: {"choices": []}\n\n', "does not end"),
+        (RESPONSES, 200, 'data: {"type": "response.completed", "sequence_number": 0}\n\n', ""),
+        (RESPONSES, 200, 'data: {"type": "response.completed", "sequence_number": 1}\n\n', "without their numbers"),
+        (RESPONSES, 200, 'data: {"type": "response.created", "sequence_number": 0}\n\n', "does not end"),
     ],
 )
 def test_what_an_answer_may_be(path: str, status: int, text: str, words: str) -> None:

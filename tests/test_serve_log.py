@@ -71,10 +71,11 @@ def test_no_key_and_bodies() -> None:
     with Running(key="a-key", log_bodies=True) as running:
         assert httpx.post(f"{running.url}/v1/completions", json=BODY).status_code == 401
         running.post({**BODY, "api_key": "a-key"})
-        refused, body, answered = lines(running, 3)
+        refused, body, unknown, answered = lines(running, 4)
     assert "401" in refused
     assert "no valid API key" in refused
     assert body.startswith('POST /v1/completions body: {"temperature": 0, "prompt": "On and on and on."')
+    assert "'api_key' is not a known field" in unknown
     assert "200" in answered
     assert "a-key" not in "".join(running.notes)
 

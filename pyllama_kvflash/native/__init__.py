@@ -19,8 +19,9 @@ from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, eit
 from pyllama_kvflash.native.json_grammar import json_grammar, pattern_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
+from pyllama_kvflash.native.order import order_of, order_of_letters
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import MAX_BIASES, Sampler, Sampling
+from pyllama_kvflash.native.sampler import MAX_BIASES, MAX_BREAKERS, MAX_PROBS, RANGES, Sampler, Sampling, check_ends
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.stacks import n_running
 from pyllama_kvflash.native.summary import Keys, Summaries
@@ -30,6 +31,8 @@ __all__ = [
     "CACHE_TYPES",
     "LAST",
     "MAX_BIASES",
+    "MAX_BREAKERS",
+    "MAX_PROBS",
     "NONE",
     "TEMPLATE_SECONDS",
     "CallDelta",
@@ -48,6 +51,7 @@ __all__ = [
     "PaneParams",
     "PoolInfo",
     "PoolParams",
+    "RANGES",
     "Record",
     "Rendered",
     "Reply",
@@ -57,6 +61,7 @@ __all__ = [
     "Summaries",
     "Tokens",
     "add_rpc",
+    "check_ends",
     "check_grammar",
     "devices",
     "either",
@@ -65,6 +70,8 @@ __all__ = [
     "interruptible",
     "json_grammar",
     "n_running",
+    "order_of",
+    "order_of_letters",
     "pattern_grammar",
     "pretending",
     "quantize",

@@ -52,6 +52,16 @@ def _on_progress(progress: float, user_data: Any) -> bool:
     return True
 
 
+class FIM(NamedTuple):
+    """Tokens to fill in the middle of a text. repository, file: before the name of a repository, or of a file; -1: none."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int
+    file: int
+
+
 class Model:
     """A GGUF model in memory. It is a context manager.
 
@@ -256,6 +266,20 @@ class Model:
         """Return whether a token ends the generation."""
         self._check_token(token)
         return bool(lib.llama_vocab_is_eog(self.vocab, token))
+
+    @property
+    def fim(self) -> "FIM | None":
+        """The tokens to fill in the middle of a text; None if the model has none."""
+        if not self.has_tokenizer:
+            return None
+        found = FIM(
+            lib.llama_vocab_fim_pre(self.vocab),
+            lib.llama_vocab_fim_suf(self.vocab),
+            lib.llama_vocab_fim_mid(self.vocab),
+            lib.llama_vocab_fim_rep(self.vocab),
+            lib.llama_vocab_fim_sep(self.vocab),
+        )
+        return found if min(found[:3]) >= 0 else None
 
     def _check_tokenizer(self) -> None:
         if not self.has_tokenizer:

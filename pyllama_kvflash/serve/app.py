@@ -96,6 +96,11 @@ class Server:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/apply-template", self._apply_template, methods=["POST"]),
+            Route("/lora-adapters", self._adapters),
+            *(Route(path, self._unsupported, methods=["POST"]) for path in llama_server.UNSUPPORTED),
             Route("/props", self._props),
             Route("/slots", self._slots),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -138,10 +143,29 @@ class Server:
         return PlainTextResponse(self._scheduler.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._settings.name:
+            msg = f"{name[:100]!r} is not the model of this server: it is {self._settings.name!r}"
+            raise RequestError(404, msg, param="model", code="model_not_found")
+        return JSONResponse(self._about())
+
+    def _about(self) -> dict[str, Any]:
         model = {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "kvflash"}
         if kv := self._scheduler.kv:
             model["context_length"] = kv.options.n_ctx
-        return JSONResponse({"object": "list", "data": [model]})
+        return model
+
+    async def _adapters(self, _request: Request) -> Response:
+        return JSONResponse([])  # there are none
+
+    async def _unsupported(self, request: Request) -> Response:
+        raise RequestError(501, llama_server.UNSUPPORTED[request.url.path], code="not_implemented")
+
+    async def _apply_template(self, request: Request) -> Response:
+        return await self._from_vocabulary(request, self._prompts.apply_template)
 
     async def _props(self, _request: Request) -> Response:
         s, kv = self._settings, self._ready()
@@ -165,7 +189,7 @@ class Server:
     async def _from_vocabulary(
         self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]
     ) -> Response:
-        """Answer from the model's vocabulary, in a reader's thread."""
+        """Answer from the model's vocabulary or template, in a reader's thread."""
 
         def found() -> dict[str, Any]:
             try:
@@ -249,6 +273,7 @@ class Server:
             job = Job(
                 found.tokens, sampling, limit, found.stop, exchange.notify,
                 preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
+                slot=parsed.id_slot, reuse=parsed.cache_prompt,
             )  # fmt: skip
         if job is None:
             msg = "a request without an answer"

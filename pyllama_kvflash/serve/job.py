@@ -16,19 +16,25 @@ log = logging.getLogger("kvflash.serve")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`done` of `total` tokens of the prompt are in the context, including those that were there before."""
+    """`done` of `total` tokens of the prompt are in the context, including those that were there before.
+
+    cached: those. seconds: since the prompt's turn came.
+    """
 
     done: int
     total: int
+    cached: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log probability. data: its bytes, special tokens as text. top: the likeliest tokens in its place."""
+    """A token's log probability. data: its bytes, special tokens as text. top: the likeliest tokens in its place. id: its own."""
 
     data: bytes
     logprob: float
     top: "tuple[TokenLogprob, ...]" = ()
+    id: int = -1
 
     @property
     def text(self) -> str:
@@ -117,6 +123,7 @@ class Job:
     preserved: special tokens that belong to the text of the answer.
     pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
     then: the job of another answer to the same prompt, served next.
+    slot: index of the sequence to use; -1: any. reuse: whether what a sequence, or the cache on disk, has of the prompt is kept.
     """
 
     tokens: Tokens
@@ -127,6 +134,8 @@ class Job:
     preserved: Collection[int] = ()
     pin_seconds: float = 0.0
     then: "Job | None" = None
+    slot: int = -1
+    reuse: bool = True
     cancelled: bool = False  # Scheduler.cancel() sets it
     began: float = field(default_factory=time.perf_counter)
 

@@ -5,10 +5,22 @@ from typing import Any
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
-from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.native import RANGES, Sampling, order_of
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
 _MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
+
+
+_NO_EMBEDDINGS = "this server has no embeddings: start another one for them, such as llama-server --embedding"
+UNSUPPORTED = {
+    "/embedding": _NO_EMBEDDINGS,
+    "/embeddings": _NO_EMBEDDINGS,
+    "/v1/embeddings": _NO_EMBEDDINGS,
+    "/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
+    "/v1/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
+    "/lora-adapters": "this server has no adapters: merge one into the model's file",
+}
+"""By path: why it is refused."""
 
 
 def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +74,13 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
         "top_k": s.top_k,
         "top_p": s.top_p,
         "min_p": s.min_p,
-        "repeat_last_n": s.repeat_last_n,
         "repeat_penalty": s.repeat_penalty,
         "presence_penalty": s.presence_penalty,
         "frequency_penalty": s.frequency_penalty,
+        **{name: getattr(s, name) for name in RANGES},
+        "dry_sequence_breakers": list(s.dry_sequence_breakers),
+        "samplers": list(order_of(s.samplers)),
+        "ignore_eos": s.ignore_eos,
         "grammar": s.grammar,
     }
     return {
@@ -77,7 +92,19 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
         "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"pyllama_kvflash {__version__}",
-        "kvflash": {"pool": kv.n_pool, "policy": kv.policy, "opening": kv.options.n_opening, "mode": kv.options.mode},
+        "kvflash": {
+            "pool": kv.n_pool,
+            "policy": kv.policy,
+            "opening": kv.options.n_opening,
+            "mode": kv.options.mode,
+            "model": {
+                "description": kv.model.description,
+                "n_params": kv.model.n_params,
+                "n_bytes": kv.model.n_bytes,
+                "n_layer": kv.model.n_layer,
+                "n_ctx_train": kv.model.n_ctx_train,
+            },
+        },
     }
 
 

@@ -41,14 +41,17 @@ class Prefixes:
 
         return max(free, key=worth)
 
-    def prepare(self, slot: Slot, tokens: Tokens) -> None:
+    def prepare(self, slot: Slot, tokens: Tokens, *, reuse: bool = True) -> None:
         """Leave only the cached beginning of a prompt (n,) int32 in a sequence, from memory or from disk.
 
-        At least one token of the prompt is left to read. Raises what clear() of a sequence raises.
+        reuse: whether there may be one. At least one token of the prompt is left to read. Raises what clear() of a sequence raises.
         """
-        common = slot.common(tokens)
+        common = slot.common(tokens) if reuse else 0
         if common < slot.seq.n_tokens:
             self.save(slot)
+        if not reuse:
+            self.clear(slot)
+            return
         slot.replaced(common)
         if n := self._restore(slot, tokens, common):
             self._metrics.reused("disk", n)

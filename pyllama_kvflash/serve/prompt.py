@@ -9,8 +9,8 @@ import numpy as np
 from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, encoded
-from pyllama_kvflash.native import Grammar, Rendered, Sampling, check_grammar
-from pyllama_kvflash.serve.protocols import anthropic_request
+from pyllama_kvflash.native import Rendered, Sampling, check_ends, check_grammar
+from pyllama_kvflash.serve.protocols import anthropic_request, openai_request
 from pyllama_kvflash.serve.protocols.fields import Unknown, parse_json
 from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, ParsedRequest, PreparedRequest, Served, TooLong
 from pyllama_kvflash.serve.protocols.request_error import invalid
@@ -45,8 +45,16 @@ class PromptBuilder:
             raise invalid(str(err), "messages" if parsed.messages else "prompt") from None
         except TooLong as err:
             raise protocol.too_long(err) from None
-        _compile(kv, found.sampling.grammar, _grammar_field(parsed))
+        _compile(kv, found.sampling, _grammar_field(parsed))
         return replace(found, warnings=(*found.warnings, *served.unknown.warnings))
+
+    def apply_template(self, kv: KVFlash, given: dict[str, Any]) -> dict[str, Any]:
+        """Answer POST /apply-template: the prompt of a chat, as text. Raises RequestError."""
+        parsed = openai_request.chat(given, self._served(kv))
+        try:
+            return {"prompt": self._rendered(kv, parsed).prompt}
+        except KVFlashError as err:
+            raise invalid(str(err), "messages") from None
 
     def count(self, kv: KVFlash, body: bytes) -> int:
         """Return the number of tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
@@ -108,14 +116,15 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
     return PreparedRequest(parsed, tokens, parsed.sampling, parsed.stop, None, warnings)
 
 
-def _compile(kv: KVFlash, grammar: str | Grammar, field: str) -> None:
+def _compile(kv: KVFlash, sampling: Sampling, field: str) -> None:
     """Compile a grammar in the reader's thread, before a sequence is prepared for it. field: the request's field for it.
 
     Raises RequestError if it cannot be used.
     """
     try:
-        if grammar:
-            check_grammar(grammar, kv.model)
+        check_ends(sampling)
+        if sampling.grammar:
+            check_grammar(sampling.grammar, kv.model)
     except KVFlashError as err:
         raise invalid(str(err), field, "invalid_value") from None
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from enum import Enum
 
@@ -259,16 +259,24 @@ class Scheduler:
     def _seat(self) -> None:
         """Give free sequences to waiting requests, first come, first served."""
         while free := [slot for slot in self._slots if slot.serving is None]:
-            with self._changed:
-                if not self._waiting:
-                    return
-                job = self._waiting.popleft()
-            slot = self._prefixes.choose(free, job.tokens)
+            job = self._next_job({slot.seq.seq for slot in free})
+            if job is None:
+                return
+            wanted = [slot for slot in free if job.slot in {-1, slot.seq.seq}]
+            slot = self._prefixes.choose(wanted, job.tokens)
             try:
-                self._prefixes.prepare(slot, job.tokens)
+                self._prefixes.prepare(slot, job.tokens, reuse=job.reuse)
                 slot.begin(job)
             except Exception as err:  # noqa: BLE001 (only this request fails)
                 self._fail(slot, job, err)
+
+    def _next_job(self, free: Collection[int]) -> Job | None:
+        """Take the first waiting request that may have one of these sequences, if there is one."""
+        with self._changed:
+            job = next((job for job in self._waiting if job.slot == -1 or job.slot in free), None)
+            if job is not None:
+                self._waiting.remove(job)
+        return job
 
     def _read(self) -> None:
         """Read one batch of one prompt; prompts take turns."""

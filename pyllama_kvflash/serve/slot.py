@@ -50,7 +50,8 @@ class Serving:
     def _logprob(self, token: int, probs: Probs) -> TokenLogprob:
         """Return a token's log probability, with its bytes, since the model may be closed later."""
         piece = partial(self.generation.decoder.sequence.ctx.model.piece, special=True)
-        return TokenLogprob(piece(token), probs.logprob, tuple(TokenLogprob(piece(t), p) for t, p in probs.top))
+        top = tuple(TokenLogprob(piece(t), p, id=t) for t, p in probs.top)
+        return TokenLogprob(piece(token), probs.logprob, top, token)
 
 
 class Slot:
@@ -101,7 +102,8 @@ class Slot:
         start = self.seq.n_tokens
         events = list(serving.generation.read())
         self.note(events)
-        serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text))
+        seconds = time.perf_counter() - serving.began
+        serving.job.notify(Reading(self.seq.n_tokens, serving.generation.n_text, serving.n_cached, seconds))
         if not serving.generation.reading:
             serving.was_read = time.perf_counter()
         serving.send(events)

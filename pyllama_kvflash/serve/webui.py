@@ -24,9 +24,9 @@ from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
 from pyllama_kvflash.serve.slot import Slot
 
 _FOLDER = Path(__file__).with_name("static")
-_KINDS = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
-_SCRIPTS = ("api", "chat", "grid", "page", "pool")
-_FILES = {"/": "index.html", **{f"/static/{name}": name for name in ("page.css", *(f"{s}.js" for s in _SCRIPTS))}}
+_KINDS = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript"}
+_NAMES = sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*") if path.suffix in _KINDS)
+_FILES = {"/" if name == "index.html" else f"/static/{name}": name for name in _NAMES}
 
 OPEN = frozenset(_FILES)
 """Paths that need no key: a browser cannot send one for them, and they hold no data."""
@@ -221,6 +221,7 @@ class _Pool:
             "index_bytes": sum(s.stats.index_bytes for s in found),
             "index_device_bytes": stats.index_device_bytes,
             "disk_bytes": stats.disk_bytes,
+            "gpu": stats.gpu_bytes > 0,
             "queue": max(0, scheduler.n_admitted - sum(s.busy for s in found)),
             "pages_in": int(total("pages_in")),
             "pages_out": int(total("pages_out")),

@@ -5,13 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
-from pyllama_kvflash.errors import number
+from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.json_schema import Checked
-from pyllama_kvflash.native import MAX_BIASES, Sampling
+from pyllama_kvflash.native import MAX_BIASES, MAX_BREAKERS, RANGES, Sampling, order_of, order_of_letters
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.fields import get, obj, one_of, ranged
+from pyllama_kvflash.serve.protocols.fields import array, get, obj, one_of, ranged
 from pyllama_kvflash.serve.protocols.protocol import Served
 from pyllama_kvflash.serve.protocols.request_error import invalid
+
+SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed",
+    "grammar", "samplers", "dry_sequence_breakers", "ignore_eos", *RANGES,
+}  # fmt: skip
+"""Fields that sampling_of() reads."""
 
 MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
 MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
@@ -27,6 +33,10 @@ def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
         "repeat_penalty": ranged(fields, "repeat_penalty", float, 0.001, 1000),
         "frequency_penalty": ranged(fields, "frequency_penalty", float, -2, 2),
         "presence_penalty": ranged(fields, "presence_penalty", float, -2, 2),
+        **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in RANGES},
+        "samplers": _order(fields.get("samplers")),
+        "dry_sequence_breakers": _breakers(array(fields, "dry_sequence_breakers")),
+        "ignore_eos": get(fields, "ignore_eos", bool),
         "logit_bias": _logit_bias(obj(fields, "logit_bias"), served.kv.model.n_vocab),
         "grammar": get(fields, "grammar", str),
     }
@@ -34,7 +44,42 @@ def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
         given["top_k"] = 0
     seed = get(fields, "seed", int)
     given["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
-    return replace(served.defaults, **{k: v for k, v in given.items() if v is not None})
+    try:
+        return replace(served.defaults, **{k: v for k, v in given.items() if v is not None})
+    except UsageError as err:  # a text of dry_sequence_breakers: the others were checked
+        raise invalid(str(err).replace("`", ""), "dry_sequence_breakers", "invalid_value") from None
+
+
+def _in_range(fields: Mapping[str, Any], name: str, n_ctx: int) -> float | None:
+    kind, low, high = RANGES[name]
+    if name in _LAST and fields.get(name) == -1:
+        return int(min(n_ctx, high))
+    return ranged(fields, name, kind, low, high)
+
+
+_LAST = "repeat_last_n", "dry_penalty_last_n"  # -1: as many as the context has
+
+
+def _order(value: Any) -> tuple[str, ...] | None:
+    """Return the order of samplers: an array of names, or llama-server's letters for them, or names with ; between them."""
+    if value is None:
+        return None
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise invalid("samplers is not a string, or an array of names", "samplers", "invalid_type")
+    letters = order_of_letters(value) if isinstance(value, str) else None
+    try:
+        return order_of(value if letters is None else letters)
+    except UsageError as err:
+        raise invalid(str(err).replace("`", ""), "samplers", "invalid_value") from None
+
+
+def _breakers(value: list[Any] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not all(isinstance(text, str) for text in value) or len(value) > MAX_BREAKERS:
+        msg = f"dry_sequence_breakers is not an array of up to {MAX_BREAKERS} strings"
+        raise invalid(msg, "dry_sequence_breakers", "invalid_type")
+    return tuple(filter(None, value))
 
 
 def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, float], ...] | None:
@@ -84,7 +129,8 @@ def _asked_schema(form: dict[str, Any]) -> Checked | None:
 
 def max_tokens_of(fields: Mapping[str, Any]) -> int | None:
     """Return the most tokens of an answer; None: as many as fit. Raises RequestError."""
-    key = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    names = "max_completion_tokens", "n_predict", "max_tokens"
+    key = next((name for name in names if name in fields), "max_tokens")
     value = get(fields, key, int)
     if value == -1:  # as in llama.cpp
         return None

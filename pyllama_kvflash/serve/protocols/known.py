@@ -9,7 +9,7 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "cache_prompt", "prompt_cache_options", "prediction", "n_keep", "n_discard", "n_cache_reuse", "skip_special_tokens",
+    "prompt_cache_options", "prediction", "n_keep", "n_discard", "n_cache_reuse", "skip_special_tokens",
     "spaces_between_special_tokens", "request_id", "priority", "api_server", "can_abort", "legacy_api", "sampler_seed",
     "trim_stop", "use_default_badwordsids", "custom_token_bans", "custom_model", "chat_completion_source", "backend_sampling",
 }  # fmt: skip
@@ -28,6 +28,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     "lora": ([],),
+    "post_sampling_probs": (False,),
+    "return_tokens": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     "min_tokens": (0,),
     "prompt_logprobs": (0,),
     "add_special_tokens": (True,),

@@ -30,15 +30,14 @@ _REFUSED = {
 _IGNORED = {"truncate", "shift"}  # of a prompt that is too long: that is refused
 
 _SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "seed",
+    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "seed", "typical_p",
+    "mirostat", "mirostat_tau", "mirostat_eta",
 }  # fmt: skip
-_OFF = {"typical_p": 1, "mirostat": 0}
-"""Samplers that this server does not have, and the values that turn them off."""
 
-_OPTIONS = {*_SAMPLING, *_OFF, "num_ctx", "num_predict", "repeat_last_n", "stop"}
+_OPTIONS = {*_SAMPLING, "num_ctx", "num_predict", "repeat_last_n", "stop"}
 _WITHOUT_EFFECT = {
     "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all", "vocab_only",
-    "use_mmap", "use_mlock", "embedding_only", "penalize_newline", "mirostat_tau", "mirostat_eta",
+    "use_mmap", "use_mlock", "embedding_only", "penalize_newline",
 }  # fmt: skip
 """Options of loading a model, which is loaded already, and those that Ollama does not have any more."""
 
@@ -135,10 +134,6 @@ def _reasoning(value: Any) -> dict[str, Any]:
 def _sampling(options: Mapping[str, Any], served: Served) -> Sampling:
     """Return the settings that choose tokens. Raises RequestError."""
     check_known(options, _OPTIONS, served.unknown, _WITHOUT_EFFECT, "options.")
-    for key, off in _OFF.items():
-        if get(options, key, float, f"options.{key}") not in {None, float(off)}:
-            msg = f"options.{key} is not supported by this server: leave it out, or give {off}"
-            raise invalid(msg, f"options.{key}", "unsupported_parameter")
     n_ctx, asked = served.kv.options.n_ctx, get(options, "num_ctx", int, "options.num_ctx")
     if asked is not None and asked > n_ctx:
         served.unknown.leave_out("options.num_ctx", f"the context has {n_ctx:,} tokens, as -c of the server says")

@@ -7,8 +7,9 @@ from typing import Any
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.native import whole_grammar
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.answer_fields import max_tokens_of, sampling_of, schema_of, stop_of
+from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, max_tokens_of, sampling_of, schema_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import Unknown, get, obj, ranged
+from pyllama_kvflash.serve.protocols.fim import infill
 from pyllama_kvflash.serve.protocols.known import check_known
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
 from pyllama_kvflash.serve.protocols.request_error import invalid
@@ -17,10 +18,9 @@ MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 LEGACY_MAX_TOKENS = 16  # default of a completion in the OpenAI protocol
 
-_COMMON = {
-    "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "logprobs",
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
-    "response_format", "grammar", "json_schema",
+_COMMON = SAMPLING | {
+    "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict", "stop", "n", "logprobs",
+    "response_format", "json_schema", "id_slot", "cache_prompt", "timings_per_token", "return_progress",
 }  # fmt: skip
 _CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
@@ -30,14 +30,19 @@ _CHAT = {
 def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
     """Check the body of POST /v1/completions. Raises RequestError."""
     fields = given(body)
-    check_known(fields, _COMMON | {"prompt"}, served.unknown)
+    check_known(fields, _COMMON | {"prompt", "suffix"}, served.unknown)
     res = _both(fields, served)
-    if "max_tokens" not in fields and "max_completion_tokens" not in fields:
+    if not fields.keys() & {"max_tokens", "max_completion_tokens", "n_predict"}:
         res = replace(res, max_tokens=LEGACY_MAX_TOKENS)
     sampling = replace(res.sampling, n_probs=ranged(fields, "logprobs", int, 0, MAX_LOGPROBS))
     if res.schema is not None:
         sampling = replace(sampling, grammar=whole_grammar(res.schema))
-    return replace(res, sampling=sampling, prompt=prompt_of(fields.get("prompt"), served.kv.model.n_vocab))
+    prompt = prompt_of(fields.get("prompt"), served.kv.model.n_vocab)
+    if suffix := get(fields, "suffix", str):
+        if not isinstance(prompt, str):
+            raise invalid("suffix needs a prompt that is a text", "suffix", "invalid_value")
+        prompt = infill(served.kv, prompt, suffix, at="suffix")
+    return replace(res, sampling=sampling, prompt=prompt)
 
 
 def given(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
     """Return a request with the fields of chats and of completions."""
     get(fields, "model", str)  # any name: there is one model
     stream = bool(get(fields, "stream", bool))
-    return ParsedRequest(
+    parsed = ParsedRequest(
         schema=schema_of(fields),
         sampling=sampling_of(fields, served),
         max_tokens=max_tokens_of(fields),
@@ -58,6 +63,20 @@ def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
         stream=stream,
         include_usage=_include_usage(obj(fields, "stream_options"), served.unknown, stream=stream),
     )
+    return reported(fields, seated(fields, served, parsed))
+
+
+def seated(fields: Mapping[str, Any], served: Served, parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request with the sequence that llama-server's fields want for it. Raises RequestError."""
+    slot = ranged(fields, "id_slot", int, -1, len(served.kv.sequences) - 1)
+    reuse = get(fields, "cache_prompt", bool)
+    return replace(parsed, id_slot=-1 if slot is None else slot, cache_prompt=reuse is not False)
+
+
+def reported(fields: Mapping[str, Any], parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request with what llama-server's fields want to be reported. Raises RequestError."""
+    each, progress = (bool(get(fields, name, bool)) for name in ("timings_per_token", "return_progress"))
+    return replace(parsed, timings_per_token=each, return_progress=progress)
 
 
 def chat(body: dict[str, Any], served: Served) -> ParsedRequest:

@@ -3,15 +3,16 @@
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from pyllama_kvflash.native import Delta
-from pyllama_kvflash.serve.job import Finished, Reading, Text, TokenLogprob
+from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, call_objects
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
 from pyllama_kvflash.serve.protocols.request_error import RequestError
+from pyllama_kvflash.serve.protocols.timings import progress, timings
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
 
@@ -22,6 +23,7 @@ class OpenAIReply:
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
         rendered, stop = found.rendered, found.parsed.stop
+        self._found, self._n_prompt = found, len(found.tokens)
         self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
         self._include_usage = found.parsed.include_usage
         self._wants_logprobs = found.parsed.sampling.n_probs is not None
@@ -45,10 +47,11 @@ class OpenAIReply:
         """Add text to the answer."""
         found = self._parser.push(text.text)
         deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
+        each = text.timing if self._found.parsed.timings_per_token else None
         if text.logprobs and not deltas:
             deltas = [{"content": ""}]  # the text is held back, its tokens are not
         res = self._opening() + b"".join(
-            self._chunk(d, logprobs=() if i else text.logprobs) for i, d in enumerate(deltas)
+            self._chunk(d, logprobs=() if i else text.logprobs, timing=each) for i, d in enumerate(deltas)
         )
         self._logprobs += text.logprobs
         self._start += sum(len(t.text) for t in text.logprobs)
@@ -60,7 +63,7 @@ class OpenAIReply:
         if self._chat:
             res += b"".join(self._chunk(_delta(delta)) for delta in self._parser.end(done))
         reason = "tool_calls" if self._parser.called(done) else REASONS[done.reason]
-        res += self._chunk({} if self._chat else "", reason)
+        res += self._chunk({} if self._chat else "", reason, timing=done.timing)
         self._choices.append(self._choice(reason))
         self._ends.append(done)
         self._parser, self._logprobs, self._start, self._opened = AnswerParser(self._rendered, self._stop), [], 0, False
@@ -76,7 +79,10 @@ class OpenAIReply:
         return event(err.body()) + DONE
 
     def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read, in a comment, which clients ignore."""
+        """Say how much of the prompt is read: in an event if the request wants it, else in a comment, which clients ignore."""
+        if self._found.parsed.return_progress:
+            delta: dict[str, Any] | str = {"role": "assistant", "content": None} if self._chat else ""
+            return self._chunk(delta, more={"prompt_progress": progress(reading)})
         return f": prefill {reading.done}/{reading.total}\n\n".encode()
 
     def alive(self) -> bytes:
@@ -86,7 +92,13 @@ class OpenAIReply:
     def whole(self) -> dict[str, Any]:
         """Return all answers as one object."""
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._same, "object": kind, "choices": self._choices, "usage": self._usage()}
+        return {
+            **self._same,
+            "object": kind,
+            "choices": self._choices,
+            "usage": self._usage(),
+            "timings": self._timings(),
+        }
 
     def _choice(self, reason: str) -> dict[str, Any]:
         answer = self._parser
@@ -100,6 +112,10 @@ class OpenAIReply:
             content = {"message": message}
         shown = self._probs(self._logprobs, 0)
         return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
+
+    def _timings(self) -> dict[str, Any]:
+        """Return the times of the first answer: it read the prompt."""
+        return timings(self._ends[0].timing, self._n_prompt)
 
     def _usage(self) -> dict[str, Any]:
         n_prompt = self._ends[0].n_prompt
@@ -123,12 +139,20 @@ class OpenAIReply:
         return self._chunk({"role": "assistant", "content": ""} if self._chat else "")
 
     def _chunk(
-        self, delta: dict[str, Any] | str, reason: str | None = None, logprobs: Sequence[TokenLogprob] = ()
+        self,
+        delta: dict[str, Any] | str,
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        *,
+        timing: Timing | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> bytes:
+        """Return an event. timing: that it shows. more: further fields."""
         shown = self._probs(logprobs, self._start) if logprobs else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
-        return event({**self._same, "object": self._kind, "choices": [choice]})
+        timed = {} if timing is None else {"timings": timings(timing, self._n_prompt)}
+        return event({**self._same, "object": self._kind, "choices": [choice], **timed, **(more or {})})
 
     def _probs(self, logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any] | None:
         """Return the log probabilities to send. start: characters of the answer before these tokens."""

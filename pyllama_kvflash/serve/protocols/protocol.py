@@ -37,6 +37,8 @@ class ParsedRequest:
     tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
     schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
+    id_slot: the sequence to use, -1: any. cache_prompt: whether what a sequence has of the prompt is kept, not read again.
+    timings_per_token, return_progress: whether a stream has the times so far, and how much of the prompt is read.
     extra: what only the Reply of its protocol reads.
     """
 
@@ -55,6 +57,10 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     pin_seconds: float = 0.0
+    id_slot: int = -1
+    cache_prompt: bool = True
+    timings_per_token: bool = False
+    return_progress: bool = False
     extra: Any = None
 
 

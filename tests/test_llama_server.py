@@ -1,0 +1,238 @@
+"""llama-server's own endpoints: /completion, /infill and what is around them, in its form."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+from support import serving
+from support.rewritten import rewritten
+from support.serving import NAME, SMALL, Running, long_text
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.serve.protocols.fim import File, infill
+from pyllama_kvflash.serve.scheduler import Scheduler
+
+pytestmark = [pytest.mark.native, pytest.mark.slow]
+
+environment = serving.environment
+server = serving.server
+
+ASKED: dict[str, Any] = {"prompt": "On and on and on and", "n_predict": 5}
+PARTS = {"index", "content", "tokens", "id_slot", "stop", "tokens_predicted", "tokens_evaluated"}
+TIMES = {f"{n}_{what}" for n in ("prompt", "predicted") for what in ("n", "ms", "per_token_ms", "per_second")} | {
+    "cache_n"
+}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    assert text.endswith("\n\n")
+    return [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: ")]
+
+
+def test_a_completion(server: Running) -> None:
+    """Its text is that of the OpenAI protocol."""
+    plain = server.text(prompt=ASKED["prompt"], max_tokens=5)
+    for path in ("/completion", "/completions"):
+        res = server.post(ASKED, path).json()
+        assert res["content"] == plain
+        assert (res["stop"], res["stop_type"], res["stopping_word"]) == (True, "limit", "")
+        assert res["tokens_predicted"] == res["timings"]["predicted_n"] == 5
+        assert set(res["timings"]) == TIMES
+        assert res["timings"]["cache_n"] + res["timings"]["prompt_n"] == res["tokens_evaluated"]
+
+
+def test_a_stream(server: Running) -> None:
+    more = {"stream": True, "timings_per_token": True, "return_progress": True, "cache_prompt": False}
+    found = events(server.post({**ASKED, "prompt": long_text(400), **more}, "/completion").text)
+    assert all(set(event) >= PARTS for event in found)
+    read = [event["prompt_progress"] for event in found if "prompt_progress" in event]
+    assert [r["processed"] for r in read] == sorted({r["processed"] for r in read})
+    assert read[-1]["processed"] == read[-1]["total"] == found[-1]["tokens_evaluated"]
+    assert {r["cache"] for r in read} == {0}
+    said = [event for event in found if event["content"]]
+    assert [event["timings"]["predicted_n"] for event in said] == sorted(e["tokens_predicted"] for e in said)
+    assert [event["stop"] for event in found] == [False] * (len(found) - 1) + [True]
+    whole = server.post({**ASKED, "prompt": long_text(400)}, "/completion").json()["content"]
+    assert "".join(event["content"] for event in found) == whole
+
+
+def test_stop_strings_and_schemas(server: Running) -> None:
+    whole = server.post({**ASKED, "n_predict": 20}, "/completion").json()["content"]
+    res = server.post({**ASKED, "n_predict": 20, "stop": [whole[4:9]]}, "/completion").json()
+    assert whole.startswith(res["content"])
+    assert (res["stop_type"], res["stopping_word"]) == ("word", whole[4:9])
+    schema = {"type": "integer", "minimum": 0, "maximum": 9}
+    res = server.post({**ASKED, "json_schema": schema}, "/completion").json()
+    assert isinstance(json.loads(res["content"]), int)
+
+
+def test_probabilities(server: Running) -> None:
+    res = server.post({**ASKED, "n_probs": 3}, "/completion").json()
+    found = res["completion_probabilities"]
+    assert "".join(token["token"] for token in found) == res["content"]
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        for token in found:
+            assert len(token["top_logprobs"]) == 3
+            for one in (token, *token["top_logprobs"]):
+                assert model.piece(one["id"], special=True) == bytes(one["bytes"])
+                assert one["logprob"] <= 0
+
+
+def test_only_some_fields(server: Running) -> None:
+    res = server.post({**ASKED, "response_fields": ["content", "timings/predicted_n", "nothing/here"]}, "/completion")
+    assert set(res.json()) == {"content", "predicted_n"}
+
+
+def test_only_read(server: Running) -> None:
+    """As front ends warm a prompt."""
+    res = server.post({**ASKED, "n_predict": 0}, "/completion").json()
+    assert (res["content"], res["tokens_predicted"]) == ("", 0)
+
+
+def test_a_slot_of_choice(server: Running) -> None:
+    """A prompt goes to the sequence that is asked for, also where another one knows it, and is read anew if that is asked for."""
+    prompt = long_text(300)
+    slots = [server.post({**ASKED, "prompt": prompt, "id_slot": i}, "/completion").json() for i in (0, 1, 1)]
+    assert [slot["id_slot"] for slot in slots] == [0, 1, 1]
+    assert slots[2]["timings"]["cache_n"] == slots[2]["tokens_evaluated"] - 1
+    again = server.post({**ASKED, "prompt": prompt, "id_slot": 1, "cache_prompt": False}, "/completion").json()
+    assert again["timings"]["cache_n"] <= 1  # BOS
+    texts = [slot["n_tokens"] for slot in server.http.get("/slots").json()]
+    assert texts[0] == texts[1] > 250
+
+
+def test_the_chat_protocol_has_times_too(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "On and on."}], "n_predict": 4, "stream": True}
+    found = events(
+        server.post({**body, "timings_per_token": True, "return_progress": True}, "/v1/chat/completions").text[:-14]
+    )
+    assert [e["prompt_progress"]["processed"] for e in found if "prompt_progress" in e][-1] > 0
+    assert set(found[-1]["timings"]) == TIMES
+    assert found[-1]["timings"]["predicted_n"] == 4
+    res = server.post({**body, "stream": False}, "/chat/completions").json()
+    assert res["usage"]["completion_tokens"] == res["timings"]["predicted_n"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/completion", {}, "prompt"),
+        ("/completion", {"prompt": "x", "n_predict": -2}, "n_predict"),
+        ("/completion", {"prompt": "x", "n_predict": "1"}, "n_predict"),
+        ("/completion", {"prompt": "x", "n_probs": 5000}, "n_probs"),
+        ("/completion", {"prompt": "x", "id_slot": 2}, "id_slot"),
+        ("/completion", {"prompt": "x", "cache_prompt": 1}, "cache_prompt"),
+        ("/completion", {"prompt": "x", "response_fields": [1]}, "response_fields"),
+        ("/completion", {"prompt": "x", "return_tokens": True}, "return_tokens"),
+        ("/infill", {"input_prefix": "x"}, "input_suffix"),
+        ("/infill", {"input_prefix": "x", "input_suffix": "y"}, "input_prefix"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/v1/completions", {"prompt": [1], "suffix": "y"}, "suffix"),
+        ("/apply-template", {"messages": 5}, "messages"),
+    ],
+)
+def test_bad_requests(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+    res = server.post(body, path) if path != "/apply-template" else server.http.post(path, json=body)
+    assert res.status_code == 400, res.text
+    assert res.json()["error"]["param"] == param
+
+
+def test_around_it(server: Running) -> None:
+    get = server.http.get
+    (model,) = get("/models").json()["data"]
+    assert get(f"/v1/models/{NAME}").json() == model
+    assert get("/v1/models/a/b").status_code == 404
+    assert get("/lora-adapters").json() == []
+    messages = {"messages": [{"role": "user", "content": "So on."}]}
+    assert server.http.post("/apply-template", json=messages).json() == {"prompt": "So on."}
+    for path in ("/embeddings", "/v1/embeddings", "/rerank"):
+        res = server.http.post(path, json={"input": "x"})
+        assert res.status_code == 501
+        assert "another one for" in res.json()["error"]["message"]
+
+
+def test_autocompletion_may_give_up_later(server: Running) -> None:
+    res = server.post({**ASKED, "t_max_predict_ms": 500, "n_indent": 4, "t_max_prompt_ms": 0}, "/completion")
+    assert res.status_code == 200
+    assert res.headers["KVFlash-Warning"].count("is left out: ") == 2
+
+
+#
+# fill in the middle
+#
+
+IDS = {"pre": 4001, "suf": 4002, "mid": 4003, "rep": 4004, "sep": 4005}
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with tokens for it, in the places of others."""
+    import gguf  # noqa: PLC0415
+
+    path = rewritten(tmp_path_factory.mktemp("fim") / "plain.gguf")
+    reader, out = gguf.GGUFReader(path), path.with_name("coder.gguf")
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub)
+    for name, token in IDS.items():
+        writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def coding(coder: Path) -> Iterator[Running]:
+    scheduler = Scheduler(lambda progress: KVFlash.from_file(coder, progress=progress, **SMALL), n_queue=8)
+    with Running(scheduler) as running:
+        yield running
+
+
+def test_the_prompt_of_an_infill(coder: Path) -> None:
+    with KVFlash.from_file(coder, **{**SMALL, "n_parallel": 1}) as kv:
+
+        def tokens(text: str) -> list[int]:
+            return list(kv.model.tokenize(text, add_special=False).tolist())
+
+        bos = kv.model.tokenize("").tolist()[:1]
+        core = [4001, *tokens("def a("), 4002, *tokens("return"), 4003]
+        assert infill(kv, "def a(", "return", at="x") == [*bos, *core]
+        found = infill(kv, "def a(", "return", at="x", extra=[File("a.py", "one"), File("", "two")], begun="b")
+        others = [4004, *tokens("project\n"), 4005, *tokens("a.py\none"), 4005, *tokens("file\ntwo")]
+        assert found == [*bos, *others, *core, *tokens("b")]
+        long = infill(
+            kv, "def a(", "return", at="x", extra=[File("", long_text(9000)), File("", "the last")], n_answer=100
+        )
+        assert len(long) == kv.options.n_ctx - 100
+        assert long[-len(core) :] == core
+        assert tokens("the last") == long[-len(core) - len(tokens("the last")) : -len(core)]
+
+
+def test_infills_are_answered(coding: Running) -> None:
+    """By both protocols, with the same text."""
+    asked = {"input_prefix": "The old mill", "input_suffix": "river.", "n_predict": 6}
+    res = coding.post(asked, "/infill").json()
+    assert res["tokens_predicted"] > 0
+    body = {"prompt": "The old mill", "suffix": "river.", "max_tokens": 6}
+    assert coding.post(body).json()["choices"][0]["text"] == res["content"]
+    more = coding.post({**asked, "input_extra": [{"filename": "a", "text": "b"}]}, "/infill").json()
+    assert more["tokens_evaluated"] > res["tokens_evaluated"]
+    bad = coding.post({**asked, "input_extra": [{"filename": "a"}]}, "/infill")
+    assert bad.json()["error"]["param"] == "input_extra[0].text"
