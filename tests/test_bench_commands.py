@@ -134,6 +134,20 @@ def test_what_was_measured_is_kept_when_a_later_run_fails(tmp_path: Path, monkey
     assert "| full | 1/2 | 1/2 |\n| lru | - | 0/0 |" in (tmp_path / "results.md").read_text()
 
 
+def test_a_run_that_is_kept_is_counted_before_the_tables_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "run_cell", lambda *_: result([True, False]))
+    monkeypatch.setattr(sweep, "write", stopped)
+    res = invoke("niah", *TINY, *VARIANTS, "-o", str(tmp_path))
+    assert res.exit_code == 130, res.output
+    assert "\nkvflash: 1 of 3 runs is measured and kept in" in res.stderr
+    assert len(stored(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted("interrupted")])
 @pytest.mark.parametrize(("n", "says"), [(0, ""), (2, "2 of 3 runs are measured and kept in out: ")])
 def test_a_bench_that_is_interrupted_says_what_is_kept(

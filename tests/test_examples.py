@@ -29,10 +29,16 @@ LINES = [f"{needle.question} {needle.answer}." for needle in DOCUMENT.needles]
 def run(name: str, folder: Path, *args: str | Path) -> str:
     """What a script prints."""
     pytest.importorskip(NEEDS.get(name, "numpy"))
+    # a server keeps in the first one what it has read; matplotlib its fonts in the other, where it says nothing on stderr
+    env = os.environ | {"XDG_CACHE_HOME": str(folder), "MPLCONFIGDIR": str(folder / "matplotlib")}
+    if NEEDS.get(name) == "matplotlib":  # looking for fonts may take long, and then it says so
+        subprocess.run(
+            [sys.executable, "-c", "import matplotlib.font_manager"], env=env, capture_output=True, check=True
+        )
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", *args],
         cwd=folder,
-        env=os.environ | {"XDG_CACHE_HOME": str(folder)},  # a server keeps there what it has read
+        env=env,
         capture_output=True,
         text=True,
         timeout=120,

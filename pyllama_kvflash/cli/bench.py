@@ -254,9 +254,9 @@ def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **opti
     with measuring("kld", len(list(sweep.cells())), results, reporter) as bar:
         bar.skip(sum(results.get(sweep.key(c)) is not None for c in sweep.cells()))
         for cell in kld_bench.measure(sweep, results, bar.prefill):
+            bar.done()
             for warning in (results.get(sweep.key(cell)) or {})["warnings"]:
                 reporter.warn(f"{cell.variant.label} {cell.n_ctx:,}/{cell.pool or 'full'}: {warning}")
-            bar.done()
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
@@ -305,12 +305,12 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
     with measuring("ruler", n, results, reporter) as bar:
         bar.skip(n - n_missing)
         for cell, result in ruler_bench.measure(plan, results, bar.prefill):
+            bar.done()
             for warning in result["warnings"]:
                 if (cell.label, warning) not in told:
                     told.add((cell.label, warning))
                     reporter.warn(f"{cell.label}: {warning}")
             ruler_tables.write(plan, results)
-            bar.done()
     click.echo(ruler_tables.write(plan, results), nl=False)
     rows = ruler_tables.summarise(plan, results)
     title = f"{model.stem}: {len(seeds)} text{'s' if len(seeds) > 1 else ''} of each task"
@@ -356,10 +356,10 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
             except ValueError as err:  # a text that cannot be made
                 raise UsageError(str(err)) from None
             results.add(sweep.key(cell), result)
+            bar.done()
             for warning in result["warnings"]:
                 reporter.warn(f"{name}: {warning}")
             recall_bench.write(sweep, results)
-            bar.done()
     click.echo(recall_bench.write(sweep, results), nl=False)
     rows = recall_bench.summarise(sweep, results)
     title = f"{model.stem}: codes found, {counted(len(seeds), 'text')}"

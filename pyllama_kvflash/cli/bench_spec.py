@@ -107,10 +107,10 @@ def spec(
         for cell in missing:
             result = spec_bench.measure(bench, cell, bar.prefill)
             results.add(bench.key(cell), result)
+            bar.done()
             for warning in result["warnings"]:
                 reporter.warn(f"{cell.label}: {warning}")
             spec_bench.write(bench, results)
-            bar.done()
     click.echo(spec_bench.write(bench, results), nl=False)
     rows = spec_bench.summarise(bench, results)
     picture(results, reporter, lambda: spec_bench.spec_figure(rows, f"{path.stem}, pool of {bench.n_pool:,} tokens"))

@@ -162,10 +162,10 @@ def _measure(plan: speed_bench.Speed, results: Results, path: Path, reporter: Re
         for cache in missing:
             result = speed_bench.measure(plan, cache, path, bar.prefill(cache.label))
             results.add(plan.key(cache), result)
+            bar.done()
             for warning in dict.fromkeys(result["warnings"]):
                 reporter.warn(f"{cache.label}: {warning}")
             speed_bench.write(plan, results)
-            bar.done()
 
 
 @click.command(
