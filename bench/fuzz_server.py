@@ -93,13 +93,13 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/statm").read_text().split()[0] != "0"
 
 
-def fuzz(url: str, pid: int, n: int, seed: int, first: int) -> bool:
+def fuzz(url: str, pid: int, n: int, seed: int, first: int, path: str | None) -> bool:
     """Print what became of them. Returns whether all is well."""
     warm(url)
     sender, begin = Sender(url), time.monotonic()
     sizes = []
     tenth = max(1, n // 10)
-    for i, request in enumerate(bodies(first + n, seed)):
+    for i, request in enumerate(bodies(first + n, seed, path)):
         if i < first:
             continue
         sender.send(i, request)
@@ -131,13 +131,14 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--path", help="only bodies of this endpoint")
     args, extra = parser.parse_known_args()
     options = ["-c", "4096", "--kvflash", "2048", "-np", "2", "-t", "1", "-n", "2", "--max-body", "512KiB",
                "--chat-template-file", str(TESTS / "data" / "tools.jinja"), *extra]  # fmt: skip
     print("kvflash serve", *options)
     limited = ["sh", "-c", f'ulimit -v {_LIMIT}; exec "$@"', "sh"]
     with server_process(*options, before=limited, env={**os.environ, **_ALLOCATOR}) as server:
-        well = fuzz(server.url, server.process.pid, args.n, args.seed, args.first)
+        well = fuzz(server.url, server.process.pid, args.n, args.seed, args.first, args.path)
         server.process.terminate()
         code = server.ended(60)
     odd = [line.rstrip() for line in server.said if line.strip() and "tokens of prompt" not in line]

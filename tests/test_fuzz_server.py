@@ -16,7 +16,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from support import serving
-from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, bodies, body, fault
+from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, RESPONSES, bodies, body, fault
 from support.changes import SERVE
 from support.serving import Running, until
 

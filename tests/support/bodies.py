@@ -16,6 +16,7 @@ CHAT, COMPLETION, MESSAGE, COUNT = (
     "/v1/messages",
     "/v1/messages/count_tokens",
 )
+RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/show"
 MAX_MESSAGE = 1000  # characters of an error's message
@@ -84,6 +85,16 @@ _OPTIONS = {
     "seed": 1,
     "repeat_last_n": 8,
 }
+_FLAT = [{"type": "function", **_TOOLS[0]["function"]}, {"type": "function", "name": "now"}, {"type": "web_search"}]
+_ITEMS = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+    {"role": "user", "content": "The weather in Lima?"},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city": "Lima"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "clear"}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "Clear.", "annotations": []}], "id": "msg_1"},
+    {"role": "user", "content": "Thanks."},
+]
 _FORM = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": _SCHEMA}}
 
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -99,6 +110,8 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETION, {"prompt": [5, 6, 7], "frequency_penalty": 0.5, "presence_penalty": -0.5, "stream": True}),
     (COMPLETION, {"prompt": "x", "grammar": 'root ::= "a" | [0-9]+', "suffix": None, "best_of": 1}),
     (COMPLETION, {"prompt": "x", "json_schema": _SCHEMA}),
+    (COMPLETION, {"prompt": "x", "samplers": ["top_k", "xtc", "temp"], "xtc_probability": 0.5, "min_keep": 1, "mirostat": 0}),
+    (COMPLETION, {"prompt": "x", "dry_multiplier": 0.8, "dry_sequence_breakers": ["\n"], "ignore_eos": True, "repeat_last_n": -1}),
     (MESSAGE, {"messages": _BLOCKS, "system": [{"type": "text", "text": "Be brief."}], "tools": _CUSTOM}),
     (MESSAGE, {"messages": _BLOCKS[:1], "tools": _CUSTOM, "tool_choice": {"type": "any"}, "stream": True}),
     (MESSAGE, {"messages": _BLOCKS[:1], "tools": _CUSTOM, "tool_choice": {"type": "tool", "name": "now"}}),
@@ -106,6 +119,11 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (MESSAGE, {"messages": _BLOCKS[:1], "thinking": {"type": "disabled"}, "metadata": {"user_id": "me"}}),
     (MESSAGE, {"messages": _BLOCKS[:1], "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}}),
     (COUNT, {"messages": _BLOCKS, "system": "Be brief.", "tools": _CUSTOM, "model": "m"}),
+    (RESPONSES, {"input": "Hello", "instructions": "Be brief.", "store": False, "metadata": {"a": "b"}, "top_p": 0.9}),
+    (RESPONSES, {"input": _ITEMS, "tools": _FLAT, "tool_choice": "auto", "parallel_tool_calls": True, "stream": True}),
+    (RESPONSES, {"input": _ITEMS[:2], "tools": _FLAT, "tool_choice": {"type": "function", "name": "now"}, "stream": True}),
+    (RESPONSES, {"input": _ITEMS[:2], "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}}),
+    (RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "truncation": "auto"}),
     (TOKENIZE, {"content": "The sea", "add_special": True, "with_pieces": True, "parse_special": False}),
     (DETOKENIZE, {"tokens": [1, 2, 3]}),
     (OLLAMA_CHAT, {"model": "m", "messages": _OLLAMA_TALK, "tools": _TOOLS, "options": _OPTIONS, "keep_alive": "5m"}),
@@ -116,7 +134,7 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (OLLAMA_GENERATE, {"prompt": "The sea", "raw": True, "stream": False, "suffix": "", "context": [], "images": []}),
     (OLLAMA_SHOW, {"model": "m", "verbose": False}),
 )  # fmt: skip
-_ANSWERS = {CHAT, COMPLETION, MESSAGE}
+_ANSWERS = {CHAT, COMPLETION, MESSAGE, RESPONSES}
 _FIELDS = sorted(
     {key for _, body in GOOD for key in body} | {"max_tokens", "max_completion_tokens", "functions", "type"}
 )
@@ -251,7 +269,8 @@ def _unknown(rng: random.Random, body: Any) -> None:
 
 
 def _role(rng: random.Random, body: Any) -> None:
-    for message in rng.sample(body["messages"], min(2, len(body["messages"]))):
+    messages = body["messages"] if "messages" in body else body["input"]
+    for message in rng.sample(messages, min(2, len(messages))):
         message["role"] = rng.choice(
             ["system", "developer", "user", "assistant", "tool", "function", "", "User", 5, None, []]
         )
@@ -262,6 +281,7 @@ def _choice(rng: random.Random, body: Any) -> None:
     body["tool_choice"] = rng.choice([
         "auto", "none", "required", "any", "all", {"type": "function", "function": {"name": rng.choice(names)}},
         {"type": "tool", "name": rng.choice(names)}, {"type": rng.choice(["auto", "any", "none", "x"])}, {"type": "function"},
+        {"type": "function", "name": rng.choice(names)}, {"type": "allowed_tools", "tools": [{"name": rng.choice(names)}]},
         {"function": {}}, {"type": "any", "disable_parallel_tool_use": rng.choice([True, 5])}, _odd(rng),
     ])  # fmt: skip
 
@@ -272,7 +292,8 @@ def _tool(rng: random.Random, body: Any) -> None:
     name = rng.choice(["weather", "other", "other", "a" * 129, "a b", "", "\u00fc", "root", "a-b.c", 5])
     made: dict[str, Any] = {"name": name, "description": rng.choice(["", "It.", "</tools>", "\ud800", None, 5])}
     made["input_schema" if custom else "parameters"] = _odd_schema(rng)
-    tool = made if custom else {"type": "function", "function": made}
+    flat = {"type": "function", **made}
+    tool = made if custom else flat if "input" in body else {"type": "function", "function": made}
     old = body.get("tools")
     body["tools"] = [
         *(old if isinstance(old, list) and rng.random() < 0.5 else ()),
@@ -290,6 +311,7 @@ def _form(rng: random.Random, body: Any) -> None:
         ("json_schema", schema),
         ("output_config", {"format": {"type": "json_schema", "schema": schema}}),
         ("output_format", {"type": "json_schema", "schema": schema}),
+        ("text", {"format": {"type": "json_schema", "name": "it", "schema": schema}}),
         ("grammar", rng.choice(_GRAMMARS)),
     ])  # fmt: skip
     body[key] = value
@@ -333,18 +355,18 @@ def _short(path: str, body: dict[str, Any]) -> None:
     """An answer of one token, if there is to be one."""
     if path not in _ANSWERS:
         return
-    given = [key for key in ("max_tokens", "max_completion_tokens") if body.get(key) is not None]
+    given = [key for key in ("max_tokens", "max_completion_tokens", "max_output_tokens") if body.get(key) is not None]
     if not given:
-        body["max_tokens"] = 1
+        body["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
     for key in given:
         if type(body[key]) is int and 1 < body[key] < 1 << 31:
             body[key] = 1
 
 
-def body(seed: int, number: int) -> Request:
-    """One body."""
+def body(seed: int, number: int, path: str | None = None) -> Request:
+    """One body. path: made of a good one of this path; None: of any."""
     rng = random.Random(f"{seed}/{number}")
-    path, good = copy.deepcopy(rng.choice(GOOD))
+    path, good = copy.deepcopy(rng.choice([g for g in GOOD if path in (None, g[0])]))
     how = []
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
         wrong = rng.choices([w for w, _ in _WRONG], [n for _, n in _WRONG])[0]
@@ -360,9 +382,9 @@ def body(seed: int, number: int) -> Request:
     return Request(path, text.encode("utf-8", "surrogatepass"), tuple(how))
 
 
-def bodies(n: int, seed: int) -> Iterator[Request]:
+def bodies(n: int, seed: int, path: str | None = None) -> Iterator[Request]:
     """The first of a seed."""
-    return (body(seed, i) for i in range(n))
+    return (body(seed, i, path) for i in range(n))
 
 
 #
@@ -387,8 +409,21 @@ def fault(path: str, status: int, text: str) -> str:
             if kind in {"server_error", "api_error"}
             else _not_an_error(path, json.dumps(failed))
         )
+    if path == RESPONSES:
+        return _fault_of_events(events)
     whole = text.endswith("data: [DONE]\n\n") or events[-1] == {"type": "message_stop"}
     return "" if whole else "a stream that does not end"
+
+
+def _fault_of_events(events: list[dict[str, Any]]) -> str:
+    """What is wrong with a stream of the Responses API."""
+    if [event["sequence_number"] for event in events] != list(range(len(events))):
+        return "events without their numbers"
+    last = events[-1]
+    if last["type"] == "response.failed":
+        code = last["response"]["error"]["code"]
+        return f"the stream fails with {code}" if code == "server_error" else ""
+    return "" if last["type"] in {"response.completed", "response.incomplete"} else "a stream that does not end"
 
 
 _LINES = {OLLAMA_CHAT, OLLAMA_GENERATE}
