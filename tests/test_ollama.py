@@ -155,7 +155,8 @@ def test_options_are_those_of_the_request(server: Running) -> None:
     drawn = {"temperature": 1.5, "seed": 5, "top_k": 0, "top_p": 1, "num_predict": 8}
     one, other = (post(server, messages=ASKS, options=drawn)["message"]["content"] for _ in range(2))
     assert one == other
-    assert post(server, messages=ASKS, options={**drawn, "seed": 6})["message"]["content"] != one
+    for more in ({"seed": 6}, {"mirostat": 2, "mirostat_tau": 0.1}, {"typical_p": 0.05}):
+        assert post(server, messages=ASKS, options={**drawn, **more})["message"]["content"] != one
 
 
 def test_options_without_an_effect(server: Running) -> None:
@@ -388,8 +389,8 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
     (CHAT, {"messages": ASKS, "keep_alive": True}, "keep_alive is true or false"),
     (CHAT, {"messages": ASKS, "options": {"temperature": 9}}, "temperature is 9"),
     (CHAT, {"messages": ASKS, "options": {"num_predict": -3}}, "options.num_predict is -3"),
-    (CHAT, {"messages": ASKS, "options": {"typical_p": 0.5}}, "typical_p"),
-    (CHAT, {"messages": ASKS, "options": {"mirostat": 2}}, "mirostat"),
+    (CHAT, {"messages": ASKS, "options": {"typical_p": 1.5}}, "typical_p is 1.5"),
+    (CHAT, {"messages": ASKS, "options": {"mirostat": 3}}, "mirostat is 3"),
     (CHAT, {"messages": ASKS, "options": {"repeat_last_n": -2}}, "options.repeat_last_n is -2"),
     (CHAT, {"messages": ASKS, "options": []}, "options is an array"),
     (GENERATE, {"prompt": 5}, "prompt is an integer"),

@@ -10,14 +10,15 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import lossless, snapshots
+from support import lossless, serving, snapshots
 from support.commands import check_error, good, invoke
 from support.lossless import answer, chosen_alike
 from support.oracles import ON_GPU
 from support.rounding import Chosen
 from support.runs import BY_SIXTEEN, TOKENS, Open
+from support.serving import Running
 
-from pyllama_kvflash import KVFlash, Sampling
+from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.native.lib import ffi, lib
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.native
 
 known = lossless.known
 wordless = snapshots.wordless
+server = serving.server
 
 SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 256, "panes": 2, "mode": "lossless"}
 FULL = {**SMALL, "pool": "off", "mode": "fast"}
@@ -61,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dynatemp": {**OPEN, "temperature": 1.0, "dynatemp_range": 0.7, "dynatemp_exponent": 2.0},
     "dynatemp from 0": {"temperature": 0.0, "dynatemp_range": 3.0},
     "min_keep": {"top_p": 0.1, "min_p": 0.9, "min_keep": 6},
-    "another order": {"temperature": 3.0, "samplers": "temperature;top_p"},
+    "another order": {"temperature": 2.0, "samplers": "temperature;top_p"},
     "cut before penalties": {"top_k": 5, "repeat_penalty": 1.8, "samplers": "top-k;penalties;temp"},
     "no temperature": {"temperature": 0.0, "samplers": "top_k"},
     "no samplers": {"samplers": ""},
@@ -441,3 +443,82 @@ def test_the_command_line_sets_all_of_them() -> None:
     assert said("dry_multiplier=0", "mirostat=0", 'dry_sequence_breakers=["a", "b"]') == plain
     assert said("samplers=top_k;temperature", "typical_p=0.1") != plain
     assert said("mirostat=2", "mirostat_tau=9") != plain
+
+
+#
+# requests
+#
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "words"),
+    [
+        *(({name: high + 1}, name, f"{name} is ") for name, (_, _, high) in RANGES.items()),
+        ({"repeat_last_n": -2}, "repeat_last_n", "repeat_last_n is -2, and must be from 0 to 1,048,576"),
+        ({"mirostat": 1.5}, "mirostat", "give an integer"),
+        ({"ignore_eos": 1}, "ignore_eos", "give true or false"),
+        (
+            {"samplers": "top_k;best"},
+            "samplers",
+            "samplers has 'best', which is not a sampler: the names are penalties, ",
+        ),
+        ({"samplers": ["top_k", "top_k"]}, "samplers", "samplers has top_k twice"),
+        ({"samplers": [1]}, "samplers", "samplers is not a string, or an array of names"),
+        ({"samplers": {}}, "samplers", "samplers is not a string, or an array of names"),
+        ({"dry_sequence_breakers": "a"}, "dry_sequence_breakers", "give an array"),
+        ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers", "is not an array of up to 32 strings"),
+        ({"dry_sequence_breakers": ["a"] * 33}, "dry_sequence_breakers", "is not an array of up to 32 strings"),
+        ({"dry_sequence_breakers": ["a" * 41]}, "dry_sequence_breakers", "give texts of 1 to 40 bytes"),
+        ({"ignore_eos": True, "grammar": 'root ::= "a"'}, "grammar", "cannot be combined"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "response_format", "cannot be combined"),
+    ],
+    ids=str,
+)
+def test_requests_that_are_refused(server: Running, given: dict[str, Any], param: str, words: str) -> None:
+    for path, asks in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        res = server.post({**asks, **given}, path)
+        assert res.status_code == 400
+        error = res.json()["error"]
+        assert words in error["message"]
+        assert error["param"] in {param, "grammar", "response_format"}
+
+
+def test_requests_have_the_tokens_of_their_settings(server: Running) -> None:
+    """Those that Python draws with the same Sampling, each after others of the same server."""
+    with serving.open_needle()(lambda _: None) as alone:
+        for name, given in CASES.items():
+            sampling = Sampling(seed=3, **given)
+            want = "".join(
+                e.text for e in alone.generate("One day the", max_tokens=10, sampling=sampling) if isinstance(e, Token)
+            )
+            body = {"prompt": "One day the", "max_tokens": 10, "seed": 3, "temperature": 0.8, **given}
+            assert server.text(**body) == want, name
+            alone.clear()
+
+
+def test_letters_and_names_of_samplers(server: Running) -> None:
+    hot = {"prompt": "One day", "max_tokens": 12, "seed": 3, "temperature": 2.0, "top_p": 0.5}
+    before, after = (
+        server.text(**hot, samplers=order) for order in (["top_p", "temperature"], ["temperature", "top_p"])
+    )
+    assert before != after
+    assert server.text(**hot, samplers="pt") == server.text(**hot, samplers="top_p;temp") == before
+    assert server.text(**hot, samplers="tp") == server.text(**hot, samplers="temperature; top-p") == after
+
+
+def test_the_defaults_are_told(server: Running) -> None:
+    params = server.http.get("/props").json()["default_generation_settings"]["params"]
+    told = {**DEFAULTS, "samplers": DEFAULTS["samplers"].split(";"), "ignore_eos": False}
+    assert {name: params[name] for name in told} == {**told, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
+
+
+def test_an_answer_goes_on_to_its_limit(server: Running) -> None:
+    body = {"prompt": "One day", "max_tokens": 300, "temperature": 1.5, "seed": 1, "ignore_eos": True}
+    answered = server.post(body).json()
+    assert answered["choices"][0]["finish_reason"] == "length"
+    assert answered["usage"]["completion_tokens"] == 300
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        assert server.post({**body, "max_tokens": 1, name: -1}).status_code == 200, "as many as the context has"
