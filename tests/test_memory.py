@@ -14,15 +14,18 @@ import click
 import pytest
 from support.forks import SCRIPT
 
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.memory import memory_line, records_lines
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.engine import need as needs_module
 from pyllama_kvflash.engine import placement
 from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.native import Model
 from pyllama_kvflash.native.device import Device
-from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
+from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.fresh import Heads
 
@@ -109,6 +112,27 @@ def test_the_index_of_layers_on_the_host_counts_beside_a_gpus(monkeypatch: pytes
     ]
     assert sizes == [sizes[0], sizes[0] // 4, 0]
     assert sizes[0] > 0
+
+
+def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned without weights is what is held then."""
+    spec = Spec(kind="draft", model=str(BUNDLED_DRAFTER))
+    options: dict[str, Any] = {
+        "n_ctx": 4096,
+        "pool": 1024,
+        "policy": "qk",
+        "n_parallel": 2,
+        "n_threads": 1,
+        "spec": spec,
+    }
+    loaded, load = list[Path](), Model.load
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "load", lambda path, **how: (loaded.append(Path(path)), load(path, **how))[1])
+        with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
+            memory = kv.memory
+    assert loaded == [BUNDLED_MODEL, BUNDLED_DRAFTER]
+    assert sum(need.drafter for need in memory) > 0.9 * BUNDLED_DRAFTER.stat().st_size
+    assert memory == needs(BUNDLED_MODEL, Options(**options))[0]
 
 
 def test_a_second_engine_does_not_count_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.experts import Placement
@@ -183,6 +183,8 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         if draft_model is not None:
             drafts.append(Drafts(draft_model, own))
             parts.callback(drafts[-1].close)
+    at = range(len(devices()))
+    drafter = drafts[0].n_bytes(at, options.n_parallel) if drafts else [0 for _ in at]
     types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     n_cells = ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
     return Loaded(
@@ -197,7 +199,7 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         ground.exact,
         tuple(sequences),
         tuple(drafts),
-        needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), program),
+        needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), drafter, program),
         parts.pop_all(),
     )
 

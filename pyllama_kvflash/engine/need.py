@@ -3,13 +3,12 @@
 import resource
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from pyllama_kvflash.engine.memory import index_bytes
 from pyllama_kvflash.engine.panes import ExactBytes
-from pyllama_kvflash.engine.placement import drafters
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
@@ -69,12 +68,13 @@ def needs_of(
     n_pool: int | None,
     ctx: Context,
     exact: Mapping[int, ExactBytes],
+    drafter: Sequence[int],
     program: int,
 ) -> tuple[Need, ...]:
     """Return what each device holds; for a model loaded with no_alloc, what it would hold.
 
-    options: resolved. n_pool: cells of the pool; None: the full cache. exact: of the exact pass, by device. program: see
-    program_bytes().
+    options: resolved. n_pool: cells of the pool; None: the full cache. exact, drafter: of the exact pass and of a drafter, by
+    device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
@@ -82,7 +82,6 @@ def needs_of(
     full = sum(token_bytes.values()) * n_all
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
     index = {host: _host_index(geometry, options), **index_bytes(geometry, options, n_pool)} if n_pool else {}
-    drafter = drafters(options, ctx, range(len(found)))
     res = []
     for i, device in enumerate(found):
         read = exact.get(i, ExactBytes())

@@ -8,8 +8,8 @@ from pyllama_kvflash.engine.loading import open_context, placement, probe, where
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
-from pyllama_kvflash.engine.placement import on_host
-from pyllama_kvflash.native import Model, add_rpc
+from pyllama_kvflash.engine.placement import drafters, on_host
+from pyllama_kvflash.native import Model, add_rpc, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize
 from pyllama_kvflash.policy.sizing import DeviceMemory
@@ -57,4 +57,5 @@ def _needs(model: Model, geometry: Geometry, options: Options, program: int) -> 
     plan = plan_contexts(model, geometry, options, ground)
     with open_context(model, options, plan) as ctx:
         exact = ground.exact if plan.pool else {}
-        return needs_of(geometry, options, plan.size.n_pool, ctx, exact, program), plan.size
+        drafter = drafters(replace(options, n_batch=plan.n_batch), ctx, range(len(devices())))
+        return needs_of(geometry, options, plan.size.n_pool, ctx, exact, drafter, program), plan.size

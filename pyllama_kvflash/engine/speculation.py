@@ -51,10 +51,14 @@ def drafter_bytes(
     with _named(spec, target), ExitStack() as stack:
         model = _model(spec, target.model, stack, no_alloc=True, **where)
         drafter = stack.enter_context(_context(spec, model, target, n_batch=n_batch, n_ubatch=n_ubatch))
-        kv = drafter.kv_bytes()
-        weights = model.weights() if spec.model is not None else []
-        each = kv.attn + kv.swa + kv.recurrent
-        return [sum(w.size for w in weights if w.device == i) + n_seq * (drafter.compute_bytes(i) + each) for i in at]
+        return _bytes(spec, drafter, at, n_seq)
+
+
+def _bytes(spec: Spec, drafter: Context, at: Sequence[int], n_seq: int) -> list[int]:
+    kv = drafter.kv_bytes()
+    weights = drafter.model.weights() if spec.model is not None else []
+    each = kv.attn + kv.swa + kv.recurrent
+    return [sum(w.size for w in weights if w.device == i) + n_seq * (drafter.compute_bytes(i) + each) for i in at]
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
@@ -216,6 +220,10 @@ class Drafts:
     def n_max(self) -> int:
         """The most tokens of a draft: a drafter may be made for fewer than were asked for."""
         return self._spec.n_max
+
+    def n_bytes(self, at: Sequence[int], n_seq: int) -> list[int]:
+        """Return the bytes that the drafts of n_seq sequences take on each device in `at`, as drafter_bytes()."""
+        return _bytes(self.spec, self._drafter, at, n_seq) if self._drafter else [0 for _ in at]
 
     @property
     def reads_features(self) -> bool:
