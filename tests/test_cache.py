@@ -500,6 +500,13 @@ def test_a_snapshot_is_written_and_gone_on_with(texts: tuple[Path, Path, Path, l
     done = run("-f", asked, "--restore", file, "--json")
     assert first in done.stdout
     assert json.loads(done.stdout)["stats"]["n_prompt"] < 100
+    assert run("-f", asked, "--save-snapshot", file).exit_code == 0
+    asked.write_text(text.read_text() + question.read_text())
+    done = run("-f", asked, "--restore", file, "--json")
+    assert second in done.stdout
+    assert json.loads(done.stdout)["stats"]["n_prompt"] < 200, (
+        "another question reads from the last chunk on that both share"
+    )
 
 
 @pytest.mark.nightly(SNAPSHOT)
