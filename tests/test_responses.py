@@ -179,6 +179,14 @@ def test_streamed(server: Running) -> None:
     assert {e["response"]["id"] for e in events if "response" in e} == {response["id"]}
 
 
+def test_an_event_is_one_line_for_everybody(server: Running) -> None:
+    """Python's splitlines(), which clients use, knows more line breaks than the protocol."""
+    odd = "a\u2028b\u2029c\x85d\x1ce\x0bf"
+    res = server.post({"input": "x", "metadata": {"a": odd}, "stream": True, "max_output_tokens": 1}, PATH)
+    assert all(line.startswith(("event: ", "data: ", ": ")) for line in res.text.splitlines() if line)
+    assert events_of(res.text)[-1]["response"]["metadata"] == {"a": odd}
+
+
 #
 # tools
 #

@@ -194,7 +194,12 @@ def text_logprobs(logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any
 DONE = b"data: [DONE]\n\n"
 
 
+_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+"""Line breaks that JSON does not escape. They end no line of a stream, but some clients split it there."""
+
+
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
     """Return a server-sent event, perhaps with a name."""
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    head = f"event: {name}\n" if name else ""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
+    return f"{head}data: {data}\n\n".encode()
