@@ -22,6 +22,8 @@ sys.path.insert(0, str(TESTS))
 from support.bodies import Request, bodies, fault  # noqa: E402
 from support.processes import server_process  # noqa: E402
 
+from pyllama_kvflash.serve.protocols.responses_store import MAX_BYTES  # noqa: E402
+
 _GROWTH = 1.05
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
 """glibc gives back what is free, so that what is in memory is what the server holds."""
@@ -86,6 +88,9 @@ def warm(url: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(4) as clients:
         for path, body in largest:
             list(clients.map(lambda _, path=path, body=body: http.post(path, json=body), range(6)))
+        kept = {"input": [{"role": "user", "content": "x", "other": text}], "max_output_tokens": 1}
+        for _ in range(MAX_BYTES // len(text) + 1):
+            http.post("/v1/responses", json=kept)
 
 
 def alive(pid: int) -> bool:
