@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import lossless, serving, snapshots
-from support.commands import check_error, good, invoke
+from support.commands import check_error, good, in_process, invoke
 from support.lossless import answer, chosen_alike
 from support.oracles import ON_GPU
 from support.rounding import Chosen
@@ -430,6 +430,23 @@ def test_settings_of_the_command_line(setting: str, words: tuple[str, ...]) -> N
         check_error(invoke(*args), 2, *words)
     else:
         good(*args)
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("--mirostat", "mirostat"),
+        ("--mirostat-ent", "mirostat_tau"),
+        ("--samplers", "samplers"),
+        ("--typical", "typical_p"),
+        ("--dry-sequence-breaker", "dry_sequence_breakers"),
+        ("--ignore-eos", "ignore_eos"),
+    ],
+)
+def test_options_of_llama_cpp_are_settings(option: str, field: str) -> None:
+    words = f"no such option '{option}': give --set sampling.{field}=VALUE; "
+    check_error(in_process("run", option, "2"), 2, words)
+    assert "sampling" not in check_error(in_process("plot", option, "2"), 2, f"no such option '{option}'")
 
 
 def test_the_command_line_sets_all_of_them() -> None:

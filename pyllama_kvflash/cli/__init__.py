@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from pyllama_kvflash import __version__
+from pyllama_kvflash.cli import settings
 from pyllama_kvflash.cli.bench import bench
 from pyllama_kvflash.cli.bench_spec import spec
 from pyllama_kvflash.cli.cache import cache
@@ -105,6 +106,8 @@ def _sentence(err: click.ClickException) -> str:
     what = err.format_message()
     if isinstance(err, click.BadParameter) and err.param and err.message:
         what = f"{_given(err.param, err.ctx)}: {err.message}"
+    if isinstance(err, click.NoSuchOption) and err.ctx and (field := settings.called(err.option_name, err.ctx.command)):
+        what = f"No such option '{err.option_name}': give --set {field}=VALUE"
     what = " ".join(what.split()).rstrip(".")
     what = what[:1].lower() + what[1:]
     where = f"; {err.ctx.command_path} --help tells more" if isinstance(err, click.UsageError) and err.ctx else ""

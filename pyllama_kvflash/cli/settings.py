@@ -64,6 +64,25 @@ def field_of(param: str) -> str:
     return next((part + param.removeprefix(prefix) for part, prefix in parts), param)
 
 
+_LLAMA_CPP = {
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dry_sequence_breaker": "dry_sequence_breakers",
+    "dynatemp_exp": "dynatemp_exponent",
+    "mirostat_lr": "mirostat_eta",
+    "mirostat_ent": "mirostat_tau",
+}
+"""Options of llama.cpp whose name is not the field's."""
+
+
+def called(option: str, command: click.Command) -> str | None:
+    """Return the field that `--set` sets instead of an option that a command does not have; None: there is none."""
+    name = option.lstrip("-").replace("-", "_")
+    has = any(param.name == "settings" for param in command.params)
+    known = settable(command) if has else {}
+    return next((full for full in known if full.rpartition(".")[2] == _LLAMA_CPP.get(name, name)), None)
+
+
 def take(values: dict[str, Any], part: str) -> dict[str, Any]:
     """Return the fields of a part that `--set` set: "" for Options, "spec.", "sampling." or "cache."."""
     given = values["settings"]

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from pyllama_kvflash import errors
 
-DEFAULT_ORDER = "penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature"
-_NAMES = DEFAULT_ORDER.split(";")
+_NAMES = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 _LETTERS = dict(zip("edskypmxt", _NAMES, strict=True))
 _OTHER_NAMES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p"}
 _KNOWN = {name: name for name in _NAMES} | {name.replace("_", ""): name for name in _NAMES} | _OTHER_NAMES

@@ -14,7 +14,7 @@ from pyllama_kvflash.native.context import Context
 from pyllama_kvflash.native.grammar import Follower, Grammar, unusable
 from pyllama_kvflash.native.lib import check, ffi, last_error, lib
 from pyllama_kvflash.native.model import Model, Tokens
-from pyllama_kvflash.native.order import DEFAULT_ORDER, order_of
+from pyllama_kvflash.native.order import order_of
 
 MAX_BIASES = 1024  # tokens of a logit_bias
 MAX_PROBS = 1024  # likely tokens that are told with each token of an answer
@@ -87,7 +87,8 @@ class Sampling:
     mirostat: int = 0  # 1 or 2: keep the surprise of the answer at mirostat_tau; 0: off
     mirostat_tau: float = 5.0  # the surprise of a token that mirostat aims at, in bits
     mirostat_eta: float = 0.1  # how fast mirostat learns
-    samplers: str | tuple[str, ...] = DEFAULT_ORDER  # the order of samplers; one that is left out is not applied
+    samplers: str | tuple[str, ...] = "penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature"
+    """The order of samplers; one that is left out is not applied."""
     ignore_eos: bool = False  # never draw a token that ends the answer
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
