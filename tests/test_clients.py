@@ -344,6 +344,91 @@ def test_anthropic_raises_what_the_server_refuses(claude: Any) -> None:
 
 
 #
+# ollama
+#
+
+
+@pytest.fixture
+def local_ollama(server: Running) -> Iterator[Any]:
+    """Its client. The key goes into a header, as Ollama's own cloud has it."""
+    client = library("ollama").Client(host=server.url, headers={"Authorization": f"Bearer {KEY}"})
+    yield client
+    client.close()
+
+
+OPTIONS = {"temperature": 0, "num_predict": 64}
+
+
+def test_ollama_finds_the_model(local_ollama: Any, model: Path) -> None:
+    (found,) = local_ollama.list().models
+    assert (found.model, found.details.format) == (f"{NAME}:latest", "gguf")
+    assert local_ollama.ps().models[0].context_length == 4096
+    shown = local_ollama.show("any")
+    assert shown.modelinfo[f"{found.details.family}.context_length"] == 4096
+    assert "tools" in shown.capabilities
+
+
+def test_ollama_chats(local_ollama: Any) -> None:
+    ask = {"model": "any", "messages": CHAT["messages"], "options": {**OPTIONS, "num_predict": 8}}
+    whole = local_ollama.chat(**ask)
+    parts = list(local_ollama.chat(**ask, stream=True))
+    assert whole.message.content
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert 0 < parts[-1].eval_count <= 8
+    assert parts[-1].prompt_eval_count == whole.prompt_eval_count
+    assert local_ollama.generate("any", ASKED, options=ask["options"]).response == whole.message.content
+
+
+def test_ollama_calls_a_function(local_ollama: Any) -> None:
+    """Without ids, and arguments that are an object. Its class has no tool_choice, which the server takes."""
+
+    def weather(city: str, days: int) -> str:
+        """Tell the weather.
+
+        Args:
+            city: where
+            days: how many
+        """
+        return f"{city}, {days}: clear"
+
+    tool = importlib.import_module("ollama._utils").convert_function_to_tool(weather).model_dump(exclude_none=True)
+    body = {
+        "messages": CHAT["messages"],
+        "tools": [tool],
+        "tool_choice": "required",
+        "options": OPTIONS,
+        "stream": False,
+    }
+    first = importlib.import_module("ollama").ChatResponse(
+        **local_ollama._request_raw("POST", "/api/chat", json=body).json()
+    )
+    call = first.message.tool_calls[0].function
+    assert (call.name, set(call.arguments)) == ("weather", {"city", "days"})
+    result = {"role": "tool", "tool_name": call.name, "content": weather(**call.arguments)}
+    told = [*CHAT["messages"], first.message, result]
+    last = local_ollama.chat("any", told, tools=[weather], options={**OPTIONS, "num_predict": 8})
+    assert last.message.content or last.message.tool_calls
+    assert last.prompt_eval_count > first.prompt_eval_count
+
+
+def test_ollama_keeps_to_a_class(local_ollama: Any) -> None:
+    res = local_ollama.chat("any", CHAT["messages"], format=Weather.model_json_schema(), options=OPTIONS)
+    assert isinstance(Weather.model_validate_json(res.message.content), Weather)
+
+
+def test_ollama_raises_what_the_server_refuses(local_ollama: Any) -> None:
+    ollama = library("ollama")
+    with pytest.raises(ollama.ResponseError, match="no embeddings") as none:
+        local_ollama.embed("any", "x")
+    assert none.value.status_code == 501
+    with pytest.raises(ollama.ResponseError, match="temperature is 9"):
+        local_ollama.chat("any", CHAT["messages"], options={"temperature": 9})
+    with pytest.raises(ollama.ResponseError, match="give one of"):
+        list(local_ollama.chat("any", [{"role": "x", "content": ""}], stream=True))
+
+
+#
 # llm
 #
 

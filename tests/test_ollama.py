@@ -159,8 +159,24 @@ def test_options_are_those_of_the_request(server: Running) -> None:
         assert post(server, messages=ASKS, options={**drawn, **more})["message"]["content"] != one
 
 
+def test_a_suffix_fills_in_the_middle(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is that of /v1/completions with a suffix."""
+    asked = []
+
+    def infill(kv: Any, prefix: str, suffix: str, *, at: str) -> list[int]:
+        asked.append((prefix, suffix, at))
+        return list(map(int, kv.tokenize("The sea")))
+
+    monkeypatch.setattr(ollama_request, "infill", infill)
+    found = post(server, "/api/generate", prompt="def f(", suffix="return x")
+    assert asked == [("def f(", "return x", "suffix")]
+    assert found["response"] == server.text(prompt="The sea", max_tokens=8)
+
+
 def test_options_without_an_effect(server: Running) -> None:
-    """One that the server does not know, and a context that it has not, are named; options of loading are not."""
+    """One that the server does not know, and a context that it has not, are named; options of loading are not.
+    Nor has raw text a system prompt.
+    """
     options = {**GREEDY, "num_gpu": 1, "typical_p": 1.0, "mirostat": 0, "num_ctx": 4096, "use_mmap": True}
     body = {"messages": ASKS, "stream": False, "keep_alive": "5m", "truncate": True, "think": False}
     quiet = server.http.post("/api/chat", json={**body, "options": options})
@@ -170,6 +186,8 @@ def test_options_without_an_effect(server: Running) -> None:
     assert "options.num_ctx" in warned
     assert "4,096" in warned
     assert "'options.temprature' is not a known field" in warned
+    raw = {"prompt": "x", "raw": True, "system": "Be brief.", "options": GREEDY}
+    assert "system is left out" in server.http.post("/api/generate", json=raw).headers["kvflash-warning"]
 
 
 def test_twenty_turns_stay_warm(server: Running) -> None:
@@ -191,12 +209,8 @@ def test_twenty_turns_stay_warm(server: Running) -> None:
 
 
 def test_a_call_and_its_result(server: Running) -> None:
-    asked = {
-        "messages": ASKS,
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "options": {"temperature": 0, "num_predict": 120},
-    }
+    alone = {"tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"messages": ASKS, "tools": TOOLS, **alone, "options": {"temperature": 0, "num_predict": 300}}
     for found in (post(server, **asked), lines(server, **asked)[-2]):
         call = found["message"]["tool_calls"][0]["function"]
         assert (call["name"], call["index"]) == ("add", 0)
@@ -391,10 +405,10 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
     (CHAT, {"messages": ASKS, "options": {"num_predict": -3}}, "options.num_predict is -3"),
     (CHAT, {"messages": ASKS, "options": {"typical_p": 1.5}}, "typical_p is 1.5"),
     (CHAT, {"messages": ASKS, "options": {"mirostat": 3}}, "mirostat is 3"),
-    (CHAT, {"messages": ASKS, "options": {"repeat_last_n": -2}}, "options.repeat_last_n is -2"),
+    (CHAT, {"messages": ASKS, "options": {"repeat_last_n": -2}}, "repeat_last_n is -2"),
     (CHAT, {"messages": ASKS, "options": []}, "options is an array"),
     (GENERATE, {"prompt": 5}, "prompt is an integer"),
-    (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+    (GENERATE, {"prompt": "x", "suffix": "y"}, "the model has no tokens to fill in the middle"),
     (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "template is not supported"),
     (GENERATE, {"prompt": "x", "context": [1]}, "send the conversation to /api/chat"),
     (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images is not supported"),

@@ -105,6 +105,7 @@ class _About:
         template = self._template or kv.model.meta("tokenizer.chat_template") or ""
         # requests with tools are served whatever the template knows
         capabilities = ["completion", "tools", *["thinking"] * any(word in template for word in _THINKS)]
+        capabilities += ["insert"] * (kv.model.fim is not None)
         res = {
             "modelfile": f"FROM {kv.model.path.name}\n",
             "parameters": self._parameters(kv.options.n_ctx),

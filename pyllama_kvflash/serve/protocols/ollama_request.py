@@ -12,6 +12,7 @@ from pyllama_kvflash.native import Sampling, whole_grammar
 from pyllama_kvflash.serve.protocols import conversation
 from pyllama_kvflash.serve.protocols.answer_fields import sampling_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import array, as_object, get, kind, obj, one_of, ranged
+from pyllama_kvflash.serve.protocols.fim import infill
 from pyllama_kvflash.serve.protocols.known import check_known
 from pyllama_kvflash.serve.protocols.ollama_response import loaded
 from pyllama_kvflash.serve.protocols.openai_request import MAX_LOGPROBS, given
@@ -20,7 +21,6 @@ from pyllama_kvflash.serve.protocols.request_error import Answered, invalid
 
 _COMMON = {"model", "stream", "format", "options", "keep_alive", "think", "logprobs", "top_logprobs"}
 _REFUSED = {
-    "suffix": "it does not fill in the middle",
     "template": "send the rendered prompt with raw: true, or start the server with --chat-template-file",
     "context": "send the conversation to /api/chat",
     "images": "only text can be read",
@@ -30,11 +30,10 @@ _REFUSED = {
 _IGNORED = {"truncate", "shift"}  # of a prompt that is too long: that is refused
 
 _SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "seed", "typical_p",
-    "mirostat", "mirostat_tau", "mirostat_eta",
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "frequency_penalty",
+    "presence_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "seed",
 }  # fmt: skip
-
-_OPTIONS = {*_SAMPLING, "num_ctx", "num_predict", "repeat_last_n", "stop"}
+_OPTIONS = {*_SAMPLING, "num_ctx", "num_predict", "stop"}
 _WITHOUT_EFFECT = {
     "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all", "vocab_only",
     "use_mmap", "use_mlock", "embedding_only", "penalize_newline",
@@ -47,10 +46,10 @@ _EFFORTS = ("low", "medium", "high", "max")
 def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
     """Check the body of POST /api/chat. Raises RequestError, and Answered if there is no message.
 
-    It may have the tool_choice of the OpenAI protocol, which Ollama has not.
+    It may have tool_choice and parallel_tool_calls, as in the OpenAI protocol: Ollama has neither.
     """
     fields = given(body)
-    check_known(fields, _COMMON | {"messages", "tools", "tool_choice"}, served.unknown, _IGNORED)
+    check_known(fields, _COMMON | {"messages", "tools", "tool_choice", "parallel_tool_calls"}, served.unknown, _IGNORED)
     found = array(fields, "messages")
     if not found:
         raise Answered(loaded(served.name, "message", unload=_unloads(fields)))
@@ -60,6 +59,7 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
         messages=conversation.messages(_messages(found), served.unknown),
         tools=tools,
         tool_choice=conversation.tool_choice(fields.get("tool_choice"), tools),
+        parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
     )
 
 
@@ -69,14 +69,19 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
     for key, why in _REFUSED.items():
         if fields.get(key):
             raise invalid(f"{key} is not supported by this server: {why}", key, "unsupported_parameter")
-    check_known(fields, _COMMON | {"prompt", "system", "raw", *_REFUSED}, served.unknown, _IGNORED)
-    prompt, system, raw = get(fields, "prompt", str), get(fields, "system", str), get(fields, "raw", bool)
-    if not prompt:
+    check_known(fields, _COMMON | {"prompt", "system", "suffix", "raw", *_REFUSED}, served.unknown, _IGNORED)
+    prompt, system, suffix = (get(fields, name, str) or "" for name in ("prompt", "system", "suffix"))
+    raw = get(fields, "raw", bool)
+    if not (prompt or suffix):
         raise Answered(loaded(served.name, "response", unload=_unloads(fields)))
     parsed = _both(fields, served)
-    if raw:
+    if raw or suffix:
+        if system:
+            served.unknown.leave_out("system", "the prompt is no conversation")
         if parsed.schema is not None:
             parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=whole_grammar(parsed.schema)))
+        if suffix:
+            return replace(parsed, prompt=infill(served.kv, prompt, suffix, at="suffix"))
         return replace(parsed, prompt=prompt, special=True)
     found = [{"role": "system", "content": system}] if system else []
     found.append({"role": "user", "content": prompt})
@@ -137,9 +142,7 @@ def _sampling(options: Mapping[str, Any], served: Served) -> Sampling:
     n_ctx, asked = served.kv.options.n_ctx, get(options, "num_ctx", int, "options.num_ctx")
     if asked is not None and asked > n_ctx:
         served.unknown.leave_out("options.num_ctx", f"the context has {n_ctx:,} tokens, as -c of the server says")
-    res = sampling_of({k: v for k, v in options.items() if k in _SAMPLING}, served)
-    last = ranged(options, "repeat_last_n", int, -1, 2**20, "options.repeat_last_n")
-    return res if last is None else replace(res, repeat_last_n=min(n_ctx, 2**20) if last == -1 else last)
+    return sampling_of({k: v for k, v in options.items() if k in _SAMPLING}, served)
 
 
 def _limit(options: Mapping[str, Any]) -> int | None:
