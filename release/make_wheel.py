@@ -28,7 +28,7 @@ CUDA = (
 CUDA_VERSION = "cu13"
 CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
 
-_SHIPPED = {".py", ".gguf", ".typed", ".html", ".css", ".js", ".txt"}  # of the package's own files
+_SHIPPED = {".py", ".gguf", ".typed", ".html", ".css", ".js", ".mjs", ".txt"}  # of the package's own files
 
 OLDEST = {"x86_64": "x64", "aarch64": "armv8.0_1"}  # the variant for any processor, by the machine's name
 

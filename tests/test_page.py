@@ -1,5 +1,6 @@
 """The page at /: what it is served with, what it asks about the pool, and, in a real browser, what one does on it."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.native
 environment = serving.environment
 server = serving.server
 N_CHUNK = 64
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def ask(running: Running, text: str, max_tokens: int = 8) -> dict[str, Any]:
@@ -92,20 +94,43 @@ def test_files_say_what_a_browser_may_do(server: Running) -> None:
         assert res.headers["x-content-type-options"] == "nosniff"
         assert res.headers["referrer-policy"] == "no-referrer"
         assert res.headers["cache-control"] == "no-cache"
-        kind = {"": "text/html", "css": "text/css", "js": "text/javascript"}[path.rpartition(".")[2].strip("/")]
+        kind = {"": "text/html", "css": "text/css", "js": "text/javascript", "mjs": "text/javascript"}[
+            path.rpartition(".")[2].strip("/")
+        ]
         assert res.headers["content-type"] == f"{kind}; charset=utf-8"
         assert server.http.head(path).status_code == 200
         refused(server.http.post(path), 405)
 
 
-def test_every_file_is_served_and_none_names_another_host() -> None:
-    folder = Path(webui.__file__).with_name("static")
-    assert {f"/static/{path.name}" for path in folder.iterdir()} == webui.OPEN - {"/"} | {"/static/index.html"}
-    for path in folder.iterdir():
+STATIC = Path(webui.__file__).with_name("static")
+
+
+def test_every_file_is_served_and_none_of_ours_names_another_host() -> None:
+    """Each of ours is short enough to be read at once."""
+    ours = [path for path in STATIC.iterdir() if path.is_file()]
+    libraries = [path for path in (STATIC / "lib").iterdir() if path.suffix != ".txt"]
+    served = {f"/static/{path.relative_to(STATIC)}" for path in (*ours, *libraries)}
+    assert served == webui.OPEN - {"/"} | {"/static/index.html"}
+    for path in ours:
         text = path.read_text("utf-8").replace("xmlns='http://www.w3.org/2000/svg'", "")
-        assert "http" not in text.replace("https://", "http"), path
+        assert "http:/" not in text.replace("https", "http"), path
         assert "innerHTML" not in text
         assert "style=" not in text
+        assert len(text.splitlines()) <= 400, path
+
+
+def test_libraries_are_those_that_are_named() -> None:
+    """Unchanged, with their licences."""
+    said = [line.split() for line in (STATIC / "lib" / "VERSIONS.txt").read_text("utf-8").splitlines()[4:]]
+    assert {row[0] for row in said} == {path.name for path in (STATIC / "lib").iterdir() if path.suffix != ".txt"}
+    notice = (ROOT / "NOTICE").read_text("utf-8")
+    for name, package, version, *_, licence, digest in said:
+        data = (STATIC / "lib" / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == digest, name
+        assert version.encode() in data[:3000], name
+        assert (STATIC / "lib" / licence).stat().st_size > 1000, package
+    for name in ("marked", "DOMPurify", "highlight.js", "PDF.js"):
+        assert f"- {name}, " in notice
 
 
 def test_without_the_page_there_is_nothing() -> None:
@@ -153,7 +178,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert (found["pool_cells"], found["chunk"], found["n_ctx"]) == (SMALL["pool"], N_CHUNK, SMALL["n_ctx"])
     assert (found["device_kv_bytes"], found["host_bytes"]) == (stats.device_kv_bytes, stats.host_bytes)
     assert found["device_kv_bytes"] > 0
-    assert found["meter"] is False
+    assert found["meter"] is found["gpu"] is False
     first, second = found["sequences"]
     assert first["n_tokens"] == kv.n_tokens > SMALL["pool"]
     assert first["state"] == "".join(map(str, seen.state))

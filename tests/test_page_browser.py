@@ -1,9 +1,7 @@
-"""The page in a real browser: what one does on it by keyboard and pointer, on a desktop and on a phone."""
+"""The page in a real browser, beside its chat: the pool by keyboard and pointer, the key, windows of any size."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,10 @@ pytest.importorskip("selenium")
 
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
-from support import serving
-from support.browser import Page, chromium, needs_browser
+from support import browser, serving
+from support.browser import Page, needs_browser
 from support.changes import SERVE
-from support.serving import N_CODE, Running, until
+from support.serving import N_CODE, Running
 
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.needle import NeedlePrompt
@@ -27,26 +25,9 @@ from pyllama_kvflash.needle import NeedlePrompt
 pytestmark = [pytest.mark.native, needs_browser(), pytest.mark.nightly(SERVE)]
 
 environment = serving.environment
+driver, page = browser.driver, browser.page
 document = serving.document
-DESKTOP, PHONE = (1280, 800), (390, 844)
-# What a server may send: parts of a stream that end anywhere.
-STREAM = """
-const bytes = new TextEncoder().encode(arguments[0]);
-const real = window.fetch;
-window.fetch = (path, options) => path !== "/v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
-  new ReadableStream({
-    start(controller) {
-      for (let i = 0; i < bytes.length; i += 7) controller.enqueue(bytes.slice(i, i + 7));
-      controller.close();
-    },
-  }), { status: 200 }));
-"""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as found:
-        yield found
+DESKTOP, PHONE = (1280, 800), (375, 740)
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +37,9 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def page(driver: Chrome, server: Running) -> Iterator[Page]:
-    """The page, opened for the first time. Nothing is wrong in its console when a test ends."""
-    found = Page(driver, server.url)
-    found.open()
-    found.until(lambda: found.text("#status") == "idle")
-    yield found
-    assert found.errors() == []
-
-
-def settle(page: Page, **values: str) -> None:
-    """Type settings, by the names of their fields."""
-    page.one("#settings summary").click()
-    for name, value in values.items():
-        field = page.one(f"#{name.replace('_', '-')}")
-        page.until(field.is_displayed)
-        field.send_keys(value)
-    page.one("#settings summary").click()
-
-
 def paste(page: Page, text: str) -> None:
     """Put a long text into the message."""
     page.driver.execute_script("arguments[0].value = arguments[1]", page.one("#ask"), text)
-
-
-def ask(running: Running, messages: list[dict[str, str]]) -> str:
-    """What the API answers."""
-    body = {"messages": messages, "max_tokens": N_CODE}
-    return str(running.post(body, "/v1/chat/completions").json()["choices"][0]["message"]["content"])
 
 
 def sequence(running: Running, n_least: int = 1) -> dict[str, Any]:
@@ -95,215 +50,10 @@ def sequence(running: Running, n_least: int = 1) -> dict[str, Any]:
 
 def read(page: Page, document: NeedlePrompt) -> None:
     """A conversation about a document that the pool does not hold, which the page then shows."""
-    settle(page, temperature="0", max_tokens=str(N_CODE))
+    page.settle(temperature="0", max_tokens=str(N_CODE))
     paste(page, document.text)
     page.say(document.needles[1].question)
     page.until(lambda: int(page.one("#grid").get_attribute("aria-valuemax")) >= len(document.text) // 400)
-
-
-#
-# the chat
-#
-
-
-def test_a_conversation_by_keyboard_that_survives_a_reload(page: Page, server: Running, document: NeedlePrompt) -> None:
-    """The answers are those of the API to the same messages; what was read stays known."""
-    first, second = document.needles[1], document.needles[3]
-    read(page, document)
-    asked = [{"role": "user", "content": document.text + first.question}]
-    answer = page.text(".turn.assistant .text")
-    assert answer == ask(server, asked)
-    assert first.answer in answer
-    notes = page.texts(".turn.assistant .note")
-    assert f"{N_CODE} of answer, cut off by the token limit" in notes[0]
-    assert page.text("#heard-answer") == answer
-    assert page.one("#heard-answer").get_attribute("aria-live") == "polite"
-    before = [page.text(".turn.user .text"), answer, *notes]
-
-    page.driver.refresh()
-    page.until(lambda: page.text("#status") == "idle")
-    assert [
-        page.text(".turn.user .text"),
-        page.text(".turn.assistant .text"),
-        *page.texts(".turn.assistant .note"),
-    ] == before
-    assert page.one("#max-tokens").get_property("value") == str(N_CODE), "settings stay, too"
-    page.say(second.question)
-    answers = [
-        e.get_property("textContent") for e in page.driver.find_elements("css selector", ".turn.assistant .text")
-    ]
-    assert second.answer in answers[1]
-    asked += [{"role": "assistant", "content": answer}, {"role": "user", "content": second.question}]
-    assert answers[1] == ask(server, asked)
-    known, new = (int(part.split()[0].replace(",", "")) for part in page.texts(".turn .note")[-1].split(", ")[1:3])
-    assert known > 2300
-    assert new < 100
-
-    page.one("#new").click()
-    page.driver.switch_to.alert.dismiss()
-    assert len(page.texts(".turn")) == 4
-    page.renew()
-    assert page.texts(".turn") == []
-    page.driver.refresh()
-    assert page.texts(".turn") == []
-
-
-def test_a_system_prompt_comes_first(page: Page) -> None:
-    settle(page, system="Be brief.", max_tokens="3")
-    page.driver.execute_script("window.sent = []; const real = fetch; window.fetch = (path, options) => {"
-                               " if (options?.body) sent.push(options.body); return real(path, options); }")  # fmt: skip
-    page.say("Hello")
-    sent = json.loads(page.driver.execute_script("return sent[0]"))
-    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert (sent["stream"], sent["max_tokens"], sent["stream_options"]) == (True, 3, {"include_usage": True})
-    assert "temperature" not in sent, "the server's, if none is given"
-
-
-def test_shift_and_enter_begin_a_line(page: Page) -> None:
-    settle(page, max_tokens="2")
-    page.one("#ask").send_keys("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
-    assert page.one("#ask").get_property("value") == "one\ntwo"
-    page.say("   ")
-    assert page.text(".turn.user .text") == "one\ntwo   "
-
-
-def test_an_answer_is_stopped(page: Page, server: Running) -> None:
-    """By the Escape key, and by the button. What came stays, and the server is free."""
-    settle(page, max_tokens="3000", temperature="0")
-    for stop in (lambda: page.type(Keys.ESCAPE), lambda: page.one("#stop").click()):
-        page.renew()
-        page.one("#ask").send_keys("On and on.", Keys.ENTER)
-        page.until(lambda: "".join(page.texts(".turn.assistant .text")))
-        stop()
-        page.until(lambda: page.one("#send").is_enabled())
-        assert page.texts(".turn.assistant .note") == ["stopped"]
-        until(server.idle)
-    assert page.text("#alert") == ""
-    assert not page.one("#stop").is_displayed()
-
-
-def test_a_reload_while_it_answers(page: Page, server: Running) -> None:
-    """What came of the answer stays. A question of which nothing came is a draft again: two in a row confuse a model."""
-    settle(page, max_tokens="3000", temperature="0")
-    page.one("#ask").send_keys("On and on.", Keys.ENTER)
-    page.until(lambda: "".join(page.texts(".turn.assistant .text")))
-    page.driver.refresh()
-    page.until(lambda: len(page.texts(".turn")) == 2)
-    assert page.texts(".turn.assistant .text")[0]
-    assert page.texts(".turn.assistant .note") == ["stopped"]
-    until(server.idle)
-    page.driver.execute_script("window.fetch = () => new Promise(() => {})")
-    page.one("#ask").send_keys("And then?", Keys.ENTER)
-    page.until(lambda: len(page.texts(".turn")) == 4)
-    page.driver.refresh()
-    page.until(lambda: page.one("#ask").get_property("value") == "And then?")
-    assert len(page.texts(".turn")) == 2
-
-
-def test_a_text_file_is_sent_with_the_message(page: Page, tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text("Call me Ishmael. é漢🙂", "utf-8")
-    (tmp_path / "old.txt").write_bytes("Æ".encode("utf-16"))
-    field = page.one("#file")
-    field.send_keys(str(tmp_path / "book.txt"))
-    page.until(lambda: page.text("#file-name") == "book.txt, 21 characters")
-    field.send_keys(str(tmp_path / "old.txt"))
-    page.until(lambda: "old.txt is not a text in UTF-8" in page.text("#alert"))
-    page.one("#file-remove").click()
-    assert not page.one("#file-chip").is_displayed()
-    field.send_keys(str(tmp_path / "book.txt"))
-    page.until(lambda: page.one("#file-chip").is_displayed())
-    settle(page, max_tokens="2")
-    page.say("Who?")
-    assert page.text(".turn.user .text") == "Call me Ishmael. é漢🙂\n\nWho?"
-    assert not page.one("#file-chip").is_displayed()
-
-
-def test_what_was_typed_meanwhile_is_kept_beside_words_given_back(driver: Chrome) -> None:
-    with Running(template="{{ raise_exception('no such roles') }}") as running:
-        page = Page(driver, running.url)
-        page.open()
-        page.until(lambda: page.text("#status") == "idle")
-        page.driver.execute_script("const real = fetch; window.fetch = async (path, options) => {"
-                                   " if (options?.body) { document.querySelector('#ask').value = 'next'; } return real(path, options); }")  # fmt: skip
-        page.say("first")
-        page.until(lambda: page.text("#alert"))
-        assert page.one("#ask").get_property("value") == "first\n\nnext"
-        page.until(lambda: any("400" in line for line in page.errors()))
-
-
-def test_any_temperature_may_be_sent_by_the_button(page: Page) -> None:
-    settle(page, temperature="0.75", max_tokens="2")
-    page.one("#ask").send_keys("Hello")
-    page.one("#send").click()
-    page.until(lambda: page.texts(".turn .note")[-1:] and "of answer" in page.texts(".turn .note")[-1])
-
-
-@pytest.mark.parametrize(
-    "kept", ["5", "{}", '{"messages": [null, {"role": "user"}, 5]}', '{"messages": [], "settings": null}']
-)
-def test_what_is_kept_may_be_damaged(page: Page, kept: str) -> None:
-    page.driver.execute_script(
-        "for (const s of [sessionStorage, localStorage]) s.setItem('kvflash.conversation', arguments[0])", kept
-    )
-    page.driver.refresh()
-    page.until(lambda: page.text("#status") == "idle")
-    assert page.texts(".turn") == []
-    settle(page, max_tokens="2")
-    page.say("Hello")
-    assert len(page.texts(".turn")) == 2
-
-
-def test_what_the_server_refuses_is_shown_and_the_words_are_given_back(driver: Chrome) -> None:
-    with Running(template="{{ raise_exception('no such roles') }}") as running:
-        page = Page(driver, running.url)
-        page.open()
-        page.until(lambda: page.text("#status") == "idle")
-        page.say("Hello there")
-        page.until(lambda: page.text("#alert"))
-        assert page.one("#alert").get_attribute("role") == "alert"
-        assert "no such roles" in page.text("#alert")
-        assert page.one("#ask").get_property("value") == "Hello there"
-        assert page.texts(".turn") == []
-        page.until(lambda: any("400" in line for line in page.errors()))  # the browser's own word on it
-
-
-def test_a_stream_in_any_parts(page: Page) -> None:
-    """Progress, thoughts, letters of several bytes, and markup that stays text."""
-    evil = "<img src=x onerror=alert(1)><b>é漢🙂"
-    deltas = [
-        {"role": "assistant", "content": ""},
-        {"reasoning_content": "Hm, "},
-        {"reasoning_content": "漢."},
-        {"content": evil},
-    ]
-    usage = {
-        "prompt_tokens": 1234,
-        "completion_tokens": 5,
-        "total_tokens": 1239,
-        "prompt_tokens_details": {"cached_tokens": 1000},
-    }
-    events = [{"choices": [{"delta": delta}]} for delta in deltas] + [{"choices": [], "usage": usage}]
-    stream = ": prefill 5/10\n\n" + "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
-    page.driver.execute_script(STREAM, stream + "data: [DONE]\n\n")
-    page.say(evil)
-    assert [page.text(f".turn.{who} .text") for who in ("user", "assistant")] == [evil, evil]
-    assert page.texts(".turn .note")[-1] == "1,234 tokens of prompt, 1,000 cached, 234 new; 5 of answer"
-    thoughts = page.one(".turn details")
-    assert not thoughts.get_property("open")
-    assert page.text(".turn details div") == "Hm, 漢."
-    assert page.driver.find_elements("css selector", ".turn img, .turn b") == []
-
-
-@pytest.mark.parametrize(("end", "message"), [
-    ('data: {"error":{"message":"no memory for this"}}\n\ndata: [DONE]\n\n', "no memory for this"),
-    ("", "The connection was lost."),
-])  # fmt: skip
-def test_a_stream_that_fails_keeps_what_came(page: Page, end: str, message: str) -> None:
-    page.driver.execute_script(STREAM, 'data: {"choices":[{"delta":{"content":"Half of"}}]}\n\n' + end)
-    page.say("Hello")
-    assert page.text("#alert") == message
-    assert page.text(".turn.assistant .text") == "Half of"
-    assert page.one("#ask").get_property("value") == ""
 
 
 #
@@ -392,7 +142,7 @@ def colour(page: Page, chunk: int) -> list[int]:
     """Of a square, near its corner."""
     script = """
         const [grid, chunk] = arguments, { columns, cell, left } = grid.dataset;
-        const x = +left + (chunk % columns) * cell + 4, y = Math.floor(chunk / columns) * cell + 4;
+        const x = +left + (chunk % columns) * cell + 4, y = Math.floor(chunk / columns) * cell + 6;
         const copy = new OffscreenCanvas(grid.width, grid.height).getContext("2d", { willReadFrequently: true });
         copy.drawImage(grid, 0, 0);
         return [...copy.getImageData(x, y, 1, 1).data];"""
@@ -421,7 +171,11 @@ def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
     assert "left" in figures["Moved"]
     assert "to score" in figures["Last choice"]
     assert "--set meter" in figures["Agreement"]
-    assert "2,048 tokens on the device, chosen by qk" in page.text("#summary")
+    assert "A pool of 2,048 tokens, chosen by qk" in page.text("#summary")
+    assert page.text("#plain") == (
+        "Each square is 64 tokens of the text: the model reads the filled ones for its next word,"
+        " and empty ones wait in RAM until they matter."
+    )
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -453,9 +207,10 @@ def test_a_full_cache_is_said_to_be_one(driver: Chrome) -> None:
     with Running(pool="off") as running:
         page = Page(driver, running.url)
         page.open()
-        page.until(lambda: "There is no pool" in page.text("#summary"))
+        page.until(lambda: "There is no pool" in page.text("#plain"))
+        assert "Full cache" in page.text("#summary")
         assert not page.one("#grid").is_displayed()
-        settle(page, max_tokens="2")
+        page.settle(max_tokens="2")
         page.say("Hello")
         assert page.text("#alert") == ""
         assert page.errors() == []
@@ -494,7 +249,7 @@ def test_the_key_is_asked_for(driver: Chrome) -> None:
         page.type("secret", Keys.ENTER)
         page.until(lambda: page.text("#status") == "idle")
         assert not dialog.is_displayed()
-        settle(page, max_tokens="2")
+        page.settle(max_tokens="2")
         page.say("Hello")
         assert len(page.texts(".turn")) == 2
         page.driver.refresh()
@@ -512,8 +267,11 @@ def test_the_key_is_asked_for(driver: Chrome) -> None:
 @pytest.mark.parametrize("size", [(844, 390), (320, 200)], ids=["a phone on its side", "four times as large"])
 def test_all_of_it_can_be_reached_in_a_low_window(page: Page, size: tuple[int, int]) -> None:
     page.open(*size)
-    page.one("#settings summary").click()
-    for name in ("#max-tokens", "#send", "#ask", "#new"):
+    for name in ("#max-tokens", "#settings .main", "#send", "#ask", "#new", "#export-all"):
+        if name == "#max-tokens":
+            page.one("#settings-open").click()
+        elif name == "#export-all":
+            page.one("#list-open").click()
         field = page.one(name)
         page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
         x, y = page.driver.execute_script(
@@ -521,14 +279,17 @@ def test_all_of_it_can_be_reached_in_a_low_window(page: Page, size: tuple[int, i
         )
         assert 0 <= x <= size[0], name
         assert 0 <= y <= size[1], name
+        if name == "#settings .main":
+            field.click()
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_it_fits_the_window(page: Page, document: NeedlePrompt, size: tuple[int, int]) -> None:
     page.open(*size)
     page.until(lambda: page.text("#status") == "idle")
-    settle(page, max_tokens="4")
+    page.settle(max_tokens="4")
     page.say("x" * 300)
+    page.until(lambda: "of 4,096 tokens" in page.text("#gauge-text"))
     for view in ("chat", "pool"):
         if size == PHONE:
             page.one(f"[data-shows={view}]").click()
@@ -537,25 +298,30 @@ def test_it_fits_the_window(page: Page, document: NeedlePrompt, size: tuple[int,
         assert page.one(f"#{view}").is_displayed()
         overflow = "return [document.documentElement.scrollWidth - innerWidth, document.documentElement.scrollHeight - innerHeight]"
         assert max(page.driver.execute_script(overflow)) <= 0
-        for box in page.driver.find_elements("css selector", "button, input, textarea, canvas"):
+        for box in page.driver.find_elements("css selector", "button, input, textarea, canvas, meter"):
             if box.is_displayed() and box.size["width"] > 1:
                 assert box.rect["x"] >= 0
                 assert box.rect["x"] + box.rect["width"] <= size[0]
     if size == PHONE:
         page.one("[data-shows=chat]").click()
-        for name in ("#send", "#add", "#new", "[data-shows=pool]"):
+        for name in ("#send", "#add", "#new", "#list-open", "#settings-open", "[data-shows=pool]"):
             assert page.one(name).size["height"] >= 40, "for a finger"
 
 
 def test_everything_has_a_name(page: Page) -> None:
     """For who hears the page. Nothing on it came from elsewhere."""
-    page.one("#settings summary").click()
-    settle_names = page.driver.find_elements(
-        "css selector", "button, input, textarea, canvas[tabindex], [role], dialog, section"
+    page.settle(max_tokens="2")
+    page.say("Hello")
+    named = (
+        "button, input, select, textarea, meter, canvas[tabindex], [tabindex], [role], dialog, section, nav, article"
     )
-    for element in settle_names:
-        if element.is_displayed() and element.get_attribute("role") not in {"status", "alert"}:
-            assert element.accessible_name, element.get_attribute("outerHTML")[:200]
+    for opener, inside in (("", "body"), ("#settings-open", "#settings"), ("#model", "#model-dialog")):
+        if opener:
+            page.one(opener).click()  # what is behind a dialog has no name meanwhile
+        for element in page.one(inside).find_elements("css selector", named):
+            if element.is_displayed() and element.get_attribute("role") not in {"status", "alert"}:
+                assert element.accessible_name, element.get_attribute("outerHTML")[:200]
+        page.type(Keys.ESCAPE)
     assert page.driver.execute_script("return document.documentElement.lang") == "en"
     names = page.driver.execute_script("return performance.getEntriesByType('resource').map((e) => e.name)")
     origin = page.driver.execute_script("return location.origin")

@@ -40,6 +40,7 @@ def test_a_wheel_is_complete_and_holds_nothing_twice(make_wheel: ModuleType, tmp
     for lost in (
         "pyllama_kvflash/py.typed",
         "pyllama_kvflash/serve/static/index.html",
+        "pyllama_kvflash/serve/static/lib/purify.es.mjs",
         f"pyllama_kvflash/native/libggml-cpu-{make_wheel.OLDEST[MACHINE]}.so",
         model,
     ):

@@ -1,5 +1,6 @@
 """A real Chromium without a window, and a server's page in it."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,23 @@ FLAGS = (
     "--disable-sync",
 )
 
+# What a server may send: parts of a stream that end anywhere. What was asked is in window.asked.
+STREAM = """
+const bytes = new TextEncoder().encode(arguments[0]);
+const real = window.real ??= window.fetch;
+window.asked = [];
+window.fetch = (path, options) => {
+  if (path !== "/v1/chat/completions") return real(path, options);
+  window.asked.push(JSON.parse(options.body));
+  return Promise.resolve(new Response(new ReadableStream({
+    start(controller) {
+      for (let i = 0; i < bytes.length; i += 7) controller.enqueue(bytes.slice(i, i + 7));
+      controller.close();
+    },
+  }), { status: 200 }));
+};
+"""
+
 
 def missing() -> str:
     """Why there is no browser to drive; "" if there is one."""
@@ -49,21 +67,35 @@ def chromium(folder: Path) -> Iterator[Chrome]:
         driver.quit()
 
 
+def stream(*deltas: dict[str, Any], reason: str | None = "stop", end: str = "data: [DONE]\n\n", n: int = 5) -> str:
+    """What a server sends as one answer. reason: why it ended; None: it did not."""
+    usage = {
+        "prompt_tokens": 1234,
+        "completion_tokens": n,
+        "total_tokens": 1234 + n,
+        "prompt_tokens_details": {"cached_tokens": 1000},
+    }
+    events: list[Any] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    if reason is not None:
+        events += [{"choices": [{"delta": {}, "finish_reason": reason}]}, {"choices": [], "usage": usage}]
+    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events) + end
+
+
 class Page:
     """The page of a server, as someone uses it."""
 
     def __init__(self, driver: Chrome, url: str) -> None:
-        self.driver, self._url = driver, url
+        self.driver, self.url = driver, url
 
     def open(self, width: int = 1280, height: int = 800) -> None:
         """Go there afresh, in a window of this size."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get("about:blank")
-        self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": self._url, "storageTypes": "all"})
-        self.driver.get(self._url)
+        self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": self.url, "storageTypes": "all"})
+        self.driver.get(self.url)
         self.driver.execute_script("sessionStorage.clear()")  # which belongs to the tab
-        self.driver.get(self._url)
+        self.driver.get(self.url)
         self.driver.get_log("browser")
 
     def one(self, name: str) -> Any:
@@ -99,12 +131,51 @@ class Page:
         self.until(lambda: len(self.texts(".turn")) == n + 2 or self.text("#alert"))
         self.until(lambda: self.one("#send").is_enabled())
 
+    def answers(self, stream: str) -> None:
+        """Let this be what the server sends to each question from now on."""
+        self.driver.execute_script(STREAM, stream)
+
+    def said(self, text: str, question: str = "Hello", **more: Any) -> None:
+        """Ask something that is answered with this text. more: of a stream."""
+        self.answers(stream({"content": text}, **more))
+        self.say(question)
+
+    def asked(self) -> list[dict[str, Any]]:
+        """The bodies of what was asked since the answer was given."""
+        return list(self.driver.execute_script("return window.asked"))
+
+    def act(self, name: str) -> None:
+        """Press a button of the last message that has it."""
+        self.driver.find_elements("xpath", f"//article//button[text()='{name}']")[-1].click()
+
     def renew(self) -> None:
-        """Begin a new conversation; the page asks first if there is one."""
-        there = bool(self.texts(".turn"))
+        """Begin a new conversation."""
         self.one("#new").click()
-        if there:
-            self.driver.switch_to.alert.accept()
+        self.until(lambda: not self.texts(".turn"))
+
+    def settle(self, **values: str) -> None:
+        """Type settings, by the names of their fields."""
+        self.one("#settings-open").click()
+        for name, value in values.items():
+            field = self.one(f"#{name.replace('_', '-')}")
+            field.clear()
+            field.send_keys(value)
+        self.one("#settings .main").click()
+        self.until(lambda: not self.one("#settings").is_displayed())
+
+    def answered(self) -> None:
+        """Wait for the end of an answer."""
+        self.until(lambda: self.one("#send").is_enabled())
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The conversations in the browser's database, the oldest first."""
+        script = """
+            const done = arguments[0], request = indexedDB.open("kvflash", 1);
+            request.onsuccess = () => {
+              const all = request.result.transaction("conversations").objectStore("conversations").index("listed").getAll();
+              all.onsuccess = () => { request.result.close(); done(all.result); };
+            };"""
+        return list(self.driver.execute_async_script(script))
 
     def errors(self) -> list[str]:
         """What the console says since it was last asked."""
@@ -140,3 +211,19 @@ class Page:
 def needs_browser() -> pytest.MarkDecorator:
     """Skips a test where there is no browser."""
     return pytest.mark.skipif(bool(missing()), reason=f"no browser to drive: {missing()}")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(driver: Chrome, server: Any) -> Iterator[Page]:
+    """The page of a module's server, opened for the first time. Nothing is wrong in its console when a test ends."""
+    found = Page(driver, server.url)
+    found.open()
+    found.until(lambda: found.text("#status") == "idle")
+    yield found
+    assert found.errors() == []

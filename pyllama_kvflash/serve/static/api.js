@@ -98,5 +98,3 @@ export async function* events(res) {
     }
   }
 }
-
-export const count = (n) => n.toLocaleString("en");

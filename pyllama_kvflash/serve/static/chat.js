@@ -1,171 +1,307 @@
-// The conversation: what is shown, sent and kept.
+// The conversation that is shown: what is asked, and how its answers arrive.
 
-import { count, events, request } from "./api.js";
+import { events, request } from "./api.js";
+import * as composer from "./composer.js";
+import { at, complain, count } from "./dom.js";
+import * as gauge from "./gauge.js";
+import * as settings from "./settings.js";
+import * as store from "./store.js";
+import * as turn from "./turn.js";
 
-const NAME = "kvflash.conversation";
-const at = (id) => document.getElementById(id);
-const [log, form, ask, send, stop] = ["log", "form", "ask", "send", "stop"].map(at);
-const settings = { system: at("system"), temperature: at("temperature"), max_tokens: at("max-tokens") };
 const MOST_HEARD = 1000; // characters of an answer for a screen reader
-const composes = (event) => event.isComposing || event.keyCode === 229; // Safari ends a composition before the key event
+const LONGEST_TITLE = 60;
+const [log, send, stop] = ["log", "send", "stop"].map(at);
+const does = { edit, again, resume };
 
-let file = null; // the file added to the message: name and text
-let kept = load(); // messages, settings, and their tokens in all (0: unknown)
-let going = null; // the AbortController of the running answer
-let writing = null; // that answer
+let kept = store.fresh(); // the conversation, as in store.js
+let going = null; // the running answer: controller, answer, and its place among the messages
 let tell = () => {};
+let listed = () => {};
 
 export const total = () => kept.total;
+export const current = () => kept;
 
-// tell: called with "begin" and "end" of an answer.
-export function start(onChange) {
-  tell = onChange;
-  for (const [name, field] of Object.entries(settings)) {
-    field.value = kept.settings[name] ?? "";
-    field.addEventListener("change", () => {
-      kept.settings[name] = field.value;
-      save();
-    });
-  }
-  unanswered();
-  kept.messages.forEach(show);
-  toEnd();
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    say();
+// onAnswer: called with "begin" and "end" of an answer. onSaved: called when a conversation was saved.
+export async function start(onAnswer, onSaved) {
+  [tell, listed] = [onAnswer, onSaved];
+  settings.start(() => {
+    kept.total = 0; // another system prompt is another text
+    if (kept.messages.length) save(kept);
+    gauge.later();
   });
-  ask.addEventListener("keydown", (event) => {
-    // a phone has no Shift+Enter: there Enter begins a line
-    if (event.key !== "Enter" || event.shiftKey || composes(event) || matchMedia("(pointer: coarse)").matches) return;
-    event.preventDefault();
-    say();
-  });
-  stop.addEventListener("click", () => going?.abort());
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !composes(event) && !document.querySelector("dialog[open]")) going?.abort();
-  });
-  at("new").addEventListener("click", restart);
-  at("add").addEventListener("click", () => at("file").click());
-  at("file").addEventListener("change", ({ target }) => add(target.files[0]).finally(() => { target.value = ""; }));
-  at("file-remove").addEventListener("click", () => {
-    attach(null);
-    ask.focus();
-  });
+  composer.start(say, () => going?.controller.abort());
+  gauge.start(counted);
   window.addEventListener("pagehide", () => { // a partial answer stays
-    if (!writing?.content || !kept.messages.length || kept.messages.includes(writing)) return;
-    kept.messages.push(Object.assign(writing, { note: "stopped" }));
-    save();
+    if (going?.answer.content || going?.answer.thinking) store.keepTorn(kept.id, going.place, going.answer);
   });
-  document.addEventListener("dragover", (event) => event.preventDefault());
-  document.addEventListener("drop", (event) => {
-    event.preventDefault(); // otherwise the browser opens the file instead of the page
-    if (event.dataTransfer?.files.length) add(event.dataTransfer.files[0]);
+  store.onOther(async (id) => {
+    listed();
+    const found = id === kept.id && !going ? await store.get(id).catch(() => null) : null;
+    if (found && !going && found.id === kept.id && found.rev !== kept.rev) take(found);
   });
-}
-
-//
-// storage
-//
-
-// A tab has its own conversation; a new tab begins with the last one of any.
-function load() {
-  for (const store of ["sessionStorage", "localStorage"]) {
-    try {
-      const found = JSON.parse(window[store].getItem(NAME));
-      if (Array.isArray(found?.messages)) {
-        const messages = found.messages.filter((m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string");
-        return { messages, settings: { ...found.settings }, total: Number(found.total) || 0 };
-      }
-    } catch { /* it is damaged, foreign, or blocked */ }
-  }
-  return { messages: [], settings: {}, total: 0 };
-}
-
-function save() {
+  let [found, failed] = [null, false];
   try {
-    for (const store of ["sessionStorage", "localStorage"]) window[store].setItem(NAME, JSON.stringify(kept));
+    found = await store.last();
   } catch {
-    if (!at("alert").textContent) complain("The conversation is too long for this browser to keep: it will not survive a reload.");
+    failed = true;
   }
+  open(found ?? store.fresh());
+  if (failed) complain("This browser keeps no conversations for this page: they end with it.");
 }
 
-// A question without an answer (the page was closed) becomes a draft again: two in a row confuse a model.
-function unanswered() {
-  if (kept.messages.at(-1)?.role === "user") ask.value = kept.messages.pop().content;
+// What the gauge counts: all texts, or beside those of which the server has told the number, the draft.
+function counted() {
+  if (going) return null;
+  const { content, files } = composer.draft();
+  const texts = kept.total ? [] : [settings.system(), ...kept.messages.map((m) => (m.role === "user" ? composer.whole(m) : m.content))];
+  return { known: kept.total, texts: [...texts, content, ...files.map(({ text }) => text)].filter(Boolean) };
 }
 
-function restart() {
-  if (kept.messages.length && !confirm("Forget this conversation, and begin a new one?")) return;
-  going?.abort();
-  kept = { messages: [], settings: kept.settings, total: 0 };
-  log.querySelectorAll(".turn").forEach((turn) => turn.remove());
-  at("empty").hidden = false;
+//
+// conversations
+//
+
+// Show a conversation. What is running in another one stops.
+export function open(conversation) {
+  going?.controller.abort();
   complain("");
-  save();
-  ask.focus();
+  take(conversation);
+  const question = kept.messages.at(-1);
+  if (question?.role === "user") { // without an answer (the page was closed) it becomes a draft again: two in a row confuse a model
+    kept.messages.pop();
+    redraw();
+    const { content, files } = composer.draft();
+    if (!content && !files.length) composer.set(question);
+  }
   tell("end");
 }
 
-// Add a file's text to the next message.
-async function add(added) {
-  if (!added) return;
-  complain("");
+function take(conversation) {
+  kept = conversation;
+  store.remember(kept.id);
+  settings.use(kept.settings);
+  redraw();
+  listed();
+}
+
+export function restart() {
+  open(store.fresh({ ...kept.settings }));
+  at("ask").focus();
+}
+
+export async function name(title) {
+  Object.assign(kept, { title, named: true });
+  await save(kept);
+}
+
+async function save(conversation) {
+  conversation.changed = Date.now();
+  if (!conversation.named) conversation.title = titled(conversation.messages[0]);
   try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await added.arrayBuffer());
-    if (text.includes("\0")) throw new TypeError();
-    attach({ name: added.name, text });
+    await store.put(conversation);
+    listed();
   } catch {
-    complain(`${added.name} is not a text in UTF-8: save it as UTF-8, and add that.`);
+    if (!at("alert").textContent) complain("This browser cannot keep the conversation: it will not survive a reload.");
   }
-  ask.focus();
 }
 
-function attach(what) {
-  file = what;
-  at("file-chip").hidden = !file;
-  at("file-name").textContent = file ? `${file.name}, ${count(file.text.length)} characters` : "";
+function titled(question) {
+  const text = (question?.content || question?.files?.[0]?.name || "").trim().replace(/\s+/g, " ");
+  return text.length > LONGEST_TITLE ? `${text.slice(0, LONGEST_TITLE - 1)}…` : text || "Untitled";
+}
+
+function redraw() {
+  log.querySelectorAll(".turn").forEach((shown) => shown.remove());
+  at("empty").hidden = kept.messages.length > 0;
+  kept.messages.forEach((message) => turn.show(message, does));
+  toEnd();
+  gauge.later();
 }
 
 //
-// display
+// what can be asked
 //
 
-function element(tag, className, text = "") {
-  const res = document.createElement(tag);
-  res.className = className;
-  res.textContent = text; // never as HTML: a model may write anything
-  return res;
+const answered = () => ({ role: "assistant", content: "", thinking: "", torn: "", figures: {} });
+
+function say() {
+  const draft = composer.draft();
+  if (going || !(draft.content.trim() || draft.files.length)) return;
+  composer.set();
+  const conversation = kept;
+  kept.messages.push({ role: "user", ...draft });
+  turn.show(kept.messages.at(-1), does);
+  respond(answered(), () => {
+    conversation.messages.pop();
+    composer.giveBack(draft);
+  });
 }
 
-function show(message) {
+// Answer a question anew; later turns go.
+function again(answer) {
+  const before = cut(kept.messages.indexOf(answer));
+  if (before) respond(answered(), before);
+}
+
+function edit(question, content) {
+  const undo = cut(kept.messages.indexOf(question), 1); // its answer is replaced in any case
+  if (!undo) return;
+  kept.messages.push({ ...question, content });
+  redraw();
+  respond(answered(), () => {
+    undo();
+    composer.giveBack({ content, files: [] });
+  });
+}
+
+function resume(answer) {
+  const place = kept.messages.indexOf(answer);
+  if (going || place < 0 || (place + 1 < kept.messages.length && !cut(place + 1, -1))) return;
+  respond(answer, () => {}, true);
+}
+
+// End the conversation before a place, if the user agrees to lose what follows. more: messages that are replaced anyway.
+// Returns what undoes it, or null.
+function cut(place, more = 0) {
+  const lost = kept.messages.length - place - 1 - more;
+  if (going || place < 0) return null;
+  if (lost > 0 && !confirm(`This replaces the ${lost} later message${lost > 1 ? "s" : ""} of the conversation. Go on?`)) return null;
+  const [conversation, before, tokens] = [kept, kept.messages, kept.total];
+  kept.messages = before.slice(0, place);
+  kept.total = 0;
+  redraw();
+  return () => Object.assign(conversation, { messages: before, total: tokens });
+}
+
+//
+// an answer
+//
+
+// Ask for an answer to the messages, or for more of the last one. undo: called if nothing comes of it.
+async function respond(answer, undo, goesOn = false) {
+  const [conversation, before, torn] = [kept, answer.content.length + answer.thinking.length, answer.torn];
   at("empty").hidden = true;
-  const mine = message.role === "user";
-  const turn = element("article", `turn ${message.role}`);
-  const parts = {
-    turn, head: element("h3", "", mine ? "You" : "Model"), text: element("div", "text", message.content),
-    note: element("p", "note", message.note ?? ""), thinking: null,
-  };
-  turn.append(parts.head, parts.text, parts.note);
-  if (message.thinking) think(parts, message.thinking);
-  log.append(turn);
-  return parts;
-}
-
-function think(parts, text) {
-  if (!parts.thinking) {
-    const details = document.createElement("details");
-    parts.thinking = element("div", "");
-    details.append(element("summary", "", "Thinking"), parts.thinking);
-    parts.head.after(details);
+  const parts = goesOn ? shown(answer) : turn.show(answer, does);
+  turn.begin(parts);
+  const body = wanted(goesOn);
+  const controller = begin(answer, kept.messages.length - goesOn);
+  answer.torn = "";
+  if (!goesOn) save(conversation);
+  try {
+    await hear(answer, parts, body, controller.signal);
+  } catch (err) {
+    answer.torn = controller.signal.aborted ? "stopped" : "broken";
+    if (!controller.signal.aborted) complain(err instanceof TypeError ? "The server cannot be reached." : err.message);
   }
-  parts.thinking.append(text);
+  end(controller);
+  if (["stopped", "broken"].includes(answer.torn)) conversation.total = 0; // the server did not say it
+  if (answer.torn && answer.content.length + answer.thinking.length === before) { // nothing came: all is as it was
+    answer.torn = torn;
+    undo();
+    if (conversation === kept) redraw();
+  } else {
+    if (!goesOn) conversation.messages.push(answer);
+    if (conversation === kept) turn.finish(parts, answer, does);
+  }
+  if (conversation.messages.length) await save(conversation);
+  else await forget(conversation);
+  if (conversation !== kept) return;
+  heard(answer);
+  tell("end");
+  gauge.later();
 }
 
-function complain(text) {
-  at("alert").textContent = text;
+// The element of an answer that goes on.
+function shown(answer) {
+  log.querySelector(".turn:last-of-type").remove();
+  return turn.show(answer, does);
 }
 
-const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+// The first question came to nothing.
+async function forget(conversation) {
+  conversation.rev = 0;
+  await store.remove(conversation.id).catch(() => {});
+  listed();
+}
+
+// A screen reader gets an answer at its end, not word by word.
+function heard(answer) {
+  const text = answer.content.slice(0, MOST_HEARD);
+  at("heard-answer").textContent = text + (answer.content.length > MOST_HEARD ? " ... The rest is in the conversation." : "");
+}
+
+function begin(answer, place) {
+  const controller = new AbortController();
+  going = { controller, answer, place };
+  const focused = document.activeElement === send || document.activeElement === document.body;
+  document.body.classList.add("answering");
+  send.disabled = true;
+  stop.hidden = false;
+  if (focused) stop.focus();
+  complain("");
+  at("heard-answer").textContent = "";
+  toEnd();
+  reading("waiting");
+  tell("begin");
+  return controller;
+}
+
+function end(controller) {
+  if (going?.controller !== controller) return;
+  going = null;
+  document.body.classList.remove("answering");
+  send.disabled = false;
+  if (document.activeElement === stop) at("ask").focus();
+  stop.hidden = true;
+  reading("");
+}
+
+function wanted(goesOn) {
+  const messages = kept.messages.map((m) => ({ role: m.role, content: m.role === "user" ? composer.whole(m) : m.content }));
+  if (goesOn && kept.messages.at(-1).thinking) messages.at(-1).reasoning_content = kept.messages.at(-1).thinking;
+  const system = settings.system();
+  return {
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    stream: true, stream_options: { include_usage: true }, ...settings.asked(),
+  };
+}
+
+// Show an answer as it arrives.
+async function hear(answer, parts, body, signal) {
+  // tokens of the answer before; nobody has counted those of one that was stopped
+  const [began, said] = [performance.now(), answer.content || answer.thinking ? answer.figures.answer : 0];
+  let [first, last] = [0, 0];
+  const res = await request("/v1/chat/completions", { body, signal });
+  for await (const event of events(res)) {
+    if (typeof event === "string") {
+      const found = /^prefill (\d+)\/(\d+)$/.exec(event);
+      if (found) reading(`reading, ${count(+found[1])} of ${count(+found[2])} tokens`, +found[1], +found[2]);
+      continue;
+    }
+    if (event.error) throw new Error(event.error.message);
+    const { delta = {}, finish_reason: reason } = event.choices?.[0] ?? {};
+    if (delta.content || delta.reasoning_content) {
+      last = performance.now();
+      first ||= last;
+      answer.thinking += delta.reasoning_content ?? "";
+      answer.content += delta.content ?? "";
+      turn.grow(parts, answer);
+      reading("");
+    }
+    if (reason === "length") answer.torn = "length";
+    if (event.usage) account(answer, event.usage, said, (first - began) / 1000, (last - first) / 1000);
+  }
+}
+
+// first: seconds to the first token. rest: seconds for the others.
+function account(answer, usage, said, first, rest) {
+  const n = usage.completion_tokens;
+  kept.total = usage.total_tokens;
+  answer.figures = { prompt: usage.prompt_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? 0 };
+  if (said !== undefined) answer.figures.answer = said + n;
+  if (first > 0) answer.figures.first = first;
+  if (n > 1 && rest > 0) answer.figures.rate = (n - 1) / rest;
+}
 
 function toEnd() {
   log.scrollTop = log.scrollHeight;
@@ -175,123 +311,4 @@ function reading(text, done = 0, of = 0) {
   at("reading").hidden = !text;
   at("reading-text").textContent = text;
   at("progress").value = of ? done / of : 0;
-}
-
-//
-// a turn
-//
-
-async function say() {
-  const [typed, added] = [ask.value, file];
-  if (going || !(typed.trim() || added)) return;
-  ask.value = "";
-  attach(null);
-  complain("");
-  const asked = { role: "user", content: added ? `${added.text}\n\n${typed}` : typed };
-  const answer = { role: "assistant", content: "", thinking: "" };
-  const shown = [asked, answer].map(show);
-  shown[1].turn.classList.add("going");
-  kept.messages.push(asked);
-  const controller = begin();
-  writing = answer;
-  try {
-    await hear(answer, shown[1], controller.signal);
-  } catch (err) {
-    if (!controller.signal.aborted) complain(err instanceof TypeError ? "The server cannot be reached." : err.message);
-    else answer.note = "stopped";
-  }
-  end(controller);
-  shown[1].turn.classList.remove("going");
-  shown[1].note.textContent = answer.note ?? "";
-  if (writing === answer) writing = null;
-  if (!kept.messages.includes(asked)) return; // another conversation has begun
-  if (answer.content || answer.thinking) {
-    if (!kept.messages.includes(answer)) kept.messages.push(answer);
-  } else { // without an answer, the question is a draft again
-    kept.messages.pop();
-    shown.forEach((parts) => parts.turn.remove());
-    at("empty").hidden = kept.messages.length > 0;
-    ask.value = [typed, ask.value].filter(Boolean).join("\n\n");
-    attach(file ?? added);
-  }
-  save();
-  heard(answer);
-  tell("end");
-}
-
-// A screen reader gets an answer at its end, not word by word.
-function heard(answer) {
-  const text = answer.content.slice(0, MOST_HEARD);
-  at("heard-answer").textContent = text + (answer.content.length > MOST_HEARD ? " ... The rest is in the conversation." : "");
-}
-
-function begin() {
-  going = new AbortController();
-  const focused = document.activeElement === send;
-  send.disabled = true;
-  stop.hidden = false;
-  if (focused) stop.focus();
-  at("heard-answer").textContent = "";
-  toEnd();
-  reading("waiting");
-  save();
-  tell("begin");
-  return going;
-}
-
-function end(controller) {
-  if (going !== controller) return;
-  going = null;
-  send.disabled = false;
-  if (document.activeElement === stop) ask.focus();
-  stop.hidden = true;
-  reading("");
-}
-
-function wanted() {
-  const system = settings.system.value.trim();
-  const messages = kept.messages.map(({ role, content }) => ({ role, content }));
-  const body = {
-    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    stream: true, stream_options: { include_usage: true },
-  };
-  for (const name of ["temperature", "max_tokens"]) {
-    if (settings[name].value !== "") body[name] = Number(settings[name].value);
-  }
-  return body;
-}
-
-// Show an answer as it arrives.
-async function hear(answer, parts, signal) {
-  const res = await request("/v1/chat/completions", { body: wanted(), signal });
-  for await (const event of events(res)) {
-    const follow = isAtEnd();
-    if (typeof event === "string") {
-      const found = /^prefill (\d+)\/(\d+)$/.exec(event);
-      if (found) reading(`reading, ${count(+found[1])} of ${count(+found[2])} tokens`, +found[1], +found[2]);
-      continue;
-    }
-    if (event.error) throw new Error(event.error.message);
-    const delta = event.choices[0]?.delta ?? {};
-    if (delta.reasoning_content) {
-      answer.thinking += delta.reasoning_content;
-      think(parts, delta.reasoning_content);
-    }
-    if (delta.content) {
-      answer.content += delta.content;
-      parts.text.append(delta.content);
-    }
-    if (delta.content || delta.reasoning_content) reading("");
-    if (event.choices[0]?.finish_reason === "length") answer.cut = true;
-    if (event.usage) account(answer, event.usage);
-    if (follow) toEnd();
-  }
-}
-
-function account(answer, usage) {
-  const known = usage.prompt_tokens_details.cached_tokens;
-  kept.total = usage.total_tokens;
-  answer.note = `${count(usage.prompt_tokens)} tokens of prompt, ${count(known)} cached,`
-    + ` ${count(usage.prompt_tokens - known)} new; ${count(usage.completion_tokens)} of answer`
-    + (answer.cut ? ", cut off by the token limit or the end of the context" : "");
 }

@@ -1,6 +1,7 @@
 // The squares: one for each chunk, drawn on a canvas, because there may be thousands.
 
 const GAP = 0.16; // of a cell, between squares
+const ABOVE = 3; // pixels for the marks around the first row
 const STYLES = ["cold", "hot", "out", "kept", "pinned", "back", "mark", "ink", "quiet", "panel"];
 
 export function colours() {
@@ -20,8 +21,8 @@ export function layout(n, width, chunk) {
 
 export function chunkAt(place, x, y) {
   const column = Math.floor((x - place.left) / place.cell);
-  const chunk = Math.floor(y / place.cell) * place.columns + column;
-  return column >= 0 && column < place.columns && chunk < place.n ? chunk : null;
+  const chunk = Math.floor((y - ABOVE) / place.cell) * place.columns + column;
+  return column >= 0 && column < place.columns && chunk >= 0 && chunk < place.n ? chunk : null;
 }
 
 export const corner = (place, chunk) => [
@@ -87,14 +88,14 @@ function triangle(g, x, y, size) {
 // All of them. focus: chunk with a frame, or null.
 export function draw(canvas, place, whats, focus) {
   const scale = window.devicePixelRatio || 1;
-  const [width, height] = [place.left + place.columns * place.cell, place.rows * place.cell + 2];
+  const [width, height] = [place.left + place.columns * place.cell, place.rows * place.cell + 2 * ABOVE];
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
   canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
   const [g, c] = [canvas.getContext("2d"), colours()];
   g.scale(scale, scale);
-  g.translate(0, 1); // for the marks around the first row
+  g.translate(0, ABOVE);
   g.font = "10px system-ui, sans-serif";
   g.textAlign = "right";
   g.textBaseline = "top";

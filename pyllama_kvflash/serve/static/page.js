@@ -1,13 +1,20 @@
-// The page: the chat, the pool beside it, and their common parts.
+// The page: the list of conversations, the chat, the pool, and their common parts.
 
 import { askForKey } from "./api.js";
 import * as chat from "./chat.js";
+import * as conversations from "./conversations.js";
+import { at } from "./dom.js";
 import * as pool from "./pool.js";
+import * as served from "./served.js";
 
+const NAME = "kvflash.pool"; // whether the panel is folded
+
+served.start();
+conversations.start();
+await chat.start((what) => pool.follow(what, chat.total()), conversations.show);
 pool.start(chat.total());
-chat.start((what) => pool.follow(what, chat.total()));
 
-// a narrow window shows one of the two
+// a narrow window shows the chat or the pool
 for (const button of document.querySelectorAll("[data-shows]")) {
   button.addEventListener("click", () => {
     document.body.dataset.view = button.dataset.shows;
@@ -17,8 +24,29 @@ for (const button of document.querySelectorAll("[data-shows]")) {
   });
 }
 
+// a wide one shows both, or folds the pool
+function folded(value) {
+  try {
+    if (value === undefined) return localStorage.getItem(NAME) === "folded";
+    localStorage.setItem(NAME, value ? "folded" : "open");
+  } catch { /* it is blocked */ }
+  return false;
+}
+
+function fold(value) {
+  document.body.classList.toggle("folded", value);
+  at("pool-open").setAttribute("aria-expanded", String(!value));
+}
+
+fold(folded());
+at("pool-open").addEventListener("click", () => {
+  const now = !document.body.classList.contains("folded");
+  folded(now);
+  fold(now);
+});
+
 if (document.documentElement.dataset.needsKey === "yes") {
-  const button = document.getElementById("key-button");
+  const button = at("key-button");
   button.hidden = false;
   button.addEventListener("click", async () => {
     if (await askForKey()) pool.look();

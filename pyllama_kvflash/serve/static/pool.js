@@ -1,7 +1,10 @@
 // The pool beside the chat, updated once a second while the page is visible.
 
-import { NoKey, count, request, wantsKey } from "./api.js";
+import { NoKey, request, wantsKey } from "./api.js";
+import { at, count, element } from "./dom.js";
+import { describe } from "./figures.js";
 import { chunkAt, colours, corner, draw, layout, square } from "./grid.js";
+import { learn } from "./served.js";
 
 const EVERY = 1000; // ms between two updates
 const SHOWN = 2500; // ms for which a move is marked
@@ -18,7 +21,6 @@ const LEGEND = [
   ["has just left", { state: "0", kind: "-", left: true }],
 ];
 
-const at = (id) => document.getElementById(id);
 const [grid, box, pin, heard] = ["grid", "box", "pin", "heard"].map(at);
 
 let seen = null; // the last answer of the server
@@ -45,10 +47,10 @@ export function start(total) {
   at("before").addEventListener("click", () => move(focus - 1));
   at("after").addEventListener("click", () => move(focus + 1));
   new ResizeObserver(() => redraw()).observe(at("pool"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  new MutationObserver(() => { // another theme
     legend(true);
     redraw();
-  });
+  }).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) look();
   });
@@ -86,6 +88,7 @@ function take(found) {
   document.title = `${found.model} – kvflash`;
   if (found.status !== "ok") at("status").textContent = found.status === "loading" ? "the model is loading" : found.status;
   if (!found.sequences) return;
+  learn(found.run);
   if (seen && seen.run !== found.run) { // the server has restarted
     seen = null;
     texts.clear();
@@ -95,9 +98,8 @@ function take(found) {
   choose();
   note(before, seen.sequences[shown]);
   if (found.status === "ok") at("status").textContent = status();
-  summary();
+  describe(seen, seen.sequences[shown]);
   sequences();
-  figures();
   legend();
   at("map").hidden = found.pool_cells === null;
   redraw();
@@ -145,43 +147,17 @@ function note(before, now) {
 // display
 //
 
-const item = (tag, text = "", className = "") => {
-  const res = document.createElement(tag);
-  res.textContent = text;
-  if (className) res.className = className;
-  return res;
-};
-
-const bytes = (n) => {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  for (; n >= 1024 && unit < units.length - 1; unit += 1) n /= 1024;
-  return `${n >= 100 || unit === 0 ? Math.round(n) : n.toFixed(1)} ${units[unit]}`;
-};
-
-const time = (s) => (s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(s >= 0.1 ? 0 : 1)} ms`);
-const share = (n, of) => `${((100 * n) / of).toFixed(n === of ? 0 : 1)} %`;
-
 function status() {
   const busy = seen.sequences.filter((s) => s.busy).length;
   const waits = seen.queue ? `, ${count(seen.queue)} waiting` : "";
   return busy || seen.queue ? `${busy} of ${seen.sequences.length} busy${waits}` : "idle";
 }
 
-function summary() {
-  const { n_tokens: n, reading } = seen.sequences[shown];
-  const text = `${count(n)} of ${count(seen.n_ctx)} tokens of context`;
-  const now = reading ? `, reading ${count(reading[0])} of ${count(reading[1])}` : "";
-  at("summary").textContent = seen.pool_cells === null
-    ? `There is no pool: the full cache is in use, and all chunks are on the device. ${text}${now}.`
-    : `${count(seen.pool_cells)} tokens on the device, chosen by ${seen.policy}. ${text}${now}.`;
-}
-
 function sequences() {
   const parent = at("sequences");
   parent.hidden = seen.sequences.length < 2;
   while (parent.children.length < seen.sequences.length) {
-    const button = item("button");
+    const button = element("button");
     const i = parent.children.length;
     button.type = "button";
     button.addEventListener("click", () => {
@@ -201,61 +177,13 @@ function sequences() {
   });
 }
 
-function figures() {
-  const s = seen.sequences[shown];
-  const onDevice = seen.index_device_bytes ? `, ${bytes(seen.index_device_bytes)} of it for the index` : "";
-  const rows = [["KV on the device", `${bytes(seen.device_kv_bytes)}${onDevice}; the full cache takes ${bytes(seen.full_kv_bytes)}`]];
-  if (seen.pool_cells !== null) {
-    const disk = seen.disk_bytes ? `, ${bytes(seen.disk_bytes)} on disk` : "";
-    const index = seen.index_bytes && !onDevice ? `, index ${bytes(seen.index_bytes)}` : "";
-    const last = s.reselect;
-    rows.push(
-      ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${seen.chunk} tokens`],
-      ["Host records", `${bytes(seen.host_bytes)}${disk}${index}`],
-      ["Moved", moved(s)],
-      ["Choices", choices(s)],
-    );
-    if (last) {
-      rows.push(["Last choice", `at token ${count(last.pos)}: ${last.page_ins.length} in, ${last.drops.length} out;`
-        + ` ${time(last.score_s)} to score, ${time(last.apply_s)} to move`]);
-    }
-    rows.push(["Agreement", agreement(s)]);
-  }
-  const list = at("figures");
-  while (list.children.length < 2 * rows.length) list.append(item("dt"), item("dd"));
-  while (list.children.length > 2 * rows.length) list.lastChild.remove();
-  rows.flat().forEach((text, i) => {
-    if (list.children[i].textContent !== text) list.children[i].textContent = text;
-  });
-}
-
-function choices(s) {
-  if (seen.policy === "fresh") {
-    return s.guest_blocks ? `each layer for every token, in ${count(s.guest_blocks)} blocks; ${count(seen.guests_fetched)} guests fetched` : "none yet";
-  }
-  return s.reselects ? `${count(s.reselects)} in ${time(s.reselect_s)}` : "none yet";
-}
-
-function moved(s) {
-  const all = seen.pages_in !== s.pages_in || seen.pages_out !== s.pages_out
-    ? `; ${count(seen.pages_in)} and ${count(seen.pages_out)} in all` : "";
-  return `${count(s.pages_in)} came back, ${count(s.pages_out)} left${all}`;
-}
-
-function agreement(s) {
-  if (!seen.meter) return "not measured (--set meter=0.05)";
-  if (!seen.checked) return "nothing compared yet";
-  const here = s.compared ? `; this answer ${share(s.compared[1], s.compared[0])} of ${count(s.compared[0])}` : "";
-  return `${share(seen.agreed, seen.checked)} of ${count(seen.checked)} tokens as in the full cache${here}`;
-}
-
 // The legend. anew: colours have changed.
 function legend(anew) {
   const scale = window.devicePixelRatio || 1;
   const shown = LEGEND.filter(([, what]) => !what.share || seen?.policy === "fresh");
   if (at("legend").children.length === shown.length && !anew) return;
   at("legend").replaceChildren(...shown.map(([text, ...whats]) => {
-    const line = item("li");
+    const line = element("li");
     for (const what of whats) {
       const canvas = document.createElement("canvas");
       canvas.width = canvas.height = 16 * scale;
@@ -302,8 +230,10 @@ function ranks(scores) {
 const placed = (s, chunk) => [where(s, chunk), KINDS[s.kind[chunk]]].filter(Boolean).join(", ");
 
 function where(s, chunk) {
+  if (!s.layers.length) return PLACES[s.state[chunk]];
   const n = s.layers[chunk];
-  return n && s.state[chunk] === "0" ? `in the pool for ${n} of ${seen.n_layer} layers` : PLACES[s.state[chunk]];
+  if (s.state[chunk] === "2" || n >= seen.n_layer) return `in the pool for all ${seen.n_layer} layers`;
+  return n ? `in the pool for ${n} of ${seen.n_layer} layers` : PLACES[s.state[chunk]];
 }
 
 function described(s, chunk) {

@@ -1,0 +1,91 @@
+// What several parts of the page need: elements, numbers in words, copying.
+
+export const at = (id) => document.getElementById(id);
+
+// text: never as HTML; a model may write anything.
+export function element(tag, className = "", text = "") {
+  const res = document.createElement(tag);
+  if (className) res.className = className;
+  res.textContent = text;
+  return res;
+}
+
+// label: what a screen reader says in place of the text.
+export function button(text, label, onClick, className = "") {
+  const res = element("button", className, text);
+  res.type = "button";
+  if (label) res.setAttribute("aria-label", label);
+  res.addEventListener("click", onClick);
+  return res;
+}
+
+// Change a text only if it differs: a screen reader, and a selection, notice each change.
+export function write(where, text) {
+  if (where.textContent !== text) where.textContent = text;
+}
+
+// Change what is in a box; who looked at its end, still does.
+export function keepEnd(box, change) {
+  const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  change();
+  if (isAtEnd) box.scrollTop = box.scrollHeight;
+}
+
+export const count = (n) => n.toLocaleString("en");
+
+export function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; n >= 1024 && unit < units.length - 1; unit += 1) n /= 1024;
+  return `${n >= 100 || unit === 0 ? Math.round(n) : n.toFixed(1)} ${units[unit]}`;
+}
+
+export const time = (s) => (s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(s >= 0.1 ? 0 : 1)} ms`);
+
+export function complain(text) {
+  at("alert").textContent = text;
+}
+
+// A line for a screen reader.
+export function tell(text) {
+  at("told").textContent = "";
+  at("told").textContent = text;
+}
+
+// A button that copies a text. get: returns it.
+export function copier(label, get) {
+  const res = button("Copy", label, async () => {
+    const done = await copy(get());
+    res.textContent = done ? "Copied" : "Not copied";
+    tell(done ? "Copied" : "The browser did not let the page copy.");
+    setTimeout(() => { res.textContent = "Copy"; }, 1500);
+  }, "copy");
+  return res;
+}
+
+// Outside of https and localhost a page has no clipboard, but may copy what is selected.
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = element("textarea", "hidden");
+    field.value = text;
+    const focused = document.activeElement;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return done;
+  }
+}
+
+// Give a file to the user.
+export function download(name, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}

@@ -1,0 +1,52 @@
+// Texts of files that are added to a message.
+
+import { complain } from "./dom.js";
+
+const LIBRARY = "/static/lib/pdf.min.mjs";
+const WORKER = "/static/lib/pdf.worker.min.mjs";
+
+// Returns the files that could be read: name and text. Says which could not.
+export async function read(files) {
+  const found = [];
+  const wrong = [];
+  for (const file of files) {
+    try {
+      found.push({ name: file.name, text: await (isPdf(file) ? pdf(file) : plain(file)) });
+    } catch (err) {
+      wrong.push(err.message);
+    }
+  }
+  complain(wrong.join(" "));
+  return found;
+}
+
+const isPdf = ({ name, type }) => type === "application/pdf" || name.toLowerCase().endsWith(".pdf");
+
+async function plain(file) {
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (!text.includes("\0")) return text;
+  } catch { /* in another encoding */ }
+  throw new Error(`${file.name} is not a text in UTF-8: save it as UTF-8, and add that.`);
+}
+
+// The library is loaded with the first PDF.
+async function pdf(file) {
+  let text = "";
+  try {
+    const library = await import(LIBRARY);
+    library.GlobalWorkerOptions.workerSrc = WORKER;
+    const task = library.getDocument({ data: await file.arrayBuffer(), verbosity: 0, useWasm: false, useWorkerFetch: false });
+    const book = await task.promise;
+    const pages = [];
+    for (let i = 1; i <= book.numPages; i += 1) pages.push(textOf(await (await book.getPage(i)).getTextContent()));
+    text = pages.join("\n\n").trim();
+    await task.destroy();
+  } catch {
+    throw new Error(`${file.name} cannot be read as a PDF: make a text of it (pdftotext), and add that.`);
+  }
+  if (!text) throw new Error(`${file.name} has no text, only images: recognize its text first (ocrmypdf).`);
+  return text;
+}
+
+const textOf = ({ items }) => items.map((item) => (item.str ?? "") + (item.hasEOL ? "\n" : "")).join("");

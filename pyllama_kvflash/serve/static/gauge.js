@@ -1,0 +1,62 @@
+// How full the context is with the conversation and what is about to be sent.
+
+import { request } from "./api.js";
+import { at, count, write } from "./dom.js";
+import { context } from "./served.js";
+
+const PAUSE = 400; // ms without a key, until the draft is counted
+const PART = 150_000; // characters counted at once
+const KEPT = 200; // parts whose count is kept
+
+const counts = new Map(); // of parts of texts
+let timer = 0;
+let turn = 0; // the last count that has begun
+let get = () => null;
+
+// what: returns the texts to count and the tokens that are known beside them, or null while it cannot be said.
+export function start(what) {
+  get = what;
+  document.addEventListener("props", later);
+}
+
+// Something has changed.
+export function later() {
+  clearTimeout(timer);
+  timer = setTimeout(look, PAUSE);
+}
+
+async function look() {
+  turn += 1;
+  const [mine, what] = [turn, get()];
+  if (!what || !context()) return;
+  try {
+    let n = what.known;
+    for (const text of what.texts) n += await tokens(text);
+    if (mine === turn) show(n, what.texts.length > 0);
+  } catch { /* the server is busy or away: the next change asks again */ }
+}
+
+async function tokens(text) {
+  let n = 0;
+  for (let start = 0; start < text.length; start += PART) n += await part(text.slice(start, start + PART));
+  return n;
+}
+
+async function part(text) {
+  const known = counts.get(text);
+  if (known !== undefined) return known;
+  const found = (await (await request("/tokenize", { body: { content: text.toWellFormed?.() ?? text } })).json()).tokens.length;
+  if (counts.size >= KEPT) counts.clear();
+  counts.set(text, found);
+  return found;
+}
+
+function show(n, about) {
+  const most = context();
+  const bar = at("gauge-bar");
+  Object.assign(bar, { max: most, high: 0.9 * most, optimum: 0, value: Math.min(n, most) });
+  at("gauge").hidden = !n;
+  at("gauge").classList.toggle("over", n >= most);
+  write(at("gauge-text"), `${about ? "about " : ""}${count(n)} of ${count(most)} tokens`);
+  write(at("gauge-over"), n >= most ? "That is more than the context holds: shorten it, or start the server with a larger -c." : "");
+}

@@ -1,0 +1,473 @@
+"""What the page's chat can do, in a real browser: Markdown, edits, torn answers, conversations, settings, files."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+pytest.importorskip("starlette")
+pytest.importorskip("jinja2")
+pytest.importorskip("uvicorn")
+pytest.importorskip("selenium")
+
+from selenium.webdriver.common.keys import Keys
+from support import browser, serving
+from support.browser import Page, needs_browser, stream
+from support.changes import SERVE
+from support.serving import N_CODE, Running
+
+from pyllama_kvflash.needle import NeedlePrompt
+
+pytestmark = [pytest.mark.native, needs_browser(), pytest.mark.nightly(SERVE)]
+
+environment = serving.environment
+driver, page = browser.driver, browser.page
+document = serving.document
+TORN = {
+    "stopped": "Torn: it was stopped here.",
+    "broken": "Torn: the connection or the server failed here.",
+    "length": "Torn: it reached the limit of tokens, or the end of the context.",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(policy="qk") as running:
+        yield running
+
+
+def ask(running: Running, messages: list[dict[str, str]]) -> str:
+    """What the API answers."""
+    body = {"messages": messages, "max_tokens": N_CODE}
+    return str(running.post(body, "/v1/chat/completions").json()["choices"][0]["message"]["content"])
+
+
+#
+# Markdown
+#
+
+
+MARKDOWN = """# A title
+
+Some *words*, `code`, [a link](https://example.com/x), [an evil one](javascript:alert(1)), [ours](/metrics).
+
+![a picture](https://example.com/x.png) <img src=x onerror=alert(1)> <script>alert(1)</script>
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+- one
+- two
+
+```python
+def f(x: int) -> str:
+    return "<b>"
+```
+"""
+
+
+def test_markdown_is_shown_and_nothing_in_it_is_obeyed(page: Page) -> None:
+    page.said(MARKDOWN)
+    assert page.text(".assistant h1") == "A title"
+    assert page.texts(".assistant td") == ["1", "2"]
+    assert page.texts(".assistant li") == ["one", "two"]
+    links = page.driver.execute_script(
+        "return [...document.querySelectorAll('.assistant .text a')].map((a) => [a.getAttribute('href'), a.rel])"
+    )
+    assert [href for href, _ in links] == ["https://example.com/x", None, None, "https://example.com/x.png"]
+    assert {rel for _, rel in links} == {"noopener noreferrer"}
+    assert page.driver.find_elements("css selector", ".text img, .text script") == []
+    assert "<img src=x onerror=alert(1)> <script>alert(1)</script>" in page.text(".assistant .text")
+    assert page.text(".code code") == 'def f(x: int) -> str:\n    return "<b>"\n'
+    assert page.text(".code .hljs-keyword") == "def"
+    assert page.text(".code-head span") == "python"
+    assert page.kept()[-1]["messages"][1]["content"] == MARKDOWN
+
+
+def test_a_number_with_a_point_is_no_list(page: Page) -> None:
+    page.said("42.")
+    assert page.texts(".assistant .text") == ["42."]
+
+
+def test_code_and_messages_are_copied(page: Page) -> None:
+    page.driver.execute_script("Object.defineProperty(navigator, 'clipboard', {configurable: true, value:"
+                               " {writeText: async (text) => { window.copied = text; }}})")  # fmt: skip
+    page.said(MARKDOWN, "What?")
+    copied = "return window.copied"
+    page.one(".code button").click()
+    page.until(lambda: page.text("#told") == "Copied")
+    assert page.driver.execute_script(copied) == 'def f(x: int) -> str:\n    return "<b>"'
+    for name, text in ((".assistant .acts .copy", MARKDOWN), (".user .acts .copy", "What?")):
+        page.one(name).click()
+        page.until(lambda text=text: page.driver.execute_script(copied) == text)
+    # outside of localhost there is no clipboard
+    page.driver.execute_script("Object.defineProperty(navigator, 'clipboard', {value: undefined});"
+                               " document.addEventListener('copy', () => { window.copied = String(document.activeElement.value); })")  # fmt: skip
+    page.one(".user .acts .copy").click()
+    page.until(lambda: page.text(".user .acts .copy") in {"Copied", "Not copied"})
+    assert page.driver.execute_script(copied) == "What?"
+
+
+#
+# editing, and answers that are torn
+#
+
+
+def test_a_question_is_edited_and_an_answer_made_anew(page: Page) -> None:
+    """What was before is replaced, and stays if nothing new comes."""
+    page.said("First.")
+    page.answers(stream({"content": "Second."}))
+    page.act("Regenerate")
+    page.until(lambda: page.texts(".assistant .text") == ["Second."])
+    page.answered()
+    assert [m["content"] for m in page.asked()[0]["messages"]] == ["Hello"]
+    page.act("Edit")
+    page.type(" there", Keys.ESCAPE)
+    assert page.texts(".user .text") == ["Hello"]
+    page.answers(stream({"content": "Third."}))
+    page.act("Edit")
+    page.type(" there", Keys.ENTER)
+    page.until(lambda: page.texts(".assistant .text") == ["Third."])
+    page.answered()
+    assert [m["content"] for m in page.asked()[0]["messages"]] == ["Hello there"]
+    assert [m["content"] for m in page.kept()[-1]["messages"]] == ["Hello there", "Third."]
+    page.answers(stream(reason=None, end='data: {"error": {"message": "no memory"}}\n\n'))
+    page.act("Regenerate")
+    page.until(lambda: page.text("#alert") == "no memory")
+    page.answered()
+    assert page.texts(".assistant .text") == ["Third."]
+    assert page.texts(".user .text") == ["Hello there"]
+
+
+def test_later_turns_go_only_if_the_user_agrees(page: Page) -> None:
+    page.said("One.")
+    page.said("Two.", "And?")
+    first = "(//article//button[text()='Regenerate'])[1]"
+    page.driver.find_element("xpath", first).click()
+    assert "2 later messages" in page.driver.switch_to.alert.text
+    page.driver.switch_to.alert.dismiss()
+    assert page.texts(".assistant .text") == ["One.", "Two."]
+    page.answers(stream({"content": "New."}))
+    page.driver.find_element("xpath", first).click()
+    page.driver.switch_to.alert.accept()
+    page.until(lambda: page.texts(".assistant .text") == ["New."])
+    page.answered()
+
+
+@pytest.mark.parametrize(("why", "more"), [
+    ("length", {"reason": "length"}),
+    ("broken", {"reason": None, "end": ""}),
+    ("broken", {"reason": None, "end": 'data: {"error":{"message":"no memory for this"}}\n\ndata: [DONE]\n\n'}),
+])  # fmt: skip
+def test_a_torn_answer_is_marked_and_goes_on(page: Page, why: str, more: dict[str, Any]) -> None:
+    """With what came before as the beginning of the answer, also after a reload."""
+    page.said("Half of", **more)
+    assert page.texts(".assistant .torn") == [TORN[why]]
+    page.until(lambda: page.kept()[-1]["messages"][1]["torn"] == why)
+    page.driver.refresh()
+    page.until(lambda: page.texts(".assistant .torn") == [TORN[why]])
+    page.answers(stream({"content": " the truth."}))
+    page.act("Continue")
+    page.until(lambda: page.texts(".assistant .text") == ["Half of the truth."])
+    page.answered()
+    assert page.asked()[0]["messages"][-1] == {"role": "assistant", "content": "Half of"}
+    assert page.texts(".assistant .torn") == [""]
+    assert page.texts(".assistant .acts") == ["Copy\nRegenerate"]
+    assert page.kept()[-1]["messages"][1]["content"] == "Half of the truth."
+
+
+def test_a_torn_answer_is_tried_again(page: Page) -> None:
+    page.said("Half of", reason="length")
+    page.answers(stream({"content": "All of it."}))
+    page.act("Retry")
+    page.until(lambda: page.texts(".assistant .text") == ["All of it."])
+    page.answered()
+    assert [m["role"] for m in page.asked()[0]["messages"]] == ["user"]
+
+
+def test_thoughts_go_on_too(page: Page) -> None:
+    page.answers(stream({"reasoning_content": "Hm, "}, reason="length"))
+    page.say("Hello")
+    page.answers(stream({"reasoning_content": "yes."}, {"content": "Yes."}))
+    page.act("Continue")
+    page.until(lambda: page.texts(".assistant .text") == ["Yes."])
+    page.answered()
+    assert page.asked()[0]["messages"][-1] == {"role": "assistant", "content": "", "reasoning_content": "Hm, "}
+    assert page.text(".thinking div") == "Hm, yes."
+
+
+def test_a_real_answer_goes_on_where_it_was_cut(page: Page, server: Running, document: NeedlePrompt) -> None:
+    """In two parts it is what it is at once."""
+    needle = document.needles[1]
+    page.driver.execute_script("arguments[0].value = arguments[1]", page.one("#ask"), document.text)
+    page.settle(temperature="0", max_tokens="2")
+    page.say(needle.question)
+    page.settle(max_tokens=str(N_CODE - 2))
+    page.act("Continue")
+    page.answered()
+    whole = ask(server, [{"role": "user", "content": document.text + needle.question}])
+    page.until(lambda: page.kept()[-1]["messages"][1]["content"] == whole)
+    assert needle.answer in whole
+    assert f"{N_CODE} of answer" in page.texts(".assistant .note")[0]
+
+
+def test_how_fast_it_was_is_told(page: Page) -> None:
+    page.driver.execute_script("""
+        const real = window.fetch, wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+        const parts = arguments[0].split("\\n\\n").map((part) => new TextEncoder().encode(part + "\\n\\n"));
+        window.fetch = (path, options) => path !== "/v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
+          new ReadableStream({ async start(controller) {
+            for (const part of parts) { await wait(30); controller.enqueue(part); }
+            controller.close();
+          } })));""", stream({"content": "a"}, {"content": "b"}, {"content": "c"}, n=3).removesuffix("\n\n"))  # fmt: skip
+    page.say("Hello")
+    note = page.texts(".assistant .note")[0]
+    match = re.fullmatch(
+        r"([\d.]+) tok/s · first token after ([\d.]+) m?s · 3 of answer · 1,234 of prompt: 1,000 cached, 234 new", note
+    )
+    assert match, note
+    assert 0 < float(match[1]) < 1000 / 30 + 1, "two tokens after the first, with 30 ms before each"
+    figures = page.kept()[-1]["messages"][1]["figures"]
+    assert figures["first"] >= 0.03
+    page.driver.refresh()
+    page.until(lambda: page.texts(".assistant .note") == [note])
+
+
+#
+# the list of conversations
+#
+
+
+def titles(page: Page) -> list[str]:
+    return page.texts("#conversations .open")
+
+
+def test_conversations_are_listed_renamed_and_deleted(page: Page) -> None:
+    page.said("One.", "First question")
+    page.settle(temperature="0.5", system="Be brief.")
+    page.renew()
+    page.said("Two.", "Second question")
+    page.until(lambda: titles(page) == ["Second question", "First question"])
+    assert page.asked()[0]["temperature"] == 0.5, "a new one begins with the settings of the last"
+    page.settle(temperature="1")
+    page.driver.find_elements("css selector", "#conversations .open")[1].click()
+    page.until(lambda: page.texts(".text") == ["First question", "One."])
+    assert page.one("#temperature").get_property("value") == "0.5", "each has its own"
+    assert page.one("[aria-current]").text == "First question"
+
+    page.one("#conversations [aria-label^=Rename]").click()
+    page.type("x", Keys.ESCAPE)
+    assert "First question" in titles(page)
+    page.one("#conversations [aria-label^=Rename]").click()
+    page.type("About <b>one</b>", Keys.ENTER)
+    page.until(lambda: titles(page) == ["About <b>one</b>", "Second question"])
+    page.said("More.", "And?")
+    page.until(lambda: len(page.kept()[-1]["messages"]) == 4)
+    assert titles(page)[0] == "About <b>one</b>", "a name stays"
+    page.driver.refresh()
+    page.until(lambda: len(page.texts(".turn")) == 4)
+
+    page.one("#conversations [aria-label^=Delete]").click()
+    page.driver.switch_to.alert.dismiss()
+    assert len(titles(page)) == 2
+    page.one("#conversations [aria-label^=Delete]").click()
+    page.driver.switch_to.alert.accept()
+    page.until(lambda: titles(page) == ["Second question"])
+    assert page.texts(".text") == ["Second question", "Two."]
+
+
+def test_conversations_are_exported_and_imported(page: Page, tmp_path: Path) -> None:
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.said("One.", "First: question?", reason="length")
+    page.renew()
+    page.said("Two.", "Second")
+    page.one("#export-all").click()
+    there = tmp_path / "kvflash-conversations.json"
+    page.until(there.exists)
+    assert len(json.loads(there.read_text("utf-8"))["conversations"]) == 2
+    page.one("#conversations [aria-label^=Export]").click()
+    page.until((tmp_path / "Second.json").exists)
+    before = page.kept()
+    page.open()
+    page.until(lambda: page.text("#status") == "idle")
+    assert titles(page) == []
+    page.one("#import-file").send_keys(str(there))
+    page.until(lambda: titles(page) == ["Second", "First: question?"])
+    after = page.kept()
+    for old, new in zip(before, after, strict=True):
+        assert {**old, "id": "", "rev": 0} == {**new, "id": "", "rev": 0}
+    (tmp_path / "no.json").write_text("{")
+    page.one("#import-file").send_keys(str(tmp_path / "no.json"))
+    page.until(lambda: "not JSON" in page.text("#alert"))
+    (tmp_path / "other.json").write_text('{"conversations": [5, {}, null]}')
+    page.one("#import-file").send_keys(str(tmp_path / "other.json"))
+    page.until(lambda: "no conversations" in page.text("#alert"))
+
+
+def test_two_tabs_lose_nothing(page: Page) -> None:
+    """What one says, the other shows; if both answer at once, one of the two conversations is a copy."""
+    page.said("One.", "Shared")
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    second = page.driver.current_window_handle
+    page.driver.get(page.url)
+    page.until(lambda: page.texts(".text") == ["Shared", "One."])
+    page.said("Two.", "From the second")
+    page.driver.switch_to.window(first)
+    page.until(lambda: page.texts(".text") == ["Shared", "One.", "From the second", "Two."])
+    page.driver.execute_script("BroadcastChannel.prototype.postMessage = () => {}")
+    page.said("Three.", "Unheard")
+    page.driver.switch_to.window(second)
+    page.said("Four.", "As well")
+    page.until(lambda: len(page.kept()) == 2 and all(len(c["messages"]) == 6 for c in page.kept()))
+    assert sorted(c["messages"][4]["content"] for c in page.kept()) == ["As well", "Unheard"]
+    assert sorted(c["title"] for c in page.kept()) == ["Shared", "Shared (copy)"]
+    page.driver.close()
+    page.driver.switch_to.window(first)
+
+
+#
+# settings, the gauge, the model, the theme
+#
+
+
+def test_all_settings_are_sent(page: Page) -> None:
+    given = {
+        "temperature": "0.7", "top_k": "20", "top_p": "0.8", "min_p": "0.1", "repeat_penalty": "1.1", "presence_penalty": "0.5",
+        "frequency_penalty": "-0.5", "seed": "7", "max_tokens": "9",
+    }  # fmt: skip
+    page.settle(**given, stop_strings="END\n\\n\\n")
+    page.said("Yes.")
+    sent = page.asked()[0]
+    assert {name: sent[name] for name in given} == {name: float(value) for name, value in given.items()}
+    assert sent["stop"] == ["END", "\n\n"]
+    page.one("#settings-open").click()
+    page.one("#settings-reset").click()
+    page.one("#settings .main").click()
+    page.said("Yes.")
+    assert page.asked()[0].keys() == {"messages", "stream", "stream_options"}
+
+
+def test_settings_are_those_that_the_server_has(page: Page, server: Running) -> None:
+    """Their values stand in the fields; each is taken by the server."""
+    params = server.http.get("/props").json()["default_generation_settings"]["params"]
+    assert page.one("#temperature").get_attribute("placeholder") == f"{params['temperature']:.4g}"
+    names = page.driver.execute_script(
+        "return [...document.querySelectorAll('#more input')].map((e) => e.id.replaceAll('-', '_'))"
+    )
+    assert set(names) <= params.keys()
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 1,
+        **{name: params[name] for name in names},
+    }
+    res = server.post(body, "/v1/chat/completions")
+    assert res.status_code == 200
+    assert "KVFlash-Warning" not in res.headers, "none is unknown"
+
+
+def test_the_context_is_counted_before_sending(page: Page, server: Running, tmp_path: Path) -> None:
+    def n(text: str) -> int:
+        return len(server.http.post("/tokenize", json={"content": text}).json()["tokens"])
+
+    page.one("#ask").send_keys("Hello there, who are you?")
+    page.until(lambda: page.text("#gauge-text") == f"about {n('Hello there, who are you?')} of 4,096 tokens")
+    (tmp_path / "book.txt").write_text("word " * 5000, "utf-8")
+    page.one("#file").send_keys(str(tmp_path / "book.txt"))
+    page.until(lambda: "more than the context holds" in page.text("#gauge-over"))
+    assert page.one("#gauge-over").get_attribute("role") == "status"
+    page.one("#files button").click()
+    page.until(lambda: not page.text("#gauge-over"))
+    page.said("Yes.", "?")
+    page.until(lambda: page.text("#gauge-text") == "1,239 of 4,096 tokens")
+    page.one("#ask").send_keys("More")
+    page.until(lambda: page.text("#gauge-text") == f"about {1239 + n('More'):,} of 4,096 tokens")
+
+
+def test_the_model_is_told(page: Page, server: Running) -> None:
+    page.one("#model").click()
+    rows = dict(zip(page.texts("#model-figures dt"), page.texts("#model-figures dd"), strict=True))
+    assert rows["Name"] == server.http.get("/props").json()["model_alias"]
+    assert rows["Pool"] == "2,048 tokens, chosen by qk"
+    assert rows["Context"].startswith("4,096 tokens; the model was trained for ")
+    assert rows["Layers"] == "6"
+    page.type(Keys.ESCAPE)
+    assert not page.one("#model-dialog").is_displayed()
+
+
+def test_the_theme_is_the_system_s_or_the_user_s(page: Page) -> None:
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    light = page.driver.execute_script(colour)
+    page.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    page.until(lambda: page.driver.execute_script(colour) != light)
+    page.one("#settings-open").click()
+    page.one("#theme").send_keys("light")
+    page.until(lambda: page.driver.execute_script(colour) == light)
+    page.driver.refresh()
+    page.until(lambda: page.text("#status") == "idle")
+    assert page.driver.execute_script(colour) == light
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_pool_folds_and_stays_so(page: Page) -> None:
+    wide = page.one("#chat").size["width"]
+    button = page.one("#pool-open")
+    assert button.get_attribute("aria-expanded") == "true"
+    button.click()
+    assert not page.one("#pool").is_displayed()
+    assert page.one("#chat").size["width"] > wide
+    page.driver.refresh()
+    assert not page.one("#pool").is_displayed()
+    assert page.one("#pool-open").get_attribute("aria-expanded") == "false"
+    page.one("#pool-open").click()
+    assert page.one("#pool").is_displayed()
+
+
+#
+# files
+#
+
+
+def pdf(*lines: str) -> bytes:
+    """A PDF with lines of text."""
+    text = b"BT /F1 12 Tf 72 720 Td 14 TL %s ET" % b" ".join(b"(%s) Tj T*" % line.encode() for line in lines)
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(text), text),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    res, places = b"%PDF-1.4\n", []
+    for i, one in enumerate(objects, 1):
+        places.append(len(res))
+        res += b"%d 0 obj\n%s\nendobj\n" % (i, one)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % len(res)
+    return res + b"xref\n0 6\n0000000000 65535 f \n" + table + end
+
+
+def test_several_files_and_the_text_of_a_pdf(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Call me Ishmael.", "utf-8")
+    (tmp_path / "b.pdf").write_bytes(pdf("The code is 4711.", "It is new."))
+    (tmp_path / "c.pdf").write_bytes(b"not one")
+    (tmp_path / "d.pdf").write_bytes(pdf())
+    page.one("#file").send_keys("\n".join(str(tmp_path / name) for name in ("a.txt", "b.pdf", "c.pdf", "d.pdf")))
+    page.until(lambda: page.texts("#files .file-name") == ["a.txt, 16 characters", "b.pdf, 28 characters"])
+    assert "c.pdf cannot be read as a PDF: make a text of it (pdftotext)" in page.text("#alert")
+    assert "d.pdf has no text, only images" in page.text("#alert")
+    page.said("Yes.", "Which?")
+    whole = "File a.txt:\n\nCall me Ishmael.\n\nFile b.pdf:\n\nThe code is 4711.\nIt is new.\n\nWhich?"
+    assert page.asked()[0]["messages"] == [{"role": "user", "content": whole}]
+    assert page.texts(".user .files summary") == ["a.txt, 16 characters", "b.pdf, 28 characters"]
+    page.one(".user .files summary").click()
+    page.until(lambda: page.texts(".user .files pre") == ["Call me Ishmael."])
+    page.said("Yes.", "And?")
+    assert page.asked()[0]["messages"][0]["content"] == whole
