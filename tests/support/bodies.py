@@ -17,7 +17,8 @@ CHAT, COMPLETION, MESSAGE, COUNT = (
     "/v1/messages/count_tokens",
 )
 RESPONSES = "/v1/responses"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+LLAMA, INFILL = "/completion", "/infill"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/show"
 MAX_MESSAGE = 1000  # characters of an error's message
 
@@ -126,6 +127,10 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "truncation": "auto"}),
     (TOKENIZE, {"content": "The sea", "add_special": True, "with_pieces": True, "parse_special": False}),
     (DETOKENIZE, {"tokens": [1, 2, 3]}),
+    (TEMPLATE, {"messages": _TALK, "tools": _TOOLS}),
+    (LLAMA, {"prompt": "The sea", "n_probs": 2, "stop": ["x"], "response_fields": ["content", "timings/prompt_n"]}),
+    (LLAMA, {"prompt": [5, 6], "id_slot": 1, "cache_prompt": False, "stream": True, "timings_per_token": True}),
+    (LLAMA, {"prompt": "x", "json_schema": _SCHEMA, "return_progress": True, "stream": True, "n_indent": 2}),
     (OLLAMA_CHAT, {"model": "m", "messages": _OLLAMA_TALK, "tools": _TOOLS, "options": _OPTIONS, "keep_alive": "5m"}),
     (OLLAMA_CHAT, {"messages": _OLLAMA_TALK[:2], "stream": False, "format": _SCHEMA, "think": False}),
     (OLLAMA_CHAT, {"messages": _OLLAMA_TALK[1:2], "stream": False, "logprobs": True, "top_logprobs": 2, "think": "low"}),
@@ -134,7 +139,7 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (OLLAMA_GENERATE, {"prompt": "The sea", "raw": True, "stream": False, "suffix": "", "context": [], "images": []}),
     (OLLAMA_SHOW, {"model": "m", "verbose": False}),
 )  # fmt: skip
-_ANSWERS = {CHAT, COMPLETION, MESSAGE, RESPONSES}
+_ANSWERS = {CHAT, COMPLETION, MESSAGE, RESPONSES, LLAMA}
 _FIELDS = sorted(
     {key for _, body in GOOD for key in body} | {"max_tokens", "max_completion_tokens", "functions", "type"}
 )
@@ -351,13 +356,17 @@ def _broken(rng: random.Random, text: str) -> bytes:
     ])()  # fmt: skip
 
 
+_LIMITS = {RESPONSES: "max_output_tokens", LLAMA: "n_predict"}
+
+
 def _short(path: str, body: dict[str, Any]) -> None:
     """An answer of one token, if there is to be one."""
     if path not in _ANSWERS:
         return
-    given = [key for key in ("max_tokens", "max_completion_tokens", "max_output_tokens") if body.get(key) is not None]
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+    given = [key for key in names if body.get(key) is not None]
     if not given:
-        body["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
+        body[_LIMITS.get(path, "max_tokens")] = 1
     for key in given:
         if type(body[key]) is int and 1 < body[key] < 1 << 31:
             body[key] = 1
@@ -398,7 +407,7 @@ def fault(path: str, status: int, text: str) -> str:
         return _not_an_error(path, text) if 400 <= status < 500 else f"status {status}"
     if path in _LINES and "\n" in text:
         return _fault_of_lines(path, text)
-    if not text.startswith(("data: ", "event: ")):
+    if not text.startswith(("data: ", "event: ", ": ")):
         return "" if isinstance(json.loads(text), dict) else "no object"
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     failed = next((event for event in events if "error" in event), None)
@@ -411,7 +420,11 @@ def fault(path: str, status: int, text: str) -> str:
         )
     if path == RESPONSES:
         return _fault_of_events(events)
-    whole = text.endswith("data: [DONE]\n\n") or events[-1] == {"type": "message_stop"}
+    whole = (
+        [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+        if path == LLAMA
+        else text.endswith("data: [DONE]\n\n") or events[-1] == {"type": "message_stop"}
+    )
     return "" if whole else "a stream that does not end"
 
 
