@@ -371,7 +371,7 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
     refused(pin(read, 1, why="so"), 400, "why is not a field of this request")
     refused(pin(read, 10**30), 404, "there is no chunk")
     refused(pin(read, 1, sequence=9), 404, "there is no sequence 9")
-    refused(read.http.post("/kvflash/pin", content=b"{}"), 415, "application/json")
+    refused(read.http.post("/kvflash/pin", content=b"{}", headers={"Origin": "http://x"}), 415, "application/json")
     refused(read.http.post("/kvflash/pin", content=b"{", headers={"Content-Type": "application/json"}), 400, "not JSON")
     refused(read.http.post("/kvflash/pin", json=[1]), 400)
     refused(read.http.get("/kvflash/pin"), 405)

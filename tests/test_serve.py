@@ -434,8 +434,12 @@ def test_other_statuses(server: Running) -> None:
     assert (res.status_code, res.headers["allow"]) == (405, "POST")
     assert "does not take GET" in res.json()["error"]["message"]
     assert http.post("/health").status_code == 405
-    res = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
-    assert (res.status_code, res.json()["error"]["type"]) == (415, "invalid_request_error")
+    for mark in ("Origin", "Referer", "Sec-Fetch-Site"):
+        headers = {"Content-Type": "text/plain", mark: "null"}
+        res = http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert (res.status_code, res.json()["error"]["type"]) == (415, "invalid_request_error")
+    as_curl = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=as_curl).status_code == 200
     res = http.post("/v1/completions", json={"prompt": "x" * (65 << 10)})
     assert (res.status_code, "larger than 65,536 bytes" in res.text) == (413, True)
 

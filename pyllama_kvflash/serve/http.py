@@ -20,14 +20,17 @@ from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
+_BROWSER = {"origin", "referer", "sec-fetch-site"}  # headers of which each browser sends one with a POST for a foreign page
 
 
 async def body_of(request: Request, limit: int) -> bytes:
     """Return a request's body. Raises RequestError.
 
-    Its type must be JSON: for a foreign page, a browser does not send that without asking the server first.
+    A browser must declare it as JSON: for a foreign page, it does not send that without asking the server first. Other clients
+    need not, such as curl with its -d.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    if not declared and _BROWSER.intersection(request.headers.keys()):
         msg = "the body is not declared as JSON: send the header Content-Type: application/json"
         raise RequestError(415, msg, code="unsupported_media_type")
     size = request.headers.get("content-length", "0")
