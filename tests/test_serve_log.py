@@ -14,7 +14,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from support import serving
-from support.serving import Running, until
+from support.serving import Running, begun, stream, until
 
 from pyllama_kvflash.serve.job import Finished, Timing
 from pyllama_kvflash.serve.log import Entry, shown_body
@@ -64,6 +64,13 @@ def test_refusals_have_their_reason(running: Running) -> None:
     ]
     assert running.notes[0].endswith("max_tokens is 0, and must be 1 or more, or -1 for as many as fit")
     assert running.notes[1].endswith("/v1/nothing is not a path of this server")
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_a_stream(running: Running) -> None:
+    with stream(running) as parts:
+        begun(parts)
+    assert " POST /v1/completions 499: " in lines(running, 1)[0]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Reading, Text, Update
-from pyllama_kvflash.serve.log import Entry
+from pyllama_kvflash.serve.log import LEFT, Entry
 from pyllama_kvflash.serve.protocols.protocol import Reply
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
@@ -70,6 +70,10 @@ class Exchange:
         finally:
             watch.cancel()
 
+    def left(self, last: Update | None) -> bool:
+        """Return whether the client left before its answers had ended. last: the last of the updates."""
+        return self._n_left > 0 and not isinstance(last, Failed)
+
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -123,6 +127,8 @@ class Stream(Response):
                 async for update in updates:
                     if data := self._event(update):
                         await send({"type": "http.response.body", "body": data, "more_body": True})
+                if self._exchange.left(update):
+                    self._entry.status = LEFT
                 data = self._reply.last() if isinstance(update, Finished) else b""
                 await send({"type": "http.response.body", "body": data})
 

@@ -21,13 +21,15 @@ FORMATS = "text", "json"
 _ENTRY = "kvflash.entry"  # where a scope has its entry
 _MAX_CLIENT, _MAX_PATH, _MAX_BODY = 40, 100, 4_000  # characters that are shown
 _REFUSED = 400  # the least status of an error
+LEFT = 499
+"""Status of a request whose client left before its answer had ended."""
 
 
 @dataclass(slots=True)
 class Entry:
     """What the log says of a request.
 
-    time: ISO 8601. client: its User-Agent without comments. status: of HTTP, 499: the client left before its answer.
+    time: ISO 8601. client: its User-Agent without comments. status: of HTTP, 499: the client left before its answer had ended.
     n_prompt, n_cached: tokens of the prompt, and those of them that were not read again. n_answer: tokens of its answers.
     first_s: seconds until the first token, with the time in the queue; None: there is no answer.
     answer_s: seconds for the answer alone. seconds: for all. reason: why the last answer ended. error: why it was refused, or failed.
@@ -37,7 +39,7 @@ class Entry:
     client: str
     method: str
     path: str
-    status: int = 499
+    status: int = LEFT
     n_prompt: int = 0
     n_cached: int = 0
     n_answer: int = 0
