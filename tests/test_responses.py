@@ -252,6 +252,7 @@ def test_continued(server: Running) -> None:
     }
     for res in (server.http.get(f"{PATH}/{first['id']}"), server.http.delete(f"{PATH}/{first['id']}")):
         assert res.status_code == 404
+        assert (res.json()["error"]["param"], res.json()["error"]["code"]) == (None, "not_found")
     third = ask(server, "And?", previous_response_id=then["id"])
     assert third["previous_response_id"] == then["id"], "it has the whole conversation"
 

@@ -159,17 +159,19 @@ def _earlier(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, 
         return []
     kept = store.get(name)
     if kept is None:
-        raise not_kept("previous_response_id", name, 400, "send the whole conversation as input")
+        raise not_kept(name, "send the whole conversation as input", "previous_response_id")
     return kept.conversation
 
 
-def not_kept(what: str, name: str, status: int, fix: str) -> RequestError:
-    """Return the error for a response that is not kept. what: how the request names it."""
+def not_kept(name: str, fix: str, param: str | None = None) -> RequestError:
+    """Return the error for a response that is not kept. param: the body's field that names it; None: the path does."""
     msg = (
-        f"{what} is {name[:100]!r}, which is not kept here: it is of another server, had store: false, or was one of the"
-        f" oldest; {fix}"
+        f"{param or 'the response'} is {name[:100]!r}, which is not kept here: it is of another server, had store: false,"
+        f" or was one of the oldest; {fix}"
     )
-    return RequestError(status, msg, param=what, code="previous_response_not_found" if status == 400 else "not_found")  # noqa: PLR2004
+    if param is None:
+        return RequestError(404, msg, code="not_found")
+    return invalid(msg, param, "previous_response_not_found")
 
 
 def _input(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
@@ -189,7 +191,7 @@ def _resolved(item: dict[str, Any], at: str, store: ResponseStore) -> dict[str, 
     name = text(item, "id", f"{at}.id")
     found = store.item(name)
     if found is None:
-        raise not_kept(f"{at}.id", name, 400, "send the item itself")
+        raise not_kept(name, "send the item itself", f"{at}.id")
     return found
 
 

@@ -223,12 +223,12 @@ def shown(store: ResponseStore, name: str) -> dict[str, Any]:
     """Return a response that is kept, for GET. Raises RequestError."""
     kept = store.get(name)
     if kept is None:
-        raise not_kept("the response", name, 404, "ask again")
+        raise not_kept(name, "ask again")
     return kept.response
 
 
 def deleted(store: ResponseStore, name: str) -> dict[str, Any]:
     """Delete a response, and return what DELETE answers. Raises RequestError."""
     if not store.delete(name):
-        raise not_kept("the response", name, 404, "there is nothing to delete")
+        raise not_kept(name, "there is nothing to delete")
     return {"id": name, "object": "response", "deleted": True}
