@@ -21,7 +21,7 @@ from support.processes import server_process
 from support.serving import Running
 
 from pyllama_kvflash.native import Delta, Rendered, Sampling
-from pyllama_kvflash.serve.job import Finished, Text, Timing
+from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
 from pyllama_kvflash.serve.protocols import responses_request, responses_response, responses_store
 from pyllama_kvflash.serve.protocols.fields import Unknown
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest
@@ -454,6 +454,18 @@ def test_an_answer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "no memory"}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_long_prompt_has_events(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Codex gives up a stream that has comments alone for five minutes."""
+    monkeypatch.setattr(responses_response, "_EVENT_SECONDS", 30.0 - seconds)  # so that they are over at once
+    made = reply(monkeypatch)
+    stream = made.first() + made.reading(Reading(512, 4096)) + made.alive()
+    assert b": prefill 512/4096\n\n" in stream
+    kinds = [event["type"] for event in events_of(stream.decode())]
+    more = ["response.in_progress"] * 2 if seconds else []
+    assert kinds == ["response.created", "response.in_progress", *more]
 
 
 THOUGHTS = "{% for m in messages %}{{ m.content }}[{{ m.reasoning_content }}]{% endfor %}"

@@ -13,6 +13,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_request import Asked, not_kept, packed
 from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore, item_id, new_id
 
+_EVENT_SECONDS = 30.0  # without an event, after which one says that the response is still in progress
 _CUT_OFF = {"length", "context"}
 """Reasons that make a response incomplete."""
 
@@ -37,6 +38,7 @@ class ResponsesReply:
         self._items: list[_Item] = []
         self._open: _Item | None = None  # the last of them
         self._n_events = 0
+        self._last_event = time.monotonic()
         self._n_reasoning = 0  # tokens
         self._response = self._object("in_progress")
 
@@ -79,11 +81,17 @@ class ResponsesReply:
 
     def reading(self, reading: Reading) -> bytes:
         """Say how much of the prompt is read, in a comment, which clients ignore."""
-        return f": prefill {reading.done}/{reading.total}\n\n".encode()
+        return f": prefill {reading.done}/{reading.total}\n\n".encode() + self._still()
 
     def alive(self) -> bytes:
         """Keep the stream alive by a comment."""
-        return b": waiting\n\n"
+        return b": waiting\n\n" + self._still()
+
+    def _still(self) -> bytes:
+        """Return an event if there has been none for long: Codex gives up a stream that has comments alone."""
+        if time.monotonic() - self._last_event < _EVENT_SECONDS:
+            return b""
+        return self._event("response.in_progress", response=self._response)
 
     def whole(self) -> dict[str, Any]:
         """Return the response."""
@@ -151,6 +159,7 @@ class ResponsesReply:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._n_events += 1
+        self._last_event = time.monotonic()
         return event({"type": kind, "sequence_number": self._n_events - 1, **fields}, kind)
 
 
