@@ -2,6 +2,7 @@
 
 python bench/page.py -m model.gguf --text moby-dick.txt                   writes docs/page.png
 python bench/page.py -m model.gguf --text book.txt --dark --phone phone.png -o page.png
+python bench/page.py -m model.gguf --text GPL-3 --start "TERMS AND" -q "List ..." -q "What ..."    other questions
 
 Needs Chromium with its driver, and selenium and Pillow, from the extra `test`.
 """
@@ -80,18 +81,18 @@ def use(driver: Chrome, args: argparse.Namespace) -> None:
         file.write(text[text.find(args.start) :][: args.characters])
         file.flush()
         driver.find_element(By.ID, "file").send_keys(file.name)
-        until(lambda: driver.find_element(By.ID, "file-name").text)
-    driver.execute_script("arguments[0].value = 120; arguments[0].dispatchEvent(new Event('change'))",
+        until(lambda: of("#files .file-name"))
+    driver.execute_script("arguments[0].value = 200; arguments[0].dispatchEvent(new Event('change'))",
                           driver.find_element(By.ID, "max-tokens"))  # fmt: skip
     ask = driver.find_element(By.ID, "ask")
-    ask.send_keys(QUESTIONS[0], Keys.ENTER)
+    ask.send_keys(args.questions[0], Keys.ENTER)
     until(lambda: not sends())
     until(lambda: sys.stderr.write(f"\r{of('#reading-text')[0]:60}") and sends(), 1800)
     grid = driver.find_element(By.ID, "grid")
     for keys in (Keys.END + 22 * Keys.ARROW_LEFT + Keys.ENTER, Keys.HOME + 9 * Keys.ARROW_RIGHT + Keys.ENTER):
         grid.send_keys(keys)
     until(lambda: "Unpin" in of("#pin")[0])
-    ask.send_keys(QUESTIONS[1], Keys.ENTER)
+    ask.send_keys(args.questions[1], Keys.ENTER)
     until(lambda: not sends())
     until(lambda: (len(of(".turn .text")) == 4 and len(of(".turn .text")[3]) > 330) or sends())
     time.sleep(1.5)  # a look at the pool
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--text", required=True, help="file to ask about")
+    parser.add_argument("-q", "--questions", action="append", help="two questions about it, each with its own -q")
     parser.add_argument("--start", default="Call me Ishmael", help="words at which the part to read begins")
     parser.add_argument("--characters", type=int, default=20000)
     parser.add_argument("--pool", type=int, default=2048)
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("-o", "--out", default=str(Path(__file__).parent.parent / "docs" / "page.png"))
     args = parser.parse_args()
+    args.questions = args.questions or QUESTIONS
     options = [
         "--prefix-cache",
         "off",
@@ -132,7 +135,7 @@ def main() -> None:
             driver.save_screenshot(args.out)
             Image.open(args.out).quantize(256).save(args.out, optimize=True)
         if args.phone:
-            resize(driver, 390, 844)
+            resize(driver, 375, 740)
             driver.save_screenshot(str(Path(args.phone).with_stem(Path(args.phone).stem + "-chat")))
             driver.find_element(By.CSS_SELECTOR, "[data-shows=pool]").click()
             time.sleep(1.5)

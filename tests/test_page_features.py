@@ -20,6 +20,7 @@ from support.browser import Page, needs_browser, stream
 from support.changes import SERVE
 from support.serving import N_CODE, Running
 
+from pyllama_kvflash.native.sampler import RANGES
 from pyllama_kvflash.needle import NeedlePrompt
 
 pytestmark = [pytest.mark.native, needs_browser(), pytest.mark.nightly(SERVE)]
@@ -341,11 +342,16 @@ def test_all_settings_are_sent(page: Page) -> None:
         "temperature": "0.7", "top_k": "20", "top_p": "0.8", "min_p": "0.1", "repeat_penalty": "1.1", "presence_penalty": "0.5",
         "frequency_penalty": "-0.5", "seed": "7", "max_tokens": "9",
     }  # fmt: skip
+    page.one("#settings-open").click()
+    page.one("#settings details summary").click()
+    page.one("#samplers").send_keys("top_k; temperature")
+    page.one("#settings .main").click()
     page.settle(**given, stop_strings="END\n\\n\\n")
     page.said("Yes.")
     sent = page.asked()[0]
     assert {name: sent[name] for name in given} == {name: float(value) for name, value in given.items()}
     assert sent["stop"] == ["END", "\n\n"]
+    assert sent["samplers"] == ["top_k", "temperature"]
     page.one("#settings-open").click()
     page.one("#settings-reset").click()
     page.one("#settings .main").click()
@@ -357,14 +363,16 @@ def test_settings_are_those_that_the_server_has(page: Page, server: Running) -> 
     """Their values stand in the fields; each is taken by the server."""
     params = server.http.get("/props").json()["default_generation_settings"]["params"]
     assert page.one("#temperature").get_attribute("placeholder") == f"{params['temperature']:.4g}"
-    names = page.driver.execute_script(
-        "return [...document.querySelectorAll('#more input')].map((e) => e.id.replaceAll('-', '_'))"
+    script = (
+        "return [...document.querySelectorAll('#more input')].map((e) => [e.id.replaceAll('-', '_'), e.min, e.max])"
     )
-    assert set(names) <= params.keys()
+    there = {name: (float(low), float(high)) for name, low, high in page.driver.execute_script(script)}
+    assert there == {name: (low, high) for name, (_, low, high) in RANGES.items()}
+    assert page.one("#samplers").get_attribute("placeholder") == ", ".join(params["samplers"])
     body = {
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 1,
-        **{name: params[name] for name in names},
+        **{name: params[name] for name in there},
     }
     res = server.post(body, "/v1/chat/completions")
     assert res.status_code == 200

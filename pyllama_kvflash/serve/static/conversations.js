@@ -43,6 +43,7 @@ function fold(value, byHand = false) {
 }
 
 let turn = 0;
+let drawn = ""; // what the list shows
 
 export async function show() {
   turn += 1;
@@ -50,6 +51,9 @@ export async function show() {
   const all = await store.list().catch(() => []);
   if (mine !== turn || at("rename")) return; // it is being renamed: the end of that shows it
   const { id } = chat.current();
+  const now = JSON.stringify([id, all.map((one) => [one.id, one.title])]);
+  if (now === drawn) return; // a click on what is replaced would be lost
+  drawn = now;
   const focused = at("conversations").contains(document.activeElement) ? document.activeElement.dataset.id : null;
   at("conversations").replaceChildren(...all.map((one) => row(one, one.id === id)));
   at("none").hidden = all.length > 0;
@@ -57,11 +61,11 @@ export async function show() {
   if (focused) at("conversations").querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
 }
 
-function row({ id, title, changed }, here) {
+function row({ id, title }, here) {
   const line = element("li", here ? "here" : "");
   const opener = button(title, "", () => choose(id), "open");
   opener.dataset.id = id;
-  opener.title = `${title}\n${new Date(changed).toLocaleString("en")}`;
+  opener.title = title;
   if (here) opener.setAttribute("aria-current", "true");
   line.append(opener);
   if (here) {

@@ -17,22 +17,23 @@ const FIELDS = [
 ];
 // shown if the server has them
 const MORE = [
-  ["repeat_last_n", "Tokens that are penalized", -1, 2 ** 20, 1],
+  ["repeat_last_n", "Tokens that are penalized", 0, 2 ** 20, 1],
   ["typical_p", "Typical P", 0, 1, "any"],
-  ["top_n_sigma", "Top n sigma", -1, 100, "any"],
-  ["dynatemp_range", "Dynamic temperature: range", 0, 10, "any"],
-  ["dynatemp_exponent", "Dynamic temperature: exponent", 0, 10, "any"],
+  ["top_n_sigma", "Top n sigma", -1, 1000, "any"],
+  ["min_keep", "Tokens to keep", 0, 2 ** 20, 1],
+  ["dynatemp_range", "Dynamic temperature: range", 0, 1000, "any"],
+  ["dynatemp_exponent", "Dynamic temperature: exponent", 0, 100, "any"],
   ["xtc_probability", "XTC probability", 0, 1, "any"],
   ["xtc_threshold", "XTC threshold", 0, 1, "any"],
   ["dry_multiplier", "DRY multiplier", 0, 100, "any"],
-  ["dry_base", "DRY base", 0, 100, "any"],
+  ["dry_base", "DRY base", 1, 100, "any"],
   ["dry_allowed_length", "DRY allowed length", 0, 2 ** 20, 1],
-  ["dry_penalty_last_n", "DRY tokens", -1, 2 ** 20, 1],
+  ["dry_penalty_last_n", "DRY tokens", 0, 2 ** 20, 1],
   ["mirostat", "Mirostat (0, 1 or 2)", 0, 2, 1],
   ["mirostat_tau", "Mirostat tau", 0, 100, "any"],
-  ["mirostat_eta", "Mirostat eta", 0, 1, "any"],
+  ["mirostat_eta", "Mirostat eta", 0, 100, "any"],
 ];
-const TEXTS = ["system", "stop"];
+const TEXTS = ["system", "stop", "samplers"];
 const fields = new Map(); // of the dialog, by name
 
 let settings = {};
@@ -43,6 +44,7 @@ export function start(onChange) {
   save = onChange;
   take("system", at("system"));
   take("stop", at("stop-strings"));
+  take("samplers", at("samplers"));
   make(FIELDS, at("sampling"));
   at("theme").value = document.documentElement.dataset.chosen;
   at("settings-open").addEventListener("click", () => at("settings").showModal());
@@ -76,13 +78,13 @@ function known() {
   make(MORE.filter(([name]) => name in values && !fields.has(name)), at("more"));
   at("more").parentElement.hidden = !at("more").children.length;
   for (const [name, field] of fields) {
-    if (typeof values[name] === "number") field.placeholder = Number(values[name].toPrecision(4));
+    if (name === "samplers") field.placeholder = values.samplers?.join(", ") ?? "";
+    else if (typeof values[name] === "number") field.placeholder = Number(values[name].toPrecision(4));
   }
 }
 
 function reset() {
-  for (const name of fields.keys()) if (!TEXTS.includes(name)) delete settings[name];
-  delete settings.stop;
+  for (const name of fields.keys()) if (name !== "system") delete settings[name];
   use(settings);
   save();
 }
@@ -101,6 +103,8 @@ export function asked() {
   }
   const stop = (settings.stop ?? "").split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
   if (stop.length) body.stop = stop;
+  const samplers = (settings.samplers ?? "").split(/[\s,;]+/).filter(Boolean);
+  if (samplers.length) body.samplers = samplers;
   return body;
 }
 

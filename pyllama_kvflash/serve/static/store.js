@@ -50,7 +50,7 @@ export async function list() {
     request.addEventListener("success", () => {
       const cursor = request.result;
       if (!cursor) return resolve(found);
-      found.push({ id: cursor.primaryKey, changed: cursor.key[0], title: cursor.key[1] });
+      found.push({ id: cursor.primaryKey, title: cursor.key[1] });
       return cursor.continue();
     });
   });
