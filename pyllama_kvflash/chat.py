@@ -189,6 +189,25 @@ class ChatTemplate:
             raise _failure(err) from None
         return "".join(parts)
 
+    def begins(self, tokens: Tokens) -> tuple[int, ...]:
+        """Return where the messages of a conversation (n,) int32 begin, and last of all its answer, by the special token that
+        an answer begins with; () if the template has none.
+        """
+        return () if self._opener is None else tuple(np.flatnonzero(tokens == self._opener).tolist())
+
+    @cached_property
+    def _opener(self) -> int | None:
+        """The special token that begins a message; None: there is none."""
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            text, without = self.render(asked), self.render(asked, answer=False)
+        except UsageError:  # it wants more than this
+            return None
+        if self._model is None or not text.startswith(without):
+            return None
+        ids = self._model.tokenize(text.removeprefix(without), add_special=False, parse_special=True).tolist()
+        return ids[0] if ids and not self._model.piece(ids[0]) else None
+
     def tokens(self, model: Model, messages: Sequence[Message], *, answer: bool = True) -> Tokens:
         """Return the token ids (n,) int32 of a conversation, with special tokens, and with BOS as the model wants it,
         but only once.

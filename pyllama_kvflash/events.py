@@ -50,6 +50,7 @@ class Stats:
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
     gpu_bytes: int = 0  # memory of GPUs with a full context, with the driver's own, as planned; 0: there is no GPU
+    checkpoint_bytes: int = 0  # host memory of the sequence's checkpoints (recurrent states, sliding windows)
     peak_bytes: int = 0  # the most RAM that the process has had, with what it maps of files
 
     @property

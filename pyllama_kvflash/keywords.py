@@ -55,6 +55,7 @@ class Keywords(TypedDict, total=False):
     host_limit: int | None
     disk: str | None
     snapshots: bool
+    checkpoint_limit: int
 
 
 def shows_options(function: F) -> F:

@@ -147,6 +147,7 @@ class Options:
     host_limit: int | None = None  # most bytes of chunk records in host memory; None: no limit
     disk: str | None = None  # a folder for the records beyond that limit; None: no such records
     snapshots: bool = False  # keep what save() needs: checkpoints, and a pool even if it covers the context
+    checkpoint_limit: int = 1 << 30  # most bytes of checkpoints (see rollback()) of all sequences; 0: none
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
@@ -185,6 +186,7 @@ class Options:
         if self.host_limit is not None:
             usual = "64GiB, say, or 1K with `disk` for all on disk; leave it out for no limit"
             check_range(self.host_limit, 1, 1 << 60, "host_limit", usual)
+        check_range(self.checkpoint_limit, 0, 1 << 60, "checkpoint_limit", "1 GiB is usual, 0 keeps none")
         if self.auto_cap is not None:
             check_range(self.auto_cap, 1, MAX_TOKENS, "auto_cap", f"leave it out for {AUTO_CAP:,}")
 

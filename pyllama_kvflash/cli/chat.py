@@ -25,7 +25,6 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError, counted
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
-from pyllama_kvflash.text import n_common
 
 if TYPE_CHECKING:
     from pyllama_kvflash.chat import ChatTemplate
@@ -304,11 +303,7 @@ class Talk:
         """Leave in the context only what it has in common with tokens, without the last one. Return the number of
         tokens kept.
         """
-        try:
-            self._kv.rollback(n_common(self._kv.tokens, tokens[:-1]))
-        except KVFlashError:  # a recurrent state, say, cannot go back
-            self._kv.clear()
-        return self._kv.n_tokens
+        return self._kv.keep_common(tokens)
 
 
 def _text_of(file: str) -> str:

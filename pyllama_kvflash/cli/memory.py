@@ -14,6 +14,7 @@ _NAMES = {
     "buffers": "buffers",
     "drafter": "drafter",
     "records": "records",
+    "checkpoints": "checkpoints",
     "program": "program",
 }
 _ONE_MEMORY = (

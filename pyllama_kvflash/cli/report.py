@@ -314,6 +314,7 @@ def closing_line(s: Stats, reason: str) -> str:
         parts.append(f"drafts {100 * s.acceptance:.0f} % right")
     if s.agreement is not None:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
+    parts += [f"checkpoints {mib(s.checkpoint_bytes)}"] if s.checkpoint_bytes else []
     gpu = f"up to {mib(s.gpu_bytes)} of the GPU, " if s.gpu_bytes else ""
     parts.append(f"memory {gpu}{mib(s.peak_bytes)} of RAM at its peak")
     return f"{reason}: " + " · ".join(parts)
@@ -360,6 +361,7 @@ def stats_table(s: Stats) -> Table:
         ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
         ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
         ("disk records", f"{s.disk_bytes:,} bytes ({mib(s.disk_bytes)})"),
+        ("checkpoints", f"{s.checkpoint_bytes:,} bytes ({mib(s.checkpoint_bytes)})"),
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),

@@ -11,14 +11,13 @@ from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
-from pyllama_kvflash.errors import Interrupted, KVFlashError, SnapshotError, UsageError, counted
+from pyllama_kvflash.errors import UnsupportedError, UsageError, counted
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
+from pyllama_kvflash.pool.checkpoints import Checkpoints
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
-from pyllama_kvflash.snapshot.saved import SavedSequence
-from pyllama_kvflash.text import n_common
 
 _ROUNDS = 3  # most times that one token is decoded again
 _OPENING_DRAFT = 8  # tokens that are drafted at a time at the beginning of an answer
@@ -28,15 +27,15 @@ class Decoder:
     """Decodes the tokens of one sequence: prompts in batches, answers token by token or with guesses."""
 
     def __init__(
-        self, sequence: PooledSequence, saved: SavedSequence, drafts: Drafts | None, n_batch: int, guard: Guard
+        self, sequence: PooledSequence, checkpoints: Checkpoints, drafts: Drafts | None, n_batch: int, guard: Guard
     ) -> None:
-        """saved: makes checkpoints. drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: of
-        the engine, for callers: this class does not look at it.
+        """drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: of the engine, for callers:
+        this class does not look at it.
         """
         self.guard = guard
         self.sequence = sequence
         self.drafts = drafts
-        self._saved = saved
+        self.checkpoints = checkpoints
         self._n_batch = n_batch
         self._options = sequence.options
         self.cores = Cores(sequence.options)
@@ -118,36 +117,26 @@ class Decoder:
         if not self._options.lossless:
             self.lossless = None
         self.sequence.clear()
-        self._saved.truncate(0)
-        if self.drafts:
-            self.drafts.truncate(0)
+        self._truncate(0)
 
-    def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, of checkpoints and drafter, too. Raises as PooledSequence.rollback()."""
-        self.sequence.rollback(n_tokens)
-        self._saved.truncate(n_tokens)
+    def _truncate(self, n_tokens: int) -> None:
+        self.checkpoints.truncate(n_tokens)
         if self.drafts:
             self.drafts.truncate(n_tokens)
 
-    def keep_common(self, tokens: Tokens) -> tuple[int, SnapshotError | None]:
-        """Leave only what the sequence has in common with a prompt (n,) int32, less its last token, which must give logits.
-
-        Returns the number of positions, and a damage that was found. It is 0, and all is forgotten, if only BOS is the same, or
-        if the memory cannot go back (a recurrent state, a sliding window, a damaged snapshot).
-        """
-        n, damage = n_common(self.sequence.tokens, tokens[:-1]), None
+    def rollback(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions, of checkpoints and drafter, too. Raises as KVSequence.rollback()."""
         try:
-            if n > 1:
-                self.rollback(n)
-                return n, None
-        except Interrupted:  # nothing is forgotten then
-            raise
-        except SnapshotError as err:
-            damage = err
-        except KVFlashError:  # then all is read
-            pass
-        self.clear()
-        return 0, damage
+            self.sequence.rollback(n_tokens)
+        except UnsupportedError as err:
+            last = self.checkpoints.before(n_tokens)
+            if not last:
+                raise
+            if last != n_tokens:
+                msg = f"{err}; or go back to {last:,}, where the last checkpoint before it is, and read on from there"
+                raise UnsupportedError(msg) from None
+            self.checkpoints.go_back(n_tokens)
+        self._truncate(n_tokens)
 
     #
     # batches
@@ -184,6 +173,7 @@ class Decoder:
     def _exact_batch(self, step: "Step", outputs: int) -> Paged | None:
         """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved."""
         part = step.part
+        self.checkpoints.passed()
         self.listen(len(part.tokens), exactly=True)
         paged = advance_exactly(part, outputs)
         if part.draft:
@@ -255,8 +245,8 @@ class Decoder:
     # a prompt
     #
 
-    def prefill(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits.
+    def prefill(self, tokens: Tokens, marks: Sequence[int] = ()) -> Iterator[Event]:
+        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits. marks: see Checkpoints.
 
         See KVSequence.prefill.
         """
@@ -268,18 +258,18 @@ class Decoder:
         if self.drafts:
             self.drafts.expect(sequence.n_tokens + n)
         exactly = sequence.exact is not None and self._is_too_long(n)
-        yield from self._read_exactly(tokens) if exactly else self._read_through_pool(tokens)
+        yield from self._read_exactly(tokens, marks) if exactly else self._read_through_pool(tokens, marks)
 
-    def _read_through_pool(self, tokens: Tokens) -> Iterator[Event]:
+    def _read_through_pool(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
         """Decode tokens in batches that see what the pool holds; the pool is chosen anew between them."""
         sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
         n_tail = self._n_replayed(n)
-        mark = self._saved.checkpoint_after(n - n_tail)
-        stops = sorted({mark, n - n_tail, n})
+        due = self.checkpoints.stops(n, marks, n_tail)
+        stops = sorted({*due, n - n_tail, n})
         while done < n:
-            if mark and done == mark:
-                self._saved.make_checkpoint()
+            if done in due:
+                self.checkpoints.make()
             size = min(self._n_read, next(at for at in stops if at > done) - done)
             last = done + size == n
             if last and self._scorer_decides(size):
@@ -294,15 +284,15 @@ class Decoder:
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
-    def _read_exactly(self, tokens: Tokens) -> Iterator[Event]:
+    def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
         """Decode tokens against everything before them, then fill the pool with what the last ones attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
-        mark = self._saved.checkpoint_after(n)
+        due = self.checkpoints.stops(n, marks)
         while done < n:
-            if mark and done == mark:
-                self._saved.make_checkpoint()
-            size = min(sequence.reads_exactly.n_batch, (mark if done < mark else n) - done)
+            if done in due:
+                self.checkpoints.make()
+            size = min(sequence.reads_exactly.n_batch, next(at for at in (*due, n) if at > done) - done)
             step = Step(self, Part(sequence, tokens[done : done + size]))
             if paged := self._exact_batch(step, native.LAST if done + size == n else native.NONE):
                 yield paged
@@ -363,6 +353,7 @@ class Decoder:
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
             yield event
         if moved and self._options.replay:
+            self.checkpoints.truncate(start)  # later ones are of the first time
             for paged in (sequence.rewind(start, state), self._batch(tokens)):
                 if paged:
                     yield paged
@@ -420,6 +411,7 @@ def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[E
 def _decode(steps: Sequence[Step], outputs: int) -> list[Paged | None]:
     """Decode a batch, keep what is accepted, and let the drafters read it. Returns each one's moves."""
     for step in steps:
+        step.decoder.checkpoints.passed()
         if step.decoder.drafts:
             step.decoder.listen(len(step.part.tokens))
     moved = advance([step.part for step in steps], outputs)

@@ -11,6 +11,7 @@ import numpy as np
 from pyllama_kvflash.engine import steps
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder
+from pyllama_kvflash.engine.going_back import keep_common
 from pyllama_kvflash.engine.steps import DraftedStep, LosslessStep, PlainStep
 from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, number
@@ -38,10 +39,12 @@ class Generation:
         stop: Sequence[str] = (),
         preserved: Collection[int] = (),
         whole: bool = False,
+        marks: Sequence[int] = (),
     ) -> None:
         """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer continues after the
         pending token, or from the logits of the last token. preserved: special tokens that are text of the answer. whole:
-        the prompt takes the place of what is in the context; what both begin with stays, and is not read again.
+        the prompt takes the place of what is in the context; what both begin with stays, and is not read again. marks: positions
+        where the next prompt may leave this one, in ascending order; none: it is not known.
         """
         sequence = decoder.sequence
         model = sequence.ctx.model
@@ -54,9 +57,10 @@ class Generation:
         self._claim = decoder.claim()
         self._damage: SnapshotError | None = None  # found in what was to stay of the text
         if whole:  # last: whatever refuses the prompt has left the text as it was
-            n_kept, self._damage = decoder.keep_common(prompt)
+            n_kept, self._damage = keep_common(decoder, prompt)
             prompt = prompt[n_kept:]
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
+        self._marks = marks or (self._last_graph,)
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet
         self._guessing_s = 0.0
@@ -81,6 +85,12 @@ class Generation:
     def reading(self) -> bool:
         """Whether part of the prompt is still to be read."""
         return self._reader is not None
+
+    @property
+    def _last_graph(self) -> int:
+        """Where the last graph of the prompt begins: a checkpoint there cuts none."""
+        start, n_ubatch = self.decoder.sequence.n_tokens, self.decoder.sequence.options.n_ubatch
+        return start + max(0, len(self._text) - start - 1) // n_ubatch * n_ubatch
 
     @property
     def n_text(self) -> int:
@@ -169,7 +179,7 @@ class Generation:
 
     def read_on(self) -> None:
         """Set up reading of the rest of the text, from wherever the sequence is."""
-        self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :])
+        self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :], self._marks)
 
     def recover(self, n_kept: int = 0) -> None:
         """Forget all but the first n_kept positions of a sequence that cannot be used, and have its text read anew. The answer

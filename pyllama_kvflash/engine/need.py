@@ -14,6 +14,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.pool.checkpoints import MOST
 
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
@@ -27,7 +28,7 @@ class Need:
 
     kv: of full attention: the pool, or the full cache. index: by which layers choose. states: sliding windows and recurrent
     states. panes: of an exact pass. buffers: of the computation, as they are allocated; the host uses a part. drafter: all of a
-    draft model. records: of chunks, in host memory. program: Python and its libraries, or the GPU's driver.
+    draft model. records: of chunks, in host memory. checkpoints: of states, in host memory. program: Python and its libraries, or the GPU's driver.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Need:
     buffers: int = 0
     drafter: int = 0
     records: int = 0
+    checkpoints: int = 0
     program: int = 0
 
     @property
@@ -96,6 +98,7 @@ def needs_of(
             buffers=ctx.compute_bytes(i) + read.buffers,
             drafter=drafter[i],
             records=_in_memory(options, full) if n_pool and i == host else 0,
+            checkpoints=_checkpoints(ctx, options) if i == host else 0,
             program=program if i == host else 0,
         )
         res.append(replace(need, program=DRIVER) if device.gpu and need.total else need)
@@ -126,6 +129,15 @@ def _host_index(geometry: Geometry, options: Options) -> int:
     placed = zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True)
     heads = [h for h, device in placed if device in hosts]
     return options.n_parallel * sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
+
+
+def _checkpoints(ctx: Context, options: Options) -> int:
+    """Return the most bytes of checkpoints that all sequences have."""
+    held = ctx.kv_bytes()
+    state = (
+        held.swa + held.recurrent // (1 + ctx.n_rollback) if held.attn else 0
+    )  # of all sequences; it goes back over drafts, too
+    return min(options.checkpoint_limit, MOST * state)
 
 
 def _in_memory(options: Options, full: int) -> int:

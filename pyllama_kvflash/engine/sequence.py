@@ -11,6 +11,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.decoder import Decoder
 from pyllama_kvflash.engine.generation import Generation
+from pyllama_kvflash.engine.going_back import keep_common
 from pyllama_kvflash.engine.guard import Claim, Guard, guarded
 from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.engine.stats import stats_of
@@ -18,6 +19,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Done, Event, Reselect, Stats, Warn
 from pyllama_kvflash.native import Sampling, Summaries, Tokens
 from pyllama_kvflash.policy import Queries, Scorer
+from pyllama_kvflash.pool.checkpoints import Checkpoints
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.snapshot.capture import Capture, OnRecord
@@ -54,10 +56,11 @@ class KVSequence:
         self.warnings = loaded.warnings + self.sequence.warnings
         self.guard = guard
         self._loaded = loaded
-        self._saved = SavedSequence(self.sequence)
+        checkpoints = Checkpoints(self.sequence)
+        self._saved = SavedSequence(self.sequence, checkpoints)
         self._templates: dict[str | None, ChatTemplate] = {}  # by their source; None: the model's own
         drafts = loaded.drafts[seq] if loaded.drafts else None
-        self.decoder = Decoder(self.sequence, self._saved, drafts, loaded.n_batch, guard)
+        self.decoder = Decoder(self.sequence, checkpoints, drafts, loaded.n_batch, guard)
 
     #
     # generation
@@ -77,8 +80,8 @@ class KVSequence:
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It takes the place of what
         the sequence holds. What both begin with stays and is not read again: a second question about the same text reads the
         question only. `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. All is read
-        if only BOS is the same, or if the model cannot go back (a recurrent state, a sliding window that was overwritten).
-        Call clear() first to have all read anew.
+        if only BOS is the same. A recurrent state, or a sliding window that was overwritten, goes back to the last checkpoint
+        in what is the same, see rollback(); without one, all is read. Call clear() first to have all read anew.
 
         What stays is as it was computed. Batches then begin elsewhere than in a fresh prompt, so logits may differ from those
         of a fresh one by rounding. Tokens of an earlier answer that stay, as in a chat, were decoded by what the pool held.
@@ -94,9 +97,12 @@ class KVSequence:
         sampling), and HostMemoryError if `host_limit` does not allow the prompt: the sequence then is as it was. Also raises
         InUseError, PoolError, HostMemoryError and NativeError.
         """
+        yield from self._run(prompt, sampling, append=append, max_tokens=max_tokens, stop=stop)
+
+    def _run(self, prompt: Prompt, sampling: Sampling | None, *, max_tokens: int, **how: Any) -> Iterator[Event]:
         check_max_tokens(max_tokens)
         sampling = sampling or Sampling()
-        run = self.guard.run(self._begin, prompt, append=append, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        run = self.guard.run(self._begin, prompt, max_tokens=max_tokens, sampling=sampling, **how)
         yield from run.rest()
         answer = run.answer
         yield from answer.shown()
@@ -132,9 +138,9 @@ class KVSequence:
         if rendering.warning:
             yield Warn(rendering.warning)
         tokens, stop = rendering.tokens(self.model, messages), (*rendering.stop, *stop)
-        yield from self.generate(tokens, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        yield from self._run(tokens, sampling, max_tokens=max_tokens, stop=stop, marks=rendering.begins(tokens))
 
-    def _begin(self, prompt: Prompt, *, append: bool, **options: Any) -> Generation:
+    def _begin(self, prompt: Prompt, *, append: bool = False, **options: Any) -> Generation:
         given = prompt if isinstance(prompt, str | bytes) else self.model.ids(prompt)
         self.sequence.recover()  # makes a token pending that was being decoded again
         tokens = self._prompt_tokens(given, append=append)
@@ -151,12 +157,14 @@ class KVSequence:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         preserved: Collection[int] = (),
+        marks: Sequence[int] = (),
     ) -> Generation:
         """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after
-        what is in the context. preserved: special tokens that are text of the answer, and not left out.
+        what is in the context. preserved: special tokens that are text of the answer, and not left out. marks: positions where
+        the next prompt may leave this one, such as the begins of messages.
         """
         return Generation(
-            self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, preserved=preserved
+            self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, preserved=preserved, marks=marks
         )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
@@ -195,12 +203,23 @@ class KVSequence:
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions, and bring back the last chunks of these if they are out.
 
-        logits() is out of date until the next decode. Raises UnsupportedError if a recurrent state, or a sliding window
-        that was overwritten, cannot go back.
+        logits() is out of date until the next decode. A recurrent state, or a sliding window that was overwritten, goes back
+        only to a checkpoint: UnsupportedError names the last one before n_tokens. Checkpoints are copies in host memory, up to
+        `checkpoint_limit`: where the messages of a conversation begin, before the end of another prompt, and every 4,096
+        tokens. keep_common() finds the best one.
         """
         self.sequence.check_kept(n_tokens)
         self.decoder.claim()
         self.decoder.rollback(n_tokens)
+
+    @guarded
+    def keep_common(self, tokens: Sequence[int] | Tokens) -> int:
+        """Keep what the sequence has in common with a prompt (n,), less its last token, as generate() does. Returns the number
+        of positions: those after the last checkpoint are not kept if the model cannot go back otherwise.
+        """
+        ids = self.model.ids(tokens)
+        self.decoder.claim()
+        return keep_common(self.decoder, ids)[0]
 
     @guarded
     def expect(self, n_tokens: int) -> None:
@@ -218,7 +237,7 @@ class KVSequence:
     @guarded
     def stats(self, /, **counts: Any) -> Stats:
         """Return memory and page traffic now. counts: other fields of Stats, such as n_prompt; they are 0 if not given."""
-        return stats_of(self._loaded, self.sequence, **counts)
+        return stats_of(self._loaded, self.sequence, checkpoint_bytes=self.decoder.checkpoints.n_bytes, **counts)
 
     @property
     def summaries(self) -> Summaries | None:

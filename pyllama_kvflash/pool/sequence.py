@@ -292,8 +292,8 @@ class PooledSequence:
         if self.exact is not None:
             self.exact.forget(self.seq, n_tokens)
 
-    def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions; see KVSequence.rollback. Raises UsageError and UnsupportedError."""
+    def rollback(self, n_tokens: int, state: bytes = b"") -> None:
+        """Keep the first n_tokens positions; see KVSequence.rollback. state: as for rewind(). Raises UsageError and UnsupportedError."""
         self.check_kept(n_tokens)
         self.cancel_scoring()
         with self.step():
@@ -304,7 +304,7 @@ class PooledSequence:
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
-                self.ctx.seq_rm(n_tokens)
+                self._go_back(n_tokens, state)
             except UnsupportedError:
                 self.history += gone
                 self.pending = pending

@@ -273,6 +273,7 @@ class Server:
             job = Job(
                 found.tokens, sampling, limit, found.stop, exchange.notify,
                 preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
+                begins=found.begins,
                 slot=parsed.id_slot, reuse=parsed.cache_prompt,
             )  # fmt: skip
         if job is None:

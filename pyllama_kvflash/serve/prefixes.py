@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from pyllama_kvflash.errors import Interrupted, KVFlashError
+from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Cache
 from pyllama_kvflash.serve.metrics import Metrics
@@ -13,6 +13,8 @@ from pyllama_kvflash.serve.slot import Slot
 from pyllama_kvflash.text import n_common
 
 _COMMON = 64  # fewest common tokens for which a sequence is preferred to one that is cheaper to lose: BOS is not enough
+
+_QUESTION = 2  # the message after a system message and the first question, where a conversation has both
 
 _READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while it is read
 
@@ -29,15 +31,19 @@ class Prefixes:
         self._cache_min = cache_min
         self._writing: list[tuple[Tokens, Future[Any]]] = []
 
-    def choose(self, free: Sequence[Slot], tokens: Tokens) -> Slot:
-        """Return the free slot whose sequence has the longest beginning in common with a prompt (n,) int32.
+    def choose(self, free: Sequence[Slot], tokens: Tokens, begins: Sequence[int] = ()) -> Slot:
+        """Return the free slot for a prompt (n,) int32: the one that has most of its conversation.
 
-        If none has, return an empty one, or the least recently used.
+        If none has, return an empty one, or else the one with the longest beginning in common, or the least recently used.
+        begins: where the messages of the prompt begin. Conversations that differ in their first question are not the same,
+        however long the system message is that they share: two agents would throw each other out of one slot.
         """
+        fewest = begins[min(_QUESTION, len(begins) - 1)] if begins else _COMMON
 
-        def worth(slot: Slot) -> tuple[int, bool, float]:
+        def worth(slot: Slot) -> tuple[int, bool, int, float]:
             common = slot.common(tokens)
-            return common if common >= _COMMON else 0, slot.seq.n_tokens == 0, -slot.used
+            known = slot.reach(common) if common >= fewest else 0
+            return known, slot.seq.n_tokens == 0, common if common >= _COMMON else 0, -slot.used
 
         return max(free, key=worth)
 
@@ -53,25 +59,13 @@ class Prefixes:
             self.clear(slot)
             return
         slot.replaced(common)
-        if n := self._restore(slot, tokens, common):
+        if n := self._restore(slot, tokens, slot.reach(common)):
             self._metrics.reused("disk", n)
             return
-        common = min(common, slot.seq.n_tokens)  # it was cleared if the cache failed
-        if common < slot.seq.n_tokens:
-            self._roll_back(slot, common)
-        self._metrics.reused("memory", slot.seq.n_tokens if slot.seq.n_tokens > 1 else 0)  # BOS alone does not count
-
-    def _roll_back(self, slot: Slot, n_tokens: int) -> None:
-        try:
-            if n_tokens:
-                slot.seq.rollback(n_tokens)
-        except Interrupted:
-            raise
-        except KVFlashError:  # a recurrent state cannot go back
-            n_tokens = 0
-        if not n_tokens:
-            self.clear(slot)
-        slot.kept = min(slot.kept, n_tokens)
+        self._metrics.pages(slot.seq)  # before it may be cleared
+        n = slot.seq.keep_common(tokens)
+        slot.kept = min(slot.kept, n)
+        self._metrics.reused("memory", n)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
         """Restore a prefix from the cache, if it has more than `common` tokens. Returns the positions restored.

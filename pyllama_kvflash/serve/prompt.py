@@ -102,8 +102,9 @@ class PromptBuilder:
         tokens = tokenize_chat(kv.model, rendered.prompt)
         sampling = parsed.sampling if rendered.grammar is None else replace(parsed.sampling, grammar=rendered.grammar)
         return PreparedRequest(
-            parsed, tokens, sampling, (*parsed.stop, *template.stop, *rendered.stop), rendered, rendered.warnings
-        )
+            parsed, tokens, sampling, (*parsed.stop, *template.stop, *rendered.stop), rendered, rendered.warnings,
+            template.begins(tokens),
+        )  # fmt: skip
 
 
 def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:

@@ -263,7 +263,7 @@ class Scheduler:
             if job is None:
                 return
             wanted = [slot for slot in free if job.slot in {-1, slot.seq.seq}]
-            slot = self._prefixes.choose(wanted, job.tokens)
+            slot = self._prefixes.choose(wanted, job.tokens, job.begins)
             try:
                 self._prefixes.prepare(slot, job.tokens, reuse=job.reuse)
                 slot.begin(job)

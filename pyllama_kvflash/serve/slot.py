@@ -89,12 +89,19 @@ class Slot:
         """Return the length of the common beginning with a prompt (n,) int32: at most n - 1, as one token must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
+    def reach(self, common: int) -> int:
+        """Return how many of the first `common` tokens certainly stay, if the rest is to go: a recurrent state goes back to a
+        checkpoint.
+        """
+        return self.seq.decoder.checkpoints.reach(common)
+
     def begin(self, job: Job) -> None:
         """Serve a request. The sequence must hold a beginning of its prompt, and nothing else."""
         n = self.seq.n_tokens
         generation = self.seq.generation(
-            job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, preserved=job.preserved
-        )
+            job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, preserved=job.preserved,
+            marks=job.begins,
+        )  # fmt: skip
         self.serving = Serving(job, generation, n)
 
     def read(self, serving: Serving) -> int:

@@ -9,24 +9,23 @@ from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Scoring
+from pyllama_kvflash.pool.checkpoints import Checkpoints
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.snapshot.capture import Capture, capture, identity_of, put_back, usable
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import Identity
 
-_CHECKPOINTS = 4  # most that are kept; one takes some 150 MiB for a 27B model
-
 
 class SavedSequence:
     """Saves and restores a sequence.
 
-    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. One is
-    made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
+    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only where that has a checkpoint.
+    One is made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
     """
 
-    def __init__(self, sequence: PooledSequence) -> None:
+    def __init__(self, sequence: PooledSequence, checkpoints: Checkpoints) -> None:
         self.sequence = sequence
-        self._checkpoints: dict[int, bytes] = {}  # by position
+        self._checkpoints = checkpoints
 
     @cached_property
     def identity(self) -> Identity:
@@ -48,34 +47,13 @@ class SavedSequence:
             raise SnapshotError(msg) from None
         return identity_of(ctx, mark, exact=self.sequence.exact is not None)
 
-    #
-    # checkpoints
-    #
-
     @property
     def checkpoints(self) -> list[int]:
         """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
         n, chunk = self.sequence.n_tokens, self.sequence.options.chunk
         if self.sequence.stateful:
-            return [pos for pos in sorted(self._checkpoints) if pos < n]
+            return [pos for pos in self._checkpoints.at_chunks if pos < n]
         return list(range(chunk, n, chunk))
-
-    def checkpoint_after(self, n: int) -> int:
-        """Return after how many of n tokens to come a checkpoint is due, at the end of the last chunk; 0: none is."""
-        options, start = self.sequence.options, self.sequence.n_tokens
-        if not (options.snapshots and self.sequence.stateful and self.sequence.pager):
-            return 0
-        return max(0, (start + n - 1) // options.chunk * options.chunk - start)
-
-    def make_checkpoint(self) -> None:
-        """Keep a copy of the state that no chunk holds, as it is now."""
-        self._checkpoints[self.sequence.n_tokens] = self.sequence.ctx.save_partial()
-        while len(self._checkpoints) > _CHECKPOINTS:
-            del self._checkpoints[min(self._checkpoints)]
-
-    def truncate(self, n_tokens: int) -> None:
-        """Forget the checkpoints after the first n_tokens positions."""
-        self._checkpoints = {pos: state for pos, state in self._checkpoints.items() if 0 < pos <= n_tokens}
 
     #
     # save
@@ -94,8 +72,8 @@ class SavedSequence:
             at = ", ".join(f"{pos:,}" for pos in (*self.checkpoints[-8:], sequence.n_tokens))
             msg = f"{n:,} positions cannot be saved of {sequence.n_tokens:,}: give one of {at}, or leave it out for all"
             raise UsageError(msg)
-        states = [(pos, state) for pos, state in sorted(self._checkpoints.items()) if pos <= n]
-        if self.sequence.stateful and n not in self._checkpoints:
+        states = self._checkpoints.saved(n)
+        if sequence.stateful and (not states or states[-1][0] != n):
             states.append((n, sequence.ctx.save_partial()))
         whole, selector = n == sequence.n_tokens, sequence.selector
         return capture(
@@ -146,7 +124,7 @@ class SavedSequence:
             sequence.clear()
             raise
         chunk = sequence.options.chunk  # within a chunk, its record has other positions by now
-        self._checkpoints = {pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0}
+        self._checkpoints.restored({pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0})
         pending = int(file.contents.sequence["pending"])
         if prompt is None:
             sequence.pending = pending if pending >= 0 else None

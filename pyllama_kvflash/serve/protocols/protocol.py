@@ -71,6 +71,7 @@ class PreparedRequest:
     tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
     rendered: the prompt of a chat; None: it is a completion.
     warnings: a sentence for each part of the request that has no effect, such as what of its schemas is not enforced.
+    begins: where the messages of a chat begin in the tokens.
     """
 
     parsed: ParsedRequest
@@ -79,6 +80,7 @@ class PreparedRequest:
     stop: tuple[str, ...]
     rendered: Rendered | None
     warnings: tuple[str, ...] = ()
+    begins: tuple[int, ...] = ()
 
 
 class Reply(Protocol):

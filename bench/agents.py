@@ -1,0 +1,115 @@
+"""An agent's recorded session of 20 turns, replayed against a model: what each turn reads, what of that it had read before.
+
+python bench/agents.py MODEL.gguf -- --kvflash 2K -t 2          a server for each way: with this pool, and with the full cache
+python bench/agents.py --tiny hybrid                            a tiny random model: dense, hybrid or sliding-window
+python bench/agents.py --tiny hybrid -- --set checkpoint_limit=0
+
+The session is tests/data/agent-session.json: calls of tools and their results, reasoning that is dropped with the next question, a
+retry, a system line that changes, a compaction. Its messages are sent as they are recorded, whatever the model answers. What
+follows -- goes to the server. "again" counts tokens that the text before had at the same place and that were read all the same.
+"""
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.text import n_common
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import agents, tiny
+from support.processes import server_process
+
+TINY = {"dense": "qwen3", "hybrid": "qwen35", "sliding-window": "gemma4"}
+FULL_CACHE = ["--kvflash", "off"]
+
+
+class Asked:
+    """A server that is asked turn after turn."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        self._text = np.zeros(0, np.int64)  # of the turn before
+
+    def __call__(self, messages: agents.Messages) -> agents.Turn:
+        """Take a turn."""
+        prompt, begin = self._tokens(messages), time.perf_counter()
+        found = self._post("/v1/chat/completions", agents.body(messages))
+        seconds = time.perf_counter() - begin
+        n_prompt, known = agents.usage(found)
+        common, self._text = n_common(self._text, prompt[:-1]), prompt
+        return agents.Turn(n_prompt, known, common, seconds)
+
+    def _tokens(self, messages: agents.Messages) -> Any:
+        text = self._post("/apply-template", agents.body(messages))["prompt"]
+        return np.array(self._post("/tokenize", {"content": text, "parse_special": True})["tokens"])
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        res = self._http.post(path, json=body)
+        if res.is_error:
+            sys.exit(f"the server answers {res.status_code}: {res.text}")
+        return dict(res.json())
+
+
+@contextmanager
+def served(model: Path, template: str, options: list[str]) -> Iterator[Asked]:
+    """A server process with one sequence and nothing on disk, with a chat template."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
+        file.write(template)
+        file.flush()
+        given = ["-np", "1", "--prefix-cache", "off", "--chat-template-file", file.name]
+        with server_process(model, *given, *options) as server, httpx.Client(base_url=server.url, timeout=None) as http:
+            yield Asked(http)
+
+
+def show(turns: dict[str, list[agents.Turn]]) -> None:
+    """Print the table."""
+    print("\n| turn | | tokens | " + " | ".join(f"{name}: known | read | again | s" for name in turns) + " |")
+    print("|" + "---|" * (3 + 4 * len(turns)))
+    for i, row in enumerate(zip(*turns.values(), strict=True)):
+        cells = (f"{t.known:,} | {t.read:,} | {t.again:,} | {t.seconds:.1f}" for t in row)
+        print(f"| {i + 1} | {row[0].kind} | {row[0].n_prompt:,} | " + " | ".join(cells) + " |")
+    sums = [(0, sum(t.read for t in ts), sum(t.again for t in ts), sum(t.seconds for t in ts)) for ts in turns.values()]
+    print("| all | | | " + " | ".join(f"| {read:,} | {again:,} | {s:.1f}" for _, read, again, s in sums) + " |")
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--tiny", choices=TINY, help="in the place of a model")
+    own, _, more = " ".join(sys.argv[1:]).partition(" -- ")
+    args, options = parser.parse_args(shlex.split(own)), shlex.split(more)
+    if bool(args.model) == bool(args.tiny):
+        parser.error("give a model, or --tiny")
+    template = agents.TINY_TEMPLATE if args.tiny else agents.TEMPLATE
+    print(f"{hardware()}\n{' '.join(sys.argv)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder) / "tiny.gguf"
+        if args.tiny:
+            name = TINY[args.tiny]
+            tiny.write_worded(model, name, tiny.MODELS[name])
+        options = ["-c", "32768" if args.tiny else "16384", *options]
+        ways = {
+            "full cache": [*options, *FULL_CACHE],
+            "pool": options if "--kvflash" in options else [*options, "--kvflash", "2K"],
+        }
+        turns = {}
+        for name, given in ways.items():
+            with served(model, template, given) as asked:
+                turns[name] = agents.replay(asked)
+    show(turns)
+
+
+if __name__ == "__main__":
+    main()

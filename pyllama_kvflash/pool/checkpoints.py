@@ -1,0 +1,125 @@
+"""Checkpoints of a sequence: what no chunk holds (a recurrent state, a sliding window) as it was at earlier positions.
+
+A plain cache goes back to any position. A recurrent state goes back to none, and a sliding window only as far as its cells are
+not overwritten, so copies are kept in host memory where the next prompt is likely to leave this one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from pyllama_kvflash.pool.sequence import PooledSequence
+
+MOST = 16  # of a sequence
+_EVERY = 4096  # tokens after which one is made wherever a batch ends
+_NEWEST = 2  # are kept in any case: an agent mostly goes back to one of them
+_SAVED = 4  # most that a snapshot has; one takes some 150 MiB for a 27B model
+
+
+class Checkpoints:
+    """The checkpoints of one sequence. Nothing is kept of a model whose cache goes back by itself."""
+
+    def __init__(self, sequence: PooledSequence) -> None:
+        options = sequence.options
+        self._sequence = sequence
+        self._limit = options.checkpoint_limit // options.n_parallel
+        self._states: dict[int, bytes] = {}  # by position, in ascending order
+
+    @property
+    def kept(self) -> bool:
+        """Whether checkpoints are kept of this sequence."""
+        return self._sequence.stateful and self._limit > 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all checkpoints."""
+        return sum(map(len, self._states.values()))
+
+    #
+    # make
+    #
+
+    def stops(self, n: int, marks: Sequence[int], n_tail: int = 0) -> list[int]:
+        """Return after how many of n tokens to come a checkpoint is due, in ascending order.
+
+        marks: positions, in ascending order, where another text may leave this one. Those that are a graph apart, the last one
+        and, in a new text, the first one are taken; they cut batches. n_tail: tokens at the end that are not cut.
+        """
+        start, options = self._sequence.n_tokens, self._sequence.options
+        if not self.kept:
+            return []
+        n -= n_tail
+        ahead = [min(pos, start + n) for pos in marks if max(start, 1) <= pos < start + n + n_tail]
+        first = ahead[:1] if not self._states else []
+        taken: list[int] = []
+        for pos in reversed(ahead):
+            if not taken or taken[-1] - pos >= options.n_ubatch or pos in first:
+                taken.append(pos)
+        if options.snapshots and self._sequence.pager:  # a snapshot can be cut at the end of a chunk
+            taken += [(start + n - 1) // options.chunk * options.chunk]
+        return sorted({pos - start for pos in taken if pos >= max(start, 1)})
+
+    def make(self) -> None:
+        """Keep a copy of what no chunk holds, as it is now."""
+        sequence = self._sequence
+        if not self.kept or not sequence.n_tokens:
+            return
+        sequence.recover()
+        if state := sequence.ctx.save_partial():  # it is empty for nothing but a recurrent state, which cannot be saved
+            self._states.pop(sequence.n_tokens, None)
+            self._states[sequence.n_tokens] = state
+            self._evict()
+
+    def passed(self) -> None:
+        """Before a batch, make one if the last one is far back."""
+        if self.kept and self._sequence.n_tokens - max(self._states, default=0) >= _EVERY:
+            self.make()
+
+    def _evict(self) -> None:
+        while len(self._states) > MOST or self.n_bytes > self._limit:
+            del self._states[least(list(self._states))]
+
+    #
+    # go back
+    #
+
+    def before(self, n_tokens: int) -> int:
+        """Return the last position up to n_tokens that has a checkpoint; 0: none has."""
+        return max((pos for pos in self._states if pos <= n_tokens), default=0)
+
+    def reach(self, n_tokens: int) -> int:
+        """Return how many of the first n_tokens positions certainly stay if the sequence goes back to there."""
+        stays = n_tokens == self._sequence.n_tokens or not self._sequence.stateful
+        return n_tokens if stays else self.before(n_tokens)
+
+    def go_back(self, n_tokens: int) -> None:
+        """Have the sequence go back to the checkpoint at n_tokens positions. Raises as PooledSequence.rollback()."""
+        self._sequence.rollback(n_tokens, self._states[n_tokens])
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget the checkpoints after the first n_tokens positions."""
+        self._states = {pos: state for pos, state in self._states.items() if pos <= n_tokens}
+
+    #
+    # snapshots
+    #
+
+    @property
+    def at_chunks(self) -> list[int]:
+        """The positions of checkpoints at the end of a chunk, in ascending order: a snapshot can be cut there."""
+        chunk = self._sequence.options.chunk
+        return [pos for pos in self._states if pos % chunk == 0]
+
+    def saved(self, n_tokens: int) -> list[tuple[int, bytes]]:
+        """Return those that a snapshot of the first n_tokens positions has, in ascending order."""
+        return [(pos, self._states[pos]) for pos in self.at_chunks if pos <= n_tokens][-_SAVED:]
+
+    def restored(self, states: Mapping[int, bytes]) -> None:
+        """Take those of a snapshot, in the place of all others."""
+        self._states = dict(sorted(states.items())) if self.kept else {}
+        self._evict()
+
+
+def least(positions: Sequence[int]) -> int:
+    """Return which of the positions, in ascending order, is missed least: where they are densest, the oldest first."""
+    gaps = [after - before for before, after in zip([0, *positions], positions[1:], strict=False)]
+    old = range(max(1, len(positions) - _NEWEST)) if len(positions) > 1 else range(1)
+    return positions[min(old, key=lambda i: gaps[i] if i < len(gaps) else 0)]

@@ -1,0 +1,142 @@
+"""Checkpoints of recurrent states and sliding windows: where they are, how many, and what the model computes from them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import snapshots
+from support.changes import crossed
+from support.oracles import ON_GPU
+from support.runs import BY_SIXTEEN, GREEDY, TOKENS, Open, check_residency
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.pool import checkpoints
+from pyllama_kvflash.pool.checkpoints import least
+
+pytestmark = pytest.mark.native
+
+wordless = snapshots.wordless
+EXACT = pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
+CHUNK, N_UBATCH = 16, 64
+SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 2048, "tau": 1000, "again": 0}
+STATEFUL = ["qwen35", "gemma4"]
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {"pool": 512, "prefill": "exact"},
+    "through the pool": {"pool": 2048, "prefill": "pool", "policy": "lru"},
+    "full": {"pool": "off"},
+    "two sequences": {"pool": "off", "n_parallel": 2},
+}
+
+
+def positions(kv: KVFlash) -> list[int]:
+    return list(kv.decoder.checkpoints._states)
+
+
+def asked(kv: KVFlash, prompt: Any, marks: Any = (), n: int = 0) -> int:
+    """Read a prompt in the place of the text, and answer. Returns the tokens that were not read."""
+    known = kv.keep_common(prompt)
+    run = kv.generation(prompt[known:], max_tokens=n, sampling=GREEDY, marks=marks)
+    for _ in run.rest():
+        pass
+    return known
+
+
+@EXACT
+@pytest.mark.usefixtures("wordless")
+@pytest.mark.parametrize(("name", "how"), crossed(STATEFUL, list(WAYS)))
+def test_going_back_is_as_never_having_gone_on(opened: Open, name: str, how: str) -> None:
+    """The same logits, bit for bit, from the same batches, though the window was overwritten and the state had gone on."""
+    kv, cold = (opened(name, **WAYS[how]).sequences[-1] for _ in range(2))
+    text, branch = TOKENS[:1000], np.concatenate([TOKENS[:450], TOKENS[5000:5200]])
+    asked(kv, text, (433, 900), 600)
+    assert [pos for pos in positions(kv) if pos < 1000] == [433, 900]
+    known = asked(kv, branch, (433,))
+    assert known == 433
+    if kv.n_pool:
+        check_residency(kv, CHUNK)
+    asked(cold, branch, (433,))
+    assert np.array_equal(kv.tokens, cold.tokens)
+    assert cold.logits().std() > 0.01
+    assert np.array_equal(kv.logits(), cold.logits())
+    for token in TOKENS[7000:7010]:
+        kv.decode([token])
+        cold.decode([token])
+    assert np.array_equal(kv.logits(), cold.logits())
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_rollback_goes_to_a_checkpoint(opened: Open, name: str) -> None:
+    """And says where one is."""
+    kv = opened(name, pool="off")
+    asked(kv, TOKENS[:1000], (100, 433))
+    with pytest.raises(UnsupportedError, match="or go back to 433, where the last checkpoint before it is"):
+        kv.rollback(450)
+    assert kv.n_tokens == 1000
+    kv.rollback(433)
+    assert (kv.n_tokens, positions(kv)) == (433, [100, 433])
+    asked(kv, TOKENS[:1000])
+    with pytest.raises(UnsupportedError, match=r"gone|keeps no earlier one") as failed:
+        kv.rollback(50)
+    assert "checkpoint" not in str(failed.value)
+
+
+def test_a_window_goes_back_by_itself_as_far_as_it_can(opened: Open) -> None:
+    kv = opened("gemma4", pool="off")
+    asked(kv, TOKENS[:1000], (900,))
+    assert asked(kv, np.concatenate([TOKENS[:980], TOKENS[5000:5100]])) == 980
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mamba"])
+def test_what_has_none(opened: Open, name: str) -> None:
+    """A plain cache needs none, and llama.cpp saves no state of a model without attention: it is read again."""
+    kv = opened(name, pool="off")
+    asked(kv, TOKENS[:1000], (433,))
+    assert positions(kv) == []
+    assert asked(kv, np.concatenate([TOKENS[:450], TOKENS[5000:5100]])) == (450 if name == "qwen3" else 0)
+
+
+def test_where_they_are(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first mark and the last one, at others that are a graph apart, and every so many tokens where a batch ends."""
+    monkeypatch.setattr(checkpoints, "_EVERY", 500)
+    kv = opened("qwen35", pool="off")
+    asked(kv, TOKENS[:900], (0, 20, 40, 200, 290, 310, 350))
+    assert positions(kv) == [20, 40, 200, 350, 862]
+    asked(kv, TOKENS[:1000], (910, 920))
+    assert positions(kv)[5:] == [920], "the last one of a text that goes on"
+
+
+def test_without_marks_it_is_where_the_last_graph_begins(opened: Open) -> None:
+    kv = opened("qwen35", pool="off")
+    asked(kv, TOKENS[:300])
+    assert positions(kv) == [256]
+    asked(kv, TOKENS[:330])
+    assert positions(kv) == [256, 300]
+
+
+def test_there_are_few_and_they_are_counted(opened: Open) -> None:
+    """The oldest go where they are densest. Beyond the limit there are fewer; at 0 there are none."""
+    kv = opened("qwen35", pool="off")
+    asked(kv, TOKENS[:3000], range(64, 3000, 64))
+    found = positions(kv)
+    assert len(found) == 16
+    assert found[-2:] == [2880, 2944]
+    assert max(np.diff([0, *found])) <= 4 * 64
+    size = kv.stats().checkpoint_bytes // 16
+    assert size * 16 == kv.stats().checkpoint_bytes > 0
+    for limit, n in ((5 * size, 5), (size - 1, 0), (0, 0)):
+        other = opened("qwen35", pool="off", checkpoint_limit=limit)
+        asked(other, TOKENS[:3000], range(64, 3000, 64))
+        assert len(positions(other)) == n
+        assert other.stats().checkpoint_bytes == n * size
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [([5], 5), ([5, 9], 5), ([10, 20, 30, 40], 10), ([10, 20, 22, 40, 60], 20), ([10, 50, 60, 70, 80, 90], 60), ([100, 200, 201], 100)],
+)  # fmt: skip
+def test_which_is_missed_least(given: list[int], want: int) -> None:
+    assert least(given) == want
