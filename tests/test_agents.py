@@ -16,9 +16,10 @@ pytest.importorskip("uvicorn")
 from support import agents, serving, tiny
 from support.agents import Messages, Turn
 from support.changes import SERVE
+from support.runs import GREEDY
 from support.serving import Running, between_turns
 
-from pyllama_kvflash import KVFlash
+from pyllama_kvflash import Done, KVFlash
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import n_common
@@ -115,6 +116,22 @@ def test_without_checkpoints_all_is_read_again(paths: Callable[[str], Path]) -> 
     with served(paths("hybrid"), checkpoint_limit=0) as server:
         for turn in agents.replay(server.ask, 3):
             assert turn.known == 0
+
+
+def test_a_chat_in_python_goes_back_to_the_same_places(paths: Callable[[str], Path]) -> None:
+    """chat() knows where messages begin by the special token that an answer begins with."""
+    options = {**SMALL, "pool": "off"}
+    asked = [{"role": "user", "content": "Tell me of the sea. " * 40}]
+    later = [*asked, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    with KVFlash.from_file(paths("hybrid"), **options) as kv:
+        n = []
+        for messages in (asked, asked, later):
+            *_, done = kv.chat(messages, max_tokens=4, sampling=GREEDY, template=agents.TINY_TEMPLATE)
+            assert isinstance(done, Done)
+            n.append(done.stats.n_prompt)
+    assert n[0] > 400
+    assert n[1] == OPENER
+    assert OPENER < n[2] < 60
 
 
 #

@@ -134,10 +134,8 @@ def _host_index(geometry: Geometry, options: Options) -> int:
 def _checkpoints(ctx: Context, options: Options) -> int:
     """Return the most bytes of checkpoints that all sequences have."""
     held = ctx.kv_bytes()
-    state = (
-        held.swa + held.recurrent // (1 + ctx.n_rollback) if held.attn else 0
-    )  # of all sequences; it goes back over drafts, too
-    return min(options.checkpoint_limit, MOST * state)
+    one = held.recurrent // (1 + ctx.n_rollback)  # there is one for each token of a draft, too
+    return min(options.checkpoint_limit, MOST * (held.swa + one)) if held.attn else 0
 
 
 def _in_memory(options: Options, full: int) -> int:
