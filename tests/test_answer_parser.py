@@ -11,8 +11,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
 from pyllama_kvflash.serve.job import Finished
+from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
 
 pytestmark = pytest.mark.native
 

@@ -227,7 +227,7 @@ def test_context_is_full(opened: Open) -> None:
         next(kv.prefill(TOKENS[:100]))
     assert kv.n_tokens == 1000
     kv.decode(TOKENS[:24])
-    with pytest.raises(UsageError, match="after the 1,024 in the context do not fit"):
+    with pytest.raises(UsageError, match="1 token after the 1,024 in the context does not fit"):
         kv.decode(TOKENS[:1])
     kv.check_integrity()
 

@@ -51,7 +51,19 @@ def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_w
     """Within 5 %, and no more than was said at the start."""
     text = tmp_path / "text.txt"
     text.write_text("a " * n_words)
-    command = [sys.executable, "-m", "pyllama_kvflash", "run", str(BUNDLED_MODEL), "-f", str(text), "-c", "8K", "-n", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "pyllama_kvflash",
+        "run",
+        str(BUNDLED_MODEL),
+        "-f",
+        str(text),
+        "-c",
+        "8K",
+        "-n",
+        "8",
+    ]
     command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1"]
     peak, out, err = peak_of(command)
     stats = json.loads(out)["stats"]

@@ -429,7 +429,7 @@ def test_other_errors_have_the_same_form(server: Running) -> None:
         (http.get("/api/chat"), 405),
         (http.post("/api/nothing", json={}), 404),
         (http.post("/api/show", content=b"{", headers={"Content-Type": "application/json"}), 400),
-        (http.post("/api/chat", content=b"{}", headers={"Content-Type": "text/plain"}), 415),
+        (http.post("/api/chat", content=b"{}", headers={"Content-Type": "text/plain", "Origin": "http://x"}), 415),
     ]:
         assert (res.status_code, set(res.json())) == (status, {"error"})
         assert isinstance(res.json()["error"], str)

@@ -20,7 +20,8 @@ from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
-_BROWSER = {"origin", "referer", "sec-fetch-site"}  # headers of which each browser sends one with a POST for a foreign page
+_BROWSER = {"origin", "referer", "sec-fetch-site"}
+"""Headers of which each browser sends one with a POST for a foreign page."""
 
 
 async def body_of(request: Request, limit: int) -> bytes:
