@@ -23,6 +23,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+import httpx
 import openai
 from pydantic import BaseModel
 from support import real, serving
@@ -69,7 +70,7 @@ QUIET = {
 def at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: None) -> None:
     """Nothing of the caller's settings, and no way to another machine."""
     for name in list(os.environ):
-        if name.startswith(("ANTHROPIC_", "LITELLM_", "LLM_")):
+        if name.startswith(("ANTHROPIC_", "LANGCHAIN_", "LANGSMITH_", "LITELLM_", "LLM_")):
             monkeypatch.delenv(name)
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
@@ -580,3 +581,46 @@ def test_an_agent_runs_its_tool(server: Running, stream: bool) -> None:
         assert city in {"Bergen", "Lima"}
         assert type(days) is int
     assert res.context_wrapper.usage.requests == len(ran) + 1
+
+
+#
+# LangChain
+#
+
+
+@pytest.fixture
+def chain(server: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Its model for a protocol. It does not close its connections itself."""
+    ask: dict[str, Any] = {"model": NAME, "temperature": 0}
+    if request.param == "ollama":
+        headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
+        res = library("langchain_ollama").ChatOllama(base_url=server.url, client_kwargs=headers, num_predict=64, **ask)
+        client = res._client
+    elif request.param == "anthropic":
+        ask |= {"api_key": KEY, "max_tokens": 64, "max_retries": 0}
+        res = library("langchain_anthropic").ChatAnthropic(base_url=server.url, **ask)
+        client = res._client
+    else:
+        ask |= {"api_key": KEY, "max_tokens": 64, "max_retries": 0, "use_responses_api": request.param == "responses"}
+        client = httpx.Client()
+        res = library("langchain_openai").ChatOpenAI(base_url=f"{server.url}/v1", http_client=client, **ask)
+    with client:
+        yield res
+
+
+@pytest.mark.parametrize("chain", ["openai", "responses", "anthropic", "ollama"], indirect=True)
+def test_langchain(chain: Any, request: pytest.FixtureRequest) -> None:
+    """Whole, in parts, in the form of a class, and with a tool whose result is told. Ollama cannot be told to call one."""
+    said = chain.invoke(ASKED)
+    assert 0 < said.usage_metadata["output_tokens"] <= 64
+    assert "".join(part.text for part in chain.stream(ASKED)) == said.text
+    assert isinstance(chain.with_structured_output(Weather).invoke(ASKED), Weather)
+    if "ollama" in request.node.name:
+        return
+    must = chain.bind_tools(TOOLS[:1], tool_choice="weather", parallel_tool_calls=False)
+    called = must.invoke(ASKED)
+    (call,) = called.tool_calls
+    assert call["name"] == "weather"
+    check_arguments(call["args"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": FOUND}
+    assert chain.invoke([{"role": "user", "content": ASKED}, called, result]).text
