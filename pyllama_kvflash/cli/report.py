@@ -361,7 +361,7 @@ def stats_table(s: Stats) -> Table:
         ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
         ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
         ("disk records", f"{s.disk_bytes:,} bytes ({mib(s.disk_bytes)})"),
-        ("checkpoints", f"{s.checkpoint_bytes:,} bytes ({mib(s.checkpoint_bytes)})"),
+        *([("checkpoints", f"{s.checkpoint_bytes:,} bytes ({mib(s.checkpoint_bytes)})")] if s.checkpoint_bytes else []),
         ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
         ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
         ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
