@@ -16,7 +16,8 @@ from support import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.runs import LRU, Open, feed
+from support.oracles import ON_GPU
+from support.runs import HOST, LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import placement
@@ -91,7 +92,9 @@ def computed(model: Model, n_ctx: int, n_batch: int, **options: Any) -> int:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Take the CPU for GPUs with so much free memory."""
+    """Take the CPU for GPUs with so much free memory. Where there is a GPU, the model is on that, and not on those."""
+    if ON_GPU:
+        pytest.skip("the CPU stands for GPUs here")
 
     def pretend(*free: int) -> None:
         monkeypatch.setattr(
@@ -118,6 +121,7 @@ def loaded(path: Path, **options: Any) -> Iterator[Loaded]:
 #
 
 
+@pytest.mark.skipif(not COMMON_H.exists(), reason="there is no vendored tree, as where libraries were built elsewhere")
 def test_the_patterns_are_llama_cpps() -> None:
     regex = re.search(r'LLM_FFN_EXPS_REGEX = "(.*)";', COMMON_H.read_text("utf-8"))
     assert regex
@@ -125,6 +129,7 @@ def test_the_patterns_are_llama_cpps() -> None:
     assert on_host(0) == []
 
 
+@HOST
 @pytest.mark.parametrize("name", [MOE, "qwen35moe"])
 def test_experts_on_the_host_give_the_same_logits(opened: Open, loads: list[dict[str, Any]], name: str) -> None:
     """Of a pool that drops chunks; and it is the right tensors that are kept there."""
@@ -167,6 +172,7 @@ def test_a_model_without_experts_says_so(opened: Open, loads: list[dict[str, Any
 #
 
 
+@HOST
 def test_auto_without_a_gpu(opened: Open, loads: list[dict[str, Any]]) -> None:
     kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
     assert kv.notes[0] == NO_GPU

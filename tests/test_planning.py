@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.oracles import ON_GPU
+
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.options import Options
@@ -28,6 +30,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+PADDING = 16 << 10 if ON_GPU else 0
+"""Most bytes by which CUDA pads the last rows of quantised panes."""
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35"])
 def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way: str) -> None:
@@ -37,7 +43,8 @@ def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way:
     with KVFlash.from_file(tiny_path(name), **options) as kv:
         stats = kv.stats()
         assert size.n_pool == kv.n_pool
-        assert sum(need.kv + need.panes for need in found) == stats.kv_device_bytes + stats.pane_bytes
+        taken = stats.kv_device_bytes + stats.pane_bytes
+        assert 0 <= taken - sum(need.kv + need.panes for need in found) <= PADDING
         assert sum(need.buffers for need in found) == stats.compute_bytes
         contexts = [kv.ctx, *([kv.sequence.exact.ctx] if kv.sequence.exact else [])]
         held = [ctx.kv_bytes() for ctx in contexts]

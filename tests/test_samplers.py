@@ -503,6 +503,7 @@ def test_requests_that_are_refused(server: Running, given: dict[str, Any], param
         assert error["param"] in {param, "grammar", "response_format"}
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
 def test_requests_have_the_tokens_of_their_settings(server: Running) -> None:
     """Those that Python draws with the same Sampling, each after others of the same server."""
     with serving.open_needle()(lambda _: None) as alone:
