@@ -120,9 +120,10 @@ build)
         done
         python3 -c "import pathlib, site
 pathlib.Path(site.getsitepackages()[0], 'kvflash.pth').write_text('$PWD\n')"
-        printf '#!/bin/sh\nexec python3 -c "import sys; from pyllama_kvflash.cli import main; sys.exit(main())" "$@"\n' \
-            >/usr/local/bin/kvflash
-        chmod +x /usr/local/bin/kvflash
+        kvflash=$(python3 -c 'import pathlib, sys; print(pathlib.Path(sys.executable).with_name("kvflash"))') # tests look there
+        printf '#!/bin/sh\nexec python3 -m pyllama_kvflash "$@"\n' >"$kvflash"
+        chmod +x "$kvflash"
+        ln -sf "$kvflash" /usr/local/bin/kvflash
         python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
         exit
     fi
