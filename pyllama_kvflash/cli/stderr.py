@@ -1,4 +1,4 @@
-"""Messages that cannot be shown: a full disk, or a reader that is gone, is no reason to stop what they are about."""
+"""Messages that cannot be shown: what they are about goes on after a full disk, and after their reader has gone."""
 
 import io
 import sys

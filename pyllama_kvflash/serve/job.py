@@ -123,7 +123,7 @@ class Job:
     preserved: special tokens that belong to the text of the answer.
     pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
     then: the job of another answer to the same prompt, served next.
-    begins: where its messages begin, and last of all its answer; (): it is no conversation, or that is not known.
+    begins: where its messages begin, and last of all its answer; (): it is not a conversation, or that is not known.
     slot: index of the sequence to use; -1: any. reuse: whether what a sequence, or the cache on disk, has of the prompt is kept.
     """
 

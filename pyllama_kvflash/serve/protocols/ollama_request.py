@@ -77,7 +77,7 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
     parsed = _both(fields, served)
     if raw or suffix:
         if system:
-            served.unknown.leave_out("system", "the prompt is no conversation")
+            served.unknown.leave_out("system", "the prompt is not a conversation")
         if parsed.schema is not None:
             parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=whole_grammar(parsed.schema)))
         if suffix:
