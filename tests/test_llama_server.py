@@ -177,25 +177,8 @@ IDS = {"pre": 4001, "suf": 4002, "mid": 4003, "rep": 4004, "sep": 4005}
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with tokens for it, in the places of others."""
-    import gguf  # noqa: PLC0415
-
-    path = rewritten(tmp_path_factory.mktemp("fim") / "plain.gguf")
-    reader, out = gguf.GGUFReader(path), path.with_name("coder.gguf")
-    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub)
-    for name, token in IDS.items():
-        writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
+    tokens = {f"tokenizer.ggml.fim_{name}_token_id": token for name, token in IDS.items()}
+    return rewritten(tmp_path_factory.mktemp("fim") / "coder.gguf", tokens=tokens)
 
 
 @pytest.fixture(scope="module")

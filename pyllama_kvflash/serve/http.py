@@ -69,10 +69,13 @@ def _response(scope: Scope, err: RequestError) -> Response:
     path = scope["path"]
     entry_of(scope).error = err.message
     if path.startswith("/v1/messages"):
-        return Response(json.dumps(anthropic_response.error_body(err)), err.status, err.headers, "application/json")
-    if path.startswith("/api/"):
-        return Response(json.dumps(ollama_response.error_body(err)), err.status, err.headers, "application/json")
-    return err.response()
+        body = anthropic_response.error_body(err)
+    elif path.startswith("/api/"):
+        body = ollama_response.error_body(err)
+    else:
+        body = err.body()
+    # it is ASCII, because a message may quote half of a surrogate pair
+    return Response(json.dumps(body), err.status, err.headers, "application/json")
 
 
 async def on_request_error(request: Request, err: RequestError) -> Response:

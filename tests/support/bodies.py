@@ -453,7 +453,7 @@ def _fault_of_lines(path: str, text: str) -> str:
 
 
 def _not_an_error(path: str, text: str) -> str:
-    """Why a text is no error of the protocol that is spoken at the path."""
+    """Why a text is not an error of the protocol that is spoken at the path."""
     found = json.loads(text)
     error = found.get("error") if isinstance(found, dict) else None
     if path.startswith("/api/"):
@@ -471,7 +471,7 @@ def _not_an_error(path: str, text: str) -> str:
 
 
 def _not_a_message(message: Any) -> str:
-    """Why it is no sentence for people."""
+    """Why it is not a sentence for people."""
     if not isinstance(message, str) or not message.strip() or len(message) >= MAX_MESSAGE:
         return f"a message of {len(message)} characters" if isinstance(message, str) else "a message that is no text"
     return f"a message of several lines: {message!r}" if len(message.splitlines()) > 1 else ""

@@ -11,8 +11,10 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 NONE: Mapping[str, Any] = {}
 
 
-def rewritten(path: Path, replaced: Mapping[str, Any] = NONE, template: str = "") -> Path:
-    """Write it, with other values of some keys, and a chat template."""
+def rewritten(
+    path: Path, replaced: Mapping[str, Any] = NONE, template: str = "", tokens: Mapping[str, int] = NONE
+) -> Path:
+    """Write it, with other values of some keys, a chat template, and further tokens by their keys."""
     reader = gguf.GGUFReader(BUNDLED_MODEL)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
@@ -23,6 +25,8 @@ def rewritten(path: Path, replaced: Mapping[str, Any] = NONE, template: str = ""
         writer.add_key_value(field.name, replaced.get(field.name, field.contents()), kind, sub)
     if template:
         writer.add_chat_template(template)
+    for key, token in tokens.items():
+        writer.add_uint32(key, token)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()

@@ -1,10 +1,7 @@
 """The error of a refused request, in the form of the OpenAI protocol."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
-
-from starlette.responses import Response
 
 _MOST = 600  # characters of a message
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -31,10 +28,6 @@ class RequestError(Exception):
         """Return the error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")  # noqa: PLR2004
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        """Return the response to send. It is ASCII, because a message may quote half of a surrogate pair."""
-        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 class Answered(Exception):  # noqa: N818 (it is an answer)

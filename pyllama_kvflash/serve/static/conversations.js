@@ -1,7 +1,7 @@
 // The list of conversations: open, rename, delete, export, import.
 
 import * as chat from "./chat.js";
-import { at, button, complain, download, element, tell } from "./dom.js";
+import { at, button, complain, download, element, isFolded, keepFolded, tell } from "./dom.js";
 import * as store from "./store.js";
 
 const NAME = "kvflash.list"; // whether it is folded
@@ -22,23 +22,15 @@ export function start() {
     fold(true);
     at("list-open").focus();
   });
-  narrow.addEventListener("change", () => fold(narrow.matches || folded()));
-  fold(narrow.matches || folded());
-}
-
-function folded(value) {
-  try {
-    if (value === undefined) return localStorage.getItem(NAME) === "folded";
-    localStorage.setItem(NAME, value ? "folded" : "open");
-  } catch { /* it is blocked */ }
-  return false;
+  narrow.addEventListener("change", () => fold(narrow.matches || isFolded(NAME)));
+  fold(narrow.matches || isFolded(NAME));
 }
 
 // byHand: the user wants it so.
 function fold(value, byHand = false) {
   at("list").hidden = value;
   at("list-open").setAttribute("aria-expanded", String(!value));
-  if (byHand && !narrow.matches) folded(value);
+  if (byHand && !narrow.matches) keepFolded(NAME, value);
   if (byHand && !value) at("list").querySelector("[aria-current]")?.focus();
 }
 

@@ -31,6 +31,21 @@ export function keepEnd(box, change) {
   if (isAtEnd) box.scrollTop = box.scrollHeight;
 }
 
+// Whether a part of the page was folded when it was left, by its name in the storage, which a browser may block.
+export function isFolded(name) {
+  try {
+    return localStorage.getItem(name) === "folded";
+  } catch {
+    return false;
+  }
+}
+
+export function keepFolded(name, value) {
+  try {
+    localStorage.setItem(name, value ? "folded" : "open");
+  } catch { /* then it lasts as long as the page */ }
+}
+
 export const count = (n) => n.toLocaleString("en");
 
 export function bytes(n) {

@@ -3,7 +3,7 @@
 import { askForKey } from "./api.js";
 import * as chat from "./chat.js";
 import * as conversations from "./conversations.js";
-import { at } from "./dom.js";
+import { at, isFolded, keepFolded } from "./dom.js";
 import * as pool from "./pool.js";
 import * as served from "./served.js";
 
@@ -25,23 +25,15 @@ for (const button of document.querySelectorAll("[data-shows]")) {
 }
 
 // a wide one shows both, or folds the pool
-function folded(value) {
-  try {
-    if (value === undefined) return localStorage.getItem(NAME) === "folded";
-    localStorage.setItem(NAME, value ? "folded" : "open");
-  } catch { /* it is blocked */ }
-  return false;
-}
-
 function fold(value) {
   document.body.classList.toggle("folded", value);
   at("pool-open").setAttribute("aria-expanded", String(!value));
 }
 
-fold(folded());
+fold(isFolded(NAME));
 at("pool-open").addEventListener("click", () => {
   const now = !document.body.classList.contains("folded");
-  folded(now);
+  keepFolded(NAME, now);
   fold(now);
 });
 
