@@ -74,6 +74,8 @@ struct kvf_mover {
     static ggml_backend_dev_t device_of(ggml_backend_buffer_t buf);
     // whether copies can run in parallel with the device's computation
     static bool is_async(ggml_backend_dev_t dev);
+    // whether the device copies to and from some host memory faster than others
+    static bool has_pinned(ggml_backend_dev_t dev);
 
     // how many copies a block takes
     size_t n_run() const;

@@ -17,14 +17,18 @@ ggml_backend_dev_t kvf_mover::device_of(ggml_backend_buffer_t buf) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// a stream of copies is worth having where the device computes by itself, and can be waited for
+// a stream of copies is worth having where the device computes by itself, and can be waited for. Vulkan's would run on the
+// queue of the computation, and free nothing of an event that only another stream waits for
 bool kvf_mover::is_async(ggml_backend_dev_t dev) {
     if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) { return false; }
+    if (!strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "Vulkan")) { return false; }
 
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(dev, &props);
     return props.caps.async && props.caps.events;
 }
+
+bool kvf_mover::has_pinned(ggml_backend_dev_t dev) { return ggml_backend_dev_host_buffer_type(dev); }
 
 //
 // parts and runs
@@ -92,7 +96,7 @@ size_t kvf_mover::n_run() const {
 
 ggml_backend_dev_t kvf_mover::pinned_for() const {
     for (const auto & p : parts) {
-        if (p.stream) { return device_of(p.buf); }
+        if (has_pinned(device_of(p.buf))) { return device_of(p.buf); }
     }
     return nullptr;
 }
@@ -257,7 +261,8 @@ void kvf_mover::order(llama_context * ctx, const std::function<bool(int32_t bloc
 }
 
 void kvf_mover::submitted(uint32_t n_block, const std::function<bool(int32_t block)> & is_free) {
-    if (!pinned_for()) { return; } // all copies are done when a call returns
+    const auto streams = [](const part & p) { return p.stream != nullptr; };
+    if (std::none_of(parts.begin(), parts.end(), streams)) { return; } // all copies are done when a call returns
 
     unused.resize(n_block);
     for (uint32_t b = 0; b < n_block; ++b) {
@@ -302,8 +307,13 @@ double kvf_mover::time_copies(size_t size, uint32_t n, bool to_device) const {
     ggml_backend_tensor_alloc(there.get(), t, ggml_backend_buffer_get_base(there.get()));
     memset(data, 1, size);
 
-    const auto go = [&] {
-        if (to_device) {
+    const bool async = is_async(dev);
+    const auto go    = [&] {
+        if (!async && to_device) {
+            ggml_backend_tensor_set(t, data, 0, size);
+        } else if (!async) {
+            ggml_backend_tensor_get(t, data, 0, size);
+        } else if (to_device) {
             ggml_backend_tensor_set_async(stream.get(), t, data, 0, size);
         } else {
             ggml_backend_tensor_get_async(stream.get(), t, data, 0, size);

@@ -162,15 +162,16 @@ void kvf_panes::copy(part & p, ggml_tensor * t, char * host, size_t at, size_t s
     n_bytes += n * size;
 }
 
-// which records are copied as one. CUDA refuses a copy that spans memory that was pinned at different times
+// which records are copied as one. No device takes a copy that spans memory that was pinned at different times
 void kvf_panes::place_records() {
     const uint32_t n_record = (pos + n + n_chunk - 1) / n_chunk;
-    const bool     async    = std::any_of(parts.begin(), parts.end(), [](const part & p) { return p.stream != nullptr; });
+    const bool     pinned   = std::any_of(
+            parts.begin(), parts.end(), [](const part & p) { return kvf_mover::has_pinned(kvf_mover::device_of(p.buf)); });
 
     strides.assign(n_record, 0);
     for (uint32_t i = 0; i + 1 < n_record; ++i) {
         const ptrdiff_t next = (const char *) records[i + 1] - (const char *) records[i];
-        if (next > 0 && next <= MAX_STRIDE && (!async || kvf_host::is_one(records[i], records[i + 1]))) {
+        if (next > 0 && next <= MAX_STRIDE && (!pinned || kvf_host::is_one(records[i], records[i + 1]))) {
             strides[i] = next;
         }
     }
