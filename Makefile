@@ -38,6 +38,11 @@ test: build         ## set up, then all tests, but those nightly ones and those 
 test-all: build     ## all tests, with all mutants
 	KVFLASH_NIGHTLY=all KVFLASH_MUTANTS=all $(PYTEST) --durations=30
 
+# on Mesa's lavapipe, or on the GPU that GGML_VK_VISIBLE_DEVICES names; lavapipe would compile cooperative matrices for minutes
+test-vulkan:        ## the tests of a Vulkan device, on what `make build-vulkan` has built
+	KVFLASH_NIGHTLY=all GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES:-0} GGML_VK_DISABLE_COOPMAT=1 \
+	    $(BIN)/python -m pytest --durations=10 tests/test_vulkan.py
+
 mutants: build      ## every small change to our C++ that the fuzz test must notice: some 10 minutes
 	KVFLASH_MUTANTS=all $(BIN)/python -m pytest --durations=30 tests/test_fuzz.py
 

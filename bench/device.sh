@@ -3,6 +3,7 @@
 #
 #   bench/device.sh cuda      here: the native libraries, for KVFLASH_CUDA_ARCH (default 90a-real), by the nvcc that pip has, into
 #                             .dev/native.tgz; half an hour on 2 cores, and none of the other machine's time; again: what changed
+#   bench/device.sh vulkan    here: the same with Vulkan in place of CUDA, into .dev/vk-native.tgz; docs/BACKENDS.md has what it takes
 #   bench/device.sh pack      here: .dev/ gets the patched llama.cpp tree and the wheels (about 40 MB); carry it along
 #   bench/device.sh build     there: unpack .dev/native.tgz, or build if it is not there (200 s on 16 cores); then $OUT has it in pieces,
 #                             for the next machine: cat FOLDER/native.tgz.* >.dev/native.tgz. In the background while `pieces` arrive:
@@ -37,6 +38,8 @@
 #   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
+#   bench/device.sh on-vulkan [SHAPE] there: .dev/vk-native.tgz, or a build with both: the tests of Vulkan, the speed with it, and with
+#                             CUDA on the same card. .gl/*.deb: Debian's libvulkan1 and what else the loader needs
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +47,7 @@ cd "$(dirname "$0")/.."
 # a call removes what the last one left beside the files that travel, even while it is being built: so there is a copy
 there=/tmp/kvflash-tree
 case ${1:-} in
-'' | cuda | pack | pieces) ;; # here, whatever machine that is
+'' | cuda | vulkan | pack | pieces) ;; # here, whatever machine that is
 wheel) ;;                     # there, but dist/ is kept, and copied for `installed`
 *)
     if command -v nvidia-smi >/dev/null; then
@@ -95,6 +98,18 @@ cuda)
     mkdir -p .dev
     tar czf .dev/native.tgz -C build/device-native/pyllama_kvflash/native .
     du -sh .dev/native.tgz
+    ;;
+vulkan)
+    # shellcheck disable=SC2086
+    .venv/bin/cmake -S . -B build/device-vulkan -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" \
+        -DCMAKE_BUILD_TYPE=Release -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+        -DGGML_VULKAN=ON -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF ${CMAKE_ARGS:-} >build/device-vulkan.log
+    .venv/bin/ninja -C build/device-vulkan _kvflash
+    rm -rf build/device-vulkan-native
+    .venv/bin/cmake --install build/device-vulkan --prefix build/device-vulkan-native --strip >>build/device-vulkan.log
+    mkdir -p .dev
+    tar czf .dev/vk-native.tgz -C build/device-vulkan-native/pyllama_kvflash/native .
+    du -sh .dev/vk-native.tgz
     ;;
 pack)
     mkdir -p .dev/wheels
@@ -396,6 +411,32 @@ accepted)
         timeout "${3:-240}" python3 bench/lossless.py "$2" /tmp/prose.txt /tmp/code.txt --context $context --pool 1024 2048 \
             --policies lru fresh --tokens 256 2>&1 | tee "$at/accepted-$(basename "$2" .gguf)-$context.md" || true
     done
+    results
+    ;;
+on-vulkan)
+    mkdir -p $at /tmp/gl
+    shape=${2:-8b}
+    speed="kvflash bench speed --shape $shape --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --contexts 8K,64K,128K
+        --variants full,qk,lru"
+    for deb in .gl/*.deb; do dpkg -x "$deb" /tmp/gl; done
+    (
+        export LD_LIBRARY_PATH=/tmp/gl/usr/lib/x86_64-linux-gnu CUDA_VISIBLE_DEVICES= GGML_VK_VISIBLE_DEVICES=${GGML_VK_VISIBLE_DEVICES:-0}
+        export VK_DRIVER_FILES=${VK_DRIVER_FILES:-/usr/local/nvidia/share/vulkan/icd.d/nvidia_icd.json}
+        if [ -f .dev/vk-native.tgz ]; then # a tree of its own, which Python finds before the other one
+            rm -rf /tmp/kvflash-vulkan
+            mkdir /tmp/kvflash-vulkan
+            tar c --exclude='*.so*' --exclude=./.dev --exclude=./.gl --exclude=./build . | tar x -C /tmp/kvflash-vulkan
+            tar xzf .dev/vk-native.tgz -C /tmp/kvflash-vulkan/pyllama_kvflash/native
+            cd /tmp/kvflash-vulkan
+            export PYTHONPATH=$PWD
+        fi
+        python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
+        python3 -m pytest -q -s -p no:cacheprovider tests/test_vulkan.py tests/test_transfers.py | tee $at/vulkan-tests.txt | tail -60 || true
+        # shellcheck disable=SC2086
+        $speed -o "$at/vulkan-$shape" "${@:3}"
+    )
+    # shellcheck disable=SC2086
+    GGML_VK_VISIBLE_DEVICES= LD_LIBRARY_PATH=/tmp/gl/usr/lib/x86_64-linux-gnu $speed -o "$at/vulkan-$shape-cuda" "${@:3}"
     results
     ;;
 recall)

@@ -51,9 +51,10 @@ def test_a_wheel_is_complete_and_holds_nothing_twice(make_wheel: ModuleType, tmp
             make_wheel.check(write(tmp_path / GOOD, {*names, more}))
 
 
-def test_a_wheel_with_cuda_has_its_backend(make_wheel: ModuleType, tmp_path: Path):
-    name = GOOD.replace("0.1.0", "0.1.0+cu13")
-    with pytest.raises(make_wheel.WheelError, match=r"lacks pyllama_kvflash/native/libggml-cuda\.so"):
+@pytest.mark.parametrize(("local", "backend"), [("cu13", "cuda"), ("vulkan", "vulkan")])
+def test_a_wheel_of_a_gpu_has_its_backend(make_wheel: ModuleType, tmp_path: Path, local: str, backend: str):
+    name = GOOD.replace("0.1.0", f"0.1.0+{local}")
+    with pytest.raises(make_wheel.WheelError, match=rf"lacks pyllama_kvflash/native/libggml-{backend}\.so"):
         make_wheel.check(write(tmp_path / name, make_wheel.needed(GOOD)))
     make_wheel.check(write(tmp_path / name, make_wheel.needed(name)))
 

@@ -283,7 +283,7 @@ def banner(kv: KVFlash) -> list[str]:
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV"
         f" {where}, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
-        f"{', copies beside the computation' if kv.ctx.pinned else ''}"
+        f"{', records in memory that the GPU reads' if kv.ctx.pinned else ''}"
     )
     return [head, *notes, pool, memory, *records_lines(o, gpu=s.gpu_bytes > 0)]
 

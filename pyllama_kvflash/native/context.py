@@ -396,7 +396,7 @@ class Context:
 
     @property
     def pinned(self) -> bool:
-        """Whether host_buffer() gives pinned memory, so that copies run beside the computation."""
+        """Whether host_buffer() gives pinned memory, which a device copies to and from by itself."""
         return self.host_buffer(4096).base is not None
 
     def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
