@@ -30,7 +30,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 pytestmark = [pytest.mark.native, pytest.mark.nightly(LIBRARY)]
 
 TIMEOUT = 3600  # lavapipe compiles a shader for up to a minute, once
-N_POOL, N_SMALL = 2048, 768
+N_POOL, N_SMALL = 2048, 512
 N_PROMPT, N_STEPS, N_UBATCH = 700, 20, 256
 TEXT = "The code of the harbour is 8264. " * 90
 MORE = "What is the code of the harbour?"
@@ -115,7 +115,7 @@ def check_eviction(case: Case) -> None:
     with case.pool(N_SMALL, n_batch=128) as run, case.stock(n_batch=128) as other:
         logits, schedule, _ = run.feed_through(1000, N_STEPS)
         print("eviction:", case.assert_close(logits, other.replay(schedule)))
-    assert sum(len(step.drops) for step in schedule) > 3
+    assert sum(len(step.drops) for step in schedule) > 5
 
 
 def check_exact_pass(case: Case) -> None:
@@ -138,7 +138,7 @@ def check_exact_pass(case: Case) -> None:
         print("exact pass:", case.assert_close(logits[None], case.stock_logits[-case.n_steps - 1 : -case.n_steps]))
         noise, got = distance(run, also, want), distance(run, records, want)
         print(f"its records: {got:.3g}; noise: {noise:.3g}")
-        assert got <= 2 * noise + 1e-6
+        assert got <= 2 * noise + 1e-4  # some rounded the other way
 
 
 def distance(run: Run, got: list[Record], want: list[Record]) -> float:
