@@ -85,6 +85,14 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def at_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opposite: a scoring takes its time from decoding, on a GPU, too. What is computed where stays as it is."""
+    from pyllama_kvflash.native import Context  # noqa: PLC0415 (as above)
+
+    monkeypatch.setattr(Context, "pinned", property(lambda _self: False))
+
+
+@pytest.fixture
 def opened(
     request: pytest.FixtureRequest, tiny_path: Callable[[str], Path], needle_path: Path
 ) -> Iterator[Callable[..., "KVFlash"]]:

@@ -44,6 +44,7 @@ SMALL: dict[str, Any] = {**SCORED, "tau": 1, "prefill_reselect": False}  # 16 bl
 #
 
 
+@pytest.mark.usefixtures("at_one_token")
 @pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 @pytest.mark.parametrize("place", PLACES)
@@ -150,6 +151,7 @@ def test_no_more_than_swaps_come_in_at_once(opened: Open, monkeypatch: pytest.Mo
     assert len(seen.calls) == 3
 
 
+@pytest.mark.usefixtures("at_one_token")
 def test_what_fades_is_not_missed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that comes back for what it had of earlier tokens was not missed by this one."""
     kv = before(opened, 1300, Shares(lambda n, _: {3: 0.9} if n == 1300 else {}), again=0)

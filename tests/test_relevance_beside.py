@@ -31,7 +31,7 @@ from pyllama_kvflash import KVFlash, View
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool import flights
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("at_one_token")]
 
 SMALL = SCORED
 

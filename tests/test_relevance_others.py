@@ -73,6 +73,7 @@ def test_qk_finds_the_codes_after_a_scorer_failed(opened: Open, short: NeedlePro
     check_residency(kv)
 
 
+@pytest.mark.usefixtures("at_one_token")
 def test_a_scorer_that_fails_while_decoding(opened: Open) -> None:
     """One warning, among the events of the step; the run goes on, and is scored every 16 tokens, within them from then on."""
     n = 0

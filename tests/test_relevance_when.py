@@ -38,6 +38,7 @@ def due(start: int, end: int, tau: int) -> list[tuple[int, int]]:
     return res
 
 
+@pytest.mark.usefixtures("at_one_token")
 @pytest.mark.parametrize("tau", [1, 2, 3, 4, 7, 8, 12, 16, 64])
 def test_scored_every_tau_tokens(opened: Open, tau: int) -> None:
     """share=0: at fixed steps, by the queries of one token, and what the text was when scoring began."""
@@ -164,8 +165,7 @@ def test_prompts_are_scored_after_each_batch(
     """By its own queries on a CPU, which is done with it by then, and otherwise by those of the batch before it: what is
     chosen is there for the next one.
     """
-    if device == "beside":
-        request.getfixturevalue("beside")
+    request.getfixturevalue("beside" if device == "beside" else "at_one_token")
     scorer = Given(lambda v: -(np.arange(len(v.candidates)) ** 2.0))
     kv = opened(policy=scorer, n_batch=n_batch)
     decode, wanted = kv.ctx.decode, {}
@@ -212,8 +212,7 @@ def test_another_scorer_takes_over_by_hand(
     """What it needs is made of the records that are there, and it is asked from then on: when is its own. Within the token where that
     may have to be decoded again, else beside a device.
     """
-    if device == "beside":
-        request.getfixturevalue("beside")
+    request.getfixturevalue("beside" if device == "beside" else "at_one_token")
     scorer = Given(oldest)
     kv = opened(policy=scorer, tau=16, again=again)
     read(kv, 2000)
@@ -272,6 +271,7 @@ def test_a_reselect_tells_what_it_did(opened: Open) -> None:
     assert len(resident) + len(gone) == len(rated), "by hand, all of it is done at once"
 
 
+@pytest.mark.usefixtures("at_one_token")
 @pytest.mark.parametrize("policy", ["qk", "qk-cos"])
 def test_on_a_cpu_the_pool_changes_at_the_token_that_was_asked(opened: Open, policy: str) -> None:
     """Every tau tokens, by the queries of the token just decoded, and nothing is under way after it. Once: what comes after a token
@@ -302,8 +302,7 @@ def test_few_chunks_come_back_while_decoding(
     """At most as many as `swaps`, with scores that want all others in; a prompt, and who asks by hand,
     has the best there are.
     """
-    if device == "beside":
-        request.getfixturevalue("beside")
+    request.getfixturevalue("beside" if device == "beside" else "at_one_token")
     scorer = Given(other_ones)
     scorer.summary = "mean"
     kv = opened(policy=scorer, chunk=16, **({} if swaps is None else {"swaps": swaps}))
@@ -353,6 +352,7 @@ def test_what_was_scored_and_is_no_candidate_now_has_no_score(opened: Open, poli
         }
 
 
+@pytest.mark.usefixtures("at_one_token")
 def test_scoring_does_not_hold_up_decode(opened: Open) -> None:
     """While a scorer takes its time, tokens are decoded; only the step where its plan is due waits for it."""
     begun, go, order = threading.Event(), threading.Event(), []
