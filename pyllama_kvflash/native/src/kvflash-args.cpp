@@ -33,7 +33,12 @@ void kvf_check_seq(llama_context * ctx, llama_seq_id seq) {
 }
 
 void kvf_forget(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
-    const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::panes(*kv)->forget(std::max(pos, 0)); }
-    if (kv && llama_kvflash::fresh(*kv)) { llama_kvflash::fresh(*kv)->truncate(seq, std::max(pos, 0)); }
+    const uint32_t p     = std::max(pos, 0);
+    const auto *   kv    = llama_kvflash::get_kv(ctx->get_memory());
+    auto *         fresh = kv ? llama_kvflash::fresh(*kv) : nullptr;
+    if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::panes(*kv)->forget(p); }
+    if (!fresh) { return; }
+
+    if (p < fresh->of(seq).n) { ctx->synchronize(); } // a GPU that still computes would write what it chose to the tables
+    fresh->truncate(seq, p);
 }
