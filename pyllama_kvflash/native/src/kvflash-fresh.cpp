@@ -46,11 +46,17 @@ bool kvf_fresh::is_guest(uint32_t block) const {
             [&](const auto & s) { return std::find(s.blocks.begin(), s.blocks.end(), block) != s.blocks.end(); });
 }
 
+void kvf_fresh::interrupt(llama_seq_id seq) {
+    of(seq).pos_next = -1;
+    waits.assign(layers.size(), its.ahead != AHEAD_ALWAYS); // of the next graph, which is built before its tokens are known
+}
+
 void kvf_fresh::truncate(llama_seq_id seq, uint32_t p) {
     auto & s  = of(seq);
     s.changed = true; // a ubatch may have been cut off
     if (p >= s.n) { return; }
 
+    interrupt(seq);
     s.n = p / n_chunk * n_chunk;
     s.records.resize(s.n / n_chunk);
     for (uint32_t i = 0; i < layers.size() && !s.blocks.empty(); ++i) {
@@ -348,7 +354,7 @@ int kvf_index_get(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         kvf_check(n <= fresh.of(seq).n, "there are fewer positions in the index");
         kvf_check(dst && size == kvf_index::size(l.info, fresh.its.form, n), "room for the index of a layer is needed");
         l.chooser->get(seq, layer, n, (char *) dst);
-        fresh.of(seq).pos_next = -1; // it goes on as a sequence does that is made of this
+        fresh.interrupt(seq); // it goes on as a sequence does that is made of this
     });
 }
 
@@ -358,6 +364,7 @@ int kvf_index_set(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         const auto & l     = layer_of(fresh, layer);
         kvf_check(src && size == kvf_index::size(l.info, fresh.its.form, n), "this is not the index of such a layer");
         l.chooser->set(seq, layer, n, (const char *) src);
+        fresh.interrupt(seq);
     });
 }
 

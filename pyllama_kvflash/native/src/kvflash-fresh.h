@@ -226,6 +226,8 @@ struct kvf_fresh {
         return s.n_fill > 0 && (s.all || (s.n_step + layer) % its.n_turn == 0);
     }
 
+    // the next token of a sequence goes on from none: its layers wait
+    void interrupt(llama_seq_id seq);
     // forget positions from p on
     void truncate(llama_seq_id seq, uint32_t p);
     void clear(llama_seq_id seq);
