@@ -14,7 +14,7 @@ from pyllama_kvflash import errors
 from pyllama_kvflash.native.device import planned_host
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.handle import Handle, Output
-from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned
+from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned, unless_forked
 from pyllama_kvflash.native.model import Model, Tokens
 
 Record = npt.NDArray[np.uint8]
@@ -378,11 +378,7 @@ class Context:
         return res
 
     def host_buffer(self, size: int) -> Record:
-        """Return host memory, (size,) uint8, that the device copies to and from fast: pinned, where that makes a
-        difference.
-
-        Raises MemoryError.
-        """
+        """Return host memory, (size,) uint8, that a device copies to and from fast: pinned, if that matters. Raises MemoryError."""
         out = ffi.new("struct kvf_host **")
         try:
             check(lib.kvf_host_new(self.handle, size, out))
@@ -391,7 +387,8 @@ class Context:
         if out[0] == ffi.NULL:
             return np.full(size, 0, np.uint8)  # zeros() would commit the pages only when they are written
         handle = out[0]
-        base = ffi.gc(ffi.cast("char *", lib.kvf_host_base(handle)), lambda _: lib.kvf_host_free(handle), size)
+        free = unless_forked(lambda _: lib.kvf_host_free(handle))
+        base = ffi.gc(ffi.cast("char *", lib.kvf_host_base(handle)), free, size)
         return np.frombuffer(ffi.buffer(base, size), np.uint8)  # keeps `base`, and so the memory, alive
 
     @property

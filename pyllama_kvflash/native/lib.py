@@ -112,17 +112,22 @@ def last_error() -> str:
     return next((line for line in lines if line), "unknown error")
 
 
+def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that frees in this process only: a forked one has neither the threads nor the device."""
+    pid = os.getpid()
+    return lambda pointer: free(pointer) if os.getpid() == pid else None
+
+
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
     """Return a native object that is freed when nothing holds it any more: no variable, and no call under way in any thread.
 
     So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then. They
     are held from here, not by itself: both may be part of a circle that is garbage, which Python takes apart in any order.
     """
-    key, pid, all_owned = object(), os.getpid(), _owned
+    key, free, all_owned = object(), unless_forked(free), _owned
 
     def gone(_: object) -> None:
-        if os.getpid() == pid:  # a forked process has neither the threads nor the device
-            free(pointer)
+        free(pointer)
         del all_owned[key]
 
     res = ffi.cast(ffi.typeof(pointer), pointer)
