@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
-from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
 
@@ -34,7 +34,7 @@ def render() -> str:
         "\n## Memories that are not pooled\n\n`kvflash inspect` names the memory of a model.\n",
         table("Memory", memories),
         "\n## Pools that `--kvflash-policy fresh` does not take\n\nThe default policy, `auto`, is `qk` there, and a note has the reason.\n",
-        table("Pool", GUESTS),
+        table("Pool", GUESTS | {"records on disk, with a layer on a GPU": ON_DISK}),
         "\n## Calls that a pool does not take\n\nOf the native library; Python makes only the first two.\n",
         table("Call", CALLS),
         "\n## Context shift\n\nA `UsageError` when tokens do not fit.\n",

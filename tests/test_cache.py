@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.changes import SNAPSHOT
+from support.oracles import ON_GPU
 from support.runs import GREEDY, Open
 
 from pyllama_kvflash import KVFlash, Token, Warn
@@ -45,6 +46,7 @@ RNG = np.random.default_rng(7)
 TEXT = RNG.integers(0, 4000, 2000).astype(np.int32)
 OTHER = RNG.integers(0, 4000, 2000).astype(np.int32)
 LARGE = 1 << 40
+ON_DISK = "qk" if ON_GPU else "fresh"  # the policy that has records on disk
 
 
 @pytest.fixture
@@ -398,10 +400,10 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 @pytest.mark.nightly(SNAPSHOT)
 def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
     """Bit for bit: the answers, and the records; a few in memory, the rest in files without names."""
-    kv = opened()
+    kv = opened(policy=ON_DISK)
     want = say(kv, TEXT, 40, append=False)
     limit = 5 * kv.pager.records.record_bytes
-    spilled = opened(host_limit=limit, disk=str(tmp_path))
+    spilled = opened(host_limit=limit, disk=str(tmp_path), policy=ON_DISK)
     assert say(spilled, TEXT, 40, append=False) == want
     for chunk in range(kv.pager.ledger.n_sealed):
         assert np.array_equal(kv.pager.records.get(chunk), spilled.pager.records.get(chunk))

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ from support import refused
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.oracles import TOKENS, Run, assert_equal
+from support.oracles import ON_GPU, TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.engine import loading, refusals
-from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, SHIFT, WINDOWS
+from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.native import Context, Model, PoolParams
+from pyllama_kvflash.native import Context, Model, PoolParams, devices
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
 
 pytestmark = pytest.mark.native
@@ -373,6 +374,24 @@ def test_the_default_where_no_layer_can_choose(
     for pool in ("off", 8192):
         assert not [note for note in opened("qwen3", n_ctx=4096, pool=pool).notes if "policy" in note]
     assert not [note for note in opened("qwen3", n_ctx=4096, pool=1024, policy="qk").notes if "policy" in note]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_no_layer_of_a_gpu_chooses_from_what_is_on_disk(
+    opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool
+) -> None:
+    """The default is qk then, and says why; fresh is refused before anything is made. On the CPU a record may be anywhere."""
+    seen = [replace(device, gpu=gpu) for device in devices()]
+    monkeypatch.setattr(loading, "devices", lambda: seen)
+    disk: dict[str, Any] = {"n_ctx": 4096, "pool": 1024, "disk": str(tmp_path)}
+    if not gpu:
+        if not ON_GPU:
+            assert opened("qwen3", **disk, policy="fresh").policy == opened("qwen3", **disk).policy == "fresh"
+        return
+    kv = opened("qwen3", **disk)
+    assert (kv.policy, kv.notes.count(f"policy qk, not fresh: {ON_DISK.reason}")) == ("qk", 1)
+    assert sentence(lambda: opened("qwen3", **disk, policy="fresh")).endswith(f"run with policy fresh: {ON_DISK}")
+    assert opened("qwen3", **disk | {"pool": "off"}, policy="fresh").policy == "full"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4", "deepseek2"])

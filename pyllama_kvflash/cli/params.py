@@ -219,7 +219,8 @@ POOL = options(
     click.option("--kvflash-disk", "disk", metavar="DIR", type=Harmless("files without a name"), default=None,
                  envvar="KVFLASH_DISK",
                  help="Folder on a fast disk for the records beyond --kvflash-host, which is to be given, too: without it, they"
-                 " go there only once no memory is left. They are in unnamed files, which vanish with the process."),
+                 " go there only once no memory is left. They are in unnamed files, which vanish with the process. With a GPU"
+                 " policy auto is qk then."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
                  show_default="auto: fresh on the CPU, else qk",
                  envvar="KVFLASH_POLICY",

@@ -12,7 +12,7 @@ from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
 from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import of_guests, of_memory, of_model
+from pyllama_kvflash.engine.refusals import ON_DISK, of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
@@ -152,6 +152,9 @@ def _probed(model: Model, options: Options) -> Probe:
         raise UnsupportedError(msg)
     if seen.refusal is not None and options.pool != "off":
         msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
+        raise UnsupportedError(msg)
+    if seen.unchosen == ON_DISK.reason and options.policy == "fresh" and options.pool != "off":
+        msg = f"{model.path} cannot be run with policy fresh: {ON_DISK}"
         raise UnsupportedError(msg)
     return seen
 
@@ -333,6 +336,8 @@ def probe(model: Model, options: Options) -> Probe:
     unchosen = _refused(model, pool=chosen, **small, **types) if layers else "no layer is pooled"
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
+    if unchosen is None and options.disk is not None and any(devices()[i].gpu for i in geometry.devices):
+        unchosen = ON_DISK.reason
     return replace(seen, refusal=refusal, unchosen=unchosen)
 
 

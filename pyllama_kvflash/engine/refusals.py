@@ -102,6 +102,12 @@ GUESTS = {
 }
 """Pools that policy fresh does not take. The reason is in the library's own words."""
 
+ON_DISK = Refusal(
+    "layers on a GPU fetch from pinned memory, and records on disk (`disk`) cannot be pinned",
+    f"{_OTHER}, or leave `disk` out",
+)
+"""Policy fresh with records on disk and a layer on a GPU. The engine says so."""
+
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
     "use a larger `n_ctx`, which costs a pool no memory",
