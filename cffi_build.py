@@ -44,10 +44,13 @@ enum llama_flash_attn_type {
 };
 enum llama_context_type { LLAMA_CONTEXT_TYPE_DEFAULT, LLAMA_CONTEXT_TYPE_MTP, ... };
 enum llama_load_mode { LLAMA_LOAD_MODE_AUTO, LLAMA_LOAD_MODE_NONE, ... };
+enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, LLAMA_SPLIT_MODE_LAYER, ... };
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
 struct llama_model_params {
     int32_t n_gpu_layers;
+    enum llama_split_mode split_mode;
+    int32_t main_gpu;
     enum llama_load_mode load_mode;
     const float * tensor_split;
     llama_progress_callback progress_callback;

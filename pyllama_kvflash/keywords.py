@@ -49,6 +49,8 @@ class Keywords(TypedDict, total=False):
     flash_attn: str
     n_gpu_layers: int
     tensor_split: tuple[float, ...]
+    split_mode: str
+    main_gpu: int
     n_cpu_moe: int | str
     kv_offload: bool
     rpc: tuple[str, ...]

@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
@@ -19,6 +19,11 @@ MODES = ("fast", "lossless")
 MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
+_SPLIT_LAYERS = {
+    "row": "splits each matrix over the GPUs, and no pool was tried with that",
+    "tensor": "splits the KV of each layer over the GPUs, and a pool moves a layer's chunks on one",
+}
+"""Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
 _CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
@@ -139,6 +144,8 @@ class Options:
     # devices
     n_gpu_layers: int = -1  # layers on the GPUs; -1: all
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
+    split_mode: str = "layer"  # "layer": each GPU has some layers; "none": one GPU has all
+    main_gpu: int = 0  # with split_mode "none": which one, from 0; -1: the CPU
     n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as possible
     kv_offload: bool = True  # False: the full cache is in RAM, and the CPU computes attention (llama.cpp's --no-kv-offload); needs pool "off"
     rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
@@ -173,6 +180,17 @@ class Options:
             self.tensor_split and not any(self.tensor_split)
         ):
             msg = f"`tensor_split` is {self.tensor_split}: give a share for each GPU, such as 3,1"
+            raise UsageError(msg)
+        if why := _SPLIT_LAYERS.get(self.split_mode):
+            msg = f"`split_mode` is {self.split_mode!r}, which {why}: give layer, or none to use one GPU"
+            raise UsageError(msg)
+        check_choice(self.split_mode, ("layer", "none"), "split_mode")
+        check_range(self.main_gpu, -1, MAX_TOKENS, "main_gpu", "0 is the first GPU, -1 the CPU")
+        if self.main_gpu and self.split_mode != "none":
+            msg = f"`main_gpu` is {self.main_gpu}, and `split_mode` {self.split_mode} uses all GPUs: give `split_mode` none, too"
+            raise UsageError(msg)
+        if self.tensor_split and self.split_mode == "none":
+            msg = "`split_mode` none has all layers on one GPU, so `tensor_split` is without effect: leave one of them out"
             raise UsageError(msg)
         if isinstance(self.n_cpu_moe, str):
             check_choice(self.n_cpu_moe, ("auto",), "n_cpu_moe")
@@ -252,6 +270,16 @@ class Options:
             )
             raise UsageError(msg)
         check_range(self.panes, 0, MAX_TOKENS, "panes", "0 decides, 1 takes the least memory")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """On which devices models are, as arguments of Model.load()."""
+        return {name: getattr(self, name) for name in ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no layer is on a GPU, whatever there is."""
+        return self.n_gpu_layers == 0 or self.main_gpu < 0
 
     @property
     def lossless(self) -> bool:

@@ -79,7 +79,7 @@ def test_help_has_groups(command: str) -> None:
 
 def test_every_removed_option_is_known_to_a_command() -> None:
     hidden = {name for names in COMMANDS for option in options(*names) if option.hidden for name in option.opts}
-    assert hidden - SHORT == {*removed.OPTIONS, *removed.MOVED}
+    assert hidden - SHORT == {*removed.OPTIONS, *removed.MOVED, *removed.SET}
 
 
 @pytest.mark.parametrize("names", POOLED, ids=" ".join)

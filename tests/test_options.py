@@ -50,6 +50,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("tensor_split", (0.0, 0.0), "(0.0, 0.0)"),
     ("tensor_split", (3.0, -1.0), "(3.0, -1.0)"),
     ("tensor_split", (math.nan, 1.0), "(nan, 1.0)"),
+    *(("split_mode", mode, repr(mode)) for mode in ("row", "tensor", "Layer", "")),
+    *(("main_gpu", gpu, str(gpu)) for gpu in (-2, -1, 1, BIG)),  # of all GPUs there is none
     ("n_cpu_moe", -1, "-1"),
     ("n_cpu_moe", BIG, str(BIG)),
     ("n_cpu_moe", "all", "'all'"),
@@ -150,6 +152,7 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         {"n_gpu_layers": -1},
         {"n_gpu_layers": 0},
         *({"tensor_split": shares} for shares in ((), (3.0, 1.0), (0.0, 1.0), (0.5,))),
+        *({"split_mode": "none", "main_gpu": gpu} for gpu in (-1, 0, 3)),
         *({"n_cpu_moe": n} for n in (0, 1, 999, "auto")),
         *({"rpc": servers} for servers in ((), ("localhost:50052",), ("10.0.0.1:1", "gpu-2.lan:65535"))),
         *({"host_limit": limit} for limit in (None, 1, 1 << 60)),

@@ -16,7 +16,7 @@ from support import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.oracles import ON_GPU
+from support.oracles import N_GPU, ON_GPU
 from support.runs import HOST, LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
@@ -26,7 +26,7 @@ from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.placement import holdings, on_host
 from pyllama_kvflash.engine.refusals import MODELS
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
-from pyllama_kvflash.native import Context, Device, Model, PoolParams
+from pyllama_kvflash.native import Context, Device, Model, PoolParams, devices
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.sizing import RESERVE
@@ -114,6 +114,25 @@ def loaded(path: Path, **options: Any) -> Iterator[Loaded]:
         yield res
     finally:
         res.close()
+
+
+#
+# one device
+#
+
+
+def test_one_device_has_all_layers(tiny_path: Callable[[str], Path]) -> None:
+    """The GPU that is named, or the CPU, whatever there is; embeddings stay on the host."""
+    host = [device.gpu for device in devices()].index(False)
+    for gpu in range(-1, N_GPU):
+        with loaded(tiny_path("qwen3"), split_mode="none", main_gpu=gpu) as found:
+            assert {w.device for w in found.model.weights()} - {host} == ({gpu} if gpu >= 0 else set())
+            assert {layer.device for layer in found.sequences[0].ctx.layers()} == {gpu if gpu >= 0 else host}
+    n = max(N_GPU, 1)
+    with pytest.raises(UsageError, match=f"`main_gpu` is {n}, and there .* GPU.*: 0 is the first, and -1 the CPU"):
+        load(tiny_path("qwen3"), Options(**SMALL, split_mode="none", main_gpu=n), KVFlash.open)
+    with pytest.raises(UsageError, match=r"`split_mode` none .* `tensor_split` is without effect"):
+        Options(split_mode="none", tensor_split=(1.0,))
 
 
 #

@@ -230,7 +230,7 @@ POOL = options(
                  " formula, for comparison. Packages can register more."),
     settings.OPTION,
     *gone(*removed.OPTIONS, *(name for name in removed.MOVED if name.startswith(("--kvflash-", "--pin-", "--scorer-")))),
-    *gone("--draft-scorer", "--draft-pool"),
+    *gone("--draft-scorer", "--draft-pool", *removed.SET),
 )  # fmt: skip
 
 SPEC = options(

@@ -1,4 +1,4 @@
-"""Removed options of the command line and former environment variables, each with what to do now."""
+"""Options that the command line does not have, or no longer, and former environment variables: each with what to do now."""
 
 OPTIONS = {
     "--kvflash-tau": "fresh chooses at every token, and qk scores as often as pays",
@@ -39,6 +39,12 @@ MOVED = {
 }
 """Options whose field only experiments turn, each with how it is set now. `bench` and `serve` still have some."""
 
+SET = {
+    "-sm": "--set split_mode=none for one GPU; layer is the default, and row is not run",
+    "-mg": "--set split_mode=none --set main_gpu=N",
+}
+"""Options of llama.cpp that only `--set` has here, and which would be read as others: -s m and -m g."""
+
 VARIABLES = {
     **{
         f"KVFLASH_{name}": f"LLAMA_ARG_{name}"
@@ -65,6 +71,8 @@ VARIABLES = {
 
 def option(name: str) -> str:
     """Return the sentence for an option."""
+    if name in SET:
+        return f"{name} is not an option here: give {SET[name]}"
     if name in MOVED:
         return f"{name} was removed: give {MOVED[name]}"
     return f"{name} was removed: {OPTIONS[name]}; leave it out"

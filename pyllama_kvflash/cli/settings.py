@@ -182,6 +182,8 @@ def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None
         "sampling.samplers": ("names with ; between them", str),
         "sampling.dry_sequence_breakers": ("a JSON list of texts", _texts),
         "scorer_model": ("file", str),
+        "split_mode": ("layer or none", str),
+        "main_gpu": ("a whole number", int),
         "auto_cap": ("a whole number", _whole),
     }
     if name in special:

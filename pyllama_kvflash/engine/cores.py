@@ -20,7 +20,7 @@ class Cores:
     def __init__(self, options: Options) -> None:
         """options: resolved."""
         self._n_threads = options.n_threads or 1
-        self.on_cpu = options.n_gpu_layers == 0 or not any(device.gpu for device in devices())
+        self.on_cpu = options.on_cpu or not any(device.gpu for device in devices())
         self._watch = CoreWatch() if self._n_threads > 1 and self.on_cpu else None
 
     def after_step(self) -> list[Warn]:

@@ -117,7 +117,7 @@ def load(
 def where(options: Options) -> dict[str, Any]:
     """Return on which devices a model is to be, as arguments of Model.load()."""
     mtp = options.spec is not None and options.spec.kind == "mtp" and options.spec.model is None
-    return {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split, "mtp": mtp}
+    return {**options.where, "mtp": mtp}
 
 
 def placement(path: Path, options: Options) -> Placement:
@@ -255,7 +255,7 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
         ctx,
         n_batch=n_batch,
         n_ubatch=min(options.n_ubatch, n_batch),
-        where={"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split},
+        where=options.where,
         n_threads=options.n_threads or 1,
     )
 

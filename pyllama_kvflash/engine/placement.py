@@ -129,7 +129,6 @@ def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int
     if options.spec is None:
         return [0 for _ in here]
     n_batch = options.drafter_batch(min(options.n_batch or BATCH, options.n_ctx))
-    where = {"n_gpu_layers": options.n_gpu_layers, "tensor_split": options.tensor_split}
     return drafter_bytes(
         options.spec,
         target,
@@ -137,7 +136,7 @@ def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int
         n_batch=n_batch,
         n_ubatch=min(options.n_ubatch, n_batch),
         n_seq=options.n_parallel,
-        where=where,
+        where=options.where,
     )
 
 

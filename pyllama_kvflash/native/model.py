@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.device import planned_host
+from pyllama_kvflash.native.device import devices, planned_host
 from pyllama_kvflash.native.header import why_incomplete
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
@@ -22,6 +22,7 @@ _DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
 _MILLION, _BILLION = 10**6, 10**9
 _INPUT = {f"{name}.weight" for name in ("token_embd", "position_embd", "token_types", "per_layer_token_embd")}
 """What llama.cpp has on the host, whatever is on a GPU: tensors of its LLM_TENSOR_LAYER_INPUT."""
+_SPLIT_MODES = {"layer": lib.LLAMA_SPLIT_MODE_LAYER, "none": lib.LLAMA_SPLIT_MODE_NONE}
 _SIZE = re.compile(r"[\w.+x-]{1,16}")  # "0.5B", "30B-A3B", "8x7B"
 
 
@@ -105,6 +106,8 @@ class Model:
         *,
         n_gpu_layers: int = -1,
         tensor_split: Sequence[float] = (),
+        split_mode: str = "layer",
+        main_gpu: int = 0,
         on_host: Sequence[str] = (),
         no_alloc: bool = False,
         mtp: bool = False,
@@ -114,16 +117,25 @@ class Model:
 
         n_gpu_layers: layers to offload; -1: all.
         tensor_split: each device's share of the layers; (): by free memory.
+        split_mode: "layer": each GPU has some of the layers; "none": one GPU has all of them.
+        main_gpu: that one, counted from 0; -1: the CPU, whatever there is.
         on_host: regular expressions for names of tensors that stay in host memory.
         no_alloc: read the metadata only, to look at the geometry. Such a model cannot decode.
         mtp: load the heads that predict further tokens, too.
         progress: called with 0.0 to 1.0.
 
-        Raises ModelError.
+        Raises UsageError and ModelError.
         """
         init()
+        n_gpu = sum(device.gpu for device in devices())
+        if main_gpu >= max(n_gpu, 1):
+            there = f"there {'is' if n_gpu == 1 else 'are'} {n_gpu or 'no'} GPU{'' if n_gpu == 1 else 's'}"
+            msg = f"`main_gpu` is {main_gpu}, and {there}: 0 is the first, and -1 the CPU"
+            raise errors.UsageError(msg)
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
+        params.split_mode = _SPLIT_MODES[split_mode]
+        params.main_gpu = main_gpu
         if len(tensor_split) > lib.llama_max_devices():
             msg = (
                 f"{len(tensor_split)} shares are given (`tensor_split`), for at most {lib.llama_max_devices()} devices"
