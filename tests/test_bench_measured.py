@@ -15,6 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import benches
 from support.benches import ONE_THREAD, ignore
 from support.changes import BENCHES
+from support.oracles import ON_CPU
 
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall
@@ -71,7 +72,7 @@ def test_compare_of_even_odds() -> None:
 def closeness(book: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[KldSweep, Results]:
     """The full cache, and that in q4_0, against the full cache."""
     variants = (Variant.parse("full"), Variant.parse("full/type_k=q4_0/type_v=q4_0"))
-    grid = KldSweep(BUNDLED_MODEL, book.read_text(), (768,), (0.5,), variants, 24, ONE_THREAD)
+    grid = KldSweep(BUNDLED_MODEL, book.read_text(), (768,), (0.5,), variants, 24, {**ONE_THREAD, **ON_CPU})
     results = Results(tmp_path_factory.mktemp("kld"))
     done = list(kld.measure(grid, results, lambda _: ignore))
     assert done == list(grid.cells())
@@ -89,7 +90,7 @@ def test_the_full_cache_is_itself(closeness: tuple[KldSweep, Results]) -> None:
 def test_perplexity_is_that_of_the_tokens_that_come(closeness: tuple[KldSweep, Results]) -> None:
     """Each token is scored by the logits before it: the same from one batch with all its logits."""
     grid, results = closeness
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=768, pool="off", n_threads=1) as kv:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=768, pool="off", n_threads=1, **ON_CPU) as kv:
         tokens = kv.tokenize(grid.text or "")[:768]
         list(kv.prefill(tokens[:743]))
         kv.decode(tokens[743:], native.ALL)

@@ -405,6 +405,8 @@ def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
     limit = 5 * kv.pager.records.record_bytes
     spilled = opened(host_limit=limit, disk=str(tmp_path), policy=ON_DISK)
     assert say(spilled, TEXT, 40, append=False) == want
+    for one in (kv, spilled):
+        one.pager.wait_stored()
     for chunk in range(kv.pager.ledger.n_sealed):
         assert np.array_equal(kv.pager.records.get(chunk), spilled.pager.records.get(chunk))
     s = spilled.stats()

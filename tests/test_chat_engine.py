@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.oracles import ON_CPU
 
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.chat import ChatTemplate
@@ -152,7 +153,7 @@ def test_one_tool_of_several_must_be_called(model: Model, engine: ChatEngine) ->
 
 @pytest.fixture(scope="module")
 def kv() -> Iterator[KVFlash]:
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=2048, pool="off", n_threads=1) as res:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=2048, pool="off", n_threads=1, **ON_CPU) as res:
         yield res
 
 

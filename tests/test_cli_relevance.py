@@ -217,7 +217,7 @@ def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
 def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     path = tmp_path_factory.mktemp("demo") / "prompt.txt"
     args = ("--tokens", "2K", "--kvflash", "1K", "--needles", "4", "-t", "1")
-    return process("demo", *args, "-o", path, env={**os.environ, "COLUMNS": "100"}), path
+    return process("demo", *args, "-o", path, env={**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}), path
 
 
 def test_demo_finds_all_with_the_full_cache_and_with_chunks_brought_back(

@@ -184,14 +184,16 @@ def test_cell_can_fail(
             rows(records[2], layer, "k")[:] = rows(records[1], layer, "k")
         return records
 
-    def late_replay(run: Run, schedule: Sequence[Step]) -> Logits:
-        """One drop is forgotten."""
-        first = next(i for i, step in enumerate(schedule) if step.drops)
-        return replay(run, [step._replace(drops=()) if i == first else step for i, step in enumerate(schedule)])
+    def other_replay(run: Run, schedule: Sequence[Step]) -> Logits:
+        """Two chunks leave in each other's place: as many as ever, since a cache that is as wide as the pool has no room for more."""
+        (i, first), (j, second) = [(i, step) for i, step in enumerate(schedule) if step.drops][:2]
+        (a, *rest), (b, *others) = first.drops, second.drops
+        forged = {i: first._replace(drops=(b, *rest)), j: second._replace(drops=(a, *others))}
+        return replay(run, [forged.get(k, step) for k, step in enumerate(schedule)])
 
     monkeypatch.setattr(Run, "out", forged_out)
     if sabotaged == "eviction":
-        monkeypatch.setattr(Run, "replay", late_replay)
+        monkeypatch.setattr(Run, "replay", other_replay)
     with pytest.raises(AssertionError, match=message):
         check_cell(tiny_model(name), "q4_0")
 

@@ -16,7 +16,7 @@ from support import commands
 from support.changes import GRAMMARS, crossed
 from support.commands import check_error, good, invoke
 from support.drafting import width_noise
-from support.oracles import ON_GPU
+from support.oracles import ON_CPU, ON_GPU
 from support.rounding import Chosen, held
 
 from pyllama_kvflash import KVFlash, Sampling, Token
@@ -37,7 +37,7 @@ LETTERS = 'root ::= ("ab" | "ba" | "c")+ "."'
 
 @pytest.fixture(scope="module")
 def kv() -> Iterator[KVFlash]:
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=4096, pool="off", n_threads=1) as found:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=4096, pool="off", n_threads=1, **ON_CPU) as found:
         yield found
 
 

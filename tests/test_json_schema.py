@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.changes import GRAMMARS
 from support.gbnf import Grammar
+
+pytest.importorskip("jsonschema")
+
 from support.json_schemas import CASES, ENFORCED, LOOSENED, REFUSED, Case
 
 from pyllama_kvflash.json_schema import SchemaError, check, check_arguments

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+from support.oracles import N_GPU
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.memory import memory_line, records_lines
@@ -30,6 +31,7 @@ from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
 
+AT_END = 64 << 20  # what CUDA takes of RAM after the last line, as the process ends: 53 MiB, on one H200
 LINE = re.compile(r"memory with a full context: RAM up to ([\d.]+) MiB = (.*)")
 
 
@@ -67,7 +69,8 @@ def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_w
     command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1"]
     peak, out, err = peak_of(command)
     stats = json.loads(out)["stats"]
-    assert stats["peak_bytes"] == pytest.approx(peak, rel=0.05)
+    at_end = N_GPU * AT_END if stats["gpu_bytes"] else 0
+    assert 0.95 * (peak - at_end) <= stats["peak_bytes"] <= 1.05 * peak
     if stats["gpu_bytes"] == 0:
         found = LINE.search(err)
         assert found

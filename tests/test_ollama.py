@@ -12,6 +12,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support import serving
+from support.oracles import ON_CPU
 from support.serving import NAME, Running
 
 from pyllama_kvflash import Sampling
@@ -47,7 +48,7 @@ COUNTS = "prompt_eval_count", "prompt_eval_cached_count", "eval_count"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running(template=TEMPLATE) as running:
+    with Running(template=TEMPLATE, **ON_CPU) as running:
         yield running
 
 

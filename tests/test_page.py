@@ -17,6 +17,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("uvicorn")
 
 from support import serving
+from support.oracles import ON_GPU
 from support.serving import (
     NAME,
     SMALL,
@@ -178,7 +179,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert (found["pool_cells"], found["chunk"], found["n_ctx"]) == (SMALL["pool"], N_CHUNK, SMALL["n_ctx"])
     assert (found["device_kv_bytes"], found["host_bytes"]) == (stats.device_kv_bytes, stats.host_bytes)
     assert found["device_kv_bytes"] > 0
-    assert found["meter"] is found["gpu"] is False
+    assert (found["meter"], found["gpu"]) == (False, ON_GPU)
     first, second = found["sequences"]
     assert first["n_tokens"] == kv.n_tokens > SMALL["pool"]
     assert first["state"] == "".join(map(str, seen.state))

@@ -12,6 +12,7 @@ from support.changes import ENGINE
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.oracles import GPU_NOISE, ON_GPU, assert_same
 from support.properties import CHECK
 from support.rounding import n_flips
 from support.runs import GREEDY, LRU, Logits, Open
@@ -136,12 +137,14 @@ def test_four_at_once_are_what_the_stock_cache_says(opened: Open, name: str, cac
         prompts = [feed(s, 64 * (3 + i)) for i, s in enumerate(kv.sequences)]  # whole chunks lie alike in both
         runs.append([*prompts, *(step(kv, 0, 1, 2, 3) for _ in range(40))])
     for got, want in zip(*runs, strict=True):
-        np.testing.assert_array_equal(got, want)
+        assert_same(np.atleast_2d(got), np.atleast_2d(want))
     check(opened(name))
     alone = opened(name, pool="off", type_k=cache, type_v=cache, n_parallel=1)
     want = np.concatenate([feed(alone, 64 * 3), feed(alone, 40, size=1)])
     got = np.concatenate([runs[0][0], np.array([each[0] for each in runs[0][N_SEQ:]])])
-    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 5e-3, "of another sequence"
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < (GPU_NOISE if ON_GPU else 5e-3), (
+        "of another sequence"
+    )
 
 
 class Mirror:
@@ -228,7 +231,7 @@ def test_one_is_cleared_and_the_others_go_on(opened: Open, name: str) -> None:
     kv.sequences[2].clear()
     assert kv.sequences[2].n_tokens == 0
     check(kv)
-    np.testing.assert_array_equal(feed(kv.sequences[1], 20, 1), feed(control.sequences[1], 20, 1))
+    assert_same(feed(kv.sequences[1], 20, 1), feed(control.sequences[1], 20, 1))
     feed(kv.sequences[2], 120, 32)
     assert [s.n_tokens for s in kv.sequences] == [120, 140, 120, 120]
     check(kv)

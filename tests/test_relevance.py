@@ -67,6 +67,7 @@ def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str, polic
     assert all(recall(short, **QUARTER, policy=policy, type_k=cache, type_v=cache))
 
 
+@pytest.mark.usefixtures("at_one_token")
 def test_the_scores_find_them_in_the_short_text_too(short: NeedlePrompt) -> None:
     """With two blocks for what a question needs: no other order finds more than what lies in its window."""
     for policy in ("lru", shuffled(1), Given(oldest)):
@@ -132,6 +133,7 @@ def test_scoring_changes_nothing_where_all_is_resident(opened: Open, name: str) 
 
 
 @pytest.mark.nightly(SCORING)
+@pytest.mark.usefixtures("at_one_token")
 @pytest.mark.parametrize(("share", "again"), crossed([0, 0.05], [0, 0.03]))
 def test_the_same_seed_gives_the_same_events(
     opened: Open, short: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, share: float, again: float

@@ -13,7 +13,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import lossless, serving, snapshots
 from support.commands import check_error, good, in_process, invoke
 from support.lossless import answer, chosen_alike
-from support.oracles import ON_GPU
+from support.oracles import ON_CPU, ON_GPU
 from support.rounding import Chosen
 from support.runs import BY_SIXTEEN, TOKENS, Open
 from support.serving import Running
@@ -30,7 +30,13 @@ pytestmark = pytest.mark.native
 
 known = lossless.known
 wordless = snapshots.wordless
-server = serving.server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(max_body=64 << 10, **ON_CPU) as running:
+        yield running
+
 
 SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 256, "panes": 2, "mode": "lossless"}
 FULL = {**SMALL, "pool": "off", "mode": "fast"}

@@ -258,7 +258,8 @@ def test_killed(tiny_path: Callable[[str], Path], tmp_path: Path) -> None:
     """At any moment of a save: the file is the old one or the new one, whole, or is not there if there was none."""
     out = tmp_path / "text.kvsnap"
     command = [sys.executable, "-c", SAVES, tiny_path("qwen3"), out]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    # a forked process has no GPU
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""}
     rng, left, kept = random.Random(0), 0, 0
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as saver:
         assert saver.stdin is not None

@@ -15,6 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import speeds
 from support.benches import ignore
+from support.oracles import ON_CPU
 from support.speeds import ENGINE, random_tokens
 
 from pyllama_kvflash.bench import shapes
@@ -348,7 +349,9 @@ def test_pools_stand_beside_lru(tmp_path: Path) -> None:
 
 def test_an_index_on_the_device_counts(monkeypatch: pytest.MonkeyPatch, shape_path: Callable[[str], Path]) -> None:
     """Beside the pool and the panes, while decoding and at most."""
-    speed = make_speed(variants=(speed_variant("fresh"),), contexts=(512, 1024, 2048), common={**ENGINE, "chunk": 16})
+    speed = make_speed(
+        variants=(speed_variant("fresh"),), contexts=(512, 1024, 2048), common={**ENGINE, "chunk": 16, **ON_CPU}
+    )
     plain = speed_bench.measure(speed, speed.caches()[0], shape_path("tiny"), ignore)["points"][-1]
     assert plain["index_bytes"] == 0
     assert plain["kv_device_bytes"] == plain["kv_most_bytes"] == plain["pool_bytes"] + plain["pane_bytes"]

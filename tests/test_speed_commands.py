@@ -14,6 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import speeds
 from support.benches import good, invoke, refused, type_examples
+from support.oracles import ON_GPU
 from support.speeds import ENGINE, random_tokens
 
 from pyllama_kvflash.bench import paging as paging_bench
@@ -196,7 +197,8 @@ def test_speed_writes_its_tables(measured: tuple[Result, Path]) -> None:
     assert (full["pool"], lru["pool"], qk["pool"]) == (None, 512, 512)
     assert full["decode_x"] == full["prefill_x"] == 1
     pool = full["kv_device_bytes"] * 512 // (1024 + 256)  # 1,024 tokens, and the steps
-    assert lru["kv_device_bytes"] == pool + full["kv_device_bytes"] // 2, "and two of four layers"
+    more = lru["kv_device_bytes"] - pool - full["kv_device_bytes"] // 2
+    assert 0 <= more <= 4096 * ON_GPU, "and two of four layers, which CUDA pads"
     assert full["host_bytes"] == 0 < lru["host_bytes"]
     assert lru["reselects"] == 0 < qk["reselects"]
     assert lru["pages_in"] == 0

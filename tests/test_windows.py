@@ -105,10 +105,10 @@ class Windowed(Case):
         """A pooled context."""
         return self.pool(self.setting.pool, self.setting.n_batch, chunk=self.setting.chunk)
 
-    def stock(self, n_ctx: int = 8192, n_batch: int = 0) -> Run:
+    def stock(self, n_ctx: int = 8192, n_batch: int = 0, n_seq: int = 1) -> Run:
         """A stock context."""
         n_batch = n_batch or self.setting.n_batch
-        return Run(self.model, self.cache, n_ctx=n_ctx, n_batch=n_batch, chunk=self.setting.chunk)
+        return Run(self.model, self.cache, n_ctx=n_ctx, n_batch=n_batch, n_seq=n_seq, chunk=self.setting.chunk)
 
     def groups(self) -> list[list[int]]:
         """Batches past FAR: the ring wraps between single tokens, then within a batch of 33, then with large batches."""

@@ -42,6 +42,8 @@ def build_kernels(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels' library."""
+    if not GGML.exists():
+        pytest.skip("there is no vendored tree, as where libraries were built elsewhere")
     return build_kernels(tmp_path_factory.mktemp("kernels"))
 
 

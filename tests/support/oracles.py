@@ -32,7 +32,10 @@ N_GPU = sum(d.gpu for d in devices())
 ON_GPU = N_GPU > 0
 # a layer's choice mends what was predicted for the layer before, if that is on the same device
 ONE_GPU: dict[str, Any] = {"tensor_split": (1.0,) + (0.0,) * (N_GPU - 1)} if N_GPU > 1 else {}
+# where the CPU computes, whatever the machine has: a GPU sums in another order for each width, and rounds otherwise
+ON_CPU: dict[str, Any] = {"split_mode": "none", "main_gpu": -1}
 FINGERPRINT = 0x0123456789ABCDEF
+GPU_NOISE = 0.02  # relative RMS; a quantised cache of a tiny model has up to half of it
 SCRIBBLE = 0x3C  # 1.06 in F16, and no NaN in any type: a masked cell is multiplied by zero
 
 TOKENS = np.random.default_rng(7).integers(0, tiny.N_VOCAB, N_CTX).astype(np.int32)
@@ -206,6 +209,14 @@ def assert_equal(got: Logits, want: Logits) -> None:
     assert want.std() > 0.1, f"the logits say nothing: their standard deviation is {want.std():.3g}"
     same = np.array_equal(got, want)
     assert same, str(difference(got, want))
+
+
+def assert_same(got: Logits, want: Logits) -> None:
+    """Bit for bit; on a GPU, where other blocks and batches sum in another order, but for rounding."""
+    if ON_GPU:
+        assert difference(got, want).rms < GPU_NOISE
+    else:
+        np.testing.assert_array_equal(got, want)
 
 
 class Case:
