@@ -184,7 +184,7 @@ struct kvf_pool_params {
 };
 struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
-struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; };
+struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
     uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
@@ -218,6 +218,7 @@ int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, l
                       const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record,
                       size_t record_size);
 int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
+int  kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,

@@ -81,9 +81,9 @@ class Batches:
         self.found: list[tuple[int, Any, list[Any], int]] = []
         keep, decode, last = ExactReader.keep, ExactReader.decode, [np.empty(0, np.int32)]
 
-        def decoded(reader: ExactReader, pool: Context, tokens: Any, *args: Any) -> None:
+        def decoded(reader: ExactReader, pool: Context, tokens: Any, *args: Any, **how: Any) -> None:
             last[0] = tokens.copy()
-            decode(reader, pool, tokens, *args)
+            decode(reader, pool, tokens, *args, **how)
 
         def kept(reader: ExactReader, pool: Context, start: int, n: int, n_batch: int) -> None:
             asked = range(n_batch) if n_batch <= LOOKAHEAD + 1 else ()

@@ -48,9 +48,9 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     decode = ExactReader.decode
 
-    def decoded(reader: ExactReader, pool: Context, tokens: Any, start: int, *args: Any) -> None:
+    def decoded(reader: ExactReader, pool: Context, tokens: Any, start: int, *args: Any, **how: Any) -> None:
         found.append((start, len(tokens)))
-        decode(reader, pool, tokens, start, *args)
+        decode(reader, pool, tokens, start, *args, **how)
 
     monkeypatch.setattr(ExactReader, "decode", decoded)
     return found
@@ -139,7 +139,8 @@ def test_an_answer_that_was_cut_off_goes_on(
     """Wherever Ctrl-C comes in its beginning: what was shown stands, and what follows it is decoded losslessly, too."""
     kv, shown = opened(**SMALL), []
     with monkeypatch.context() as patch:
-        cut_off(getattr(kv, of), name, when, patch, at + (N_BATCHES if of == "sequence" else 0))
+        of_prompt = {"extend": N_BATCHES, "arrive": 1}.get(name, 0)  # the pool has a prompt once, after its last batch
+        cut_off(getattr(kv, of), name, when, patch, at + of_prompt)
         events = kv.generate(TOKENS[:1000], max_tokens=40, sampling=GREEDY)
         with pytest.raises(KeyboardInterrupt):
             shown.extend(event.id for event in events if isinstance(event, Token))

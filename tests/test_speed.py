@@ -125,7 +125,7 @@ def test_a_shape_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.Monke
 
 def test_a_shape_of_no_name(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"'9b' is not a shape: there are 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
+        UsageError, match=r"'9b' is not a shape: there are 8b, 70b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
     ):
         write_shape("9b", tmp_path / "x")
     assert list(tmp_path.iterdir()) == []

@@ -277,7 +277,7 @@ def test_paging_writes_its_tables(kept: Path) -> None:
     [
         (
             (),
-            "there is nothing to measure: give a model, or --shape with one of 8b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe",
+            "there is nothing to measure: give a model, or --shape with one of 8b, 70b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe",
         ),
         (("a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("-m", "a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),

@@ -66,6 +66,7 @@ class Shape:
 
 SHAPES = {
     "8b": Shape(n_layer=36, n_embd=4096, n_ff=12288, n_head=32, n_head_kv=8, n_head_dim=128),
+    "70b": Shape(n_layer=80, n_embd=8192, n_ff=28672, n_head=64, n_head_kv=8, n_head_dim=128),
     "27b-hybrid": Shape(
         n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_head_kv=4, n_head_dim=256,
         interval=4, n_state=128, n_group=16, n_value=48,
@@ -84,7 +85,7 @@ SHAPES = {
         interval=2, n_state=64, n_group=2, n_value=4, n_expert=8, n_used=2,
     ),
 }  # fmt: skip
-"""The shapes by name: an 8B dense model, a 27B hybrid with 16 attention layers, a 35B one with experts and 10 such
+"""The shapes by name: dense models of 8B and 70B, a 27B hybrid with 16 attention layers, a 35B one with experts and 10 such
 layers, and three for tests on a CPU."""
 
 

@@ -170,12 +170,15 @@ class Decoder:
             kept = tokens[: sequence.n_tokens - start]
             self.drafts.decoded(sequence.reads_exactly.ctx if exactly else sequence.ctx, kept, start)
 
-    def _exact_batch(self, step: "Step", outputs: int) -> Paged | None:
-        """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved."""
+    def _exact_batch(self, step: "Step", outputs: int, *, more: bool = False) -> Paged | None:
+        """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved.
+
+        more: see advance_exactly().
+        """
         part = step.part
         self.checkpoints.passed()
         self.listen(len(part.tokens), exactly=True)
-        paged = advance_exactly(part, outputs)
+        paged = advance_exactly(part, outputs, more=more)
         if part.draft:
             try:
                 step.accept()
@@ -287,20 +290,24 @@ class Decoder:
     def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
         """Decode tokens against everything before them, then fill the pool with what the last ones attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
+        reader, start = sequence.reads_exactly, sequence.n_tokens
         begin = time.perf_counter()
         due = self.checkpoints.stops(n, marks)
         while done < n:
             if done in due:
                 self.checkpoints.make()
-            size = min(sequence.reads_exactly.n_batch, next(at for at in (*due, n) if at > done) - done)
-            step = Step(self, Part(sequence, tokens[done : done + size]))
-            if paged := self._exact_batch(step, native.LAST if done + size == n else native.NONE):
+            size = min(reader.n_batch, next(at for at in (*due, n) if at > done) - done)
+            step, last = Step(self, Part(sequence, tokens[done : done + size])), done + size == n
+            # a state goes back to no earlier batch, should this one be cut off
+            more = not last and not sequence.stateful
+            if paged := self._exact_batch(step, native.LAST if last else native.NONE, more=more):
                 yield paged
             done += size
-            if done == n:
+            if last:
                 yield from self._settle_in(size)
-            seconds = time.perf_counter() - begin
-            yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
+            if (whole := reader.n_whole - start) > 0:
+                seconds = time.perf_counter() - begin
+                yield Prefill(whole, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
 
     def _settle_in(self, n_last: int) -> Iterator[Event]:
         """After an exact pass whose last batch had n_last tokens, fill the pool with what these attend to."""

@@ -29,7 +29,7 @@ class ExactContext(Context):
         """Decode tokens (n,) int32, at most a ubatch, of the pooled context's sequence, at positions pos, pos + 1, ...
 
         records: (record_bytes,) uint8 for each chunk, up to the last one of this batch. The rows of earlier positions are
-        read from them; heads and rows of this batch are written to them.
+        read from them; heads and rows of this batch are written to them, by wait_whole() at the latest.
 
         State that is not in the full-attention cache must have been put in (restore_partial). Raises Interrupted and
         NativeError; the records then have no meaning from pos on.
@@ -40,6 +40,14 @@ class ExactContext(Context):
         size = min((len(record) for record in records), default=0)
         compute(lib.kvf_decode_exact, self.handle, *place, ffi.new("void *[]", held), len(held), size)
         pool.computed(self.handle, len(tokens))
+
+    def wait_whole(self, n_ahead: int = 0) -> int:
+        """Wait for all batches but the last n_ahead, of which there are at most three. Returns how many positions, from the
+        first, the records have.
+        """
+        end = ffi.new("llama_pos *")
+        compute(lib.kvf_wait_exact, self.handle, n_ahead, end)
+        return int(end[0])
 
     def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:
         """Return what the last token decoded, or the token `back` before it, attends to: (n_tapped, n_piece) float32.
@@ -55,4 +63,6 @@ class ExactContext(Context):
         """Return the size of the panes, and how many bytes were copied to and from them."""
         out = ffi.new("struct kvf_pane_info *")
         check(lib.kvf_get_pane_info(self.handle, out))
-        return PaneInfo(bytes=out.bytes, n_bytes=out.n_bytes, n_pane=out.n_pane, n_layer=out.n_layer)
+        return PaneInfo(
+            bytes=out.bytes, n_bytes=out.n_bytes, n_pane=out.n_pane, n_layer=out.n_layer, n_stream=out.n_stream
+        )

@@ -56,12 +56,14 @@ class PaneInfo:
     n_bytes: copied so far, in both directions.
     n_pane: panes of the device that has the most.
     n_layer: layers that the graph reads.
+    n_stream: devices that copy while they compute.
     """
 
     bytes: int
     n_bytes: int
     n_pane: int
     n_layer: int
+    n_stream: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from pyllama_kvflash.native import ALL, Context, ExactContext, Record, Tokens
 from pyllama_kvflash.policy.scorers import EDGE
 
+_MOST_AHEAD = 3  # see ExactContext.wait_whole()
+
 
 class ExactReader:
     """Decodes for all sequences of a pool, one after the other.
@@ -23,10 +25,19 @@ class ExactReader:
         self.ctx = ctx
         self._seq: int | None = None  # the sequence whose rows and state it has
         self._end = -1  # the position that the state is of; -1: of none
+        self._ahead = False  # batches are under way
+        self.n_whole = 0  # positions of the last batch's sequence, from the first, that are in its records
 
     def close(self) -> None:
         """Free the panes. Harmless when called again."""
+        self.finish()
         self.ctx.close()
+
+    def finish(self) -> None:
+        """Wait for the batches under way: then all records are whole. Harmless when repeated."""
+        if self._ahead:
+            self.n_whole = self.ctx.wait_whole()
+        self._ahead = False
 
     @property
     def n_batch(self) -> int:
@@ -38,18 +49,27 @@ class ExactReader:
         """Device bytes of the panes."""
         return self.ctx.pane_info().bytes
 
-    def decode(self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], outputs: int) -> None:
+    def decode(
+        self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], outputs: int, *, more: bool = False
+    ) -> None:
         """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
 
-        records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then. Raises
-        Interrupted and NativeError.
+        records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then.
+        more: another batch follows. So as many batches are under way as there are devices, and one more: each device computes
+        one, and none waits for the host (the pipeline of GPipe, arXiv 1811.06965, as llama.cpp has it). Raises Interrupted and
+        NativeError.
         """
         own = self._own(pool.seq)
         if self._end != start:
             own.restore_partial(pool.save_partial(), start)
         self._end = -1  # until it is whole
+        self._ahead = True
         own.decode_into(pool, tokens, start, records, outputs)
         self._end = start + len(tokens)
+        if more:
+            self.n_whole = self.ctx.wait_whole(min(_MOST_AHEAD, self.ctx.pane_info().n_stream))
+        else:
+            self.finish()
 
     def look(
         self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: bytes
@@ -65,6 +85,7 @@ class ExactReader:
         try:
             with pool.same_output():
                 own.decode_into(pool, tokens, start, records, ALL)
+                own.wait_whole()
                 return np.array([pool.logits(i) for i in range(len(tokens))])
         finally:
             own.attn_seq_rm(start, -1)
@@ -101,7 +122,11 @@ class ExactReader:
             pool.restore_partial(state, n_tokens)
 
     def forget(self, seq: int, n_tokens: int) -> None:
-        """Note that a sequence was cut to its first n_tokens positions: later ones will have other rows."""
+        """Note that a sequence was cut to its first n_tokens positions: later ones will have other rows.
+
+        Waits for what is under way: the caller may free the records.
+        """
+        self.finish()
         if seq == self._seq:
             self.ctx.sequence(seq).attn_seq_rm(n_tokens, -1)
             if self._end > n_tokens:

@@ -12,7 +12,9 @@ from pyllama_kvflash.errors import HostMemoryError, counted
 Record = npt.NDArray[np.uint8]
 
 _GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
-_SLAB = 256 << 20  # bytes of a slab that is taken in advance
+# bytes of the first slab that is taken in advance, and of the largest; each has twice those of the one before. In an exact pass
+# each slab is a copy of its own, and who fills a GPU's queue of some thousand operations has to wait
+_SLAB, _SLAB_MOST = 256 << 20, 2 << 30
 _UNEXPECTED = 32 << 20  # bytes of a slab that a caller waits for: some 10 ms
 _PAGE = 4096  # rows of a record begin on a page: a bus reads them 10 % faster
 _LARGE = 1 << 20  # bytes of a record from which that is worth the padding
@@ -107,9 +109,10 @@ class HostMemory:
         self.check_limit(n)
         n = self._within(n)
         missing = n - len(self._free) - sum(count for count, _ in self._growing)
-        most = max(1, _SLAB // self.record_bytes)
+        size = _SLAB
         while missing > 0:
-            count = min(missing, most)
+            count = min(missing, max(1, size // self.record_bytes))
+            size = min(_SLAB_MOST, 2 * size)
             try:
                 slab = self._grower.submit(self._allocate, count * self._pitch)
             except RuntimeError:  # no memory for a thread: reserve() takes what it needs

@@ -108,11 +108,14 @@ class Pager:
         left = self.host(n_new + taken[0])
         return replace(plan, drops=plan.drops + left.drops)
 
-    def prepare(self, n_tokens: int) -> tuple[Plan, list[Record]]:
+    def prepare(self, n_tokens: int, *, passing: bool = False) -> tuple[Plan, list[Record]]:
         """Prepare for n_tokens that are computed outside the pool.
 
+        passing: those before them were, too, and the pool does not have them.
+
         Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Those of
-        earlier positions are whole; the rest is to be written. Raises PoolError and HostMemoryError; nothing has moved then.
+        earlier positions are whole, or will be; the rest is to be written. Raises PoolError and HostMemoryError; nothing has
+        moved then.
         """
         self.flights.finish()
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
@@ -126,9 +129,14 @@ class Pager:
         self.apply(plan)
         records = [self.records.get(c) for c in range(first)]
         records += [self.records.put(c) for c in range(first, n_chunks)]
-        if ledger.n_tokens % ledger.chunk:
+        if ledger.n_tokens % ledger.chunk and not passing:
             self.ctx.read(first, records[first])
         return plan, records
+
+    def passed(self, n_tokens: int) -> None:
+        """Begin to summarise those of the first n_tokens positions, computed outside the pool, whose records are whole."""
+        self._summariser.begin(n_tokens // self.ledger.chunk)
+        self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
         """Return the records of all chunks up to the one of position start + n_tokens - 1; those from start on are copies."""

@@ -33,6 +33,7 @@ class PooledSequence:
     opens_until: positions, from the first, after which an answer with a lossless opening is decoded in fast mode.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     consistent: False while a step is under way, and after one was cut off.
+    passing: whether that step is an exact pass between two of its batches, of which the pool has nothing yet.
     holder: the mark of the last caller that began or changed something; see engine.guard.
     """
 
@@ -61,6 +62,7 @@ class PooledSequence:
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
+        self.passing = False
         self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
@@ -89,6 +91,8 @@ class PooledSequence:
         if self._closed:
             return
         self._closed = True
+        if self.exact is not None:
+            self.exact.finish()  # it writes to the records
         if self.selector is not None:
             self.selector.close()
         if self.pager is not None:
@@ -234,6 +238,7 @@ class PooledSequence:
         if not cut_off:
             return
         for s in cut_off:
+            s.passing = False
             try:
                 s.end_trial()
                 s.ctx.seq_rm(s.n_tokens)

@@ -98,27 +98,37 @@ def keep(part: Part) -> None:
     sequence.consistent = True
 
 
-def advance_exactly(part: Part, outputs: int = native.LAST) -> Paged | None:
+def advance_exactly(part: Part, outputs: int = native.LAST, *, more: bool = False) -> Paged | None:
     """Decode a part, at most a batch of `exact`, against everything before it. Returns what moved.
 
     Keeps all tokens, but not those of a draft: keep_exactly() does. The pool then holds the chunk that is being written;
-    settle_in() brings in others. outputs: as for advance().
+    settle_in() brings in others. outputs: as for advance(). more: another batch follows at once; only the last one of a pass
+    waits for the devices, and changes the pool. Whatever comes between ends the pass first (PooledSequence.recover).
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """
     sequence, tokens = part.sequence, part.tokens
-    sequence.recover()
+    passing = _go_on(sequence)
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
-    sequence.consistent = False
-    plan, records = pager.prepare(len(tokens))
-    exact.decode(sequence.ctx, tokens, start, records, outputs)
+    plan, records = pager.prepare(len(tokens), passing=passing)
+    exact.decode(sequence.ctx, tokens, start, records, outputs, more=more)
     if not part.draft:
         part.accepted = len(tokens), None
-        keep_exactly(part)
+        keep_exactly(part, more=more)
     return Paged(start, plan.drops, plan.page_ins) if plan else None
 
 
-def keep_exactly(part: Part) -> None:
+def _go_on(sequence: PooledSequence) -> bool:
+    """Begin an exact batch. Returns whether it follows the last one of its pass, and nothing came between."""
+    alone = all(s.consistent for s in sequence.peers if s is not sequence)
+    passing = sequence.passing and not sequence.consistent and alone
+    if not passing:
+        sequence.recover()
+    sequence.consistent = sequence.passing = False
+    return passing
+
+
+def keep_exactly(part: Part, *, more: bool = False) -> None:
     """Keep those tokens of a part that are accepted, as keep() does, after advance_exactly()."""
     if part.accepted is None:
         return
@@ -129,5 +139,9 @@ def keep_exactly(part: Part) -> None:
     sequence.pending = following
     if sequence.n_exact == start:
         sequence.n_exact = start + n
-    sequence.arrive()
-    sequence.consistent = True
+    if more:
+        sequence.paged.passed(sequence.reads_exactly.n_whole)
+        sequence.passing = True
+    else:
+        sequence.arrive()
+        sequence.consistent = True

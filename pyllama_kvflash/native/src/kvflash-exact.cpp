@@ -96,6 +96,14 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
     });
 }
 
+int kvf_wait_exact(llama_context * ctx, uint32_t n, llama_pos * end) {
+    return kvf_guard([&] {
+        auto & kv = kvf_paned(ctx);
+        kvf_check(end, "a place for the result is needed");
+        *end = llama_kvflash::panes(kv)->wait(n);
+    });
+}
+
 int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
     return kvf_guard([&] {
         const auto & kv = kvf_paned(ctx);

@@ -20,11 +20,9 @@ void llm_graph_context::build_taps(
     if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
-    // not needed in the middle of a prompt, and as costly as a part of the attention itself. the library keeps graphs with
-    // and without outputs apart
-    if (cparams.mass_piece && n_outputs == 0) { return; }
-
-    const int64_t n_q = std::min<int64_t>(q->ne[2], cparams.q_tap);
+    // many are as costly as a part of the attention itself, and not needed in the middle of a prompt. one is taken there:
+    // ggml lays out a graph with other nodes anew, and waits for all devices before
+    const int64_t n_q = cparams.mass_piece && n_outputs == 0 ? 1 : std::min<int64_t>(q->ne[2], cparams.q_tap);
 
     // not the whole Q with an output flag: ggml-alloc reuses the layout of the reserved prompt graph for one token, so the
     // flag would have to be set for all ubatch sizes, at the price of n_ubatch*n_embd_q floats a layer

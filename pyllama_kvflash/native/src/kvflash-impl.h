@@ -144,7 +144,9 @@ const ggml_tensor * kvf_root(const ggml_tensor * t);
 
 // The layers of a full-attention cache, a few at a time. Each layer lies in a pane of its device's: the first n_pane - 2 in
 // one of their own, the others take turns in the last two. While one is computed, the next one is copied into the other
-// pane; the computation stops where a layer's turn is over (on_node), so that its pane can be given to another.
+// pane. The graph is launched in pieces that end where a layer's turn is over (on_node), so that its pane can be given to
+// another. Copies and computation wait for each other on the device, and the host for neither: one device computes a batch
+// while the next device is at the one before.
 struct kvf_panes {
     explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
     ~kvf_panes();
@@ -161,8 +163,12 @@ struct kvf_panes {
     // a batch at positions [pos, pos + n) begins, whose rows go to and come from records, laid out as `of` has it
     void begin(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n,
             void * const * records);
-    // it is computed: the records are whole. throws what went wrong in a callback
+    // it is launched: wait() says when its records are whole. throws what went wrong in a callback
     void finish();
+    // wait for all batches but the last n. returns the positions whose rows are in the records
+    uint32_t wait(uint32_t n);
+    // how many devices have a stream of copies
+    uint32_t n_stream() const;
     // it is not: all copies have ended
     void abandon();
 
@@ -174,6 +180,8 @@ struct kvf_panes {
     const kvf_pane_params params;
 
 private:
+    static constexpr size_t MAX_AHEAD = 4; // batches under way: the scheduler has as many copies of its inputs
+
     struct pane {
         int32_t                holds = -1; // layer
         uint32_t               n     = 0;  // rows that are right, from position 0
@@ -184,7 +192,8 @@ private:
     struct part {
         ggml_backend_buffer_t  buf;
         ggml_backend_ptr       stream; // null: copies are synchronous
-        ggml_backend_event_ptr stored;
+        ggml_backend_event_ptr computed;
+        ggml_backend_event_ptr stored[MAX_AHEAD]; // of each batch under way
         ggml_backend_t         compute = nullptr;
         std::vector<pane>      panes;
     };
@@ -214,6 +223,7 @@ private:
     void    taken();
     void    check(const ggml_tensor * t) const;
     void    load(int32_t layer);
+    void    follow(part & p);
     void    ready(int32_t layer);
     void    copy(const layer & l, uint32_t from, uint32_t to, bool in);
     void    copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride, size_t stride_host,
@@ -237,6 +247,11 @@ private:
     std::vector<turn>      order;
     size_t                 n_done = 0;
     std::exception_ptr     failed;
+
+    // the batches
+    size_t               n_batch = 0;
+    std::deque<uint32_t> ahead;     // where those under way end
+    uint32_t             whole = 0; // where the last one that is not ends
 };
 
 // pinned host memory

@@ -10,6 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 
+// of the patched scheduler
+GGML_API void kvflash_sched_no_wait(ggml_backend_sched_t sched, bool no_wait);
+
 // the largest stride that a 2D copy of CUDA takes
 static constexpr ptrdiff_t MAX_STRIDE = INT32_MAX;
 
@@ -79,10 +82,15 @@ kvf_panes::~kvf_panes() {
     }
 }
 
+uint32_t kvf_panes::n_stream() const {
+    return std::count_if(parts.begin(), parts.end(), [](const part & p) { return p.stream != nullptr; });
+}
+
 kvf_pane_info kvf_panes::info() const {
     kvf_pane_info res = {};
     res.n_bytes       = n_bytes;
     res.n_layer       = order.size();
+    res.n_stream      = n_stream();
     for (const auto & p : parts) {
         res.bytes += ggml_backend_buffer_get_size(p.buf);
         res.n_pane = std::max<uint32_t>(res.n_pane, p.panes.size());
@@ -126,18 +134,24 @@ void kvf_panes::bind(llama_context * ctx) {
     auto * sched = ctx->get_sched();
     for (auto & p : parts) {
         auto * dev = kvf_mover::device_of(p.buf);
-        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched) && kvf_mover::is_async(dev); ++i) {
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
             auto * backend = ggml_backend_sched_get_backend(sched, i);
             if (ggml_backend_get_device(backend) == dev) { p.compute = backend; }
         }
-        if (!p.compute) { continue; }
+        if (!p.compute || !kvf_mover::is_async(dev)) { continue; }
 
         p.stream.reset(ggml_backend_dev_init(dev, nullptr));
-        p.stored.reset(ggml_backend_event_new(dev));
-        bool whole = p.stream && p.stored;
+        bool       whole = p.stream != nullptr;
+        const auto make  = [&](ggml_backend_event_ptr & event) {
+            event.reset(ggml_backend_event_new(dev));
+            whole = whole && event;
+        };
+        make(p.computed);
+        for (auto & event : p.stored) {
+            make(event);
+        }
         for (auto & pane : p.panes) {
-            pane.loaded.reset(ggml_backend_event_new(dev));
-            whole = whole && pane.loaded;
+            make(pane.loaded);
         }
         if (!whole) { p.stream.reset(); }
     }
@@ -222,6 +236,16 @@ void kvf_panes::load(int32_t layer) {
     if (p.stream) { ggml_backend_event_record(pane.loaded.get(), p.stream.get()); }
 }
 
+// the copies that follow wait for what has been launched so far
+void kvf_panes::follow(part & p) {
+    if (p.stream) {
+        ggml_backend_event_record(p.computed.get(), p.compute);
+        ggml_backend_event_wait(p.stream.get(), p.computed.get());
+    } else if (p.compute) {
+        ggml_backend_synchronize(p.compute);
+    }
+}
+
 // the computation waits for the layer's rows
 void kvf_panes::ready(int32_t layer) {
     auto & p = parts[layers[layer].part];
@@ -236,7 +260,6 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
         void * const * records) {
     bind(ctx);
     place_layers(kv, of);
-    ctx->synchronize(); // the last batch may still read the panes
 
     this->ctx     = ctx;
     this->pos     = pos;
@@ -250,6 +273,7 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     order.clear();
     running = true;
     llama_kvflash::set_callback(*ctx, streams ? on_node : nullptr, this);
+    kvflash_sched_no_wait(ctx->get_sched(), streams);
     if (!streams) { fill(); }
 }
 
@@ -319,14 +343,15 @@ void kvf_panes::store(const turn & turn) {
     if (!turn.writes) { return; }
 
     copy(l, pos, pos + n, false);
-    if (p.stream) { ggml_backend_event_record(p.stored.get(), p.stream.get()); }
     p.panes[l.pane].n = pos + n;
 }
 
-// a layer's turn is over: its rows are stored, the next layer of its pane is loaded, and the next turn's layer is awaited
+// a layer's turn is launched: after it its rows are stored, the next layer of its pane is loaded, and the next turn's layer
+// is awaited. nothing here waits, so that several devices compute at once
 void kvf_panes::taken() {
     const auto & turn = order[n_done++];
     const auto & l    = layers[turn.layer];
+    follow(parts[l.part]);
     store(turn);
 
     for (size_t i = n_done; i < order.size(); ++i) {
@@ -375,8 +400,10 @@ void kvf_panes::finish() {
     running = false;
     if (failed) { std::rethrow_exception(failed); }
     if (!streams) {
-        ctx->synchronize();
         find_turns();
+        for (auto & p : parts) {
+            follow(p);
+        }
         for (; n_done < order.size(); ++n_done) {
             store(order[n_done]);
         }
@@ -395,9 +422,23 @@ void kvf_panes::finish() {
     }
 
     for (auto & p : parts) {
-        if (p.stream) { ggml_backend_event_synchronize(p.stored.get()); }
+        if (p.stream) { ggml_backend_event_record(p.stored[n_batch % MAX_AHEAD].get(), p.stream.get()); }
     }
+    n_batch++;
+    ahead.push_back(pos + n);
     records = nullptr;
+    wait(MAX_AHEAD - 1);
+}
+
+uint32_t kvf_panes::wait(uint32_t n) {
+    while (ahead.size() > n) {
+        for (auto & p : parts) {
+            if (p.stream) { ggml_backend_event_synchronize(p.stored[(n_batch - ahead.size()) % MAX_AHEAD].get()); }
+        }
+        whole = ahead.front();
+        ahead.pop_front();
+    }
+    return whole;
 }
 
 void kvf_panes::abandon() {
@@ -405,8 +446,11 @@ void kvf_panes::abandon() {
     failed  = nullptr;
     records = nullptr;
     for (auto & p : parts) {
+        if (p.compute) { ggml_backend_synchronize(p.compute); }
         if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
     }
+    ahead.clear();
+    whole = pos;
     forget(pos);
 }
 

@@ -105,10 +105,11 @@ struct kvf_pool_info {
 };
 
 struct kvf_pane_info {
-    uint64_t bytes;   // of all panes, of all devices
-    uint64_t n_bytes; // copied so far, in both directions
-    uint32_t n_pane;  // of the device that has the most
-    uint32_t n_layer; // layers that the graph reads
+    uint64_t bytes;    // of all panes, of all devices
+    uint64_t n_bytes;  // copied so far, in both directions
+    uint32_t n_pane;   // of the device that has the most
+    uint32_t n_layer;  // layers that the graph reads
+    uint32_t n_stream; // devices that copy while they compute
 };
 
 struct kvf_layer {
@@ -187,11 +188,14 @@ LLAMA_API int kvf_decode_each(
 
 // decode n tokens (at most n_ubatch) of sequence seq in a paned context, against all positions before pos. those are read
 // from n_record records of `pool`, one for each chunk; the last ones are of the chunks that this batch writes to. their rows
-// before pos must be valid; their other rows and their heads are written. the caller moves the state that is not in the
-// full-attention cache (kvf_partial_*). on success all records are complete. on KVF_E_ABORTED and other errors, the rows
-// from pos on are undefined
+// before pos must be valid, or of a batch before this one; their other rows and their heads are written. the caller moves
+// the state that is not in the full-attention cache (kvf_partial_*). the records are complete, and may be freed, once
+// kvf_wait_exact() says so. on KVF_E_ABORTED and other errors, the rows from pos on are undefined, and all others complete
 LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
         const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size);
+// wait for all batches of a paned context but the last n (at most 3 are under way). end: the positions whose rows are in the
+// records
+LLAMA_API int kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 
 // the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
