@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
+#include <string>
 
 // the largest stride that a 2D copy of CUDA takes
 static constexpr size_t MAX_STRIDE = INT32_MAX;
@@ -17,11 +19,11 @@ ggml_backend_dev_t kvf_mover::device_of(ggml_backend_buffer_t buf) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// a stream of copies is worth having where the device computes by itself, and can be waited for. Vulkan's would run on the
-// queue of the computation, and free nothing of an event that only another stream waits for
+// a stream of copies is worth having where an instance of the backend has a queue of its own, as those of ggml-cuda have.
+// Vulkan's is that of the computation. Metal's keeps a copy of all that it was given until it is synchronized
 bool kvf_mover::is_async(ggml_backend_dev_t dev) {
-    if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) { return false; }
-    if (!strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "Vulkan")) { return false; }
+    static const std::set<std::string> streaming = {"CUDA", "ROCm", "MUSA"};
+    if (!dev || !streaming.count(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)))) { return false; }
 
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(dev, &props);
