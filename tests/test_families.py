@@ -17,7 +17,7 @@ from support import families, tiny
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.oracles import TOKENS, Cache, Case, Logits, Run, Step, assert_equal, difference, rows
+from support.oracles import TOKENS, Cache, Case, Logits, Run, Step, difference, rows
 from support.rounding import n_flips
 
 from pyllama_kvflash.errors import UnsupportedError
@@ -96,7 +96,7 @@ def check_paging(case: Case) -> None:
         page(run, np.random.default_rng(1).permutation(n_block)[: len(run.resident())].tolist())
         other = run.feed(N_STEPS, 1)
     want = case.stock_logits
-    assert_equal(same, want[:-N_STEPS])
+    case.assert_equal(same, want[:-N_STEPS])
     assert_alike(other, want[-N_STEPS:], case.noisy_logits, want[-2 * N_STEPS :])
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
 from support.commands import POOLED, good, summary
+from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, HOST, TOKENS, Open
 
 from pyllama_kvflash import KVFlash
@@ -82,7 +83,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def choice_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     """What the first device takes with all layers there."""
-    with Model.load(path, no_alloc=True) as model, Context(model, n_ctx=512, n_batch=64, n_ubatch=64) as ctx:
+    with Model.load(path, **ONE_GPU, no_alloc=True) as model, Context(model, n_ctx=512, n_batch=64, n_ubatch=64) as ctx:
         heads = tuple(Heads(at.n_head, at.n_head_kv, at.n_embd_head_k) for at in ctx.layers())
     form = IndexForm.of(min(h.n_embd for h in heads), changes.pop("index", 0))
     values: dict[str, Any] = {"n_seq": 1, "chunk": 64, **changes}
@@ -97,7 +98,7 @@ def test_a_plan_says_what_the_index_takes(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], name: str, changes: dict[str, Any]
 ) -> None:
     gpus(8 << 30)
-    options = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, **changes}
+    options = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **changes}
     (need, *others), size = needs(tiny_path(name), Options(**options))
     shape = {"n_seq" if key == "n_parallel" else key: n for key, n in changes.items() if key not in ("n_ctx", "policy")}
     assert size.n_pool is not None
@@ -111,7 +112,7 @@ def test_nothing_is_kept_free_where_no_layer_chooses(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], options: dict[str, Any]
 ) -> None:
     gpus(8 << 30)
-    found, _ = needs(tiny_path("qwen3"), Options(**{"n_ctx": 4096, "pool": 1024, "n_threads": 1, **options}))
+    found, _ = needs(tiny_path("qwen3"), Options(**{"n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **options}))
     assert not any(need.index for need in found)
 
 
@@ -152,7 +153,10 @@ def test_an_automatic_pool_leaves_room_for_the_index(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], policy: str
 ) -> None:
     """As planned, so made: it and the index fit twice into what is free, but for the reserve."""
-    path, options = tiny_path("qwen3"), {"n_ctx": 16_384, "n_threads": 1, "policy": policy, "prefill": "pool"}
+    path, options = (
+        tiny_path("qwen3"),
+        {"n_ctx": 16_384, "n_threads": 1, "policy": policy, "prefill": "pool", **ONE_GPU},
+    )
     token_bytes = next(iter(needs(path, Options(**options, pool=1024))[0])).kv // 1024
     index = choice_of(path, 16_384, 16_384) if policy != "lru" else 0
     free = RESERVE + index + 2 * 2048 * token_bytes
@@ -174,8 +178,8 @@ def test_experts_leave_room_for_the_index(
 ) -> None:
     gpus(8 << 30)
     monkeypatch.setattr(placement, "devices", memory.devices)
-    path, options = tiny_path("qwen3moe"), Options(n_ctx=4096, pool=1024, n_threads=1, policy=policy)
-    with Model.load(path, no_alloc=True) as model:
+    path, options = tiny_path("qwen3moe"), Options(n_ctx=4096, pool=1024, n_threads=1, policy=policy, **ONE_GPU)
+    with Model.load(path, **ONE_GPU, no_alloc=True) as model:
         held, *_ = placement.holdings(model, probe(model, options).geometry, options)
     assert held.index == held.parts(0, 1024).get("index of fresh", 0)
     assert held.index == (choice_of(path, 4096, 1024) if policy == "fresh" else 0)
