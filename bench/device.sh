@@ -38,8 +38,9 @@
 #   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
-#   bench/device.sh on-vulkan [SHAPE] there: .dev/vk-native.tgz, or a build with both: the tests of Vulkan, the speed with it, and with
-#                             CUDA on the same card. .gl/*.deb: Debian's libvulkan1 and what else the loader needs
+#   bench/device.sh on-vulkan [SHAPE] there, after `build`: with .dev/vk-native.tgz, or a build that has both: the tests of Vulkan, the
+#                             speed with it, and with CUDA on the same card; WHAT=tests, vulkan or cuda: one of these. .gl/*.deb:
+#                             Debian's libvulkan1 and what else the driver needs
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -416,6 +417,7 @@ accepted)
 on-vulkan)
     mkdir -p $at /tmp/gl
     shape=${2:-8b}
+    what=${WHAT:-tests vulkan cuda}
     speed="kvflash bench speed --shape $shape --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --contexts 8K,64K,128K
         --variants full,qk,lru"
     for deb in .gl/*.deb; do dpkg -x "$deb" /tmp/gl; done
@@ -425,18 +427,19 @@ on-vulkan)
         if [ -f .dev/vk-native.tgz ]; then # a tree of its own, which Python finds before the other one
             rm -rf /tmp/kvflash-vulkan
             mkdir /tmp/kvflash-vulkan
-            tar c --exclude='*.so*' --exclude=./.dev --exclude=./.gl --exclude=./build . | tar x -C /tmp/kvflash-vulkan
+            tar c --exclude='*.so*' --exclude=./.dev --exclude=./.gl --exclude=./build --exclude=./vendor . | tar x -C /tmp/kvflash-vulkan
             tar xzf .dev/vk-native.tgz -C /tmp/kvflash-vulkan/pyllama_kvflash/native
             cd /tmp/kvflash-vulkan
             export PYTHONPATH=$PWD
         fi
         python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
-        python3 -m pytest -q -s -p no:cacheprovider tests/test_vulkan.py tests/test_transfers.py | tee $at/vulkan-tests.txt | tail -60 || true
+        [[ $what != *tests* ]] || python3 -m pytest -q -s -p no:cacheprovider tests/test_vulkan.py tests/test_transfers.py \
+            | tee $at/vulkan-tests.txt | tail -60 || true
         # shellcheck disable=SC2086
-        $speed -o "$at/vulkan-$shape" "${@:3}"
+        [[ $what != *vulkan* ]] || $speed -o "$at/vulkan-$shape" "${@:3}"
     )
     # shellcheck disable=SC2086
-    GGML_VK_VISIBLE_DEVICES= LD_LIBRARY_PATH=/tmp/gl/usr/lib/x86_64-linux-gnu $speed -o "$at/vulkan-$shape-cuda" "${@:3}"
+    [[ $what != *cuda* ]] || GGML_VK_VISIBLE_DEVICES= LD_LIBRARY_PATH=/tmp/gl/usr/lib/x86_64-linux-gnu $speed -o "$at/vulkan-$shape-cuda" "${@:3}"
     results
     ;;
 recall)
