@@ -27,7 +27,6 @@ ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 const char *       ggml_backend_dev_name(ggml_backend_dev_t device);
 const char *       ggml_backend_dev_description(ggml_backend_dev_t device);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
-void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
 
 /* ---- llama.h ---- */
 
@@ -114,7 +113,6 @@ int32_t  llama_model_meta_val_str(const struct llama_model * model, const char *
 
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_rs_seq(const struct llama_context * ctx);
-void     llama_synchronize(struct llama_context * ctx);
 float *  llama_get_logits_ith(struct llama_context * ctx, int32_t i);
 
 size_t llama_state_get_size(struct llama_context * ctx);
@@ -167,7 +165,7 @@ void                   llama_sampler_free(struct llama_sampler * smpl);
 
 enum kvf_status {
     KVF_OK, KVF_E_ARGUMENT, KVF_E_UNSUPPORTED, KVF_E_NO_BLOCK, KVF_E_RECORD, KVF_E_STATE, KVF_E_MODEL,
-    KVF_E_MEMORY, KVF_E_BACKEND, KVF_E_ABORTED, ...
+    KVF_E_MEMORY, KVF_E_BACKEND, KVF_E_ABORTED, KVF_E_LOST, ...
 };
 enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 #define KVF_RECORD_MAGIC   ...
@@ -220,6 +218,7 @@ int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, l
 int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
 int  kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
+int  kvf_synchronize(struct llama_context * ctx);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,
                      const llama_token * tokens, int32_t n);
@@ -247,7 +246,9 @@ int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 int  kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
+int  kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total);
 int  kvf_add_rpc(const char * endpoint);
+void kvf_drop_rpc(void);
 
 struct kvf_spec;
 struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };

@@ -12,6 +12,7 @@
     ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
+    │   └── DeviceLostError     1   an RPC server is gone, and what it held
     └── Interrupted           130   stopped by the user; what was produced is kept
 
 Messages are one sentence or two: what is wrong, the value, the fix. They name options as Python does, `n_ctx`; the command
@@ -73,6 +74,10 @@ class OutputError(KVFlashError):
 
 class NativeError(KVFlashError):
     """The computation failed in the native library."""
+
+
+class DeviceLostError(NativeError):
+    """An RPC server is gone, and with it weights and a part of the KV cache: the engine has to be loaded again."""
 
 
 class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)

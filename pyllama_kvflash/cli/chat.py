@@ -22,7 +22,7 @@ from pyllama_kvflash.cli.serve import TEMPLATE, read_template
 from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import KVFlashError, NativeError, OutputError, UsageError, counted
+from pyllama_kvflash.errors import DeviceLostError, KVFlashError, NativeError, OutputError, UsageError, counted
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
 
@@ -154,6 +154,7 @@ class Talk:
         self._reporter = reporter
         self._said = Conversation(system)
         self._stats: Stats | None = None  # of the last answer
+        self._answered = ""  # of the last answer, so far
         self._code = 0  # of the last thing that failed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
@@ -239,11 +240,16 @@ class Talk:
         """Answer a message after some turns, and return whether it has an answer. One without leaves the conversation as it
         was.
         """
-        answer = ""
+        answer = self._answered = ""
         try:
             with native.interruptible():
                 turns, tokens = self._fitting(before, turn)
                 answer, done = self._answer(tokens)
+        except DeviceLostError as err:
+            self._failed(err, f"{err}; /save FILE keeps the conversation so far")
+            if self._answered:
+                self._said.turns = [*before, replace(turn, answer=self._answered.strip())]
+            return self._answered != ""
         except NativeError as err:
             self._kv.clear()  # the state of the context is unknown
             self._failed(err, str(err))
@@ -291,7 +297,7 @@ class Talk:
                 elif isinstance(event, Token | Done):
                     bar.finish()
                     shown = event.text if text else event.text.lstrip()  # a template may end without a space
-                    text += shown
+                    text = self._answered = text + shown
                     click.echo(shown, nl=False)
                 if isinstance(event, Done):
                     click.echo(nl=not text.endswith("\n"))

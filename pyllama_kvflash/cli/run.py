@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
+from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -190,7 +190,11 @@ def _write(
     """
     plain = not as_json and not as_jsonl
     text = ""
-    with reporter.prefilling() as bar, reporter.answering(hidden=plain and out.on_terminal) as line:
+    with (
+        reporter.prefilling() as bar,
+        reporter.answering(hidden=plain and out.on_terminal) as line,
+        _kept(lambda: text, out, as_json=as_json),
+    ):
         for event in events:
             if as_jsonl:
                 _json_line(out, as_dict(event))
@@ -210,6 +214,17 @@ def _write(
                 return text, event
     msg = "the engine stopped without a last event"
     raise AssertionError(msg)
+
+
+@contextmanager
+def _kept(text: Callable[[], str], out: Output, *, as_json: bool) -> Iterator[None]:
+    """Write the text so far if a device is lost: the one object of --json would have come at the end."""
+    try:
+        yield
+    except DeviceLostError as err:
+        if as_json:
+            _json_line(out, {"text": text(), "reason": "error", "error": str(err)})
+        raise
 
 
 def _trace(

@@ -12,7 +12,7 @@ from pyllama_kvflash.native.context import (
     Record,
     split_queries,
 )
-from pyllama_kvflash.native.device import Device, add_rpc, devices, pretending
+from pyllama_kvflash.native.device import Device, add_rpc, devices, gpus, pretending
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
@@ -65,6 +65,7 @@ __all__ = [
     "check_grammar",
     "devices",
     "either",
+    "gpus",
     "init",
     "interrupt",
     "interruptible",

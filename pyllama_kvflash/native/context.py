@@ -204,16 +204,16 @@ class Context:
         self._shared.outputs = before
 
     def synchronize(self) -> None:
-        """Wait for the computation of this sequence's last token."""
-        lib.llama_synchronize(self.output.native)
+        """Wait for the computation of this sequence's last token. Raises NativeError."""
+        check(lib.kvf_synchronize(self.output.native))
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: of its last one.
 
-        Raises UsageError if the batch gave it none.
+        Raises UsageError (the batch gave it none) and NativeError.
         """
-        output = self.output
-        ptr = lib.llama_get_logits_ith(output.native, output.row(i))
+        self.synchronize()
+        ptr = lib.llama_get_logits_ith(self.output.native, self.output.row(i))
         if ptr == ffi.NULL:
             msg = f"token {i} of the last batch has no logits"
             raise errors.UsageError(msg)

@@ -53,7 +53,10 @@ def planned_host() -> int | None:
 
 
 def devices() -> list[Device]:
-    """Return all devices in llama.cpp's order: GPUs, the CPU, then those of RPC servers."""
+    """Return all devices in llama.cpp's order: GPUs, the CPU, then those of RPC servers.
+
+    Raises DeviceLostError.
+    """
     if _PLANNED:
         return list(_PLANNED)
     init()
@@ -61,12 +64,22 @@ def devices() -> list[Device]:
     free, total = ffi.new("size_t *"), ffi.new("size_t *")
     for i in range(lib.ggml_backend_dev_count()):
         dev = lib.ggml_backend_dev_get(i)
-        lib.ggml_backend_dev_memory(dev, free, total)
-        gpu = lib.ggml_backend_dev_type(dev) != lib.GGML_BACKEND_DEVICE_TYPE_CPU
+        check(lib.kvf_device_memory(i, free, total))
+        gpu = _is_gpu(i)
         n_free = int(free[0]) if gpu else _host_available(int(free[0]))
         name = ffi.string(lib.ggml_backend_dev_name(dev)).decode()
         res.append(Device(name, ffi.string(lib.ggml_backend_dev_description(dev)).decode(), gpu, n_free, int(total[0])))
     return res
+
+
+def gpus() -> set[int]:
+    """Return which of devices() are GPUs, without asking them for their memory: one of a server may be busy, or gone."""
+    return {i for i in range(lib.ggml_backend_dev_count()) if _is_gpu(i)}
+
+
+def _is_gpu(i: int) -> bool:
+    kind = lib.ggml_backend_dev_type(lib.ggml_backend_dev_get(i))
+    return bool(kind != lib.GGML_BACKEND_DEVICE_TYPE_CPU)
 
 
 def _host_available(fallback: int) -> int:
@@ -93,6 +106,9 @@ def add_rpc(endpoint: str) -> None:
     try:
         check(lib.kvf_add_rpc(encoded(endpoint, "`rpc`")))
     except NativeError:
-        msg = f"the RPC server {endpoint} (`rpc`) does not answer: start llama.cpp's rpc-server there, or leave it out"
+        msg = (
+            f"the RPC server {endpoint} (`rpc`) does not answer: start llama.cpp's rpc-server there, which serves one client"
+            " at a time, or leave it out"
+        )
         raise NativeError(msg) from None
     _servers.add(endpoint)

@@ -44,6 +44,7 @@ _ERRORS: dict[int, type[errors.KVFlashError]] = {
     lib.KVF_E_MEMORY: errors.NativeError,
     lib.KVF_E_BACKEND: errors.NativeError,
     lib.KVF_E_ABORTED: errors.Interrupted,
+    lib.KVF_E_LOST: errors.DeviceLostError,
 }
 
 CACHE_TYPES: dict[str, int] = {
@@ -98,9 +99,19 @@ def _end() -> None:
     global _ending  # noqa: PLW0603
     _ending = True
     interrupt(True)
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while anywhere(compute.__code__) and time.monotonic() < deadline:
+    if not _all_ended(_EXIT_SECONDS):
+        lib.kvf_drop_rpc()  # one may wait for a server that answers no more
+        _all_ended(_EXIT_SECONDS)
+
+
+def _all_ended(seconds: float) -> bool:
+    """Wait for calls, for so long at most. Returns whether there are none."""
+    deadline = time.monotonic() + seconds
+    while anywhere(compute.__code__):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def last_error() -> str:
@@ -165,9 +176,13 @@ def interruptible() -> Iterator[None]:
     os.set_blocking(writer, False)
 
     def watch() -> None:
+        n_pressed = 0
         while signals := os.read(reader, 16):
-            if signal.SIGINT in signals:
+            n_pressed += signals.count(signal.SIGINT)
+            if n_pressed:
                 interrupt(True)
+            if n_pressed > 1:
+                lib.kvf_drop_rpc()  # a server that answers no more would be waited for
 
     count = 0
 

@@ -199,7 +199,7 @@ class Sampler:
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the
-        chain. Raises UsageError (the grammar lets nothing through that the model has).
+        chain. Raises NativeError and UsageError (the grammar lets nothing through that the model has).
         """
         output = ctx.output
         native, i = output.native, output.row(i)
@@ -215,6 +215,7 @@ class Sampler:
         if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
             check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
+        ctx.synchronize()
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
 

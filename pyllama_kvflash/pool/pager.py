@@ -6,11 +6,12 @@ computed, and then summarised in a thread. `flights` moves chunks in and out.
 
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from pyllama_kvflash.errors import PoolError, UsageError
+from pyllama_kvflash.errors import DeviceLostError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
@@ -70,7 +71,8 @@ class Pager:
 
     def close(self) -> None:
         """End copies and threads, and free the records."""
-        self.ctx.wait()
+        with suppress(DeviceLostError):  # nothing of it is under way any more
+            self.ctx.wait()
         self._summariser.close()
         if self.guests:
             self.guests.close()

@@ -23,7 +23,7 @@ from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, ollama, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
-from pyllama_kvflash.serve.job import Job
+from pyllama_kvflash.serve.job import Job, broken
 from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder
 from pyllama_kvflash.serve.protocols import responses_response
@@ -313,5 +313,7 @@ class Server:
 
 
 def _not_ready(state: Phase) -> RequestError:
+    if state == Phase.FAILED:
+        return RequestError(503, broken(None).message, code="unavailable")
     what = "the model is loading" if state == Phase.LOADING else "the server is stopping"
     return RequestError(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyllama_kvflash.engine.sequence import KVSequence
-from pyllama_kvflash.errors import HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
+from pyllama_kvflash.errors import DeviceLostError, HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
 
 log = logging.getLogger("kvflash.serve")
@@ -100,8 +100,20 @@ class Failed:
 Update = Reading | Text | Finished | Failed
 
 
+STOPPING = Failed(503, "the server is stopping: try again after its restart")
+
+
+def broken(err: BaseException | None) -> Failed:
+    """Return the last update of all requests when an error has ended the server."""
+    if isinstance(err, DeviceLostError):
+        return Failed(503, str(err))
+    return Failed(500, "the server has stopped after an error: its log says why")
+
+
 def failure(err: Exception) -> Failed:
-    """Return the last update of a request that an error ended."""
+    """Return the last update of a request that an error ended. Raises DeviceLostError, for it ends all others, too."""
+    if isinstance(err, DeviceLostError):
+        raise err
     if isinstance(err, UsageError) and not isinstance(err, InUseError):
         return Failed(400, str(err))
     if isinstance(err, HostMemoryError | PoolError):

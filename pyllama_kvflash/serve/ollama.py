@@ -14,7 +14,7 @@ from starlette.routing import Route
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.need import weights_of
-from pyllama_kvflash.native import Model, Sampling, devices
+from pyllama_kvflash.native import Model, Sampling, gpus
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.ollama_response import moment, tagged
 from pyllama_kvflash.serve.protocols.request_error import RequestError
@@ -93,8 +93,8 @@ class _About:
 
     async def running(self, _request: Request) -> Response:
         """Return the models that are loaded."""
-        kv, found = self._ready(), devices()
-        on_gpus = sum(size for i, size in weights_of(kv.model).items() if found[i].gpu)
+        kv, found = self._ready(), gpus()
+        on_gpus = sum(size for i, size in weights_of(kv.model).items() if i in found)
         more = {"expires_at": _NEVER, "size_vram": on_gpus, "context_length": kv.options.n_ctx}
         return JSONResponse({"models": [{**self._model(kv), **more}]})
 

@@ -21,7 +21,7 @@ from pyllama_kvflash.errors import (
     SnapshotError,
 )
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.serve.job import Cache, Failed, Job, failure
+from pyllama_kvflash.serve.job import STOPPING, Cache, Failed, Job, broken, failure
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.pool_queries import PoolQueries, Query, T
 from pyllama_kvflash.serve.prefixes import Prefixes
@@ -123,7 +123,7 @@ class Scheduler:
                 self._waiting.append(job)
                 self._changed.notify_all()
                 return
-        job.notify(_BROKEN)
+        job.notify(broken(self.error))
         self.leave()
 
     def cancel(self, job: Job) -> None:
@@ -197,7 +197,7 @@ class Scheduler:
                 kv.close()
             with self._changed:
                 self.phase = Phase.CLOSED
-            self._refuse_all(_STOPPING)
+            self._refuse_all(STOPPING)
         except BaseException as err:  # noqa: BLE001 (waiting clients get an error)
             self._die(err)
 
@@ -389,11 +389,12 @@ class Scheduler:
             self._waiting.appendleft(job)
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
-        """End a request after an error, and clear its sequence, so that nothing of it is left."""
+        """End a request after an error, and clear its sequence, so that nothing of it is left. Raises DeviceLostError."""
+        answer = failure(err)
         self._prefixes.clear(slot)
         slot.leave()
         self._left("error")
-        job.notify(failure(err))
+        job.notify(answer)
 
     def _free_idle(self) -> bool:
         """Free the memory of idle sequences and of running writes. Returns whether there was any."""
@@ -416,7 +417,7 @@ class Scheduler:
         self._prefixes.save_all(self._slots)
         self._prefixes.finish()
         while True:
-            self._refuse_all(_STOPPING)
+            self._refuse_all(STOPPING)
             with self._changed:
                 if not self._n_admitted or time.monotonic() > deadline:
                     return not self._n_admitted
@@ -442,9 +443,5 @@ class Scheduler:
             if job := slot.job:
                 slot.leave()
                 self._left("error")
-                job.notify(_BROKEN)
-        self._refuse_all(_BROKEN)
-
-
-_STOPPING = Failed(503, "the server is stopping: try again after its restart")
-_BROKEN = Failed(500, "the server has stopped after an error: its log says why")
+                job.notify(broken(err))
+        self._refuse_all(broken(err))

@@ -125,6 +125,13 @@ static int32_t argmax(const float * x, int32_t n) {
     return at == x + n ? 0 : at - x; // not a number everywhere: as llama.cpp's greedy sampler
 }
 
+int kvf_synchronize(llama_context * ctx) {
+    return kvf_guard([&] {
+        kvf_check(ctx, "there is no context");
+        ctx->synchronize();
+    });
+}
+
 int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
     return kvf_guard([&] {
         kvf_check(ctx && token, "a context and a place for the token are needed");

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <string>
@@ -66,6 +67,15 @@ static thread_local int g_guarded = 0;
 static void on_abort(const char * message) {
     if (g_guarded > 0) { throw kvf_failure(KVF_E_BACKEND, message); }
     fprintf(stderr, "%s\n", message);
+}
+
+// a destructor goes on: it runs outside a kvf_guard(), or while an exception is on its way
+void kvf_on_lost(const char * endpoint) {
+    if (g_guarded > 0 && std::uncaught_exceptions() == 0) {
+        throw kvf_failure(KVF_E_LOST, "the RPC server " + std::string(endpoint) +
+                                              " is gone, with the weights and the KV cache that it held: start it again, "
+                                              "and load the model again");
+    }
 }
 
 // the status of the exception that is being handled; what it says becomes this thread's kvf_error()

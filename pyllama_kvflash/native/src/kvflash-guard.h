@@ -16,6 +16,9 @@ struct kvf_failure : std::runtime_error {
 // run f, and turn whatever it throws into a status: a failed assertion of the library, too
 LLAMA_API int kvf_guard(const std::function<void()> & f);
 
+// what an RPC server that is gone means to the call that needs it: KVF_E_LOST, but in a destructor
+void kvf_on_lost(const char * endpoint);
+
 inline void kvf_check(bool ok, const char * what) {
     if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
 }

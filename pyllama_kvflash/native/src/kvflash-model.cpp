@@ -98,20 +98,36 @@ int kvf_quantize(const char * src, const char * dst, const llama_model_quantize_
     });
 }
 
+int kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total) {
+    return kvf_guard([&] {
+        kvf_check(n_free && n_total && device < ggml_backend_dev_count(), "there is no such device");
+        ggml_backend_dev_memory(ggml_backend_dev_get(device), n_free, n_total);
+    });
+}
+
+// a function of the RPC backend, which is a module of its own in a wheel; null: this build has none
+template <typename F> static F rpc_function(const char * name) {
+    auto * reg = ggml_backend_reg_by_name("RPC");
+    return reg ? (F) ggml_backend_reg_get_proc_address(reg, name) : nullptr;
+}
+
 int kvf_add_rpc(const char * endpoint) {
     return kvf_guard([&] {
         kvf_check(endpoint, "an endpoint is needed");
         kvf_init();
         kvf_take_log();
 
-        auto *     reg = ggml_backend_reg_by_name("RPC");
-        const auto add = reg ? (ggml_backend_reg_t(*)(const char *)) ggml_backend_reg_get_proc_address(
-                                       reg, "ggml_backend_rpc_add_server")
-                             : nullptr;
+        const auto add = rpc_function<ggml_backend_reg_t (*)(const char *)>("ggml_backend_rpc_add_server");
         if (!add) { throw kvf_failure(KVF_E_UNSUPPORTED, "this build has no RPC backend"); }
+        rpc_function<void (*)(void (*)(const char *))>("ggml_backend_rpc_set_on_lost")(kvf_on_lost);
 
         auto * server = add(endpoint);
         if (!server) { throw kvf_failure(KVF_E_BACKEND, "the RPC server cannot be reached: " + kvf_take_log()); }
         ggml_backend_register(server);
     });
+}
+
+void kvf_drop_rpc(void) {
+    const auto drop = rpc_function<void (*)()>("ggml_backend_rpc_drop_servers");
+    if (drop) { drop(); }
 }

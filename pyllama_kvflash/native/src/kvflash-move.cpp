@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <set>
 #include <string>
 
@@ -280,15 +281,19 @@ void kvf_mover::commit(llama_context * ctx, uint64_t ticket) {
 }
 
 void kvf_mover::wait(uint64_t ticket) {
+    std::exception_ptr lost; // a server is gone: the copies of the others are waited for all the same
     while (!flying.empty() && flying.front().ticket <= ticket) {
         auto & t = flying.front();
         for (size_t i = 0; i < parts.size(); ++i) {
             if (!t.done[i]) { continue; }
-            ggml_backend_event_synchronize(t.done[i].get());
+            try {
+                ggml_backend_event_synchronize(t.done[i].get());
+            } catch (...) { lost = std::current_exception(); }
             parts[i].spare.push_back(std::move(t.done[i]));
         }
         flying.pop_front();
     }
+    if (lost) { std::rethrow_exception(lost); }
 }
 
 double kvf_mover::time_copies(size_t size, uint32_t n, bool to_device) const {

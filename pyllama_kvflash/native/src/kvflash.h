@@ -22,15 +22,16 @@ extern "C" {
 
 enum kvf_status {
     KVF_OK            = 0,
-    KVF_E_ARGUMENT    = -1, // a value is out of range
-    KVF_E_UNSUPPORTED = -2, // the model, or its memory, cannot do this
-    KVF_E_NO_BLOCK    = -3, // no free block: nothing was changed, drop chunks and call again
-    KVF_E_RECORD      = -4, // the bytes are not a record of this chunk, model and cache
-    KVF_E_STATE       = -5, // the chunk is (not) resident, the block is not free
-    KVF_E_MODEL       = -6, // the file cannot be loaded
-    KVF_E_MEMORY      = -7, // an allocation failed
-    KVF_E_BACKEND     = -8, // the computation failed
-    KVF_E_ABORTED     = -9, // stopped by kvf_interrupt()
+    KVF_E_ARGUMENT    = -1,  // a value is out of range
+    KVF_E_UNSUPPORTED = -2,  // the model, or its memory, cannot do this
+    KVF_E_NO_BLOCK    = -3,  // no free block: nothing was changed, drop chunks and call again
+    KVF_E_RECORD      = -4,  // the bytes are not a record of this chunk, model and cache
+    KVF_E_STATE       = -5,  // the chunk is (not) resident, the block is not free
+    KVF_E_MODEL       = -6,  // the file cannot be loaded
+    KVF_E_MEMORY      = -7,  // an allocation failed
+    KVF_E_BACKEND     = -8,  // the computation failed
+    KVF_E_ABORTED     = -9,  // stopped by kvf_interrupt()
+    KVF_E_LOST        = -10, // an RPC server is gone, and what it held
 };
 
 #define KVF_RECORD_MAGIC 0x5246564bu // "KVFR"
@@ -198,6 +199,8 @@ LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context 
 LLAMA_API int kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 
+// wait for the computation
+LLAMA_API int kvf_synchronize(struct llama_context * ctx);
 // the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 
@@ -472,8 +475,13 @@ void kvf_reply_free(struct kvf_reply * reply);
 // more of its text. deltas: JSON with the additions to its reasoning, content and calls
 int kvf_reply_push(struct kvf_reply * reply, const char * text, bool partial, char ** deltas);
 
+// the free memory of a device, and all of it
+LLAMA_API int kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total);
+
 // make the GPUs of an RPC server (host:port) devices of this process
 LLAMA_API int kvf_add_rpc(const char * endpoint);
+// end all connections to RPC servers: calls that wait for one return KVF_E_LOST
+LLAMA_API void kvf_drop_rpc(void);
 
 #ifdef __cplusplus
 }
