@@ -112,7 +112,7 @@ class Options:
     )
     meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
-    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room
+    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room, or on RPC servers
 
     # which chunks are resident
     policy: str | Scorer = (

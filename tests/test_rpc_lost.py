@@ -25,6 +25,7 @@ from pyllama_kvflash.errors import DeviceLostError, KVFlashError
 from pyllama_kvflash.events import Done, Token
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.policy.sizing import LEAST_PANES, RESERVE, DeviceMemory, n_panes
 
 pytestmark = pytest.mark.native
 
@@ -77,6 +78,7 @@ def check_two(endpoints: str, folder: str) -> None:
         want = kv.logits()
     with KVFlash.from_file(BUNDLED_MODEL, **POOL, rpc=rpc) as kv:
         assert {layer.device for layer in kv.ctx.layers()} == there
+        assert any("all layers, which spares the network" in note for note in kv.notes)
         for _ in kv.prefill(prompt):
             pass
         np.testing.assert_array_equal(kv.logits(), want)
@@ -84,7 +86,7 @@ def check_two(endpoints: str, folder: str) -> None:
         tokens = answer(kv)
         assert kv.stats().pages_in > 0
         kv.check_integrity()
-    for places in {"rpc": rpc}, {"n_gpu_layers": 0}:
+    for places in {"rpc": rpc, "panes": 2}, {"n_gpu_layers": 0}:
         with KVFlash.from_file(BUNDLED_MODEL, **POOL, **places) as kv:
             assert kv.restore(snapshot) == N_PROMPT
             kv.check_integrity()
@@ -103,6 +105,15 @@ def answer(kv: KVFlash) -> list[int]:
     """The tokens of a short answer."""
     events = kv.generate("The crew sang songs", max_tokens=N_ANSWER, sampling=GREEDY, append=True)
     return [event.id for event in events if isinstance(event, Token)]
+
+
+@pytest.mark.parametrize("pool", ["auto", 2048])
+@pytest.mark.parametrize(("free", "panes"), [(2**30, 28), (RESERVE + 2**20, 14), (0, LEAST_PANES)])
+def test_servers_keep_the_layers_that_fit(pool: int | str, free: int, panes: int) -> None:
+    """What is streamed goes through the network with each batch, whoever names a pool."""
+    memory = [DeviceMemory("RPC0", free, 1024, remote=True)]
+    assert n_panes(0, pool, memory, 1024, 28) == panes
+    assert n_panes(3, pool, memory, 1024, 28) == 3
 
 
 #

@@ -54,7 +54,9 @@ def _beside(token_bytes: Mapping[int, int], index: Mapping[int, int] = MappingPr
     """Return the memory of the devices that take so many bytes a token, and for an index, by device index."""
     found = devices()
     return [
-        DeviceMemory(found[i].name, found[i].free, n, host=not found[i].gpu, index=index.get(i, 0))
+        DeviceMemory(
+            *(found[i].name, found[i].free, n), host=not found[i].gpu, index=index.get(i, 0), remote=found[i].remote
+        )
         for i, n in token_bytes.items()
     ]
 

@@ -27,7 +27,8 @@ def open_exact(
     """
     n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:
-        check_memory(pane_memory(geometry, options, n_pane), n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
+        memory = pane_memory(geometry, options, n_pane)
+        check_memory(memory, n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
         ctx = _context(model, options, _params(n_pane, options, tap))
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
@@ -35,6 +36,8 @@ def open_exact(
         raise
     panes, compute = ctx.kv_bytes().attn / 2**20, ctx.compute_bytes() / 2**20
     streamed = "all layers" if n_pane >= len(geometry.rows) else f"{n_pane} layer{'s' * (n_pane > 1)} at a time"
+    if n_pane > LEAST_PANES and any(device.remote for device in memory) and not options.panes:
+        streamed += f", which spares the network of the RPC servers (`panes` {LEAST_PANES} takes the least memory)"
     note = (
         f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx:,} tokens, {streamed}, and {compute:.0f} MiB of"
         f" buffers for batches of {ctx.n_ubatch:,}"

@@ -19,6 +19,11 @@ class Device:
     free: int
     total: int
 
+    @property
+    def remote(self) -> bool:
+        """Whether it is one of an RPC server."""
+        return self.name.startswith("RPC")
+
 
 _PLANNED: list[Device] = []  # what devices() says instead, see pretending()
 

@@ -62,6 +62,7 @@ class DeviceMemory:
 
     host: whether it is the host's memory, where the records are, too.
     index: bytes that are kept free for layers to choose there (policy "fresh" on a GPU).
+    remote: whether what is copied there goes through a network, to an RPC server.
     """
 
     name: str
@@ -69,6 +70,7 @@ class DeviceMemory:
     token_bytes: int
     host: bool = False
     index: int = 0
+    remote: bool = False
 
     @property
     def half(self) -> int:
@@ -241,11 +243,14 @@ def n_panes(
     If the pool is automatic, so many that they, its n_pool tokens, the index and its buffers take no more than the full cache, where they
     fit half of (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed,
     if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
-    anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. Otherwise 2:
-    while a prompt is read, the copies cost no time.
+    anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. RPC servers get as many,
+    whatever the pool: each batch would have the whole text go through the network. Otherwise 2: while a prompt is read, the copies
+    cost no time.
     """
-    if request or not (pool == "auto" or (lossless and all(d.host for d in memory))):
+    remote = any(d.remote for d in memory)
+    if request or not (pool == "auto" or remote or (lossless and all(d.host for d in memory))):
         return request or LEAST_PANES
+    lossless = lossless or remote
     shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
