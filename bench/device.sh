@@ -129,7 +129,7 @@ build)
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
     begin=$SECONDS
     if [ -f .dev/native.tgz ]; then
-        tar xzf .dev/native.tgz -C pyllama_kvflash/native
+        tar xf .dev/native.tgz -C pyllama_kvflash/native
         cuda=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")
         for lib in cudart cublas cublasLt; do # found in the library's folder
             ln -sf "$(find -L "$cuda" -name "lib$lib.so.13" -print -quit)" pyllama_kvflash/native/
@@ -428,7 +428,7 @@ on-vulkan)
             rm -rf /tmp/kvflash-vulkan
             mkdir /tmp/kvflash-vulkan
             tar c --exclude='*.so*' --exclude=./.dev --exclude=./.gl --exclude=./build --exclude=./vendor . | tar x -C /tmp/kvflash-vulkan
-            tar xzf .dev/vk-native.tgz -C /tmp/kvflash-vulkan/pyllama_kvflash/native
+            tar xf .dev/vk-native.tgz -C /tmp/kvflash-vulkan/pyllama_kvflash/native
             cd /tmp/kvflash-vulkan
             export PYTHONPATH=$PWD
         fi

@@ -119,7 +119,7 @@ def main() -> None:
             options |= {"type_k": args.ct, "type_v": args.ct}
             ways: list[tuple[str, dict[str, Any]]] = [("full", {"pool": "off"})]
             for policy, panes in itertools.product(args.policies, args.panes):
-                own = {"pool": args.pool, "panes": panes, "policy": policy, "prefill": "exact", "opening": 0}
+                own = {"pool": args.pool, "panes": panes, "policy": policy, "mode": "lossless"}
                 ways.append((f"{policy}, {panes} panes", own))
             base = None
             for name, own in ways:
@@ -132,11 +132,11 @@ def main() -> None:
                         begin = time.perf_counter()
                         for _ in kv.prefill(prompt):
                             pass
+                        lossless = kv.decoder.lossless
                         read = n / (time.perf_counter() - begin)
                         checked = [] if name == "full" else [("lossless, ", a) for a in (None, *args.accepted)]
                         for how, a in [("", None), *checked]:
-                            if how:
-                                kv.decoder.be_lossless()
+                            kv.decoder.lossless = lossless if how else None
                             rate, each = decode(kv, text[: len(text) // 8] if how and a is None else text, a)
                             base = rate if name == "full" else base
                             share = f"{rate / base:.2f}" if base else "-"
