@@ -21,7 +21,7 @@ enum ggml_log_level {
 size_t  ggml_row_size(enum ggml_type type, int64_t ne);
 
 typedef struct ggml_backend_device * ggml_backend_dev_t;
-enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_GPU, ... };
+enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_ACCEL, ... };
 size_t             ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 const char *       ggml_backend_dev_name(ggml_backend_dev_t device);

@@ -51,7 +51,7 @@ case ${1:-} in
 '' | cuda | vulkan | pack | pieces) ;; # here, whatever machine that is
 wheel) ;;                     # there, but dist/ is kept, and copied for `installed`
 *)
-    if command -v nvidia-smi >/dev/null; then
+    if command -v nvidia-smi >/dev/null && [ "$PWD" != $there ]; then
         mkdir -p $there
         tar c --exclude=.git --exclude='.dev/m[0-9][0-9]' . | tar x -C $there
         cd $there

@@ -84,7 +84,7 @@ def gpus() -> set[int]:
 
 def _is_gpu(i: int) -> bool:
     kind = lib.ggml_backend_dev_type(lib.ggml_backend_dev_get(i))
-    return bool(kind != lib.GGML_BACKEND_DEVICE_TYPE_CPU)
+    return kind not in {lib.GGML_BACKEND_DEVICE_TYPE_CPU, lib.GGML_BACKEND_DEVICE_TYPE_ACCEL}  # the latter: BLAS
 
 
 def _host_available(fallback: int) -> int:
