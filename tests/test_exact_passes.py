@@ -40,6 +40,7 @@ class Late:
             ctx: ExactContext, pool: Any, tokens: Any, pos: int, records: Sequence[Record], *rest: Any
         ) -> None:
             late.show(late.ahead)
+            late.whole = late.whole if late.ahead else pos
             decode(ctx, pool, tokens, pos, records, *rest)
             late.ahead.append((pos + len(tokens), [(r, r.copy()) for r in records[pos // CHUNK :]]))
             late.most = max(late.most, len(late.ahead))
@@ -156,12 +157,29 @@ def test_what_comes_between_two_batches(opened: Open, late: Callable[[int], Late
         check_same(kv, control)
 
 
+@pytest.mark.parametrize("n_stream", [1, 2])
+def test_only_this_pass_is_said_to_be_read(opened: Open, monkeypatch: pytest.MonkeyPatch, n_stream: int) -> None:
+    """By the library itself, which knows the end of a longer text before."""
+    info = ExactContext.pane_info
+    monkeypatch.setattr(ExactContext, "pane_info", lambda ctx: replace(info(ctx), n_stream=n_stream))
+    kv = opened(policy="qk")
+    read(kv, END)
+    for n in (END, 9 * N_UBATCH + 3):
+        kv.clear()
+        read(kv, FIRST)
+        done = [e.done for e in read(kv, FIRST + n) if isinstance(e, Prefill)]
+        n_batch = -(-n // N_UBATCH)
+        assert done == [*(N_UBATCH * i for i in range(1, n_batch - n_stream)), n]
+        check_residency(kv, CHUNK)
+
+
+@pytest.mark.parametrize("policy", ["fresh", "qk"])
 @pytest.mark.parametrize("then", ["goes on", "rolls back", "clears", "answers", "closes"])
 def test_a_pass_that_is_left(
-    opened: Open, late: Callable[[int], Late], monkeypatch: pytest.MonkeyPatch, then: str
+    opened: Open, late: Callable[[int], Late], monkeypatch: pytest.MonkeyPatch, then: str, policy: str
 ) -> None:
     """Its batches are kept, and whatever follows waits for them first."""
-    control, kv = opened(), opened()
+    control, kv = opened(policy=policy), opened(policy=policy)
     device = late(2)
     read(kv, FIRST)
     events = kv.prefill(TOKENS[FIRST:END])

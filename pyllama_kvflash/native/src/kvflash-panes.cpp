@@ -270,6 +270,7 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     place_records();
     n_done = 0;
     failed = nullptr;
+    if (ahead.empty()) { whole = pos; } // it may have been of another text
     order.clear();
     running = true;
     llama_kvflash::set_callback(*ctx, streams ? on_node : nullptr, this);
