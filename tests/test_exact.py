@@ -106,7 +106,10 @@ class Pass:
             if not ON_GPU:
                 raise
             pytest.skip("the GPU has no kernel for this attention")
-        return self.pool.ctx.logits() if outputs else np.empty(0, np.float32)
+        if not outputs:
+            return np.empty(0, np.float32)
+        self.ctx.wait_whole()
+        return self.pool.ctx.logits()
 
     def parts(self, record: Record, position: int) -> Iterator[Any]:
         """The bytes of a position in a record, to read or write: K and V of each layer."""
@@ -275,7 +278,25 @@ def test_going_back(tiny_model: Callable[[str], Model], n_pane: int) -> None:
             want = stock.feed(n)
             records = run.records[: -(-(pos + n) // CHUNK)]
             run.ctx.decode_into(run.pool.ctx, tokens[pos : pos + n], pos, records)
+            run.ctx.wait_whole()
             assert_equal(run.pool.ctx.logits()[None], want)
+
+
+@pytest.mark.parametrize("n_pane", [1, 2, ALL_LAYERS])
+def test_batches_that_nobody_waits_for(tiny_model: Callable[[str], Model], n_pane: int) -> None:
+    """On GPUs several are under way at once: their rows, and the last one's logits, are those of one after the other."""
+    n, n_batch = 64, 9
+    with (
+        Pass(tiny_model("qwen3"), cache_of("f16"), n_pane) as one,
+        Pass(tiny_model("qwen3"), cache_of("f16"), n_pane) as run,
+    ):
+        run.places = [run.pool.ctx.host_buffer(run.info.record_bytes) for _ in range(n * n_batch // CHUNK)]
+        for i in range(n_batch):
+            want, got = one.decode(n), run.decode(n, LAST if i == n_batch - 1 else NONE)
+        assert run.ctx.wait_whole() == n * n_batch
+        assert_equal(got[None], want[None])
+        for chunk, (mine, other) in enumerate(zip(run.records, one.records, strict=True)):
+            np.testing.assert_array_equal(mine, other, err_msg=f"record {chunk}")
 
 
 #

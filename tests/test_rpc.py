@@ -145,6 +145,7 @@ def check_exact_pass(case: Case, stock: Logits) -> None:
                 n = min(256, N_PROMPT - pos)
                 n_chunks = -(-(pos + n) // run.chunk)
                 exact.decode_into(run.ctx, run.tokens[pos : pos + n], pos, records[:n_chunks])
+                exact.wait_whole()
                 logits.append(run.ctx.logits())
             assert_equal(logits[-1], stock[1])  # of 512 tokens, in two graphs, and then of the rest
             for record, want in zip(records, own, strict=False):

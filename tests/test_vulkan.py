@@ -134,6 +134,7 @@ def check_exact_pass(case: Case) -> None:
                 m = min(N_UBATCH, n - pos)
                 n_chunks = -(-(pos + m) // run.chunk)
                 exact.decode_into(run.ctx, run.tokens[pos : pos + m], pos, records[:n_chunks])
+                exact.wait_whole()
             logits = run.ctx.logits()
         print("exact pass:", case.assert_close(logits[None], case.stock_logits[-case.n_steps - 1 : -case.n_steps]))
         noise, got = distance(run, also, want), distance(run, records, want)
