@@ -121,8 +121,8 @@ def test_inspect_several_devices() -> None:
     index = found["index_device_bytes"] // 2  # each has half of the layers
     assert index > 0
     assert found["devices"] == [
-        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "index": index},
-        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "index": index},
+        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "index": index, "remote": False},
+        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "index": index, "remote": False},
     ]
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384
