@@ -75,6 +75,20 @@ checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
 
+# the native libraries, in build/$1, and from there into .dev/$2; then options of CMake. For the other machine's processor, and not this
+# one's: the lent machines have AVX-512
+compiled() {
+    .venv/bin/cmake -S . -B "build/$1" -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
+        -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+        -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF "${@:3}" >"build/$1.log"
+    .venv/bin/ninja -C "build/$1" _kvflash
+    rm -rf "build/$1-native"
+    .venv/bin/cmake --install "build/$1" --prefix "build/$1-native" --strip >>"build/$1.log"
+    mkdir -p .dev
+    tar czf ".dev/$2" -C "build/$1-native/pyllama_kvflash/native" .
+    du -sh ".dev/$2"
+}
+
 case ${1:-} in
 cuda)
     toolkit=$PWD/build/cuda-toolkit
@@ -91,29 +105,12 @@ cuda)
         gcc -shared -x c /dev/null -o "$cuda/lib/libcuda.so" -Wl,-soname,libcuda.so.1 # the driver's, which is only there
         ln -sfn lib "$cuda/lib64"
     fi
-    # for its processor, and not this one's: the lent machines have AVX-512
-    CUDACXX=$cuda/bin/nvcc .venv/bin/cmake -S . -B build/device -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" \
-        -DCMAKE_BUILD_TYPE=Release -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
-        -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES="$arch" -DCUDAToolkit_ROOT="$cuda" \
-        -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF >build/device.log
-    .venv/bin/ninja -C build/device _kvflash
-    rm -rf build/device-native
-    .venv/bin/cmake --install build/device --prefix build/device-native >>build/device.log
-    mkdir -p .dev
-    tar czf .dev/native.tgz -C build/device-native/pyllama_kvflash/native .
-    du -sh .dev/native.tgz
+    CUDACXX=$cuda/bin/nvcc compiled device native.tgz -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTURES="$arch" \
+        -DCUDAToolkit_ROOT="$cuda" -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--no-as-needed
     ;;
 vulkan)
     # shellcheck disable=SC2086
-    .venv/bin/cmake -S . -B build/device-vulkan -G Ninja -DCMAKE_MAKE_PROGRAM="$PWD/.venv/bin/ninja" \
-        -DCMAKE_BUILD_TYPE=Release -DSKBUILD=2 -DSKBUILD_SOABI=cp311 -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
-        -DGGML_VULKAN=ON -DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_RPC_RDMA=OFF ${CMAKE_ARGS:-} >build/device-vulkan.log
-    .venv/bin/ninja -C build/device-vulkan _kvflash
-    rm -rf build/device-vulkan-native
-    .venv/bin/cmake --install build/device-vulkan --prefix build/device-vulkan-native --strip >>build/device-vulkan.log
-    mkdir -p .dev
-    tar czf .dev/vk-native.tgz -C build/device-vulkan-native/pyllama_kvflash/native .
-    du -sh .dev/vk-native.tgz
+    compiled device-vulkan vk-native.tgz -DGGML_VULKAN=ON ${CMAKE_ARGS:-}
     ;;
 pack)
     mkdir -p .dev/wheels
