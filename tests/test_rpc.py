@@ -17,12 +17,12 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import transfers
 from support.changes import LIBRARY
-from support.oracles import CACHES, N_THREADS, Case, Logits, Run, assert_equal, difference
+from support.oracles import CACHES, N_THREADS, ON_GPU, Case, Logits, Run, assert_equal, difference, read_exactly
 from support.rpc import HOST, SECONDS, Servers, closed_port, skip_without_rpc
 
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import ExactContext, Model, PaneParams
+from pyllama_kvflash.native import Model
 
 pytestmark = pytest.mark.native
 
@@ -30,7 +30,7 @@ N_POOL = 1024
 N_PROMPT, N_STEPS = 700, 20
 # relative RMS: the same arithmetic, in graphs that are cut elsewhere. It is 0 on a machine without a GPU, and was up to 0.009 on
 # one with an H200, for a reason that was not found
-CLOSE = 0.05
+CLOSE = 0.05 if ON_GPU else 1e-3
 
 # where the layers of the attention cache are, for models and numbers of layers to offload (-1: all, 2: the output and
 # the last layer)
@@ -63,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(("name", "n_gpu_layers"), PLACES)
 def test_pool(server: str, tiny_path: Callable[[str], Path], name: str, n_gpu_layers: int, cache: str) -> None:
     """What check() does, in a process of its own."""
-    command = [sys.executable, __file__, server, str(tiny_path(name)), str(n_gpu_layers), cache]
+    command = [sys.executable, __file__, server, str(tiny_path(name)), str(n_gpu_layers), cache, str(CLOSE)]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     res = subprocess.run(
         command, env=env, timeout=SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -71,7 +71,7 @@ def test_pool(server: str, tiny_path: Callable[[str], Path], name: str, n_gpu_la
     assert res.returncode == 0, res.stdout
 
 
-def check(endpoint: str, path: str, n_gpu_layers: str, cache: str) -> None:
+def check(endpoint: str, path: str, n_gpu_layers: str, cache: str, close: str) -> None:
     """A model with these layers on the server: the pool is as exact there as it is here."""
     host = next(i for i, device in enumerate(native.devices()) if not device.gpu)
     there = len(native.devices())
@@ -97,7 +97,7 @@ def check(endpoint: str, path: str, n_gpu_layers: str, cache: str) -> None:
     with Model.load(Path(path), n_gpu_layers=0) as model, Case(model, CACHES[cache]).stock() as run:
         got = difference(stock, feed(run))
         print(got)
-        assert got.rms < CLOSE, str(got)
+        assert got.rms < float(close), str(got)
 
 
 def feed(run: Run) -> Logits:
@@ -137,19 +137,10 @@ def check_exact_pass(case: Case, stock: Logits) -> None:
     with case.pool(N_POOL) as run:
         run.feed(N_PROMPT)
         own = [run.read(chunk) for chunk in range(N_PROMPT // run.chunk)]
-        options = {"type_k": case.cache.type, "type_v": case.cache.type, "flash_attn": case.cache.flash_attn}
-        panes = PaneParams(n_pane=1)
-        with ExactContext(case.model, panes, n_ctx=4096, n_ubatch=256, n_threads=N_THREADS, **options) as exact:
-            records, logits = [np.zeros_like(own[0]) for _ in range(N_PROMPT // run.chunk + 1)], []
-            for pos in range(0, N_PROMPT, 256):
-                n = min(256, N_PROMPT - pos)
-                n_chunks = -(-(pos + n) // run.chunk)
-                exact.decode_into(run.ctx, run.tokens[pos : pos + n], pos, records[:n_chunks])
-                exact.wait_whole()
-                logits.append(run.ctx.logits())
-            assert_equal(logits[-1], stock[1])  # of 512 tokens, in two graphs, and then of the rest
-            for record, want in zip(records, own, strict=False):
-                np.testing.assert_array_equal(record, want)
+        records, logits = read_exactly(case, run, N_PROMPT)
+        assert_equal(logits, stock[1])  # of 512 tokens, in two graphs, and then of the rest
+        for record, want in zip(records, own, strict=False):
+            np.testing.assert_array_equal(record, want)
 
 
 def test_no_server(tiny_path: Callable[[str], Path]) -> None:

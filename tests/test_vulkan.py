@@ -19,19 +19,19 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.changes import LIBRARY
 from support.models import model_file
-from support.oracles import CACHES, N_THREADS, Case, Run, difference
+from support.oracles import CACHES, N_THREADS, Case, Run, difference, read_exactly
 from support.snapshots import assert_same, seen
 
 from pyllama_kvflash import Done, KVFlash, native
 from pyllama_kvflash.errors import UnsupportedError
-from pyllama_kvflash.native import ExactContext, Model, PaneParams, Record
+from pyllama_kvflash.native import Model, Record
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.nightly(LIBRARY)]
 
 TIMEOUT = 3600  # lavapipe compiles a shader for up to a minute, once
 N_POOL, N_SMALL = 2048, 512
-N_PROMPT, N_STEPS, N_UBATCH = 700, 20, 256
+N_PROMPT, N_STEPS = 700, 20
 TEXT = "The code of the harbour is 8264. " * 90
 MORE = "What is the code of the harbour?"
 CLOSE = 0.02  # relative RMS; some 0.005 of it were measured where only the order of sums was another
@@ -125,17 +125,7 @@ def check_exact_pass(case: Case) -> None:
         for each in (run, other):
             each.feed(n)
         want, also = ([each.read(c) for c in range(n // each.chunk)] for each in (run, other))
-        options = {"type_k": case.cache.type, "type_v": case.cache.type, "flash_attn": case.cache.flash_attn}
-        with ExactContext(
-            case.model, PaneParams(n_pane=1), n_ctx=4096, n_ubatch=N_UBATCH, n_threads=N_THREADS, **options
-        ) as exact:
-            records = [np.zeros_like(want[0]) for _ in range(n // run.chunk + 1)]
-            for pos in range(0, n, N_UBATCH):
-                m = min(N_UBATCH, n - pos)
-                n_chunks = -(-(pos + m) // run.chunk)
-                exact.decode_into(run.ctx, run.tokens[pos : pos + m], pos, records[:n_chunks])
-                exact.wait_whole()
-            logits = run.ctx.logits()
+        records, logits = read_exactly(case, run, n)
         print("exact pass:", case.assert_close(logits[None], case.stock_logits[-case.n_steps - 1 : -case.n_steps]))
         noise, got = distance(run, also, want), distance(run, records, want)
         print(f"its records: {got:.3g}; noise: {noise:.3g}")

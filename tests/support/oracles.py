@@ -16,7 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyllama_kvflash.native import ALL, LAST, Context, Layer, Model, PoolInfo, PoolParams, Record, devices
+from pyllama_kvflash.native import (
+    ALL,
+    LAST,
+    Context,
+    ExactContext,
+    Layer,
+    Model,
+    PaneParams,
+    PoolInfo,
+    PoolParams,
+    Record,
+    devices,
+)
 from support import tiny
 from support.changes import crossed
 from support.models import NAMES
@@ -328,3 +340,23 @@ def rows(record: Record, layer: Layer, which: str, *, transposed: bool = False) 
     start, size = (layer.offs_k, layer.size_k) if which == "k" else (layer.offs_v, layer.size_v)
     n = layer.n_embd_v if transposed else head(record)["n_chunk"]
     return record[start : start + size].reshape(n, -1)
+
+
+def read_exactly(case: Case, run: Run, n: int) -> tuple[list[Record], Logits]:
+    """Read the first n of a pooled run's tokens in an exact pass whose layers share a pane. Returns the records, and the logits of the
+    last token.
+    """
+    options: dict[str, Any] = {
+        "type_k": case.cache.type,
+        "type_v": case.cache.type,
+        "flash_attn": case.cache.flash_attn,
+    }
+    n_ubatch, size = 256, run.ctx.pool_info().record_bytes
+    records = [np.zeros(size, np.uint8) for _ in range(n // run.chunk + 1)]
+    panes = PaneParams(n_pane=1)
+    with ExactContext(case.model, panes, n_ctx=4096, n_ubatch=n_ubatch, n_threads=N_THREADS, **options) as exact:
+        for pos in range(0, n, n_ubatch):
+            tokens = run.tokens[pos : min(pos + n_ubatch, n)]
+            exact.decode_into(run.ctx, tokens, pos, records[: -(-(pos + len(tokens)) // run.chunk)])
+            exact.wait_whole()
+        return records, run.ctx.logits()
