@@ -212,8 +212,9 @@ class Context:
 
         Raises UsageError (the batch gave it none) and NativeError.
         """
-        self.synchronize()
-        ptr = lib.llama_get_logits_ith(self.output.native, self.output.row(i))
+        output = self.output
+        check(lib.kvf_synchronize(output.native))
+        ptr = lib.llama_get_logits_ith(output.native, output.row(i))
         if ptr == ffi.NULL:
             msg = f"token {i} of the last batch has no logits"
             raise errors.UsageError(msg)

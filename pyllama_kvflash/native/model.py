@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.device import devices, planned_host
+from pyllama_kvflash.native.device import gpus, planned_host
 from pyllama_kvflash.native.header import why_incomplete
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
 
@@ -127,7 +127,7 @@ class Model:
         Raises UsageError and ModelError.
         """
         init()
-        n_gpu = sum(device.gpu for device in devices())
+        n_gpu = len(gpus())
         if main_gpu >= max(n_gpu, 1):
             there = f"there {'is' if n_gpu == 1 else 'are'} {n_gpu or 'no'} GPU{'' if n_gpu == 1 else 's'}"
             msg = f"`main_gpu` is {main_gpu}, and {there}: 0 is the first, and -1 the CPU"

@@ -215,7 +215,7 @@ class Sampler:
         if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
             check(lib.kvf_argmax(native, i, self._token))
             return int(self._token[0])
-        ctx.synchronize()
+        check(lib.kvf_synchronize(native))
         token: int = lib.llama_sampler_sample(self._handle, native, i)
         return token
 

@@ -165,12 +165,12 @@ struct kvf_panes {
             void * const * records);
     // it is launched: wait() says when its records are whole. throws what went wrong in a callback
     void finish();
+    // it is not: all copies have ended
+    void abandon();
     // wait for all batches but the last n. returns the positions whose rows are in the records
     uint32_t wait(uint32_t n);
     // how many devices have a stream of copies
     uint32_t n_stream() const;
-    // it is not: all copies have ended
-    void abandon();
 
     // the rows of positions from pos on are not what the records have
     void forget(uint32_t pos);
