@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,12 @@ from support.oracles import N_THREADS
 from support.rpc import HOST, SECONDS, Servers, accepts, closed_port, skip_without_rpc
 
 from pyllama_kvflash import KVFlash, native
+from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import DeviceLostError, KVFlashError
 from pyllama_kvflash.events import Done, Token
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.sizing import LEAST_PANES, RESERVE, DeviceMemory, n_panes
 
 pytestmark = pytest.mark.native
@@ -66,17 +69,26 @@ def test_two_servers(servers: Servers, tmp_path: Path) -> None:
     check("two", servers, tmp_path)
 
 
+def check_planned(kv: KVFlash, options: dict[str, Any]) -> None:
+    """What is planned without weights is what is taken: batches follow each other on several devices, so some have buffers at a time."""
+    found, _ = needs(BUNDLED_MODEL, Options(**options))
+    assert sum(need.buffers for need in found) == kv.stats().compute_bytes
+    assert sum(need.kv + need.panes for need in found) == kv.stats().kv_device_bytes + kv.stats().pane_bytes
+
+
 def check_two(endpoints: str, folder: str) -> None:
     """Layers on both: the exact prompt is the full cache's, bit for bit; snapshots go out and in, with servers or without."""
     rpc, snapshot = tuple(endpoints.split(",")), Path(folder) / "two.kvsnap"
     with KVFlash.from_file(BUNDLED_MODEL, **FULL, rpc=rpc) as kv:
         there = {i for i, device in enumerate(native.devices()) if device.description in rpc}
         assert {layer.device for layer in kv.ctx.layers()} == there
+        check_planned(kv, {**FULL, "rpc": rpc})
         prompt = text_of(kv)
         for _ in kv.prefill(prompt):
             pass
         want = kv.logits()
     with KVFlash.from_file(BUNDLED_MODEL, **POOL, rpc=rpc) as kv:
+        check_planned(kv, {**POOL, "rpc": rpc})
         assert {layer.device for layer in kv.ctx.layers()} == there
         assert any("all layers, which spares the network" in note for note in kv.notes)
         for _ in kv.prefill(prompt):
