@@ -506,6 +506,32 @@ def test_python_ends_while_threads_compute_and_load() -> None:
     assert ends(IN_THREADS, BUNDLED_MODEL) == "ends\n"
 
 
+FREES = """
+import threading, time
+from pyllama_kvflash.native.lib import ffi, owned
+
+begun = threading.Event()
+
+def free(_):
+    begun.set()
+    time.sleep(0.5)
+    print("freed")
+
+def let_go():
+    owned(ffi.new("int *"), free)
+    owned(ffi.new("int *"), free)
+
+threading.Thread(target=let_go, daemon=True).start()
+begun.wait()
+print("ends")
+"""
+
+
+def test_python_ends_after_what_a_thread_frees() -> None:
+    """A GPU's driver would be taken apart meanwhile. What comes after it is not freed."""
+    assert ends(FREES) == "ends\nfreed\n"
+
+
 HELD = """
 import os, sys, threading
 from pathlib import Path

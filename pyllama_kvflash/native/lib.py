@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -107,7 +108,7 @@ def _end() -> None:
 def _all_ended(seconds: float) -> bool:
     """Wait for calls, for so long at most. Returns whether there are none."""
     deadline = time.monotonic() + seconds
-    while anywhere(compute.__code__):
+    while anywhere(compute.__code__) or anywhere(_free.__code__):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_SECONDS)
@@ -125,8 +126,13 @@ def last_error() -> str:
 
 def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that frees in this process only: a forked one has neither the threads nor the device."""
-    pid = os.getpid()
-    return lambda pointer: free(pointer) if os.getpid() == pid else None
+    return functools.partial(_free, free, os.getpid())
+
+
+def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
+    """Python waits for it as for compute(). Other threads free nothing from then on: a GPU's driver may be gone."""
+    if os.getpid() == pid and not (_ending and threading.current_thread() is not threading.main_thread()):
+        free(pointer)
 
 
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
