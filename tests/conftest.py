@@ -74,6 +74,43 @@ def needle_path() -> Path:
     return Path(__file__).parent.parent / "pyllama_kvflash" / "needle" / "needle-7m-q8_0.gguf"
 
 
+def _split(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Where a test does not say on which GPUs the layers of a model are, they are split as `how` has it."""
+    from pyllama_kvflash.native import Model  # noqa: PLC0415 (as above)
+
+    load = Model.load
+
+    def split(path: Path, **options: Any) -> Model:
+        says = options.get("tensor_split") or options.get("split_mode", "layer") != "layer"
+        return load(path, **options if says else {**options, **how})
+
+    monkeypatch.setattr(Model, "load", split)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def evenly() -> Iterator[None]:
+    """Each of several GPUs has as many layers. By default they are split by free memory, which other tests take meanwhile: an engine
+    would have a layer on another GPU than the one that it is compared with.
+    """
+    try:
+        from pyllama_kvflash.native import gpus  # noqa: PLC0415 (as above)
+    except ImportError:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if (n := len(gpus())) > 1:
+            _split(monkeypatch, tensor_split=(1.0,) * n)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[None]:
+    """Models are on one GPU, however many there are: what a file counts is that of one device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _split(monkeypatch, split_mode="none")
+        yield
+
+
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts say that copies run beside the computation, as on a GPU: scoring then begins at one token and is applied some

@@ -198,7 +198,7 @@ def test_python_ends_with_engines_that_nobody_closed() -> None:
     On the CPU: a process that forks once CUDA has begun ends in CUDA's own exit handlers.
     """
     res = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", LEFT, str(BUNDLED_MODEL)],
+        [sys.executable, "-X", "faulthandler", "-W", "ignore::DeprecationWarning", "-c", LEFT, str(BUNDLED_MODEL)],  # of fork()
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip

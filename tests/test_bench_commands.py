@@ -30,7 +30,7 @@ from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
 book = benches.book
 count = benches.count

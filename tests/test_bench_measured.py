@@ -27,7 +27,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from pyllama_kvflash.policy import Qk, Scorer
 
-pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
+pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES), pytest.mark.usefixtures("one_gpu")]
 
 book = benches.book
 count = benches.count

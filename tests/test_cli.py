@@ -33,7 +33,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
 environment = commands.environment
 long_file = commands.long_file

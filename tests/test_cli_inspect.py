@@ -21,7 +21,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry as Layers
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
 environment = commands.environment
 

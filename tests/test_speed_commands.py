@@ -28,7 +28,7 @@ from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.policy import State, View
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
 environment = speeds.environment
 kept = speeds.kept
