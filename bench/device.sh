@@ -445,7 +445,7 @@ on-vulkan)
 suite)
     out=${OUT:-/tmp}/tests.txt
     KVFLASH_NIGHTLY=all timeout -s INT "${2:-300}" python3 -m pytest -v --tb=short -p no:benchmark -p no:cacheprovider -n $(($(nproc) - 2)) \
-        --dist loadfile "${@:3}" >"$out" 2>&1 || true
+        --dist worksteal "${@:3}" >"$out" 2>&1 || true
     grep -E '(FAILED|ERROR) +tests/' "$out" | sed 's/.*tests/tests/' | sort -u || true
     tail -1 "$out"
     ;;

@@ -119,7 +119,7 @@ def main() -> None:
             options |= {"type_k": args.ct, "type_v": args.ct}
             ways: list[tuple[str, dict[str, Any]]] = [("full", {"pool": "off"})]
             for policy, panes in itertools.product(args.policies, args.panes):
-                own = {"pool": args.pool, "panes": panes, "policy": policy, "mode": "lossless"}
+                own = {"pool": args.pool, "panes": panes, "policy": policy, "mode": "lossless", "opening": 0}
                 ways.append((f"{policy}, {panes} panes", own))
             base = None
             for name, own in ways:
