@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def niah(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     """The bench as a process of its own, into a folder that it makes."""
     folder = tmp_path_factory.mktemp("niah") / "out"
     res = subprocess.run(
-        [SCRIPT, "bench", "niah", *TINY, *VARIANTS, "-o", folder],
+        [SCRIPT, "bench", "niah", *TINY, *VARIANTS, "-o", folder], env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},  # as one_gpu
         capture_output=True, timeout=60, encoding="utf-8", check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return res, folder

@@ -207,7 +207,7 @@ def test_speed_writes_its_tables(measured: tuple[Result, Path]) -> None:
         assert row["decode_rate"] > 0
         assert row["step_ms"] <= row["step_p99_ms"] <= row["step_worst_ms"]
         assert row["worst_ratio"] >= (row["worst_moved_ratio"] or 1) > 0
-        assert row["device_bytes"] is None or row["device_bytes"] >= 0
+        assert (row["device_bytes"] is not None) == ON_GPU  # not how many: other tests take memory of the GPU meanwhile
     assert set(whole["flatness"]) == set(names[1:])
     assert whole["python_loop"]["full"] is None
     assert res.stdout.count("Python's part of a step of") == 2
