@@ -67,6 +67,11 @@ def test_what_the_full_cache_finds_is_found_through_a_quarter_of_it(document: Ne
     assert all(recall(document, policy="fresh", prefill="exact"))
 
 
+def test_lossless_answers_are_the_full_caches_whatever_the_pool_has(document: NeedlePrompt) -> None:
+    """On any device, and on several. The controls below find few through such a pool."""
+    assert all(recall(document, policy="lru", prefill="exact", mode="lossless"))
+
+
 def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
     """Not all: in this model a single head finds a code, and has one vote of many. Controls find 4 at most."""
     assert sum(recall(document, policy="qk")) >= 5
