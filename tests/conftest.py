@@ -93,10 +93,11 @@ def evenly() -> Iterator[None]:
     would have a layer on another GPU than the one that it is compared with.
     """
     try:
-        from pyllama_kvflash.native import gpus  # noqa: PLC0415 (as above)
+        from pyllama_kvflash.native import gpus, init  # noqa: PLC0415 (as above)
     except ImportError:
         yield
         return
+    init()
     with pytest.MonkeyPatch.context() as monkeypatch:
         if (n := len(gpus())) > 1:
             _split(monkeypatch, tensor_split=(1.0,) * n)
