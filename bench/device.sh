@@ -446,7 +446,8 @@ suite)
     out=${OUT:-/tmp}/tests.txt
     KVFLASH_NIGHTLY=all timeout -s INT "${2:-300}" python3 -m pytest -v --tb=short -p no:benchmark -p no:cacheprovider -n $(($(nproc) - 2)) \
         --dist worksteal "${@:3}" >"$out" 2>&1 || true
-    grep -E '(FAILED|ERROR) +tests/' "$out" | sed 's/.*tests/tests/' | sort -u || true
+    # as they come, and in the summary, if there is one: with what was wrong, and cut to the width of the terminal
+    grep -E '(FAILED|ERROR) +tests/' "$out" | sed -E 's/.*(FAILED|ERROR) +//; s/ - .*//; s/ +$//' | sort -u || true
     tail -1 "$out"
     ;;
 several)

@@ -278,10 +278,9 @@ def peak_kib(*args: str, stdin: bytes) -> int:
 
 
 @pytest.fixture
-def one_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_arena(monkeypatch: pytest.MonkeyPatch, without_gpu: None) -> None:
     """Malloc maps 128 MiB for a new thread, and gives most of it back: a peak would say nothing."""
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def limited(kib: int, *args: str, stdin: bytes) -> Ended:
