@@ -222,7 +222,7 @@ POOL = options(
                  " go there only once no memory is left. They are in unnamed files, which vanish with the process. With a GPU"
                  " policy auto is qk then."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
-                 show_default="auto: fresh on the CPU, else qk",
+                 show_default="auto: fresh on the CPU and with CUDA, else qk",
                  envvar="KVFLASH_POLICY",
                  help="Policy that decides which chunks stay and come back. fresh: for every token, each layer chooses its own, in"
                  " units of 16 tokens. qk: the same chunks for all layers, by the model's own attention. drafter: by a small"

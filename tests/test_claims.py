@@ -1,0 +1,317 @@
+"""What the documents claim holds: figures and defaults are the code's, tables are complete, and commands run as they are written.
+
+tests/test_docs.py looks at names only.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+import click
+import starlette.applications
+from support import commands, drafters, needles, real, tiny
+from test_docs import PAGES, ROOT, fences
+
+from pyllama_kvflash import Options, Sampling
+from pyllama_kvflash.cli import main
+from pyllama_kvflash.engine import decoder, meter, need
+from pyllama_kvflash.errors import number
+from pyllama_kvflash.json_schema import branches, document, merged, normal, numbers
+from pyllama_kvflash.native.chat import TEMPLATE_SECONDS
+from pyllama_kvflash.native.sampler import MAX_BIASES
+from pyllama_kvflash.options import Spec
+from pyllama_kvflash.policy import fresh, scorers, sizing
+from pyllama_kvflash.pool import checkpoints, guests
+from pyllama_kvflash.serve import app, prefixes
+from pyllama_kvflash.serve.metrics import Metrics
+from pyllama_kvflash.serve.protocols import answer_fields, fields, openai_request, responses_store
+from pyllama_kvflash.serve.scheduler import Scheduler
+from pyllama_kvflash.template import MAX_TEXT
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+model = real.model
+
+SERVER = (ROOT / "docs" / "SERVER.md").read_text("utf-8")
+
+
+#
+# figures in sentences
+#
+
+usual = Options()
+by_name, qk = Options(policy="fresh"), Options(policy="qk")
+WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+MIB = 1 << 20
+
+FIGURES = {
+    "README.md": [
+        f"A **chunk** of {usual.chunk} tokens fills one block",
+        f"the prompt and the answer's first {usual.n_opening} tokens are exact",
+        f"each layer chooses units of {fresh.UNIT} tokens for each token",
+        f"on a GPU up to {sizing.AUTO_FULL >> 10}K tokens; beyond, a pool of half of the free device memory",
+        f"of {sizing.AUTO_CAP >> 10}K tokens at most",
+        f"**The first {usual.n_opening} tokens of an answer**: a few passes",
+    ],
+    "docs/SCORERS.md": [
+        f"A pool holds some of a text's chunks ({usual.chunk} tokens each)",
+        f"each layer's own attention to units of {fresh.UNIT} tokens",
+        f"the first chunk, the last {WORDS[usual.tail]}, pinned ones and the one being written",
+        f"(*replay*, `Options.replay`, {usual.replay} tokens at most)",
+        f"every tau tokens (`Options.tau`, {usual.interval}; {Options(spec=Spec(kind='ngram')).interval} with `--spec`)",
+        f"At most `swaps` ({qk.n_swaps}) chunks come back each time",
+        f"for at most `Options.share` of the decode time ({100 * usual.share:.0f} %)",
+        f"If they have more than `Options.again` ({usual.again}) of its attention",
+        f"the token is decoded again, at most {WORDS[decoder._ROUNDS]} times",
+        f"a chunk keeps {WORDS[round(5 * scorers.FADES)]} fifths of its last share",
+        f"**At most {scorers.MOST_LAYERS} layers.**",
+        f"exchanges at most `swaps` ({by_name.n_swaps}) guests for a token",
+        f"2 bits a value for heads of up to {fresh.SMALL_HEAD} values, and 1 bit for larger ones",
+        f"again when the text is {guests.GROWN} times as long",
+        f"With `auto` the first {usual.n_opening} tokens of an answer are",
+        f"With `--kvflash-policy fresh` {'none' if by_name.n_opening == 0 else 'some'} are",
+    ],
+    "docs/ARCHITECTURE.md": [
+        f"**guest**: a *unit* of {fresh.UNIT} positions",
+        f"by default {usual.n_opening}, and none if the policy `fresh` is given by name",
+        f"The pool drafts {decoder._OPENING_DRAFT} tokens a round",
+        f"then the logits of {meter.N_CHECKED} tokens",
+    ],
+    "docs/FAQ.md": [
+        f"the first {usual.n_opening} tokens of an answer are decoded against everything",
+        f"up to {sizing.AUTO_FULL >> 10}K tokens a GPU decodes",
+        f"A GPU's driver takes some {need.DRIVER // MIB} MiB for itself",
+    ],
+    "docs/SERVER.md": [
+        f"The first {usual.n_opening} tokens of an answer (`--set opening=N`",
+        f"1 to {openai_request.MAX_ANSWERS} answers",
+        f"of up to {openai_request.MAX_LOGPROBS} others",
+        f"`max_tokens` is {openai_request.LEGACY_MAX_TOKENS} unless given",
+        f"a string or up to {answer_fields.MAX_STOP}",
+        f"up to {number(MAX_BIASES)} token ids with -100 to 100",
+        f"A body may be {fields.MAX_DEPTH} objects and arrays deep",
+        f"At most {number(responses_store.MAX_RESPONSES)} responses and {responses_store.MAX_BYTES // MIB} MiB are kept",
+        f"every {number(checkpoints._EVERY)} tokens, where a batch ends",
+        f"A sequence keeps up to {checkpoints.MOST}, of which",
+        f"all sequences together {usual.checkpoint_limit >> 30} GiB",
+        f"a file has the last {WORDS[checkpoints._SAVED]} checkpoints",
+        f"(a long one: every {number(prefixes._READ_MUCH)} tokens)",
+        f"It has {TEMPLATE_SECONDS:.0f} seconds",
+        f"a text {MAX_TEXT // MIB} Mi characters",
+        f"up to {branches.MAX_BRANCHES} combinations",
+        f"the range has up to {number(merged.MAX_MULTIPLES)} multiples",
+        f"at most {numbers._LONGEST} digits, unless a bound has more",
+        f"at most {number(document.MAX_SCHEMAS)} schemas in it, {document.MAX_DEPTH} deep, and {document.MAX_TEXT // MIB} MiB of text",
+        f"Names and patterns have at most {number(document.MAX_NAME)} characters",
+        f"lengths are at most {number(document.MAX_COUNT)}, and the grammar has at most {number(normal.MAX_RULES)} rules",
+        f"guests, {fresh.UNIT} tokens of a layer each",
+    ],
+}
+"""Parts of the documents' sentences, with the figures of the code."""
+
+
+def missing(page: str, parts: list[str]) -> list[str]:
+    """Those that a page does not have, however its lines are broken."""
+    text = " ".join(page.split())
+    return [part for part in parts if part not in text]
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_are_those_of_the_code(page: str) -> None:
+    assert missing((ROOT / page).read_text("utf-8"), FIGURES[page]) == []
+
+
+def test_another_figure_is_found() -> None:
+    page = "A **chunk** of 32 tokens\nfills one block"
+    assert missing(page, [f"chunk** of {n} tokens fills" for n in (32, 64)]) == ["chunk** of 64 tokens fills"]
+
+
+#
+# settings that are named
+#
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Fields that `--set` or `Options.` names in a text, and that are not there."""
+    parts = {"": Options, "spec.": Spec, "sampling.": Sampling}
+    known = {part + name for part, kind in parts.items() for name in kind.__dataclass_fields__} | {"cache.size"}
+    named = re.findall(r"--set ([a-z_.]+)\b|\bOptions\.([a-z_]+)\b", text)
+    return sorted({name.rstrip(".") for pair in named for name in pair if name} - known - {"help"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_settings_are_fields(page: Path) -> None:
+    assert unknown_settings(page.read_text("utf-8")) == []
+
+
+def test_a_setting_that_is_not_there_is_found() -> None:
+    text = "`--set tau=2`, `--set nothing=1`, `--set sampling.none=2`, `--set help`, `Options.share`, `Options.rest`."
+    assert unknown_settings(text) == ["nothing", "rest", "sampling.none"]
+
+
+#
+# tables of the server
+#
+
+
+def rows(section: str) -> list[list[str]]:
+    """The rows of the tables of a section of SERVER.md, in cells."""
+    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", SERVER, re.MULTILINE | re.DOTALL)
+    assert text, section
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text[1].splitlines() if line[:2] == "| "
+    ]
+
+
+def test_defaults_of_the_server_are_those_of_its_options() -> None:
+    """What the table says of each option's default, unless it is a word."""
+    options = {name: p for p in main.commands["serve"].params if isinstance(p, click.Option) for name in p.opts}
+    said = {
+        names: (options[name].default, cell.strip("`"))
+        for names, told, *_ in rows("Options")
+        for name, cell in zip(re.findall(r"`(--[\w-]+)`", names), told.split(", "), strict=False)
+        if re.fullmatch(r"`?-?[\d.]+\w*`?", cell)
+    }
+    assert len(said) >= 8
+    assert {names for names, (value, told) in said.items() if str(value).removesuffix(".0") != told} == set()
+
+
+def test_all_metrics_are_in_the_table() -> None:
+    names = set(re.findall(r"^# TYPE kvflash_(\w+)", Metrics().text(), re.MULTILINE))
+    told = {name for row in rows("Metrics") for name in re.findall(r"`(\w+)(?:\{\w+\})?`", row[0])}
+    assert names == told
+
+
+def test_all_paths_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[starlette.applications.Starlette] = []
+
+    class Seen(starlette.applications.Starlette):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(app, "Starlette", Seen)
+    server = app.Server(Scheduler(lambda _: pytest.fail("a model is loaded"), n_queue=1), app.Settings("m", Sampling()))
+    server.app()
+    server.close()
+    paths = {re.sub(r"\{name(:path)?\}", "{id}", route.path) for route in made[0].routes}  # type: ignore[attr-defined]
+    told = set(re.findall(r"/[\w/{}-]*", " ".join(re.findall(r"`([^`]*)`", SERVER))))
+    assert {path for path in paths - told if not path.startswith("/static/")} == set()
+
+
+#
+# commands
+#
+
+NOT_RUN = {
+    r"-hf |hf:": "the Hub is not reached",
+    r"--rpc ": "needs servers",
+    r"convert-draft drafter/ (?!--dry-run)": "tests/test_convert.py runs it, with a model that the drafter is for",
+    r"bench ": "takes minutes: tests/test_bench_commands.py runs all with small figures",
+    r"demo$|demo  |demo --tokens 32K": "takes minutes: the shorter one is run",
+    r"cache ": "of the user's own folder",
+    r"plan model.gguf -c": "plans for this machine's GPU",
+}
+"""Commands that are not run, each with the reason."""
+
+
+class Line(NamedTuple):
+    """A command line of a page."""
+
+    page: str
+    text: str
+
+
+def lines() -> list[Line]:
+    """The command lines of the pages that begin with kvflash, or pipe something into it. Results tell of other machines."""
+    res = []
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        if "results" in name or name == "CONTRIBUTING.md":
+            continue
+        text = page.read_text("utf-8")
+        blocks = [*fences(text), *re.findall(r"^(?:    .*\n)+", text, re.MULTILINE)]
+        for line in re.sub(r" *\\\n *", " ", "\n".join(blocks)).splitlines():
+            words = re.split(r"  +", line.strip())[0].split(" # ")[0].strip()  # what follows says what it does
+            if re.match(r"(cat \S+ \| |[A-Z_]+=\S+ )?kvflash (?!-?-h|\[)", words) and not re.match(
+                r"kvflash [^-]* is ", words
+            ):
+                res.append(Line(name, words))
+    return list({line.text: line for line in reversed(res)}.values())[::-1]
+
+
+LINES = lines()
+RUN = [line for line in LINES if not any(re.search(pattern, line.text) for pattern in NOT_RUN)]
+
+
+def test_the_commands_of_the_pages_are_found() -> None:
+    pages = {line.page for line in LINES}
+    assert {"README.md", "docs/CLI.md", "docs/CLIENTS.md", "docs/HUB.md", "docs/CONVERT.md"} <= pages
+    assert len(RUN) > 40
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, line.text) for line in LINES), f"no page has {pattern}"
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, needle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: a real model, for its template and its answers, and short texts. A server's contexts are long: it
+    has the small one.
+    """
+    res = tmp_path_factory.mktemp("as-written")
+    for name in ("model.gguf", "small.gguf"):
+        (res / name).symlink_to(model)
+    (res / "server").mkdir()
+    (res / "server" / "model.gguf").symlink_to(needle_path)
+    tiny.write_worded(res / "moe.gguf", "qwen3moe", tiny.MODELS["qwen3moe"])
+    drafters.write_drafter("dense", res / "drafter")
+    text = needles.document(600, seed=1).text
+    for name in ("book", "long", "a", "b", "one", "two", "story", "half-a-story"):
+        (res / f"{name}.txt").write_text(text)
+    (res / "questions.txt").write_text("Who is the heir?\nWhere does it end?\n")
+    return res
+
+
+@pytest.fixture(scope="module")
+def shell_environment(folder: Path) -> dict[str, str]:
+    """Short answers on one thread, at once on a free port; what is kept goes into the folder."""
+    said = {k: v for k, v in os.environ.items() if not k.startswith(("KVFLASH_", "LLAMA_"))}
+    short = {"LLAMA_ARG_N_PREDICT": "6", "LLAMA_ARG_THREADS": "1", "LLAMA_ARG_PORT": "0"}
+    home = {"XDG_CACHE_HOME": str(folder / "cache"), "MPLCONFIGDIR": str(folder / "matplotlib")}
+    return {**said, **short, **home, "PATH": f"{commands.SCRIPT.parent}:{os.environ['PATH']}"}
+
+
+def answers(line: Line) -> bool:
+    """Whether a command writes an answer to stdout: one that only reads a text for a snapshot (-n 1) need not."""
+    return "kvflash run " in line.text and not re.search(r" > | -n 1$|kvflash plot", line.text)
+
+
+@pytest.mark.nightly(r"README\.md|docs/.*\.md|pyllama_kvflash/(cli|engine)/.*")
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN, ids=[f"{line.page}: {line.text}" for line in RUN])
+def test_a_command_runs_as_it_is_written(line: Line, folder: Path, shell_environment: dict[str, str]) -> None:
+    where = folder / "server" if "kvflash serve" in line.text else folder
+    options: dict[str, Any] = {"cwd": where, "env": shell_environment, "text": True, "start_new_session": True}
+    with subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", line.text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, **options,
+    ) as process:  # fmt: skip
+        try:
+            if "kvflash serve" in line.text:
+                assert any(said == "kvflash: ready\n" for said in process.stderr or ()), "it becomes ready"
+                os.killpg(process.pid, signal.SIGTERM)
+            out, err = process.communicate("Hello\n" if "kvflash chat" in line.text else "", timeout=300)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    if answers(line):
+        assert out.strip(), f"there is no answer: {err}"
