@@ -293,7 +293,7 @@ def answers(line: Line) -> bool:
     return "kvflash run " in line.text and not re.search(r" > | -n 1$|kvflash plot", line.text)
 
 
-@pytest.mark.nightly(r"README\.md|docs/.*\.md|pyllama_kvflash/(cli|engine)/.*")
+@pytest.mark.nightly(r"README\.md|docs/[A-Z]+\.md|pyllama_kvflash/cli/.*")
 @pytest.mark.slow
 @pytest.mark.parametrize("line", RUN, ids=[f"{line.page}: {line.text}" for line in RUN])
 def test_a_command_runs_as_it_is_written(line: Line, folder: Path, shell_environment: dict[str, str]) -> None:

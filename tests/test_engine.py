@@ -1,4 +1,4 @@
-"""The Python API: what the README shows, events, figures, opening and closing."""
+"""The Python API: what the documents show, events, figures, opening and closing."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 pytestmark = pytest.mark.native
 
 SMALL = LRU
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +39,27 @@ def document() -> NeedlePrompt:
 
 
 #
-# what the README shows
+# what the documents show
 #
 
 
-def test_readme_example(
-    document: NeedlePrompt, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "docs/API.md", "docs/SCORERS.md"])
+def test_examples_of_the_documents(
+    page: str,
+    document: NeedlePrompt,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # it saves a snapshot
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)  # the README's saves a snapshot
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     prompt = document.text + document.needles[-1].question
     for block in blocks:
         code = block.replace('"model.gguf"', repr(str(BUNDLED_MODEL)))
-        exec(compile(code, str(README), "exec"), {"prompt": prompt})
-    assert document.needles[-1].answer in capsys.readouterr().out
+        exec(compile(code, page, "exec"), {"prompt": prompt})
+    if page == "README.md":
+        assert document.needles[-1].answer in capsys.readouterr().out
 
 
 #
