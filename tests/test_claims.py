@@ -17,7 +17,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 import click
 import starlette.applications
 from support import commands, drafters, needles, real, tiny
-from test_docs import PAGES, ROOT, fences
+from support.pages import IDS, PAGES, ROOT, fences
 
 from pyllama_kvflash import Options, Sampling
 from pyllama_kvflash.cli import main
@@ -147,7 +147,7 @@ def unknown_settings(text: str) -> list[str]:
     return sorted({name.rstrip(".") for pair in named for name in pair if name} - known - {"help"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_settings_are_fields(page: Path) -> None:
     assert unknown_settings(page.read_text("utf-8")) == []
 

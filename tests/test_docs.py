@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pages import IDS, PAGES, ROOT, fences
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pyllama_kvflash"
 TESTS = ROOT / "tests"
-PAGES = sorted(
-    page
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-    if page.name != "CHANGELOG.md"
-)
-IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 MAX_RESULTS = 130  # lines of docs/RESULTS.md; details are in docs/results/
 MAX_COMMAND = 100  # columns of a command in README.md
 
@@ -36,12 +30,6 @@ OTHER_PROGRAMS = ("python", "pip", "make", "hf", "bench/", ".venv/", ".ci/", "co
 
 SOURCES = (".py", ".cpp", ".h", ".sh")  # a bare name with such an end is a file of the repository, wherever it is
 FILES = (*SOURCES, ".md", ".json", ".patch", ".gguf", ".svg", ".png", ".toml", ".txt", ".lock")
-
-
-def fences(text: str) -> Iterator[str]:
-    """The code blocks."""
-    for block in re.finditer(r"^ *```[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-        yield block[1]
 
 
 def without_fences(text: str) -> str:
