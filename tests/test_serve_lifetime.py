@@ -281,7 +281,7 @@ def test_refusals_of_the_command(tmp_path: Path) -> None:
     assert "--temp is nan" in refusal("--temp", "nan")
     assert "cannot be read: No such file" in refusal("--chat-template-file", str(tmp_path / "x"))
     (tmp_path / "y").write_bytes(b"\xff")
-    assert "it is not UTF-8 text" in refusal("--chat-template-file", str(tmp_path / "y"))
+    assert "is not UTF-8 text: byte 0xff" in refusal("--chat-template-file", str(tmp_path / "y"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -14,7 +14,7 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.read import piped_lines, read_text
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
@@ -77,7 +77,7 @@ _ROOM = 8  # one part of so many of the context is left to an answer, before old
     metavar="FILE",
     type=Reads(),
     multiple=True,
-    help="UTF-8 file that is put before the first message, and stays. It can be given several times.",
+    help="Text file that is put before the first message, and stays. It can be given several times.",
 )
 @click.option(
     "-n",
@@ -327,17 +327,16 @@ def _asks() -> bool:
 
 def messages(reporter: Reporter) -> Iterator[str]:
     """Yield what a person types, or the lines of a file: messages and commands, without empty ones. Raises UsageError for a
-    file without any.
+    file without any, and at a line that is not text.
     """
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # whatever the locale: what is not text fails as a message
     if asks := _asks():
         with suppress(ImportError):
             import readline  # noqa: F401, PLC0415 (keys that edit a line)
+    read = _reader()
     any_yet = False
     while True:
         try:
-            text = _message(asks=asks).strip()
+            text = _message(read, asks=asks).strip()
         except KeyboardInterrupt:
             if not asks:
                 raise
@@ -356,30 +355,34 @@ def messages(reporter: Reporter) -> Iterator[str]:
             yield text
 
 
-def _message(*, asks: bool) -> str:
+def _message(read: Callable[[str], str], *, asks: bool) -> str:
     """Return one message, of several lines if it is quoted or pasted. Raises EOFError and KeyboardInterrupt."""
-    text = _line("> " if asks else "")
+    text = read("> " if asks else "")
     if not text.lstrip().startswith(_QUOTES):
         while asks and select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
             try:
-                text += "\n" + _line("")
+                text += "\n" + read("")
             except EOFError:
                 break
         return text
     text = text.lstrip().removeprefix(_QUOTES)
     with suppress(EOFError):  # a file may end without the quotes
         while not text.rstrip().endswith(_QUOTES):
-            text += "\n" + _line("... " if asks else "")
+            text += "\n" + read("... " if asks else "")
     return text.rstrip().removesuffix(_QUOTES)
 
 
-def _line(prompt: str) -> str:
-    if prompt or sys.stdin.isatty():
-        return input(prompt)
-    line = sys.stdin.readline()
-    if not line:
+def _reader() -> Callable[[str], str]:
+    """Return what reads a line of stdin, after a prompt. It raises EOFError, and UsageError for a line that is not text."""
+    if sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # what is not text fails as a message
+        return input
+    lines = piped_lines()
+
+    def read(_prompt: str) -> str:
+        for line in lines:
+            return line
         raise EOFError
-    if "\0" in line:
-        msg = "stdin is binary: a zero byte; give text"
-        raise UsageError(msg)
-    return line.removesuffix("\n")
+
+    return read

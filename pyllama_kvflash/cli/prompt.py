@@ -17,8 +17,8 @@ from pyllama_kvflash.native import Tokens
 PROMPT = params.options(
     click.option("-p", "--prompt", help="Prompt, or a question about the files of -f, which come first."),
     click.option("-f", "--file", "--prompt-file", "prompt_files", metavar="FILE", type=Reads(), multiple=True,
-                 help="UTF-8 file with the prompt, - for stdin; one newline at its end is removed. Several are joined by an"
-                 " empty line."),
+                 help="Text file with the prompt, - for stdin; one newline at its end is removed. Several are joined by an"
+                 " empty line. Line ends of Windows are those of Unix to the model."),
     click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
                  help="System prompt to use with the model's chat template."),
     click.option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--no-chat-template", "conversation",

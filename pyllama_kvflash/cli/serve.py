@@ -11,6 +11,7 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import kinds, params
+from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter, banner
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
@@ -231,13 +232,7 @@ def _opener(
 
 def read_template(name: str | None) -> str | None:
     """Read a chat template from a file. Raises UsageError."""
-    if name is None:
-        return None
-    try:
-        return Path(name).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        msg = f"the chat template {name} cannot be read: {getattr(err, 'strerror', None) or 'it is not UTF-8 text'}"
-        raise UsageError(msg) from None
+    return None if name is None else read_text(name, "chat template")
 
 
 _NO_PREFIX_CACHE = (

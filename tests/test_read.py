@@ -1,0 +1,111 @@
+"""Texts that commands are given are read in one way, wherever they come from: what is decoded, and what is refused."""
+
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import RUNTIME, USAGE, check_error, in_process
+
+from pyllama_kvflash.cli.read import decoded
+from pyllama_kvflash.errors import UsageError
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+
+TEXT = "Zoë said: 日本\n\nand left.\n"
+WINDOWS = TEXT.replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEXT.encode(),
+        TEXT.encode("utf-8-sig"),
+        WINDOWS.encode(),
+        WINDOWS.encode("utf-8-sig"),
+        TEXT.replace("\n", "\r").encode(),
+        codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
+        codecs.BOM_UTF16_BE + WINDOWS.encode("utf-16-be"),
+    ],
+)
+def test_texts_that_are_decoded(data: bytes) -> None:
+    assert decoded(data, "it") == TEXT
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"caf\xe9 au lait", r"^it is not UTF-8 text: byte 0xe9 at offset 3; convert it, .*iconv -f LATIN1 -t UTF-8$"),
+        (b"abc\xe2\x82", r"not UTF-8 text: byte 0xe2 at offset 3"),  # cut within a character
+        (b"abc\0def", r"^it is binary: a zero byte at offset 3; give a text file$"),
+        ("Who is it?\n".encode("utf-16-le"), r"looks like UTF-16 without .*iconv -f UTF-16LE -t UTF-8$"),
+        ("Who is it?\n".encode("utf-16-be"), r"looks like UTF-16 without .*iconv -f UTF-16BE -t UTF-8$"),
+        (codecs.BOM_UTF16_LE + b"a\0\x00\xd8", r"not UTF-16 text, .*offset 4"),  # half a surrogate pair
+        (codecs.BOM_UTF16_LE + b"a\0b", r"not UTF-16 text, .*offset 4"),  # cut within a character
+        (codecs.BOM_UTF32_LE + "a".encode("utf-32-le"), r"zero byte|UTF-16"),
+    ],
+)
+def test_texts_that_are_refused(data: bytes, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        decoded(data, "it")
+
+
+GIVEN = ("-p", "x", "-n", "1", "-c", "256")
+READERS: dict[str, Callable[[str], tuple[str, ...]]] = {
+    "prompt": lambda path: ("run", "-f", path),
+    "schema": lambda path: ("run", "-jf", path, *GIVEN),
+    "grammar": lambda path: ("run", "--grammar", path, *GIVEN),
+    "template": lambda path: ("chat", "--chat-template-file", path),
+    "chat": lambda path: ("chat", "-f", path),
+    "bench": lambda path: ("bench", "kld", "-f", path),
+}
+"""Options that name a text, each by a command that has it."""
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_refuse_what_is_not_text(reader: str, tmp_path: Path) -> None:
+    """All of them use decoded(): what it refuses, they refuse."""
+    path = tmp_path / "odd.txt"
+    path.write_bytes(b"caf\xe9")
+    check_error(in_process(*READERS[reader](str(path))), USAGE, str(path), "0xe9 at offset 3", "iconv")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_readers_take_the_texts_of_windows(encoding: str, tmp_path: Path) -> None:
+    """The same answers to a schema, a grammar, a prompt and a template, however they are encoded."""
+
+    def written(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
+        return path
+
+    code = "Note: the code is 481.\nQuestion: what is the code? Answer:\n"
+    short = ("-n", "3", "-c", "256", "-t", "1", "--temp", "0", "-q")
+    plain = in_process("run", *short, stdin=code.encode())
+    assert in_process("run", *short, "-f", written("prompt.txt", code)).out == plain.out
+    assert in_process("run", *short, stdin=code.replace("\n", "\r\n").encode(encoding)).out == plain.out
+    grammar = written("g.gbnf", 'root ::= "yes" |\n  "no"\n# a comment\n')
+    assert in_process("run", *short, "-p", "Is it?", "--grammar", grammar).out.strip() in {"yes", "no"}
+    schema = written("s.json", '{"type":\n "boolean"}\n')
+    assert in_process("run", *short, "-p", "Is it?", "-jf", schema).out.strip() in {"true", "false"}
+    template = written("t.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    asked = [*("chat", "-c", "256", "-n", "3", "-t", "1", "--temp", "0", "-q", "--chat-template-file"), template]
+    answers = {in_process(*asked, stdin=data).out for data in (b"Hi\n", "Hi\r\n".encode(encoding))}
+    assert len(answers) == 1
+    assert answers != {""}
+
+
+def test_a_piped_line_that_is_not_text_ends_the_chat() -> None:
+    """Its question is not left out: what was asked before is answered, and the line is named."""
+    asked = ("chat", "-c", "256", "-n", "2", "-t", "1", "--temp", "0", "-q")
+    good = in_process(*asked, stdin=b"Hi\n")
+    res = in_process(*asked, stdin=b"\xef\xbb\xbfHi\ncaf\xe9\nHo\n")
+    assert res.out == good.out
+    check_error(res._replace(out=""), USAGE, "line 2 of stdin is not UTF-8 text: byte 0xe9 at offset 3")
+    assert RUNTIME not in {good.code, res.code}
