@@ -1,6 +1,7 @@
 """Turn token bytes into text that can be shown."""
 
 import codecs
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
+
+
+_UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Categories of characters that do something to a terminal or a log, and of half surrogate pairs: bytes of a path that are not UTF-8."""
+
+
+def printable(text: object, keep: str = "") -> str:
+    """Return a name or a message as it can be shown and sent: what cannot be shown becomes U+FFFD, apart from `keep`."""
+    return "".join("\ufffd" if unicodedata.category(c) in _UNSHOWN and c not in keep else c for c in str(text))
 
 
 _MOST_BYTES = 4  # of a character in UTF-8

@@ -55,7 +55,7 @@ def test_a_list_names_the_model(opened: Open, tmp_path: Path) -> None:
         )
 
     assert named.read_text() == listed() == BUNDLED_MODEL.name
-    for other, shown in ((b"[b]a\xff\n.gguf", "[b]a\ufffd?.gguf"), (b"", "")):
+    for other, shown in ((b"[b]a\xff\n.gguf", "[b]a\ufffd\ufffd.gguf"), (b"", "")):
         named.write_bytes(other)
         assert listed() == (shown or f"{kv.identity.fields['fingerprint']:016x}")
     named.unlink()

@@ -26,6 +26,7 @@ from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.cli.stderr import drop_what_fails
 from pyllama_kvflash.errors import KVFlashError, UsageError
+from pyllama_kvflash.text import printable
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -122,7 +123,7 @@ def _given(param: click.Parameter, ctx: click.Context | None) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"kvflash: error: {message}", err=True)
+    click.echo(f"kvflash: error: {printable(message)}", err=True)
     sys.exit(code)
 
 

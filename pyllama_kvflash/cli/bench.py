@@ -25,6 +25,7 @@ from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file, why_unchosen
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.text import printable
 
 HELP = """Compare the answers of pools with the full cache's.
 
@@ -260,7 +261,7 @@ def kld(text_file: str | None, n_score: int, task: str | None, seed: int, **opti
             kld_bench.write(sweep, results)
     click.echo(kld_bench.write(sweep, results), nl=False)
     rows = kld_bench.rows(sweep, results)
-    title = f"{model.stem}, {f'{n_score} tokens' if task is None else task}"
+    title = f"{printable(model.stem)}, {f'{n_score} tokens' if task is None else task}"
     picture(results, reporter, lambda: kld_figure((rows, title)))
 
 
@@ -313,7 +314,7 @@ def ruler(text_file: str | None, *, quick: bool, **options: Any) -> None:
             ruler_tables.write(plan, results)
     click.echo(ruler_tables.write(plan, results), nl=False)
     rows = ruler_tables.summarise(plan, results)
-    title = f"{model.stem}: {len(seeds)} text{'s' if len(seeds) > 1 else ''} of each task"
+    title = f"{printable(model.stem)}: {len(seeds)} text{'s' if len(seeds) > 1 else ''} of each task"
     picture(results, reporter, lambda: ruler_figure(rows, tasks, title))
 
 
@@ -362,7 +363,7 @@ def _recall(kind: str, options: dict[str, Any], **own: Any) -> None:
             recall_bench.write(sweep, results)
     click.echo(recall_bench.write(sweep, results), nl=False)
     rows = recall_bench.summarise(sweep, results)
-    title = f"{model.stem}: codes found, {counted(len(seeds), 'text')}"
+    title = f"{printable(model.stem)}: codes found, {counted(len(seeds), 'text')}"
     picture(results, reporter, lambda: heat_map(rows, title))
 
 

@@ -16,6 +16,7 @@ from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
+from pyllama_kvflash.text import printable
 
 SPEC_HELP = """Compare speculative with plain decoding in one run, with and without the gate, full cache and pool.
 
@@ -113,4 +114,8 @@ def spec(
             spec_bench.write(bench, results)
     click.echo(spec_bench.write(bench, results), nl=False)
     rows = spec_bench.summarise(bench, results)
-    picture(results, reporter, lambda: spec_bench.spec_figure(rows, f"{path.stem}, pool of {bench.n_pool:,} tokens"))
+    picture(
+        results,
+        reporter,
+        lambda: spec_bench.spec_figure(rows, f"{printable(path.stem)}, pool of {bench.n_pool:,} tokens"),
+    )

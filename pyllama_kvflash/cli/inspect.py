@@ -27,6 +27,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import DeviceMemory
+from pyllama_kvflash.text import printable
 
 HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
 takes of each device.
@@ -126,7 +127,7 @@ def _table(f: Findings) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     n = len(f.probe.layers)
     rows = [
-        ("model", f"{f.model.path}"),
+        ("model", printable(f.model.path)),
         ("architecture", f"{f.model.meta('general.architecture')}: {f.model.description}"),
         ("parameters", f"{f.model.n_params:,} in {mib(f.model.n_bytes)}"),
         ("context", f"{f.n_ctx:,} tokens (trained: {f.model.n_ctx_train:,})"),
@@ -170,7 +171,7 @@ def _index(f: Findings) -> str:
 
 def _as_dict(f: Findings) -> dict[str, Any]:
     return {
-        "model": str(f.model.path),
+        "model": printable(f.model.path),
         "architecture": f.model.meta("general.architecture"),
         "description": f.model.description,
         "n_params": f.model.n_params,

@@ -22,6 +22,7 @@ from pyllama_kvflash.engine.offers import Offer, best, offers
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.text import printable
 
 HELP = """Say which options suit a GPU and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
 close to the full cache.
@@ -105,7 +106,7 @@ def plan(
         ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx, n_ubatch)} for offer in found]
         taken = None if choice is None else found.index(choice)
         click.echo(
-            json.dumps({"model": str(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram, "ways": ways, "best": taken})
+            json.dumps({"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram, "ways": ways, "best": taken})
         )
     else:
         head = f"{name}, context {n_ctx:,}, a GPU with {_gib(gpu)}, {_gib(ram)} of RAM"

@@ -18,6 +18,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.native.guests import UNIT
+from pyllama_kvflash.text import printable
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 _BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
@@ -92,11 +93,14 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Show a line of information."""
-        self.console.print(f"kvflash: {spelled(text, self._command)}", markup=False)
+        self.console.print(f"kvflash: {self._shown(text)}", markup=False)
 
     def warn(self, text: str) -> None:
         """Show a warning, even if quiet."""
-        click.echo(f"kvflash: warning: {spelled(text, self._command)}", err=True)
+        click.echo(f"kvflash: warning: {self._shown(text)}", err=True)
+
+    def _shown(self, text: str) -> str:
+        return printable(spelled(text, self._command), keep="\n\t")
 
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:
@@ -140,6 +144,7 @@ class Reporter:
     def _short(self, label: str) -> str:
         """Return a label that leaves half of a narrow terminal to what is said of it."""
         room = max(8, self.console.width // 2)
+        label = printable(label)
         return label if len(label) <= room else f"{label[: room - 1]}…"
 
     def plain(self, text: str, *, at_once: bool = False) -> None:

@@ -23,6 +23,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.text import printable
 
 LAYERS_EVERY = 16
 """Positions between two lines of a trace that say in how many layers each chunk is; layers choose for every token."""
@@ -243,7 +244,7 @@ def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterat
     """Yield the events; each is also written to the trace."""
     o = kv.options
     writer.start(
-        model=str(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
+        model=printable(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
     )
     due = 0  # positions from which on layers are looked at again
     for event in events:
@@ -260,7 +261,7 @@ def _json_line(out: Output, value: dict[str, Any]) -> None:
 
 def _summary(kv: KVFlash, path: Path, text: str, done: Done) -> dict[str, Any]:
     return {
-        "model": str(path),
+        "model": printable(path),
         "description": kv.model.description,
         "policy": kv.policy,
         "text": text,

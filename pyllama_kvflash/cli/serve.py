@@ -22,6 +22,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.snapshot.cache import PrefixCache
+from pyllama_kvflash.text import printable
 
 HELP = """Serve a model to clients of the OpenAI protocol.
 
@@ -149,7 +150,7 @@ def serve(
     if quiet is False:
         native.show_log()
     settings = Settings(
-        alias or path.stem, sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
+        printable(alias or path.stem), sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
         log_bodies=quiet is False, responses=cache.folder / FOLDER if cache else None,
     )  # fmt: skip
     scheduler = Scheduler(

@@ -23,6 +23,7 @@ from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, writes
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError
 from pyllama_kvflash.options import FLASH_ATTN
+from pyllama_kvflash.text import printable
 
 SPEED_HELP = """Measure decode and prefill speed against the context, for the full cache and for pools in one run.
 
@@ -91,7 +92,7 @@ class Source:
     @property
     def name(self) -> str:
         """Name in titles."""
-        return self.path.stem if self.path else f"shape {self.shape}"
+        return printable(self.path.stem) if self.path else f"shape {self.shape}"
 
     @property
     def mark(self) -> str:

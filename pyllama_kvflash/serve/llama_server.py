@@ -7,6 +7,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
 from pyllama_kvflash.native import RANGES, Sampling, order_of
 from pyllama_kvflash.serve.protocols.request_error import invalid
+from pyllama_kvflash.text import printable
 
 _MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
 
@@ -87,7 +88,7 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
         "default_generation_settings": {"n_ctx": kv.options.n_ctx, "params": params},
         "total_slots": len(kv.sequences),
         "model_alias": name,
-        "model_path": str(kv.model.path),
+        "model_path": printable(kv.model.path),
         "chat_template": template or kv.model.meta("tokenizer.chat_template") or "",
         "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.serve.job import Finished
+from pyllama_kvflash.text import printable
 
 Write = Callable[[str], None]
 
@@ -121,7 +122,7 @@ def _client(scope: Scope) -> str:
 
 
 def _printable(text: str, most: int) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:most]).strip()
+    return printable(text[:most]).strip()
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from pyllama_kvflash.native import Model, Sampling, gpus
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.ollama_response import moment, tagged
 from pyllama_kvflash.serve.protocols.request_error import RequestError
+from pyllama_kvflash.text import printable
 
 SPOKEN = "0.12.11"
 """The version of Ollama whose API this is. Clients look at it: some refuse old ones."""
@@ -107,7 +109,7 @@ class _About:
         capabilities = ["completion", "tools", *["thinking"] * any(word in template for word in _THINKS)]
         capabilities += ["insert"] * (kv.model.fim is not None)
         res = {
-            "modelfile": f"FROM {kv.model.path.name}\n",
+            "modelfile": f"FROM {printable(kv.model.path.name)}\n",
             "parameters": self._parameters(kv.options.n_ctx),
             "template": template,
             "license": kv.model.meta("general.license") or "",
@@ -122,7 +124,7 @@ class _About:
         """Return the model, as in a list."""
         name, (modified, stamp) = tagged(self._name), _modified(kv.model)
         # of the file's contents, Ollama's digest would take seconds
-        digest = hashlib.sha256(f"{kv.model.path.name}\0{kv.model.n_bytes}\0{stamp}".encode()).hexdigest()
+        digest = hashlib.sha256(os.fsencode(f"{kv.model.path.name}\0{kv.model.n_bytes}\0{stamp}")).hexdigest()
         return {
             "name": name,
             "model": name,

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pyllama_kvflash import files
+from pyllama_kvflash.text import printable
 
 _FILE = "model"
 _MOST = 1024  # bytes
@@ -27,5 +28,5 @@ def read_name(folder: Path) -> str | None:
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
                 text = file.read(_MOST).decode("utf-8", "replace")
-            return "".join(c if c.isprintable() else "?" for c in text) or None
+            return printable(text) or None
     return None
