@@ -168,7 +168,7 @@ class Options:
         check_range(self.n_batch, 0, MAX_TOKENS, "n_batch", "0 takes as many as the pool allows")
         check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
-        check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (n_batch, n_ubatch)")
+        check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (`n_batch`, `n_ubatch`)")
         check_range(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         check_range(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 

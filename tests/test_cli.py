@@ -400,7 +400,7 @@ def test_cap_of_the_automatic_pool() -> None:
     for cap, n_pool in (("2K", 2048), ("5000", 4864), ("16K", 16_384)):
         found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--set", f"auto_cap={cap}")
         assert found["stats"]["n_pool"] == n_pool
-        assert found["notes"][0].endswith(f"(auto_cap) and the context of 32,768: {n_pool:,}")
+        assert found["notes"][0].endswith(f"(`auto_cap`) and the context of 32,768: {n_pool:,}")
     found = summary("-p", "Hello", "-n", "1", "-c", "32K", "--set", "auto_cap=2K", "--kvflash", "3K")
     assert found["stats"]["n_pool"] == 3072, "a number is taken as it is"
 

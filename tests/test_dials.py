@@ -1,5 +1,6 @@
 """The options of all commands: their environment variables, and those that were removed."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -326,3 +327,23 @@ def test_the_page_has_every_variable_that_the_package_reads() -> None:
     for source in (ROOT / "pyllama_kvflash").rglob("*.py"):
         for name in re.findall(r"""environ(?:\.get\(|\[)["'](\w+)""", source.read_text()):
             assert f"`{name}`" in page, f"{source.name} reads {name}"
+
+
+def test_messages_name_fields_as_the_commands_can_spell_them() -> None:
+    """A field of Options is in backticks wherever a message names it: only so it becomes the option that was typed."""
+    names = "|".join(name for name in Options.__dataclass_fields__ if "_" in name)
+    bare = re.compile(rf"(?<![`\w.])({names})(?![`\w=])")
+    found = []
+    for path in sorted((ROOT / "pyllama_kvflash").rglob("*.py")):
+        if path.relative_to(ROOT).parts[1] in {"bench", "cli", "convert", "needle"}:
+            continue  # their own words
+        tree = ast.parse(path.read_text("utf-8"))
+        documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        found += [
+            f"{path.name}:{node.lineno}: {node.value}"
+            for node in texts
+            if " " in node.value and id(node) not in documented and bare.search(node.value)
+        ]
+    assert found == []
+    assert bare.search("use a larger n_batch") is not None, "it finds one"

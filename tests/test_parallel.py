@@ -316,7 +316,7 @@ def test_refusals(opened: Open) -> None:
     feed(kv.sequences[1], 10)
     with pytest.raises(UsageError, match="sequence 0 was not in the last batch"):
         kv.logits()
-    with pytest.raises(UsageError, match="there is no sequence 4: n_parallel is 4"):
+    with pytest.raises(UsageError, match="there is no sequence 4: `n_parallel` is 4"):
         kv.decode_each({4: 1})
     with pytest.raises(UsageError, match="there is no sequence 4: the context has 4"):
         kv.ctx.sequence(4)

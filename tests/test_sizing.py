@@ -219,7 +219,7 @@ def test_auto_says_how_it_came_to_its_number() -> None:
     assert tokens == 1024
     assert note == (
         "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1,024 tokens,"
-        " at most 16,384 (auto_cap) and the context of 32,768: 1,024"
+        " at most 16,384 (`auto_cap`) and the context of 32,768: 1,024"
     )
 
 
@@ -426,7 +426,7 @@ def test_a_cap_asks_for_a_pool(cap: int, n_pool: int) -> None:
     assert pool("auto", n_ctx=AUTO_FULL).n_pool is None
     size = pool("auto", n_ctx=max(AUTO_FULL, n_pool + 1), cap=cap)
     assert size.n_pool == n_pool
-    assert f"at most {cap:,} (auto_cap)" in size.notes[0]
+    assert f"at most {cap:,} (`auto_cap`)" in size.notes[0]
     assert len(size.notes) == 1
     assert len(size.warnings) == (cap < FLOOR)
 

@@ -95,9 +95,9 @@ class Reporter:
         """Show a line of information."""
         self.console.print(f"kvflash: {self._shown(text)}", markup=False)
 
-    def warn(self, text: str) -> None:
-        """Show a warning, even if quiet."""
-        click.echo(f"kvflash: warning: {self._shown(text)}", err=True)
+    def warn(self, text: str, level: str = "warning") -> None:
+        """Show a warning, or an error, even if quiet."""
+        click.echo(f"kvflash: {level}: {self._shown(text)}", err=True)
 
     def _shown(self, text: str) -> str:
         return printable(spelled(text, self._command), keep="\n\t")

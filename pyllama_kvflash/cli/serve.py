@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -130,11 +130,7 @@ def serve(
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
     reporter = _JSONReporter(quiet=quiet is True) if log_format == "json" else Reporter(quiet=quiet is True)
-    logging.basicConfig(
-        format="kvflash: %(levelname)s: %(message)s",
-        level=logging.WARNING,
-        handlers=[_JSONHandler() if log_format == "json" else logging.StreamHandler()],
-    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_Handler(reporter)])
     sampling = params.sampling(options, None)
     check_max_tokens(n_predict, least=1)
     options["spec"] = params.spec(options)
@@ -178,30 +174,32 @@ class _JSONReporter(Reporter):
 
     def note(self, text: str) -> None:
         """Show a line of information."""
-        self.line(_message("info", text))
+        self.line(self._message("info", text))
 
-    def warn(self, text: str) -> None:
-        """Show a warning, even if quiet."""
-        click.echo(_message("warning", text), err=True)
+    def warn(self, text: str, level: str = "warning") -> None:
+        """Show a warning, or an error, even if quiet."""
+        click.echo(self._message(level, text), err=True)
 
     def line(self, text: str) -> None:
         """Show a line that is JSON already."""
         if not self.quiet:
             click.echo(text, err=True)
 
-
-def _message(level: str, text: str) -> str:
-    return json.dumps(
-        {"time": datetime.now(UTC).astimezone().isoformat("T", "milliseconds"), "level": level, "message": text}
-    )
+    def _message(self, level: str, text: str) -> str:
+        now = datetime.now(UTC).astimezone().isoformat("T", "milliseconds")
+        return json.dumps({"time": now, "level": level, "message": self._shown(text)})
 
 
-class _JSONHandler(logging.StreamHandler[TextIO]):
-    """Shows records of the log as JSON."""
+class _Handler(logging.Handler):
+    """Shows records of the log as the reporter shows warnings: with the names of options."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
-        return _message(record.levelname.lower(), logging.Formatter("%(message)s").format(record))
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__()
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record, with the traceback of its exception."""
+        self._reporter.warn(self.format(record), record.levelname.lower())
 
 
 def _opener(

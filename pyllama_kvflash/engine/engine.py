@@ -85,7 +85,7 @@ class KVFlash(KVSequence):
         sequences = self.sequences
         for i in tokens:
             if not 0 <= i < len(sequences):
-                msg = f"there is no sequence {i}: n_parallel is {len(sequences)}"
+                msg = f"there is no sequence {i}: `n_parallel` is {len(sequences)}"
                 raise UsageError(msg)
         decoders = [sequences[i].decoder for i in tokens]
         one = [self.model.ids([token]) for token in tokens.values()]

@@ -176,7 +176,7 @@ _BY_ITSELF = (
 )
 _OVERTAKEN = (
     "another call has begun or changed this sequence in the meantime, so this one cannot continue: finish one before the next, or"
-    " use a sequence for each (n_parallel)"
+    " use a sequence for each (`n_parallel`)"
 )
 
 _live: WeakValueDictionary[int, Guard] = WeakValueDictionary()

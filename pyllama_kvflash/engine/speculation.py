@@ -128,8 +128,8 @@ class DraftModel:
                 raise UnsupportedError(msg)
             if target.kv_bytes().recurrent and n_ubatch < spec.most + 2:
                 msg = (
-                    f"a recurrent state goes back over {spec.most} tokens only if n_batch and n_ubatch are {spec.most + 2}"
-                    " at least: use larger batches (`n_batch`, `n_ubatch`; a larger `pool` allows them) or a smaller `spec.n_max`"
+                    f"a recurrent state goes back over {spec.most} tokens only if `n_batch` and `n_ubatch` are {spec.most + 2} at"
+                    " least: use larger batches (a larger `pool` allows them) or a smaller `spec.n_max`"
                 )
                 raise UsageError(msg)
             if spec.kind != "ngram":

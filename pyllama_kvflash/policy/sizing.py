@@ -148,7 +148,7 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
     index = f" - {device.index / 2**20:.0f} MiB for fresh's index" if device.index else ""
     note = (
         f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{index}) /"
-        f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (auto_cap) and the"
+        f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (`auto_cap`) and the"
         f" context of {n_ctx:,}: {tokens:,}"
     )
     return tokens, note

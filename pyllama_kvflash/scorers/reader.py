@@ -78,7 +78,7 @@ def find_scorer_model(given: str | None, target: Path) -> Path:
     for place in places:
         if place.is_file():
             return place
-    msg = f"no scorer model is found: give one (scorer_model), or put it at {' or '.join(map(str, places))}"
+    msg = f"no scorer model is found: give one (`scorer_model`), or put it at {' or '.join(map(str, places))}"
     raise UsageError(msg)
 
 

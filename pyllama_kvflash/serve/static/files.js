@@ -22,10 +22,13 @@ export async function read(files) {
 
 const isPdf = ({ name, type }) => type === "application/pdf" || name.toLowerCase().endsWith(".pdf");
 
+// As the commands read texts: UTF-8, or UTF-16 with a byte order mark.
 async function plain(file) {
   try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    if (!text.includes("\0")) return text;
+    const bytes = new Uint8Array(await file.arrayBuffer());
+    const encoding = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2)] ?? "utf-8";
+    const text = new TextDecoder(encoding, { fatal: true }).decode(bytes);
+    if (!text.includes("\0")) return text.replace(/\r\n?/g, "\n");
   } catch { /* in another encoding */ }
   throw new Error(`${file.name} is not a text in UTF-8: save it as UTF-8, and add that.`);
 }
