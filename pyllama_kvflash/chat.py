@@ -195,6 +195,18 @@ class ChatTemplate:
         """
         return () if self._opener is None else tuple(np.flatnonzero(tokens == self._opener).tolist())
 
+    def next_turn(self, message: Message) -> str:
+        """Return what comes between an answer and the next one, if a conversation continues with a message.
+
+        Raises UsageError as rendered() does, and if the template does not show an answer as it was.
+        """
+        answer = "8675309"  # no template changes digits
+        text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, message])
+        if answer not in text:
+            msg = "the chat template does not show earlier answers: give the whole conversation as a new prompt"
+            raise UsageError(msg)
+        return text.rpartition(answer)[2]
+
     @cached_property
     def _opener(self) -> int | None:
         """The special token that begins a message; None: there is none."""

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.native
 USAGE = 2
 SMALL = ("-c", "2K", "--kvflash", "1K", "-b", "128", "-t", "1", "--temp", "0", "-n", "5")
 MESSAGES = "{% for m in messages %}{{ m.role == 'system' and '' or m.content }}{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<|pad|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|pad|>assistant: {% endif %}"
+)
 SHOUTS = "{% for m in messages %}{{ m.role }} says {{ m.content }}!{% endfor %}"
 
 
@@ -99,8 +103,26 @@ def test_a_saved_text_goes_on_as_it_is(document: Any, instruct: Path, tmp_path: 
     assert run(instruct, "-p", document.text, "-no-cnv", "--save-snapshot", saved, *SMALL[:-1], "0").exit_code == 0
     res = run(instruct, "--restore", saved, "--append", "-p", needle.question, *SMALL)
     assert res.stdout.strip() == f"{needle.answer}.", res.output
+    res = run(instruct, "--restore", saved, "--append", "-sys", "be terse", "-p", "x", *SMALL)
+    assert (res.exit_code, "-sys is given" in res.stderr) == (USAGE, True)
     res = run(instruct, "--restore", saved, "--append", "-cnv", "-p", "x", *SMALL)
-    assert (res.exit_code, "leave one of the two out" in res.stderr) == (USAGE, True)
+    assert "the prompt is the next turn of the saved conversation" in res.stderr
+
+
+def test_a_saved_conversation_goes_on_with_its_next_turn(tmp_path: Path) -> None:
+    """What is read is what the template puts between two answers; without the template it is the prompt alone."""
+    saved, marked = tmp_path / "talk.kvsnap", with_template(tmp_path / "marked.gguf", MARKED)
+    first = run(marked, "-p", "hello", "--save-snapshot", saved, *SMALL[:-1], "3")
+    assert first.exit_code == 0, first.output
+    again = ("--restore", saved, "--append", "-p", "And then?")
+    turn, plain = run(marked, *again, *SMALL), run(marked, *again, "-no-cnv", *SMALL)
+    assert "the prompt is the next turn of the saved conversation" in turn.stderr
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        between = model.tokenize("\n<|pad|>user: And then?\n<|pad|>assistant: ", add_special=False, parse_special=True)
+        alone = model.tokenize("And then?", add_special=False)
+    assert n_read(turn) - n_read(plain) == len(between) - len(alone)
+    refused = run(marked, *again, "-sys", "be terse", *SMALL)
+    assert (refused.exit_code, "the saved conversation has begun already" in refused.stderr) == (USAGE, True)
 
 
 def test_an_empty_answer_is_said(document: Any) -> None:

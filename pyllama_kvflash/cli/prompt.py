@@ -1,7 +1,7 @@
 """What `kvflash run` is asked: texts and files as one prompt, in the model's chat template where it has one."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -14,6 +14,9 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Tokens
 
+if TYPE_CHECKING:
+    from pyllama_kvflash.chat import ChatTemplate
+
 PROMPT = params.options(
     click.option("-p", "--prompt", help="Prompt, or a question about the files of -f, which come first."),
     click.option("-f", "--file", "--prompt-file", "prompt_files", metavar="FILE", type=Reads(), multiple=True,
@@ -22,8 +25,9 @@ PROMPT = params.options(
     click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
                  help="System prompt to use with the model's chat template."),
     click.option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--no-chat-template", "conversation",
-                 default=None, help="Make the prompt a message in the model's chat template, or complete it as it is."
-                 "  [default: -cnv if the model has a template]"),
+                 default=None, help="Make the prompt a message in the model's chat template, or complete it as it is. With"
+                 " --append: the next turn.  [default: -cnv if the model has a template, and what it is appended to is a"
+                 " conversation]"),
 )  # fmt: skip
 
 
@@ -33,49 +37,60 @@ class Prompt:
     def __init__(self, options: dict[str, Any], *, appends: bool) -> None:
         """Take the values of PROMPT out of options, and read the files. Raises UsageError.
 
-        appends: the prompt comes after a text that was saved, as it is.
+        appends: the prompt comes after a text that was saved: as its next turn, if that is a conversation.
         """
         self._text = _read(options.pop("prompt"), options.pop("prompt_files"))
         self._system, self._conversation = options.pop("system"), options.pop("conversation")
         self._appends = appends
         self.stop: tuple[str, ...] = ()
         self.templated = False
-        if appends and self._conversation:
-            msg = "-cnv makes the prompt a conversation of its own, and --append continues the saved text: leave one of the two out"
-            raise UsageError(msg)
 
     def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        """Return the token ids (n,) int32 of the prompt. Raises UsageError if a template cannot be used."""
-        wanted = self._conversation
-        if wanted is None:
-            wanted = bool(kv.model.meta("tokenizer.chat_template")) and not self._appends and bool(self._text)
-        if wanted:
-            return self._message(kv, reporter)
+        """Return the token ids (n,) int32 of the prompt. What it is appended to is in the context.
+
+        Raises UsageError if a template cannot be used.
+        """
+        if self._conversation or (
+            self._conversation is None and self._text and kv.model.meta("tokenizer.chat_template")
+        ):
+            from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+
+            template = ChatTemplate.of(kv.model)
+            if not self._appends:
+                return self._message(kv, template, reporter)
+            if self._conversation or template.begins(kv.tokens):
+                return self._next_turn(kv, template, reporter)
         if self._system is not None:
             msg = "-sys is given, and the prompt is completed as it is, without a chat template: put it into the prompt, or add -cnv"
             raise UsageError(msg)
         return kv.tokenize(self._text, add_special=not self._appends) if self._text else np.zeros(0, np.int32)
 
-    def _message(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+    def _message(self, kv: KVFlash, template: "ChatTemplate", reporter: Reporter) -> Tokens:
+        self._uses(template, reporter, "the prompt is a message in the model's chat template")
+        system = [{"role": "system", "content": self._system}] if self._system is not None else []
+        return template.tokens(kv.model, [*system, {"role": "user", "content": self._text}])
 
-        template = ChatTemplate.of(kv.model)
+    def _next_turn(self, kv: KVFlash, template: "ChatTemplate", reporter: Reporter) -> Tokens:
+        if self._system is not None:
+            msg = "-sys is given, and the saved conversation has begun already: leave it out, or put it into the prompt"
+            raise UsageError(msg)
+        self._uses(template, reporter, "the prompt is the next turn of the saved conversation")
+        text = template.next_turn({"role": "user", "content": self._text})
+        return kv.tokenize(text, add_special=False, parse_special=True)
+
+    def _uses(self, template: "ChatTemplate", reporter: Reporter, how: str) -> None:
         if template.warning:
             reporter.warn(template.warning)
         else:
-            reporter.note(
-                "the prompt is a message in the model's chat template (--no-chat-template: completed as it is)"
-            )
+            reporter.note(f"{how} (--no-chat-template: completed as it is)")
         self.stop, self.templated = template.stop, True
-        system = [{"role": "system", "content": self._system}] if self._system is not None else []
-        return template.tokens(kv.model, [*system, {"role": "user", "content": self._text}])
 
     def hint(self) -> str:
         """Return what to try after an empty answer."""
         if self.templated:
             return "ask in other words, or try --no-chat-template"
         if self._appends:
-            return "add some text with -p"
+            return "give a prompt with -p, or with -cnv as the next turn of a conversation"
         return "a model that was trained for chat wants its template: -cnv"
 
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def run(
                 reporter.warn(warning)
             for line in banner(kv):
                 reporter.note(line)
-            tokens, append = warm.begin(kv, prompt.tokens(kv, reporter))
+            tokens, append = warm.begin(kv, partial(prompt.tokens, kv, reporter))
             stops = (*stop, *prompt.stop)
             events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stops, append=append)
             if writer:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ SNAPSHOT = params.options(
                  help="Begin with this snapshot, and do not read its part of the prompt again. If it is damaged, or of"
                  " another model, cache or text, the reason is given and the whole prompt is read."),
     click.option("--append", is_flag=True,
-                 help="With --restore: the prompt comes after the saved text, instead of beginning with it."),
+                 help="With --restore: the prompt comes after the saved text, instead of beginning with it: as the next turn, if that"
+                 " is a conversation."),
     click.option("--prefix-cache", "prefix_cache", metavar="DIR", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps what was read, 20 GiB at most (--set cache.size); a run begins with the longest"
@@ -70,33 +72,35 @@ class Warm:
         """Whether the prompt comes after the saved text."""
         return bool(self._append)
 
-    def begin(self, kv: KVFlash, tokens: Tokens) -> tuple[Tokens, bool]:
+    def begin(self, kv: KVFlash, prompt: Callable[[], Tokens]) -> tuple[Tokens, bool]:
         """Restore what there is of a prompt. Return the tokens to read, and whether they come after what is then in the
         context.
 
-        Raises SnapshotError and UsageError.
+        prompt: returns the prompt; with --append it is called when the saved text is restored. Raises SnapshotError and UsageError.
         """
-        start = time.perf_counter()
+        if self._source and self._append:
+            start = time.perf_counter()
+            self._n = kv.restore(self._source)
+            self._restored(start)
+            return prompt(), True
+        tokens, start = prompt(), time.perf_counter()
         if self._source:
-            self._restore(kv, self._source, tokens)
+            try:
+                self._n = kv.restore(self._source, tokens)
+            except SnapshotError as err:
+                self._reporter.warn(f"{err}; the whole prompt is read")
         elif self._cache:
             self._n = self._cache.restore(kv, tokens)
         if not self._n:
             return tokens, False
+        self._restored(start)
+        return tokens[self._n :], True
+
+    def _restored(self, start: float) -> None:
         took = time.perf_counter() - start
         self._reporter.note(
             f"restored {counted(self._n, 'token')} in {took:.2f} s from {self._source or 'the prefix cache'}"
         )
-        return (tokens if self._append else tokens[self._n :]), True
-
-    def _restore(self, kv: KVFlash, source: str, tokens: Tokens) -> None:
-        if self._append:
-            self._n = kv.restore(source)
-            return
-        try:
-            self._n = kv.restore(source, tokens)
-        except SnapshotError as err:
-            self._reporter.warn(f"{err}; the whole prompt is read")
 
     def end(self, kv: KVFlash) -> None:
         """Save what was asked for. Raises SnapshotError if --save-snapshot fails; a failure of the prefix cache is a
