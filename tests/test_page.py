@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -116,6 +117,9 @@ def test_every_file_is_served_and_none_of_ours_names_another_host() -> None:
         text = path.read_text("utf-8").replace("xmlns='http://www.w3.org/2000/svg'", "")
         assert "http:/" not in text.replace("https", "http"), path
         assert "innerHTML" not in text
+        assert not re.search(r"""["'`(]/[a-z]""", re.sub(r"//.*", "", text)), (
+            f"{path}: a proxy may have it below a path"
+        )
         assert "style=" not in text
         assert len(text.splitlines()) <= 400, path
 

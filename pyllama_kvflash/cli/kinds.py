@@ -50,6 +50,23 @@ class ByteSize(click.ParamType[int]):
         return int(match[1]) * _UNITS[match[2] or ""]
 
 
+class PathPrefix(click.ParamType[str]):
+    """What the paths of a server begin with: /llm; "" for nothing."""
+
+    name = "prefix"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the value. A slash at its end is left out."""
+        text = str(value).rstrip("/")
+        if text and not re.fullmatch(r"(/(?!\.{1,2}(/|$))[A-Za-z0-9._~-]+)+", text):
+            self.fail(
+                f"{value!r} is not a prefix of paths: give ASCII letters and digits after a slash, such as /llm",
+                param,
+                ctx,
+            )
+        return text
+
+
 class Split(click.ParamType[tuple[float, ...]]):
     """Shares for devices, in their order: 3,1, or 3/1, which llama.cpp also takes."""
 

@@ -54,6 +54,8 @@ SERVER = params.options(
                  help="Address to listen on; 0.0.0.0 for all."),
     click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, envvar=params.env("PORT"),
                  help="Port to listen on, 0: any free one."),
+    click.option("--api-prefix", metavar="PREFIX", type=kinds.PathPrefix(), default="", envvar=params.env("API_PREFIX"),
+                 help="What all paths begin with, such as /llm, for a proxy that passes them on as they are."),
     click.option("-np", "--parallel", "n_parallel", type=click.IntRange(1), default=2, show_default=True,
                  envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests answered at once."),
     click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
@@ -69,6 +71,8 @@ SERVER = params.options(
                  " full."),
     click.option("--max-body", metavar="SIZE", type=kinds.ByteSize(), default="32M", show_default=True,
                  envvar="KVFLASH_MAX_BODY", help="Most bytes of a request."),
+    click.option("--keep-alive", type=click.FloatRange(0, 86_400), default=75.0, show_default=True,
+                 envvar="KVFLASH_KEEP_ALIVE", help="Seconds until a connection without a request is closed."),
     click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, envvar="KVFLASH_GRACE",
                  help="Seconds that answers have to finish once the server is told to stop."),
     TEMPLATE,
@@ -106,11 +110,13 @@ def serve(
     model: str | None,
     host: str,
     port: int,
+    api_prefix: str,
     n_queue: int,
     api_key: str | None,
     alias: str | None,
     n_predict: int,
     max_body: int,
+    keep_alive: float,
     grace: float,
     template_file: str | None,
     prefix_cache: str | None,
@@ -147,7 +153,7 @@ def serve(
         native.show_log()
     settings = Settings(
         printable(alias or path.stem), sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
-        log_bodies=quiet is False, responses=cache.folder / FOLDER if cache else None,
+        log_bodies=quiet is False, responses=cache.folder / FOLDER if cache else None, api_prefix=api_prefix,
     )  # fmt: skip
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
@@ -162,10 +168,10 @@ def serve(
             f"there is no --api-key, and {host} can be reached by others: whoever does may use the model{seen}"
         )
     shown = f"[{host}]" if ":" in host else host
-    reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}/v1, model {settings.name}")
+    reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}{api_prefix}/v1, model {settings.name}")
     log = reporter.line if isinstance(reporter, _JSONReporter) else reporter.note
     server = Server(scheduler, settings, reporter.note, log)
-    run(server.app(), scheduler, listening, grace=grace, note=reporter.note)
+    run(server.app(), scheduler, listening, grace=grace, keep_alive=keep_alive, note=reporter.note, warn=reporter.warn)
     server.close()
 
 

@@ -22,7 +22,7 @@ from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, ollama, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
-from pyllama_kvflash.serve.http import Guard, body_of, on_error, on_http, on_request_error
+from pyllama_kvflash.serve.http import Guard, Prefixed, body_of, on_error, on_http, on_request_error
 from pyllama_kvflash.serve.job import Job, broken
 from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder
@@ -60,6 +60,7 @@ class Settings:
     strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
     log_format: of the lines about requests, "text" or "json". log_bodies: whether the log has the requests' bodies.
     responses: the folder in which responses are kept; None: they are kept in memory only.
+    api_prefix: what all paths begin with, as in "/llm"; "" for nothing.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Settings:
     log_format: str = "text"
     log_bodies: bool = False
     responses: Path | None = None
+    api_prefix: str = ""
 
 
 class Server:
@@ -118,7 +120,7 @@ class Server:
         app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
         app.router.redirect_slashes = False
         guarded = Guard(app, s.api_key, {"/health", *(webui.OPEN if s.webui else ())})
-        return Logged(guarded, self._log, s.log_format)
+        return Logged(Prefixed(guarded, s.api_prefix) if s.api_prefix else guarded, self._log, s.log_format)
 
     def close(self) -> None:
         """End the threads that read requests, after the requests they have, and write responses that are kept."""

@@ -16,6 +16,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 _ALIVE_SECONDS = 10.0  # without data on a stream, until a keep-alive event is sent
+_PROBE_SECONDS = 0.5  # the same for a client that sends no more, and may have left
 
 
 class Exchange:
@@ -24,7 +25,9 @@ class Exchange:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: the client is gone
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: look at the client
+        self._patience = _ALIVE_SECONDS
+        self._gone = False
         self._job: Job | None = None
         self._n_left = 0  # answers that have not ended
 
@@ -58,11 +61,10 @@ class Exchange:
         try:
             while self._n_left and not isinstance(update, Failed):
                 try:
-                    update = await asyncio.wait_for(self._updates.get(), _ALIVE_SECONDS)
+                    update = await asyncio.wait_for(self._updates.get(), self._patience)
                 except TimeoutError:
-                    yield None
-                    continue
-                if update is None:
+                    update = None
+                if self._gone:
                     return
                 if isinstance(update, Finished):  # no answer follows an interrupted one
                     self._n_left = 0 if update.reason == "interrupted" else self._n_left - 1
@@ -75,8 +77,12 @@ class Exchange:
         return self._n_left > 0 and not isinstance(last, Failed)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        while (await receive())[
+            "type"
+        ] != "http.disconnect":  # it has closed its half: only a write shows whether it left
+            self._patience = _PROBE_SECONDS
+            self._updates.put_nowait(None)
+        self._gone = True
         self._updates.put_nowait(None)
 
     async def whole(self, reply: Reply, entry: Entry, receive: Receive) -> bool:

@@ -8,11 +8,12 @@ import ipaddress
 import json
 import os
 import re
+import zlib
 from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyllama_kvflash.serve.log import entry_of
@@ -20,12 +21,13 @@ from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
+_ENCODINGS, _ZLIB_OR_GZIP = {"gzip", "x-gzip", "deflate"}, zlib.MAX_WBITS | 32
 _BROWSER = {"origin", "referer", "sec-fetch-site"}
 """Headers of which each browser sends one with a POST for a foreign page."""
 
 
 async def body_of(request: Request, limit: int) -> bytes:
-    """Return a request's body. Raises RequestError.
+    """Return a request's body, decoded. limit: bytes, also of what is decoded. Raises RequestError.
 
     A browser must declare it as JSON: for a foreign page, it does not send that without asking the server first. Other clients
     need not, such as curl with its -d.
@@ -37,20 +39,53 @@ async def body_of(request: Request, limit: int) -> bytes:
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size) > limit:
         raise _too_large(limit)
-    body = bytearray()
+    body = _Body(request.headers.get("content-encoding", ""), limit)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise _too_large(limit)
+                body.add(part)
     except TimeoutError:
         raise RequestError(
             408, f"the body did not arrive within {_BODY_SECONDS:.0f} s: send it again", code="timeout"
         ) from None
     except ClientDisconnect:
         raise RequestError(400, "the client left before the end of the body") from None
-    return bytes(body)
+    return body.whole()
+
+
+class _Body:
+    """A body that arrives in parts. encoding: of the header Content-Encoding. Raises RequestError."""
+
+    def __init__(self, encoding: str, limit: int) -> None:
+        self._data, self._limit, self._encoding = bytearray(), limit, encoding.strip().lower()
+        if self._encoding not in {"", "identity", *_ENCODINGS}:
+            msg = f"Content-Encoding {encoding[:100]!r} is not known: send the body as it is, or by gzip or deflate"
+            raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
+        self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP) if self._encoding in _ENCODINGS else None
+
+    def add(self, part: bytes) -> None:
+        """Decode the next part, but never more than is allowed: a few bytes may stand for gigabytes."""
+        if self._decoder is not None:
+            if part and self._decoder.eof:
+                raise self._broken()
+            try:
+                part = self._decoder.decompress(part, self._limit + 1 - len(self._data))
+            except zlib.error:
+                raise self._broken() from None
+            if self._decoder.unused_data:
+                raise self._broken()
+        self._data += part
+        if len(self._data) > self._limit:
+            raise _too_large(self._limit)
+
+    def whole(self) -> bytes:
+        """Return all of it, once it has arrived."""
+        if self._decoder is not None and not self._decoder.eof:
+            raise self._broken()
+        return bytes(self._data)
+
+    def _broken(self) -> RequestError:
+        return RequestError(400, f"the body is not one whole {self._encoding} stream, as its Content-Encoding says")
 
 
 def _too_large(limit: int) -> RequestError:
@@ -87,9 +122,7 @@ async def on_http(request: Request, err: HTTPException) -> Response:
     """Answer a request for an unknown path or method."""
     path = request.url.path
     if err.status_code == 404:  # noqa: PLR2004
-        return _response(
-            request.scope, RequestError(404, f"{path[:200]} is not a path of this server", code="not_found")
-        )
+        return _response(request.scope, _not_a_path(f"{path[:200]} is not a path of this server"))
     msg = f"{path[:200]} does not take {request.method}: {err.detail}"
     return _response(request.scope, RequestError(err.status_code, msg, code="method_not_allowed", headers=err.headers))
 
@@ -97,6 +130,35 @@ async def on_http(request: Request, err: HTTPException) -> Response:
 async def on_error(request: Request, _err: Exception) -> Response:
     """Answer a request that failed by a bug."""
     return _response(request.scope, RequestError(500, "an error in the server: its log has the details"))
+
+
+#
+# paths
+#
+
+
+class Prefixed:
+    """An ASGI application whose paths all begin with a prefix, such as "/llm"."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as if its path had no prefix."""
+        app, path = self._app, scope["path"]
+        if path.startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": path.removeprefix(self._prefix)}
+        elif path == self._prefix:
+            app = RedirectResponse(f"{path}/")  # what the page names is relative to it
+        else:
+            app = _response(
+                scope, _not_a_path(f"{path[:200]} is not a path of this server: its paths begin with {self._prefix}/")
+            )
+        await app(scope, receive, send)
+
+
+def _not_a_path(msg: str) -> RequestError:
+    return RequestError(404, msg, code="not_found")
 
 
 #

@@ -1,6 +1,8 @@
 """The server process: its socket, its event loop, its signals."""
 
 import asyncio
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -8,16 +10,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from pyllama_kvflash.errors import Interrupted, UsageError, number
+from pyllama_kvflash.serve.connection import Connection
 from pyllama_kvflash.serve.scheduler import Phase, Scheduler
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 5  # for answers that are ready to be sent
 _BACKLOG = 128
+_QUIET_SECONDS = 60.0  # between two warnings that no connection can be accepted
+_MOST_FILES = 10_240  # that macOS grants, whatever its hard limit says
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,31 +58,70 @@ def bound(host: str, port: int) -> socket.socket:
     return res
 
 
-def run(
-    app: ASGIApp, scheduler: Scheduler, listening: socket.socket, *, grace: float, note: Callable[[str], None]
-) -> None:
-    """Serve until a signal comes or the scheduler fails. grace: seconds for running answers to finish after a signal.
+def raise_file_limit() -> None:
+    """Let the process open as many files as its hard limit allows: each connection is one, and the soft limit is often 1,024."""
+    with contextlib.suppress(ImportError):  # Windows has no such limit
+        import resource  # noqa: PLC0415
 
-    Raises the scheduler's error, such as one of loading the model.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for most in (hard, _MOST_FILES):
+            if soft == resource.RLIM_INFINITY or 0 <= most <= soft:
+                return
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                return
+
+
+def config(app: ASGIApp, *, keep_alive: float, close: int = _CLOSE_SECONDS) -> uvicorn.Config:
+    """Return uvicorn's settings.
+
+    keep_alive: seconds until a connection without a request is closed. close: seconds for answers to be sent at the end.
     """
-    asyncio.run(_run(app, scheduler, listening, grace, note))
-    if scheduler.error is not None:
-        raise scheduler.error
-
-
-async def _run(
-    app: ASGIApp, scheduler: Scheduler, listening: socket.socket, grace: float, note: Callable[[str], None]
-) -> None:
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
+        http=Connection,
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        backlog=_BACKLOG,
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # any number will do
+        timeout_graceful_shutdown=close,
     )
-    server = _Uvicorn(config)
+
+
+def run(
+    app: ASGIApp,
+    scheduler: Scheduler,
+    listening: socket.socket,
+    *,
+    grace: float,
+    keep_alive: float,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Serve until a signal comes or the scheduler fails.
+
+    grace: seconds for running answers to finish after a signal. keep_alive: as for config(). Raises the scheduler's error,
+    such as one of loading the model.
+    """
+    raise_file_limit()
+    server = _Uvicorn(config(app, keep_alive=keep_alive))
+    asyncio.run(_run(server, scheduler, listening, grace, note, warn))
+    if scheduler.error is not None:
+        raise scheduler.error
+
+
+async def _run(
+    server: uvicorn.Server,
+    scheduler: Scheduler,
+    listening: socket.socket,
+    grace: float,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(_Exceptions(warn))
     with _signals() as asked:
         scheduler.start()
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -84,6 +129,29 @@ async def _run(
         await _wind_up(scheduler, grace, note)
         server.should_exit = True
         await serving
+
+
+class _Exceptions:
+    """Handles exceptions in the event loop. It warns once a minute that no connection can be accepted.
+
+    asyncio tries again each second, and has one exception for each connection that it might have accepted.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._quiet_until = warn, 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        err = context.get("exception")
+        if not isinstance(err, OSError) or "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + _QUIET_SECONDS
+            fix = (
+                "raise the limit (ulimit -n, LimitNOFILE= of systemd), or lower --keep-alive"
+                if err.errno == errno.EMFILE
+                else "the system has none to spare"
+            )
+            self._warn(f"new connections have to wait: {err.strerror or err}; {fix}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.serve.app import Server, Settings
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Text, Update
 from pyllama_kvflash.serve.scheduler import Phase, Scheduler
-from pyllama_kvflash.serve.server import bound
+from pyllama_kvflash.serve.server import bound, config
 from support import needles
 from support.commands import forget_settings
 from support.rounding import Chosen, relative_rms
@@ -62,17 +62,29 @@ class Running:
     def __init__(
         self, scheduler: Scheduler | None = None, *, ready: bool = True, n_queue: int = 8, key: str | None = None,
         n_predict: int = -1, max_body: int = 1 << 20, template: str | None = TEMPLATE, webui: bool = True, strict: bool = False,
-        log_format: str = "text", log_bodies: bool = False, **options: Any,
+        log_format: str = "text", log_bodies: bool = False, keep_alive: float = 75.0,
+        api_prefix: str = "", **options: Any,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler or Scheduler(open_needle(**options), n_queue=n_queue)
         self.notes: list[str] = []
-        settings = Settings(NAME, Sampling(), n_predict, max_body, key, template, webui, strict, log_format, log_bodies)
+        settings = Settings(
+            NAME,
+            Sampling(),
+            n_predict,
+            max_body,
+            key,
+            template,
+            webui,
+            strict,
+            log_format,
+            log_bodies,
+            api_prefix=api_prefix,
+        )
         self._handlers = Server(self.scheduler, settings, self.notes.append)
         app = self._handlers.app()
         self._socket = bound("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{api_prefix}"
+        self._server = uvicorn.Server(config(app, keep_alive=keep_alive, close=1))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self.scheduler.start()
         self._thread.start()

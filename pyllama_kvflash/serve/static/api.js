@@ -1,6 +1,6 @@
 // Requests to the server, with the API key if it has one.
 
-const NAME = "kvflash.key";
+const NAME = `kvflash.key${location.pathname}`; // a proxy may have several servers, each with its key
 let needed = document.documentElement.dataset.needsKey === "yes";
 const dialog = document.getElementById("key-dialog");
 const field = document.getElementById("key");
@@ -53,7 +53,7 @@ document.getElementById("key-form").addEventListener("submit", (event) => {
 });
 document.getElementById("key-cancel").addEventListener("click", () => dialog.close(""));
 
-// Fetch a path of this server; with a body, post it as JSON. Throws NoKey, and an Error with the server's own sentence.
+// Fetch a path, relative to the page: a proxy may serve it below a path of its own. With a body, post it as JSON. Throws NoKey, and an Error with the server's own sentence.
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     if (wantsKey() && !await askForKey()) throw new NoKey("This server needs an API key.");

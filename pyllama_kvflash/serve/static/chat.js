@@ -271,7 +271,7 @@ async function hear(answer, parts, body, signal) {
   // tokens of the answer before; nobody has counted those of one that was stopped
   const [began, said] = [performance.now(), answer.content || answer.thinking ? answer.figures.answer : 0];
   let [first, last] = [0, 0];
-  const res = await request("/v1/chat/completions", { body, signal });
+  const res = await request("v1/chat/completions", { body, signal });
   for await (const event of events(res)) {
     if (typeof event === "string") {
       const found = /^prefill (\d+)\/(\d+)$/.exec(event);

@@ -2,8 +2,8 @@
 
 import { complain } from "./dom.js";
 
-const LIBRARY = "/static/lib/pdf.min.mjs";
-const WORKER = "/static/lib/pdf.worker.min.mjs";
+const LIBRARY = "./lib/pdf.min.mjs";
+const WORKER = new URL("./lib/pdf.worker.min.mjs", import.meta.url).href;
 
 // Returns the files that could be read: name and text. Says which could not.
 export async function read(files) {

@@ -45,7 +45,7 @@ async function tokens(text) {
 async function part(text) {
   const known = counts.get(text);
   if (known !== undefined) return known;
-  const found = (await (await request("/tokenize", { body: { content: text.toWellFormed?.() ?? text } })).json()).tokens.length;
+  const found = (await (await request("tokenize", { body: { content: text.toWellFormed?.() ?? text } })).json()).tokens.length;
   if (counts.size >= KEPT) counts.clear();
   counts.set(text, found);
   return found;

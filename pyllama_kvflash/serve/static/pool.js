@@ -74,7 +74,7 @@ export async function look() {
   looking = true;
   let pause = EVERY;
   try {
-    take(await (await request("/kvflash/pool")).json());
+    take(await (await request("kvflash/pool")).json());
   } catch (err) {
     at("status").textContent = err instanceof NoKey ? "no API key" : err instanceof TypeError ? "no connection" : err.message;
     pause = 3 * EVERY;
@@ -293,7 +293,7 @@ function textOf(s, chunk) {
   const name = named(s, chunk);
   if (!texts.has(name)) {
     if (texts.size > 500) texts.clear();
-    texts.set(name, request(`/kvflash/chunk?sequence=${s.id}&chunk=${chunk}`)
+    texts.set(name, request(`kvflash/chunk?sequence=${s.id}&chunk=${chunk}`)
       .then((res) => res.json())
       .then((found) => found.text)
       .catch(() => {
@@ -367,7 +367,7 @@ async function toggle(chunk) {
   if (!s || chunk >= s.state.length) return;
   const pinned = s.kind[chunk] !== "p";
   try {
-    await request("/kvflash/pin", { body: { sequence: s.id, chunk, pinned } });
+    await request("kvflash/pin", { body: { sequence: s.id, chunk, pinned } });
     at("pool-alert").textContent = "";
     heard.textContent = `Chunk ${chunk} ${pinned ? "pinned" : "unpinned"}`;
   } catch (err) {

@@ -14,7 +14,7 @@ export async function learn(run) {
   if (asked === run) return;
   asked = run;
   try {
-    props = await (await request("/props")).json();
+    props = await (await request("props")).json();
     document.dispatchEvent(new Event("props"));
   } catch {
     asked = "";
