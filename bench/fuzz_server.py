@@ -2,25 +2,32 @@
 
 python bench/fuzz_server.py -n 10000
 
-Made of good bodies by tests/support/bodies.py. Ends with 1 if an answer was none of the protocol, the server's log has a
+Made of good bodies by tests/support/bodies.py. Some are compressed, and some clients close their half of the connection. Between
+them all that can be looked at is, and conversations are sent in each protocol (tests/support/alike.py). Ends with 1 if an answer was none of
+the protocol, NaN or an infinity was in one, protocols made different prompts of a conversation, the server's log has a
 traceback, or its memory grew by more than 5 % after the first tenth of them.
 """
 
 import argparse
+import gzip
 import os
+import random
 import re
+import socket
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-from support.bodies import Request, bodies, fault  # noqa: E402
+from support import alike  # noqa: E402
+from support.bodies import Request, bodies, fault, parsed  # noqa: E402
 from support.processes import server_process  # noqa: E402
 
 from pyllama_kvflash.serve.protocols.responses_store import MAX_BYTES  # noqa: E402
@@ -53,7 +60,7 @@ class Sender:
         self.how.update(request.how)
         begin = time.monotonic()
         try:
-            res = self._http.post(request.path, content=request.data, headers={"Content-Type": "application/json"})
+            res = self._sent(number, request)
             why = fault(request.path, res.status_code, res.text)
         except httpx.HTTPError as err:
             why, status = repr(err), 0
@@ -67,6 +74,68 @@ class Sender:
             self.wrong.append(
                 f"{number} ({', '.join(request.how)}): {status}, {why}\n    {request.path} {request.data[:300]!r}"
             )
+
+    def _sent(self, number: int, request: Request) -> httpx.Response:
+        headers, data = {"Content-Type": "application/json"}, request.data
+        if number % 8 == 0:
+            headers["Content-Encoding"], data = "gzip", gzip.compress(data)
+        if number % 50 == 0:
+            return _half_closed(self._http.base_url, request.path, headers, data)
+        return self._http.post(request.path, content=data, headers=headers)
+
+    def look(self) -> None:
+        """Look at all that can be looked at."""
+        for path in LOOKS:
+            res = self._http.get(path)
+            self.counts[path, res.status_code] += 1
+            if res.status_code != 200 or (path != "/metrics" and not isinstance(parsed(res.text), dict)):
+                self.wrong.append(f"{path}: {res.status_code} {res.text[:300]}")
+            if re.search(r" (nan|[+-]?inf)$", res.text, re.MULTILINE | re.IGNORECASE):
+                self.wrong.append(f"{path} has a figure that is none")
+
+    def agree(self, rng: random.Random) -> None:
+        """Send a conversation in each protocol."""
+        if why := alike.difference(self._asked, alike.conversation(rng)):
+            self.wrong.append(why)
+
+    def _asked(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        res = self._http.post(path, json=body)
+        self.counts[path, res.status_code] += 1
+        return res.status_code, parsed(res.text)
+
+
+LOOKS = ("/v1/models", "/models", "/props", "/slots", "/health", "/metrics", "/api/tags", "/api/ps", "/api/version", "/kvflash/pool",
+         "/lora-adapters")  # fmt: skip
+_LOOK, _AGREE = 100, 20  # requests between two looks, and two conversations
+
+
+def _half_closed(url: httpx.URL, path: str, headers: dict[str, str], data: bytes) -> httpx.Response:
+    """Post a body and close the half of the connection that sends."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {url.host}",
+        f"Content-Length: {len(data)}",
+        *(f"{k}: {v}" for k, v in headers.items()),
+    ]
+    with socket.create_connection((url.host, url.port or 80), timeout=60) as client:
+        client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        client.shutdown(socket.SHUT_WR)
+        found = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    while found.startswith(b"HTTP/1.1 100 "):
+        found = found.partition(b"\r\n\r\n")[2]
+    head, _, body = found.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" in head.lower():
+        body = b"".join(_chunks(body))
+    return httpx.Response(int(head.split()[1] if head else 0), content=body)
+
+
+def _chunks(body: bytes) -> list[bytes]:
+    res = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        res.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return res
 
 
 def warm(url: str) -> None:
@@ -110,6 +179,10 @@ def fuzz(url: str, pid: int, n: int, seed: int, first: int, path: str | None) ->
         if i < first:
             continue
         sender.send(i, request)
+        if i % _LOOK == 0:
+            sender.look()
+        if i % _AGREE == 0:
+            sender.agree(random.Random(f"{seed}/{i}/agree"))
         if sender.wrong and not alive(pid):
             print("the server died of the last of these", *sender.wrong, sep="\n  ")
             return False

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from support import serving
+from support import alike, serving
 from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, RESPONSES, bodies, body, fault
 from support.changes import SERVE
 from support.serving import Running, until
@@ -43,6 +44,17 @@ def test_what_they_are_made_of_is_good(server: Running) -> None:
         res = server.http.post(path, json={**good, **({} if "token" in path else {"max_tokens": 1})})
         assert res.status_code == 200, (path, good, res.text)
         assert not fault(path, 200, res.text)
+
+
+@pytest.mark.parametrize("seed", range(14, 26))
+def test_protocols_make_the_same_prompt(server: Running, seed: int) -> None:
+    """Of a conversation that each can say: with tools, a picture in a result, a last message that may be empty."""
+
+    def post(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        res = server.http.post(path, json=body)
+        return res.status_code, res.json()
+
+    assert alike.difference(post, alike.conversation(random.Random(seed))) == ""
 
 
 @pytest.mark.nightly(SERVE)

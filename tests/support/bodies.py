@@ -185,12 +185,15 @@ def _odd_schema(rng: random.Random) -> Any:
         lambda: {"$ref": rng.choice(["#/a", "#/$defs/a", "http://localhost:1/x.json", "", "#/$defs/../x", 5])},
         lambda: {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
         lambda: {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
-        lambda: {"type": "string", "pattern": rng.choice(["^a+$", "^(a|", "^(a*)*$", "^[", "^\\", "^a{1,100000}$", "^(?=a)$", 5])},
+        lambda: {"type": "string", "pattern": rng.choice(["^a+$", "^(a|", "^(a*)*$", "^ab+?$", "a|b", "^a|b$", "^(x|y){1,2}?$", "(^|,)x", "\\S", "^[", "^\\", "^a{1,100000}$", "^(?=a)$", 5])},
         lambda: {"type": "string", "minLength": n, "maxLength": rng.choice([n, 0, 10**9, None])},
-        lambda: {"type": "string", "format": rng.choice(["date", "uuid", "nothing", 5])},
+        lambda: {"type": "string", "format": rng.choice(["date", "uuid", "email", "ipv6", "duration", "nothing", 5])},
         lambda: {"type": "integer", "minimum": n, "maximum": rng.choice([-n, 5, "5", 2**70])},
         lambda: {"type": "array", "items": _odd_schema(rng), "minItems": n, "maxItems": rng.choice([n, 2, None])},
         lambda: {"type": "array", "prefixItems": [_odd(rng)]},
+        lambda: {"anyOf": [{"type": "string", "maxLength": 0}, {"type": "string", "format": "date"}]},
+        lambda: {"type": "number", "multipleOf": 0.01, "maximum": 10**19},
+        lambda: {"patternProperties": {rng.choice(["^x", "a+?", "^a|b$"]): _odd_schema(rng)}, "additionalProperties": False},
         lambda: {"enum": rng.choice([[], [None], [[1]], list(range(3000)), ["\ud800"], ['"\\\n'], "abc", 5])},
         lambda: {"const": _odd(rng)},
         lambda: {"type": rng.choice(["nothing", [], ["string", "null"], ["x"], 5, None, {"type": "string"}])},
@@ -281,6 +284,42 @@ def _role(rng: random.Random, body: Any) -> None:
         )
 
 
+def _last(rng: random.Random, body: Any) -> None:
+    """A last message of the assistant that says little, and whether it is continued."""
+    there = body["messages"] if "messages" in body else body["input"]
+    text = rng.choice(
+        ["", " ", "\n", None, [], [{"type": "text", "text": ""}], [{"type": "output_text", "text": ""}], "The"]
+    )
+    there.append(
+        {
+            "role": "assistant",
+            "content": text,
+            **rng.choice([{}, {"reasoning_content": "Hm."}, {"reasoning_content": ""}]),
+        }
+    )
+    body |= rng.choice(
+        [{}, {"continue_final_message": True}, {"continue_final_message": False, "add_generation_prompt": True}]
+    )
+
+
+def _picture(rng: random.Random, body: Any) -> None:
+    """A part of a message that is not a text, in a tool's result too."""
+    there = body["messages"] if "messages" in body else body["input"]
+    part = rng.choice([
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
+        {"type": "input_file", "filename": "a.pdf", "file_data": "x"}, {"type": "document", "source": {}}, {"type": "input_audio"},
+    ])  # fmt: skip
+    message = rng.choice(there)
+    key = next((key for key in ("output", "content") if key in message), "content")
+    old = message.get(key)
+    parts = [*(old if isinstance(old, list) else [{"type": "text", "text": old}]), part]
+    message[key] = [{**parts[0], "content": [part]}] if "tool_use_id" in str(parts[0]) else parts
+    if rng.random() < 0.2:
+        message["images"] = ["iVBORw0KGgo="]
+
+
 def _choice(rng: random.Random, body: Any) -> None:
     names = ["weather", "now", "none", "", "\ud800", 5, None]
     body["tool_choice"] = rng.choice([
@@ -324,7 +363,7 @@ def _form(rng: random.Random, body: Any) -> None:
 
 _WRONG: tuple[tuple[Callable[[random.Random, Any], None], int], ...] = (
     (_delete, 3), (_replace, 8), (_field, 4), (_double, 2), (_nest, 2), (_swap, 2), (_rename, 2), (_unknown, 1), (_role, 2),
-    (_choice, 2), (_tool, 4), (_form, 4),
+    (_choice, 2), (_tool, 4), (_form, 4), (_last, 3), (_picture, 3),
 )  # fmt: skip
 
 
@@ -401,15 +440,24 @@ def bodies(n: int, seed: int, path: str | None = None) -> Iterator[Request]:
 #
 
 
+def parsed(text: str) -> Any:
+    """A text of JSON, which has no NaN and no infinities."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def fault(path: str, status: int, text: str) -> str:
-    """What is wrong with an answer; "" if nothing."""
+    """What is wrong with an answer; "" if nothing. Raises ValueError for what is not JSON."""
     if status != 200:
         return _not_an_error(path, text) if 400 <= status < 500 else f"status {status}"
     if path in _LINES and "\n" in text:
         return _fault_of_lines(path, text)
     if not text.startswith(("data: ", "event: ", ": ")):
-        return "" if isinstance(json.loads(text), dict) else "no object"
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return "" if isinstance(parsed(text), dict) else "no object"
+    events = [parsed(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     failed = next((event for event in events if "error" in event), None)
     if failed is not None:
         kind = failed["error"].get("type")
@@ -444,7 +492,7 @@ _LINES = {OLLAMA_CHAT, OLLAMA_GENERATE}
 
 def _fault_of_lines(path: str, text: str) -> str:
     """What is wrong with a stream of JSON lines."""
-    found = [json.loads(line) for line in text.splitlines()]
+    found = [parsed(line) for line in text.splitlines()]
     if "error" in found[-1]:
         return _not_an_error(path, json.dumps(found[-1]))
     return (
@@ -454,7 +502,7 @@ def _fault_of_lines(path: str, text: str) -> str:
 
 def _not_an_error(path: str, text: str) -> str:
     """Why a text is not an error of the protocol that is spoken at the path."""
-    found = json.loads(text)
+    found = parsed(text)
     error = found.get("error") if isinstance(found, dict) else None
     if path.startswith("/api/"):
         return _not_a_message(error) if set(found) == {"error"} else "no error object of Ollama's API"
