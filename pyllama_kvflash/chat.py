@@ -110,40 +110,64 @@ class ChatTemplate:
         """Whether an answer may call several tools."""
         return self.caps.get("supports_parallel_tool_calls", False)
 
-    def rendered(self, messages: Sequence[Message], *, answer: bool = True, **asked: Any) -> Rendered:
+    def rendered(
+        self, messages: Sequence[Message], *, answer: bool = True, continues: bool | None = None, **asked: Any
+    ) -> Rendered:
         """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
 
-        answer: add the beginning of the assistant's next message; one that is there already is continued.
-        asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
-        (or one that was checked), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
+        answer: add the beginning of the assistant's next message. continues: whether that is the last message, which the
+        answer continues; None: if it is one of the assistant that has a text, or thoughts, and no calls. Without a text it stands for
+        no message. asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls,
+        json_schema (or one that was checked), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
-        Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used.
+        Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used,
+        or there is no message to continue.
         """
+        messages, continued = _ending(messages, continues) if answer else (messages, False)
+        if continued and asked.get("tools") and asked.get("tool_choice", "auto") not in ("auto", "none"):
+            raise UsageError(_CALL_LATE)
         if self._model is not None and not self.takes_tools and _with_tools(messages, asked):
-            return self._with_text_tools(messages, answer, asked)
+            return self._with_text_tools(messages, answer, continued, asked)
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
-        request["continue_final_message"] = answer and _goes_on(messages)
+        request["continue_final_message"] = continued
         if self._calls is None:
-            return self._plainly(messages, answer, asked, None)
+            return self._plainly(messages, answer, continued, asked, None)
         try:
-            return self._calls.applied(request)
+            res = self._calls.applied(request)
+            return replace(res, prompt=self._up_to_end(request) or res.prompt) if continued else res
         except UnsupportedError as err:  # nor may it take so much in the sandbox
             raise _failure(err) from None
         except SchemaError:
             raise
         except UsageError as err:
-            return self._plainly(messages, answer, asked, err)
+            return self._plainly(messages, answer, continued, asked, err)
 
-    def _with_text_tools(self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any]) -> Rendered:  # noqa: FBT001
+    def _up_to_end(self, request: Mapping[str, Any]) -> str:
+        """Return a conversation as the template itself writes it, up to the end of the last message's text. llama.cpp puts that text
+        after the header of an answer as it is, with thoughts in a form of its own.
+
+        "": the last message has no text, or the template does not show it.
+        """
+        ended = {
+            "messages": _marked(request["messages"]),
+            "add_generation_prompt": False,
+            "continue_final_message": False,
+        }
+        calls = self._calls if request["messages"][-1].get("content") else None
+        return calls.applied({**request, **ended}).prompt.rpartition(_MARK)[0] if calls else ""
+
+    def _with_text_tools(
+        self, messages: Sequence[Message], answer: bool, continued: bool, asked: Mapping[str, Any]  # noqa: FBT001
+    ) -> Rendered:  # fmt: skip
         """Return a conversation whose tools and calls are text. Raises UsageError."""
         plain = {k: v for k, v in asked.items() if k not in {"tools", "tool_choice", "parallel_tool_calls"}}
         choice = asked.get("tool_choice", "auto")
         if not asked.get("tools") or choice == "none":
-            return self.rendered(as_text(messages, (), must=False), answer=answer, **plain)
+            return self.rendered(as_text(messages, (), must=False), answer=answer, continues=continued, **plain)
         form = self._text_tools.answered(asked)
         plain.pop("json_schema", None)
         texts = as_text(messages, asked["tools"], must=choice != "auto")
-        prompt = self.rendered(texts, answer=answer, **plain).prompt
+        prompt = self.rendered(texts, answer=answer, continues=continued, **plain).prompt
         return replace(form, prompt=prompt, warnings=(TOOLS_AS_TEXT, *form.warnings))
 
     @cached_property
@@ -154,7 +178,7 @@ class ChatTemplate:
         return TextTools(self._model, seconds=self._seconds)
 
     def _plainly(
-        self, messages: Sequence[Message], answer: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
+        self, messages: Sequence[Message], answer: bool, continued: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
     ) -> Rendered:  # fmt: skip
         """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
         if asked.get("tools") and asked.get("tool_choice") != "none":
@@ -165,15 +189,21 @@ class ChatTemplate:
         given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(
             asked.get("chat_template_kwargs") or {}
         )
-        return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar, warnings=warnings)
+        if not continued:
+            return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar, warnings=warnings)
+        prompt, found, _ = self._sandboxed(_marked(messages), False, given).rpartition(_MARK)
+        if not found:
+            msg = (
+                "the chat template does not show the last message as it is, so no answer can continue it: leave it out"
+            )
+            raise UsageError(msg)
+        return Rendered(prompt=prompt, grammar=grammar, warnings=warnings)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Return the text of a conversation. Raises UsageError as rendered() does."""
         return self.rendered(messages, answer=answer).prompt
 
     def _sandboxed(self, messages: Sequence[Message], answer: bool, given: Mapping[str, Any]) -> str:  # noqa: FBT001
-        if answer and _goes_on(messages):
-            return self._sandboxed(messages[:-1], answer, given) + str(messages[-1]["content"])
         parts, size = [], 0
         clock = Clock(self._seconds)
         try:
@@ -200,12 +230,11 @@ class ChatTemplate:
 
         Raises UsageError as rendered() does, and if the template does not show an answer as it was.
         """
-        answer = "8675309"  # no template changes digits
-        text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, message])
-        if answer not in text:
+        text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, message])
+        if _MARK not in text:
             msg = "the chat template does not show earlier answers: give the whole conversation as a new prompt"
             raise UsageError(msg)
-        return text.rpartition(answer)[2]
+        return text.rpartition(_MARK)[2]
 
     @cached_property
     def _opener(self) -> int | None:
@@ -234,9 +263,40 @@ def _with_tools(messages: Sequence[Message], asked: Mapping[str, Any]) -> bool:
     return bool(asked.get("tools")) or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
 
 
-def _goes_on(messages: Sequence[Message]) -> bool:
-    """Return whether the answer continues the last message."""
-    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+_MARK = "8675309020406080"
+"""What marks the end of a text in a rendered conversation: no template changes digits."""
+
+_CALL_LATE = (
+    "the answer must call a tool, and continues the text of the last message, after which a call cannot come: leave out that"
+    " message, or let tool_choice be auto"
+)
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """Return messages of which the last one's text has a mark at its end."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
+
+
+def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequence[Message], bool]:  # noqa: FBT001
+    """Return the messages before an answer, and whether it continues the last one. Raises UsageError if there is none to continue.
+
+    A last message of the assistant that says nothing, as agents send it after an answer without text, is left out.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        said = False
+    else:
+        said = bool(str(last.get("content") or "").strip() or str(last.get("reasoning_content") or "").strip())
+        if not said:
+            messages = messages[:-1]
+    if continues and not said:
+        msg = "continue_final_message is true, and the last message is not a text of the assistant: add one, or leave it out"
+        raise UsageError(msg)
+    if not messages:
+        msg = "the conversation has nothing but an empty message of the assistant: add a message of the user"
+        raise UsageError(msg)
+    return messages, said and continues is not False
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:

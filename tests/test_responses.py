@@ -131,7 +131,7 @@ def parts(message: dict[str, Any], kind: str) -> dict[str, Any]:
             [USER, {**ASSISTANT, "tool_calls": [CHAT_CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "4"}],
         ),
         ({"input": [SYSTEM, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "instructions": "x"},
-         [{"role": "system", "content": "x\nBe brief."}, {"role": "user", "content": "a\nb"}]),
+         [{"role": "system", "content": "x\n\nBe brief."}, {"role": "user", "content": "a\nb"}]),
     ],
 )  # fmt: skip
 def test_what_the_chat_protocol_says(server: Running, body: dict[str, Any], messages: list[Any]) -> None:

@@ -94,7 +94,7 @@ class PromptBuilder:
             asked["json_schema"] = parsed.schema
         if "enable_thinking" in parsed.chat_template_kwargs:
             asked["enable_thinking"] = bool(parsed.chat_template_kwargs["enable_thinking"])
-        return template.rendered(parsed.messages, **asked)
+        return template.rendered(parsed.messages, continues=parsed.continues, **asked)
 
     def _chat(self, kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
         template, rendered = self._chat_template(kv), self._rendered(kv, parsed)

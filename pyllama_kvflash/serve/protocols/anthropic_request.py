@@ -1,7 +1,7 @@
 """Requests of the Anthropic protocol (Messages API), checked and converted to the OpenAI form."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "thinking", "cache_control", "output_config", "output_format",
+    "tool_choice", "thinking", "cache_control", "output_config", "output_format", *conversation.CONTINUING,
 }  # fmt: skip
 _IGNORED = {
     "metadata", "service_tier", "container", "context_management", "inference_geo", "betas", "diagnostics", "speed",
@@ -47,6 +47,7 @@ def parse(body: dict[str, Any], served: Served, *, counting: bool = False) -> Pa
     return replace(
         ParsedRequest(sampling=sampling_of(picked, served)),
         messages=messages,
+        continues=conversation.continues(fields),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -93,16 +94,19 @@ _BILLING = "x-anthropic-billing-header:"
 """The beginning of a block that Claude Code adds to the system prompt. It is not for the model, and differs in each request."""
 
 
-def _texts(value: Any, at: str, pins: _Pins, unseen: Collection[str] = ()) -> str:
-    """Return the text of a string, or of text blocks. unseen: types of blocks of which the model sees only the type."""
+def _texts(value: Any, at: str, pins: _Pins, unknown: Unknown | None = None) -> str:
+    """Return the text of a string, or of text blocks.
+
+    unknown: the blocks are of a tool's result, and what the model cannot see is not refused.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid(f"{at} is {kind(value)}: give a string, or an array of text blocks", at, "invalid_type")
     texts = []
     for i, block in enumerate(value):
-        if isinstance(block, dict) and block.get("type") in unseen:
-            texts.append(f"[a block of the type {block['type']}, which this model cannot see]")
+        if unknown is not None and isinstance(block, dict) and block.get("type") in _UNSEEN:
+            texts.append(conversation.unseen(block["type"], f"{at}[{i}]", unknown))
         else:
             texts.append(_text(block, f"{at}[{i}]", pins))
     return "\n".join(text for text in texts if not text.startswith(_BILLING))
@@ -136,15 +140,18 @@ def _message(value: Any, at: str, pins: _Pins, unknown: Unknown) -> list[dict[st
     content = given.get("content")
     if isinstance(content, str) or role == "system":
         return [{"role": role, "content": _texts(content, f"{at}.content", pins)}]
-    if not isinstance(content, list) or not content:
-        what = "empty" if content == [] else kind(content)
-        raise invalid(f"{at}.content is {what}: give a string, or an array of blocks", at, "invalid_type")
+    if content is None and role == "assistant":
+        content = []
+    if not isinstance(content, list):
+        raise invalid(f"{at}.content is {kind(content)}: give a string, or an array of blocks", at, "invalid_type")
     blocks = [as_object(b, f"{at}.content[{i}]", "a type") for i, b in enumerate(content)]
-    return (_user if role == "user" else _assistant)(blocks, f"{at}.content", pins)
+    return (
+        _user(blocks, f"{at}.content", pins, unknown) if role == "user" else _assistant(blocks, f"{at}.content", pins)
+    )
 
 
-def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
-    """Return the results of tools, and then the message of the user."""
+def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins, unknown: Unknown) -> list[dict[str, Any]]:
+    """Return the results of tools, and then the message of the user, if there is one."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -152,12 +159,12 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[s
             texts.append(_text(block, here, pins))
             continue
         pins.see(block, here)
-        found = _texts(block.get("content") or "", f"{here}.content", pins, _UNSEEN)
+        found = _texts(block.get("content") or "", f"{here}.content", pins, unknown)
         if get(block, "is_error", bool, f"{here}.is_error"):
             found = f"Error: {found}"
         called = text(block, "tool_use_id", f"{here}.tool_use_id")
         results.append({"role": "tool", "tool_call_id": called, "content": found})
-    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts else [])
+    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
 
 
 _UNSEEN = "image", "document", "search_result", "tool_reference"

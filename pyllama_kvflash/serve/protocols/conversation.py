@@ -32,12 +32,55 @@ _UNREAD = {"audio", "function_call", "images", "tool_calls"}
 """Fields of a message that the model would have to see."""
 
 
+CONTINUING = {"continue_final_message", "add_generation_prompt"}
+"""Fields of vLLM's for a last message of the assistant, in each protocol."""
+
+
+def continues(fields: Mapping[str, Any]) -> bool | None:
+    """Return whether the answer continues the last message; None: if that is one of the assistant with a text. Raises RequestError."""
+    wanted, begins = (get(fields, name, bool) for name in ("continue_final_message", "add_generation_prompt"))
+    if wanted and begins:
+        msg = "continue_final_message and add_generation_prompt are both true: an answer continues the last message, or begins"
+        raise invalid(msg, "continue_final_message", "invalid_value")
+    if begins is False and wanted is False:
+        msg = "continue_final_message and add_generation_prompt are both false: then there is no answer; leave one of them out"
+        raise invalid(msg, "add_generation_prompt", "invalid_value")
+    return wanted if wanted is not None else {True: None, False: True, None: None}[begins]
+
+
+def _with_one_system(given: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages of which the leading system messages are one: many templates take no second one."""
+    n = next((i for i, m in enumerate(given) if m["role"] != "system"), len(given))
+    if n <= 1:
+        return tuple(given)
+    return ({"role": "system", "content": "\n\n".join(m["content"] for m in given[:n])}, *given[n:])
+
+
+_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_file": "file",
+    "document": "file",
+    "input_audio": "audio",
+}
+
+
+def unseen(which: str, at: str, unknown: Unknown) -> str:
+    """Return what the model sees of a part of a tool's result that is not a text: an agent cannot do without the result.
+
+    which: the part's type. Raises RequestError if --strict.
+    """
+    name = _KINDS.get(which, which)[:100]
+    unknown.leave_out(at, f"of a part of the type {name} the model sees only the type")
+    return f"[{name}: this model reads text only]"
+
+
 def messages(value: Any, unknown: Unknown) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raises RequestError."""
+    """Return the messages of a conversation, with at most one leading system message. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
-    return tuple(_message(m, f"messages[{i}]", called, unknown) for i, m in enumerate(value))
+    return _with_one_system([_message(m, f"messages[{i}]", called, unknown) for i, m in enumerate(value)])
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +104,10 @@ def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> M
         unknown.see(f"{at}.{extra}")
     if role == "assistant":
         return _assistant(given, at, called)
-    res = {"role": role, "content": content(given.get("content"), f"{at}.content")}
+    there = given.get("content")
+    if role == "tool":
+        there = _seen(there, f"{at}.content", unknown)
+    res = {"role": role, "content": content(there, f"{at}.content")}
     if role == "tool":
         res["tool_call_id"] = text(given, "tool_call_id", f"{at}.tool_call_id")
         if name := get(given, "name", str, f"{at}.name") or called.get(res["tool_call_id"]):
@@ -75,12 +121,10 @@ def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Mes
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
     ]
     called.update({call["id"]: call["function"]["name"] for call in calls})
-    there = given.get("content")
-    res: dict[str, Any] = {"role": "assistant"}
     thought, refusal = (get(given, k, str, f"{at}.{k}") for k in ("reasoning_content", "refusal"))
-    if there is None and (calls or thought or refusal):
-        there = refusal or ""
-    res["content"] = content(there, f"{at}.content")
+    there = given.get("content")
+    there = refusal or "" if there is None else there
+    res: dict[str, Any] = {"role": "assistant", "content": content(there, f"{at}.content")}
     if calls:
         res["tool_calls"] = calls
     if thought:
@@ -121,10 +165,26 @@ def content(value: Any, at: str) -> str:
     return "\n".join(texts)
 
 
+def _seen(value: Any, at: str, unknown: Unknown) -> Any:
+    """Return the content of a tool's result, as text where the model cannot see it. No content is an empty text."""
+    if value is None:
+        return ""
+    if not isinstance(value, list):
+        return value
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+    return [
+        {"type": "text", "text": unseen(which, f"{at}[{i}]", unknown)}
+        if isinstance(which, str) and which not in _TEXTS
+        else part
+        for i, (part, which) in enumerate(zip(value, kinds, strict=True))
+    ]
+
+
+_TEXTS = "text", "refusal"
+
+
 def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") in ("text", "refusal") and isinstance(part.get(part["type"]), str)
-    )
+    return isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get(part["type"]), str)
 
 
 #

@@ -30,8 +30,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "post_sampling_probs": (False,),
     "return_tokens": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "min_tokens": (0,),
     "prompt_logprobs": (0,),
     "add_special_tokens": (True,),

@@ -49,7 +49,8 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
     It may have tool_choice and parallel_tool_calls, as in the OpenAI protocol: Ollama has neither.
     """
     fields = given(body)
-    check_known(fields, _COMMON | {"messages", "tools", "tool_choice", "parallel_tool_calls"}, served.unknown, _IGNORED)
+    known = _COMMON | {"messages", "tools", "tool_choice", "parallel_tool_calls"} | conversation.CONTINUING
+    check_known(fields, known, served.unknown, _IGNORED)
     found = array(fields, "messages")
     if not found:
         raise Answered(loaded(served.name, "message", unload=_unloads(fields)))
@@ -57,6 +58,7 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
     return replace(
         _both(fields, served),
         messages=conversation.messages(_messages(found), served.unknown),
+        continues=conversation.continues(fields),
         tools=tools,
         tool_choice=conversation.tool_choice(fields.get("tool_choice"), tools),
         parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
@@ -180,6 +182,10 @@ def _messages(found: list[Any]) -> list[dict[str, Any]]:
             message["reasoning_content"] = message.pop("thinking")
         if message.get("role") == "tool":
             _name_call(message, at, calls)
+            if pictures := array(message, "images", f"{at}.images"):
+                texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
+                message["content"] = [*texts, *({"type": "image"} for _ in pictures)]
+            message.pop("images", None)
         res.append(message)
     return res
 

@@ -24,6 +24,7 @@ _COMMON = SAMPLING | {
 }  # fmt: skip
 _CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
+    *conversation.CONTINUING,
 }  # fmt: skip
 
 
@@ -95,6 +96,7 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
         parsed,
         sampling=replace(parsed.sampling, n_probs=_n_probs(fields)),
         messages=conversation.messages(fields.get("messages"), served.unknown),
+        continues=conversation.continues(fields),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=get(fields, "parallel_tool_calls", bool),

@@ -34,6 +34,7 @@ class ParsedRequest:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
     special: whether the text may have special tokens, as that of a rendered conversation.
+    continues: whether the answer continues the last message; None: if that is one of the assistant with a text.
     tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
     schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
@@ -45,6 +46,7 @@ class ParsedRequest:
     messages: tuple[Message, ...] = ()
     prompt: str | list[int] = ""
     special: bool = False
+    continues: bool | None = None
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str | dict[str, Any] = "none"
     parallel_tool_calls: bool | None = None

@@ -23,6 +23,7 @@ _SAMPLING = {
 _KNOWN = _SAMPLING | {
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "text", "reasoning",
     "include", "store", "previous_response_id", "stream", "truncation", "metadata", "chat_template_kwargs",
+    *conversation.CONTINUING,
 }  # fmt: skip
 _IGNORED = IGNORED | {"client_metadata", "max_tool_calls", "stream_options"}
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -82,6 +83,7 @@ def parse(body: dict[str, Any], served: Served) -> ParsedRequest:
     return ParsedRequest(
         sampling=sampling_of({k: v for k, v in fields.items() if k in _SAMPLING}, served),
         messages=_messages(get(fields, "instructions", str), earlier, given, served.unknown),
+        continues=conversation.continues(fields),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
@@ -207,7 +209,7 @@ def _messages(
     ]
     res: list[dict[str, Any]] = []
     for message in filter(None, found if instructions else found[1:]):
-        if res and message["role"] == res[-1]["role"] != "tool":
+        if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
             res[-1] = conversation.merged(res[-1], message)
         else:
             res.append(message)
@@ -228,20 +230,26 @@ def _message(item: dict[str, Any], at: str, unknown: Unknown) -> dict[str, Any] 
     match which:
         case "message":
             role = _ROLES[one_of(item, "role", tuple(_ROLES), f"{at}.role")]
-            return {"role": role, "content": _texts(item.get("content"), f"{at}.content")}
+            there = item.get("content")
+            if there is None and role == "assistant":
+                there = ""
+            return {"role": role, "content": _texts(there, f"{at}.content")}
         case "function_call":
             function = {key: text(item, key, f"{at}.{key}") for key in ("name", "arguments")}
             call = {"id": text(item, "call_id", f"{at}.call_id"), "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            found = _texts(item.get("output"), f"{at}.output", seen=False)
+            found = _texts(item.get("output") or "", f"{at}.output", unknown)
             return {"role": "tool", "tool_call_id": text(item, "call_id", f"{at}.call_id"), "content": found}
     thought = _thought(item, at)
     return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
 
 
-def _texts(value: Any, at: str, *, seen: bool = True) -> str:
-    """Return the text of a string, or of an array of parts. seen: refuse a part that the model cannot see. Raises RequestError."""
+def _texts(value: Any, at: str, unknown: Unknown | None = None) -> str:
+    """Return the text of a string, or of an array of parts. Raises RequestError.
+
+    unknown: the parts are of a tool's result, and what the model cannot see is not refused.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -253,11 +261,11 @@ def _texts(value: Any, at: str, *, seen: bool = True) -> str:
         which = text(given, "type", f"{here}.type")
         if which in _TEXTS:
             texts.append(text(given, _TEXTS[which], f"{here}.{_TEXTS[which]}"))
-        elif seen:
+        elif unknown is None:
             msg = f'{here} is of the type {which[:100]!r}: only text can be read, such as {{"type": "input_text", "text": "..."}}'
             raise invalid(msg, here, "unsupported_parameter")
         else:
-            texts.append(f"[a part of the type {which[:100]}, which this model cannot see]")
+            texts.append(conversation.unseen(which, here, unknown))
     return "\n".join(texts)
 
 
