@@ -252,7 +252,6 @@ void kvf_drop_rpc(void);
 
 struct kvf_spec;
 struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
-int  kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
 struct kvf_tokens;
 int  kvf_tokens_new(const struct llama_vocab * vocab, struct kvf_tokens ** tokens);
 void kvf_tokens_free(struct kvf_tokens * tokens);

@@ -11,14 +11,14 @@ from typing import Any
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.json_schema import Checked, Loosened, check, check_arguments
-from pyllama_kvflash.native import ChatEngine, Grammar, Rendered, either, pattern_grammar
+from pyllama_kvflash.native import ChatEngine, Grammar, Rendered, either
 
 _ANSWER = "answer"
 
 
 def checked_schema(schema: Any) -> Checked | None:
     """Return the schema of an answer, checked, if it is not; None: there is none. Raises SchemaError."""
-    return schema if schema is None or isinstance(schema, Checked) else check(schema, pattern_grammar)
+    return schema if schema is None or isinstance(schema, Checked) else check(schema)
 
 
 class Calls:
@@ -132,12 +132,12 @@ _FEW = 1 << 14  # characters of a schema that is remembered
 def _arguments(schema: Any) -> Checked:
     """Return the schema of a tool's arguments, checked. An agent sends the same ones with every turn."""
     text = json.dumps(schema)
-    return _remembered(text) if len(text) <= _FEW else check_arguments(schema, pattern_grammar)
+    return _remembered(text) if len(text) <= _FEW else check_arguments(schema)
 
 
 @lru_cache(maxsize=512)
 def _remembered(text: str) -> Checked:
-    return check_arguments(json.loads(text), pattern_grammar)
+    return check_arguments(json.loads(text))
 
 
 def _marked(mark: str) -> dict[str, Any]:

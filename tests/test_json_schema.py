@@ -14,11 +14,12 @@ from support.gbnf import Grammar
 
 pytest.importorskip("jsonschema")
 
-from support.json_schemas import CASES, ENFORCED, LOOSENED, REFUSED, Case
+from support.json_schemas import CASES
+from support.schema_case import ENFORCED, LOOSENED, REFUSED, Case
 
 from pyllama_kvflash.json_schema import SchemaError, check, check_arguments
 from pyllama_kvflash.json_schema.keywords import ANNOTATIONS, KEYWORDS
-from pyllama_kvflash.native import json_grammar, pattern_grammar, whole_grammar
+from pyllama_kvflash.native import json_grammar, whole_grammar
 
 pytestmark = pytest.mark.native
 
@@ -30,7 +31,7 @@ def of(verdict: str) -> pytest.MarkDecorator:
 
 @cache
 def grammar(schema: str) -> Grammar:
-    return Grammar(whole_grammar(check(json.loads(schema), pattern_grammar)))
+    return Grammar(whole_grammar(check(json.loads(schema))))
 
 
 def takes(schema: Any, value: Any) -> set[bool]:
@@ -42,7 +43,7 @@ def takes(schema: Any, value: Any) -> set[bool]:
 @of(ENFORCED)
 def test_what_is_enforced_is_what_the_schema_says(case: Case) -> None:
     """Of the values that are listed, and of some that the grammar makes; jsonschema is the judge of all."""
-    checked = check(case.schema, pattern_grammar, strict=True)
+    checked = check(case.schema, strict=True)
     assert not checked.loosened
     for value in case.good:
         assert True in takes(case.schema, value), value  # a value that is listed is written in one way
@@ -60,23 +61,23 @@ def test_what_is_enforced_is_what_the_schema_says(case: Case) -> None:
 
 @of(LOOSENED)
 def test_what_is_not_enforced_is_named(case: Case) -> None:
-    checked = check(case.schema, pattern_grammar)
+    checked = check(case.schema)
     named = [one for one in checked.loosened if one.keyword == case.keyword]
     assert named
     assert f"/{case.keyword} is not enforced: " in str(named[0])
     assert grammar(json.dumps(case.schema)).made(random.Random(1)) is not None
     if named[0].annotation:
-        assert check(case.schema, pattern_grammar, strict=True).loosened == checked.loosened
+        assert check(case.schema, strict=True).loosened == checked.loosened
     else:
         with pytest.raises(SchemaError, match="it cannot be enforced: ") as error:
-            check(case.schema, pattern_grammar, strict=True)
+            check(case.schema, strict=True)
         assert error.value.keyword in {one.keyword for one in checked.loosened}
 
 
 @of(REFUSED)
 def test_what_is_not_a_schema_is_refused_by_name(case: Case) -> None:
     with pytest.raises(SchemaError) as error:
-        check(case.schema, pattern_grammar)
+        check(case.schema)
     assert error.value.keyword == case.keyword
     assert str(error.value).startswith(f"the JSON schema cannot be used: {error.value.pointer}")
     assert "grammar" not in str(error.value)
@@ -85,7 +86,7 @@ def test_what_is_not_a_schema_is_refused_by_name(case: Case) -> None:
 def test_arguments_of_any_schema_can_be_called() -> None:
     """What cannot be used of a tool's schema is free, and is named."""
     for case in CASES:
-        checked = check_arguments(case.schema, pattern_grammar)
+        checked = check_arguments(case.schema)
         assert bool(checked.loosened) or case.verdict != REFUSED, case
         made = json.loads(Grammar(whole_grammar(checked)).made(random.Random(1)))
         assert isinstance(made, dict), case
@@ -104,14 +105,12 @@ def test_there_is_a_case_of_each_keyword() -> None:
     rest |= {"propertyOrdering", "enumNames", "enumDescriptions", "markdownDescription", "errorMessage"}
     rest |= {"defaultSnippets", "deprecationMessage"}
     assert (KEYWORDS.keys() | ANNOTATIONS) - of_schemas == rest
-    assert not check(
-        {"type": "integer", "$recursiveAnchor": True, **dict.fromkeys(rest & ANNOTATIONS)}, pattern_grammar
-    ).loosened
+    assert not check({"type": "integer", "$recursiveAnchor": True, **dict.fromkeys(rest & ANNOTATIONS)}).loosened
 
 
 def test_an_anchor_of_recursion_below_the_root_is_named() -> None:
     schema = {"$defs": {"a": {"$recursiveAnchor": True, "type": "integer"}}, "$ref": "#/$defs/a"}
-    assert [str(one) for one in check(schema, pattern_grammar).loosened] == [
+    assert [str(one) for one in check(schema).loosened] == [
         "#/$defs/a/$recursiveAnchor is not enforced: it is not at the root"
     ]
 
@@ -119,11 +118,11 @@ def test_an_anchor_of_recursion_below_the_root_is_named() -> None:
 def test_what_python_says_of_a_schema() -> None:
     said: list[str] = []
     json_grammar(
-        '{"type": "array", "uniqueItems": true, "items": {"format": "email", "type": "string"}}', note=said.append
+        '{"type": "array", "uniqueItems": true, "items": {"format": "regex", "type": "string"}}', note=said.append
     )
     assert said == [
         "#/uniqueItems is not enforced: items are not compared",
-        "#/items/format is not enforced: the format 'email' is an annotation",
+        "#/items/format is not enforced: the format 'regex' is an annotation",
     ]
     with pytest.warns(UserWarning, match="#/uniqueItems is not enforced"):
         json_grammar('{"type": "array", "uniqueItems": true}')
@@ -211,9 +210,9 @@ def test_ranges_of_numbers(ends: tuple[int, int], places: int, number: int, low_
 )  # fmt: skip
 def test_large_schemas_are_refused(schema: Any, words: str) -> None:
     with pytest.raises(SchemaError) as error:
-        check(schema, pattern_grammar)
+        check(schema)
     assert words in str(error.value)
-    assert check_arguments(schema, pattern_grammar).loosened
+    assert check_arguments(schema).loosened
 
 
 def test_deep_schemas_are_refused() -> None:
@@ -221,7 +220,7 @@ def test_deep_schemas_are_refused() -> None:
     for _ in range(101):
         schema = {"type": "array", "items": schema}
     with pytest.raises(SchemaError, match="it is more than 100 schemas deep: use \\$ref"):
-        check(schema, pattern_grammar)
+        check(schema)
 
 
 LONG_CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "null"}}
@@ -241,15 +240,15 @@ TWICE = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(
 )  # fmt: skip
 def test_what_would_take_for_ever_is_refused(schema: Any, words: str) -> None:
     with pytest.raises(SchemaError) as error:
-        check(schema, pattern_grammar)
+        check(schema)
     assert words in str(error.value)
-    assert [words[3:] in one.why for one in check_arguments(schema, pattern_grammar).loosened] == [True]
+    assert [words[3:] in one.why for one in check_arguments(schema).loosened] == [True]
 
 
 def test_combinations_have_a_limit() -> None:
     """2**12 of them, of which each is another schema: the last ones are left out, and named."""
     options = [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(12)]
-    checked = check({"type": "object", "allOf": options}, pattern_grammar)
+    checked = check({"type": "object", "allOf": options})
     assert {one.keyword for one in checked.loosened} == {"anyOf"}
     assert all("more than 500 combinations" in one.why for one in checked.loosened)
 
@@ -263,16 +262,40 @@ def test_hundreds_of_optional_properties(required: int) -> None:
         "properties": {name: {"type": "integer"} for name in names},
         "required": names[:required],
     }
-    text = whole_grammar(check(schema, pattern_grammar))
+    text = whole_grammar(check(schema))
     assert len(text) < 250 * len(names)
     assert Grammar(text).takes(json.dumps(dict.fromkeys(names[:required] + names[900::7], 1)))
 
 
 def test_a_regular_expression_that_takes_for_ever_is_not_tried() -> None:
+    """Back references are tried by Python's, which would; all others take a time that grows with the text."""
     start = time.process_time()
-    schema = {"enum": ["a" * 40 + "b"] * 50, "pattern": "^(a+)+$"}
-    with_alternatives = {"enum": ["a" * 40 + "b"], "pattern": "^(a|aa)+$"}
-    assert {one.keyword for s in (schema, with_alternatives) for one in check(s, pattern_grammar).loosened} == {
-        "pattern"
-    }
+    listed = {"enum": ["a" * 40 + "b", "aa"], "pattern": "^(a+)+$"}
+    assert grammar(json.dumps(listed)).takes('"aa"')
+    assert not grammar(json.dumps({**listed, "pattern": "^(a|aa)+$"})).takes(json.dumps("a" * 40 + "b"))
+    assert {one.keyword for one in check({**listed, "pattern": r"^(?=a)(a+)+\1$"}).loosened} == {"pattern"}
     assert time.process_time() - start < 5.0
+
+
+def test_what_a_place_lacks_is_not_named() -> None:
+    """`if` is taken apart into `not`, which the schema does not have."""
+    schema = {"type": ["string", "number"], "if": {"const": "a"}, "then": {"minLength": 1}}
+    assert [(one.pointer, one.keyword) for one in check(schema).loosened] == [("#", "if")]
+
+
+@pytest.mark.parametrize("first", ["$ref", "allOf", "properties"])
+def test_properties_come_in_the_order_of_the_schema(first: str) -> None:
+    base = {"$ref": "#/$defs/base"}
+    parts = {"$ref": base, "allOf": {"allOf": [base, {"properties": {"c": {}}}]}, "properties": {}}[first]
+    schema = {"$defs": {"base": {"properties": {"a": {}}}}, **parts, "type": "object", "properties": {"b": {}}}
+    schema |= {"allOf": [base]} if first == "properties" else {}
+    order = {"$ref": "ab", "allOf": "acb", "properties": "ba"}[first]
+    assert True in takes(schema, dict.fromkeys(order, 1))
+    assert takes(schema, dict.fromkeys(reversed(order), 1)) == {False}
+
+
+def test_bounds_that_are_too_long_leave_the_others() -> None:
+    schema = {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 9223372036854775807}
+    assert [one.keyword for one in check(schema).loosened] == ["maximum"]
+    for value, is_taken in ((0.25, True), (0.001, False), (-1, False), (5, True)):
+        assert takes(schema, value) == {is_taken}, value

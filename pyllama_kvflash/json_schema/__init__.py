@@ -4,7 +4,6 @@ A schema is surveyed (`document`), put together (`branches`, `merged`, `objects`
 grammar (`gbnf`) or as a plain schema (`plain`). `keywords` says what comes of each keyword.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,6 @@ from pyllama_kvflash.json_schema.shapes import Key, Shapes
 
 __all__ = ["Checked", "Loosened", "SchemaError", "check", "check_arguments", "loads", "refuse_loosened"]
 
-Pattern = Callable[[str], str | None]
-"""Gives GBNF of the strings of a regular expression, from its rule `root` on; None: there is none."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -29,11 +25,10 @@ class Checked:
     shapes: Shapes
     key: Key
     loosened: tuple[Loosened, ...]
-    pattern: Pattern
 
     def rules(self, prefix: str) -> tuple[str, str]:
         """Return the name of the rule of the schema's values, and GBNF with that and all others, whose names have a prefix."""
-        return Writer(self.shapes, prefix, lambda text: self.pattern(text) or "").written(self.key)
+        return Writer(self.shapes, prefix).written(self.key)
 
     def plain(self, prefix: str) -> tuple[dict[str, Any], bool]:
         """Return a schema of an object for llama.cpp's converter, and whether it says all that this one does. prefix: of the names
@@ -46,7 +41,7 @@ class Checked:
             return {"type": "object", "properties": {}, "required": []}, False
 
 
-def check(schema: Any, pattern: Pattern, *, strict: bool = False) -> Checked:
+def check(schema: Any, *, strict: bool = False) -> Checked:
     """Return a schema, checked. strict: what cannot be enforced is an error, too, unless it is an annotation.
 
     Raises SchemaError.
@@ -54,7 +49,7 @@ def check(schema: Any, pattern: Pattern, *, strict: bool = False) -> Checked:
     document = Document(schema)
     if document.errors:
         raise document.errors[0]
-    res = _checked(schema, document, pattern)
+    res = _checked(schema, document)
     if strict:
         refuse_loosened(res)
     return res
@@ -67,32 +62,32 @@ def refuse_loosened(checked: Checked) -> None:
             raise SchemaError(one.pointer, one.keyword, f"it cannot be enforced: {one.why}")
 
 
-def check_arguments(schema: Any, pattern: Pattern) -> Checked:
+def check_arguments(schema: Any) -> Checked:
     """Return the schema of a call's arguments, which are an object. What cannot be used of it is any value, as is named in
     `loosened`.
     """
     try:
         document = Document(schema)
         of_errors = tuple(Loosened(e.pointer, e.keyword, e.what) for e in document.errors)
-        res = _checked(schema, document, pattern, of_objects=True)
+        res = _checked(schema, document, of_objects=True)
     except SchemaError as err:
-        res = _checked(schema, Document(True), pattern, of_objects=True)
+        res = _checked(schema, Document(True), of_objects=True)
         of_errors = (Loosened(err.pointer, err.keyword, err.what),)
-    return Checked(schema, res.shapes, res.key, (*of_errors, *res.loosened), pattern)
+    return Checked(schema, res.shapes, res.key, (*of_errors, *res.loosened))
 
 
-def _checked(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool = False) -> Checked:
+def _checked(schema: Any, document: Document, *, of_objects: bool = False) -> Checked:
     try:
-        return _put_together(schema, document, pattern, of_objects=of_objects)
+        return _put_together(schema, document, of_objects=of_objects)
     except RecursionError:
         raise SchemaError("#", "", "its references are too deep in each other") from None
 
 
-def _put_together(schema: Any, document: Document, pattern: Pattern, *, of_objects: bool) -> Checked:
-    context = Context(document, lambda text: pattern(text) is not None)
+def _put_together(schema: Any, document: Document, *, of_objects: bool) -> Checked:
+    context = Context(document)
     for place, keyword, why in document.unknown:
         context.note(place, keyword, why)
     places = [document.root, *([document.made(document.root, "object", {"type": "object"})] if of_objects else [])]
     key = context.key(places)
     shapes = Normal(context).of(key)
-    return Checked(schema, shapes, key, tuple(context.loosened), pattern)
+    return Checked(schema, shapes, key, tuple(context.loosened))

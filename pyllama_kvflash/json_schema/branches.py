@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyllama_kvflash.json_schema.document import Document, Place
+from pyllama_kvflash.json_schema.document import REFERENCES, Document, Place
 from pyllama_kvflash.json_schema.keywords import TYPES, is_annotation
 from pyllama_kvflash.json_schema.values import Checker, Unsure, types
 
@@ -64,15 +64,18 @@ class Branches:
                 self._dropped.add((many.choice.place.index, many.choice.keyword))
 
     def _grown(self, option: Option, state: _State) -> list[_State]:
-        todo = list(option)
+        todo, ordered = list(option), list[Place]()  # ordered: those that come behind what they refer to
         while todo:
             place = todo.pop(0)
             if place.schema is False:
                 return []
-            if place.schema is not True and place.index not in state.have:
+            if place in ordered:
+                state.have[place.index] = state.have.pop(place.index)
+            elif place.schema is not True and place.index not in state.have:
                 state.have[place.index] = place
-                todo += self._document.refs(place)
-                todo += [self._document.child(place, "allOf", i) for i in range(len(place.get("allOf", ())))]
+                before, behind = self._needed(place)
+                ordered += [place] if before else []
+                todo[:0] = [*before, place, *behind] if before else behind
                 self._choose(place, state)
         if not state.choices:
             return [state]
@@ -83,6 +86,18 @@ class Branches:
             res += self._grown(one, state.copy())
             if len(res) > MAX_BRANCHES:
                 raise _TooManyError(choice)
+        return res
+
+    def _needed(self, place: Place) -> tuple[list[Place], list[Place]]:
+        """Return the places that must be met with this one: those named before its `properties`, and those behind them."""
+        res: tuple[list[Place], list[Place]] = [], []
+        behind = not place.has("properties")
+        for keyword, value in place.schema.items() if isinstance(place.schema, dict) else ():
+            behind = behind or keyword == "properties"
+            if keyword in REFERENCES:
+                res[behind].append(self._document.target(place, keyword))
+            elif keyword == "allOf":
+                res[behind].extend(self._document.child(place, keyword, i) for i in range(len(value)))
         return res
 
     def _choose(self, place: Place, state: _State) -> None:

@@ -1,10 +1,10 @@
 """What is known while a schema is put together, and what is noted of it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pyllama_kvflash.json_schema.document import Document, Place, place_of
+from pyllama_kvflash.json_schema.document import Document, Place, place_of, unescaped
 from pyllama_kvflash.json_schema.keywords import is_annotation
 from pyllama_kvflash.json_schema.shapes import Key
 from pyllama_kvflash.json_schema.values import Checker, Unsure
@@ -25,13 +25,10 @@ class Loosened:
 
 
 class Context:
-    """A document, with what looks at it.
+    """A document, with what looks at it. loosened: what is not enforced, in its order."""
 
-    has_pattern: whether a regular expression can be enforced. loosened: what is not enforced, in its order.
-    """
-
-    def __init__(self, document: Document, has_pattern: Callable[[str], bool]) -> None:
-        self.document, self.has_pattern = document, has_pattern
+    def __init__(self, document: Document) -> None:
+        self.document = document
         self.checker = Checker(document)
         self.loosened: dict[Loosened, None] = {}
 
@@ -40,8 +37,12 @@ class Context:
         return tuple(sorted({p.index for p in places if not _trivial(p)}))
 
     def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
-        """Note that a keyword of a place is not enforced."""
-        self.loosened.setdefault(Loosened(place.pointer, keyword, why, annotation))
+        """Note that a keyword of a place is not enforced. If what the place was made of lacks it, that is not enforced."""
+        pointer = place.pointer
+        if not self.document.at(pointer).has(keyword) and pointer != "#":
+            pointer, _, last = pointer.rpartition("/")
+            keyword = unescaped(last)
+        self.loosened.setdefault(Loosened(pointer, keyword, why, annotation))
 
     def meets(self, value: Any, place: Place) -> bool:
         """Return whether a value meets a schema; True, with a note, if that cannot be determined."""

@@ -97,6 +97,10 @@ class Document:
                 "#", "", "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
             )
 
+    def at(self, pointer: str) -> Place:
+        """Return the place that a pointer names, which is there."""
+        return self._at[pointer]
+
     def child(self, place: Place, *parts: str | int) -> Place:
         """Return the place of a schema within another one."""
         return self._at[_below(place.path, *map(str, parts))]
@@ -136,7 +140,7 @@ class Document:
         """Return the place that a JSON pointer names, which may be where no schema is looked for."""
         value: Any = start.schema
         for part in path[1:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
+            name = unescaped(part)
             if isinstance(value, list) and re.fullmatch("0|[1-9][0-9]{0,8}", name) and int(name) < len(value):
                 value = value[int(name)]
             elif isinstance(value, dict) and name in value:
@@ -255,6 +259,11 @@ def _below(path: str, *parts: str) -> str:
 def escaped(part: str) -> str:
     """Return a name as a part of a JSON pointer."""
     return part.replace("~", "~0").replace("/", "~1")
+
+
+def unescaped(part: str) -> str:
+    """Return a part of a JSON pointer as a name."""
+    return part.replace("~1", "/").replace("~0", "~")
 
 
 def loads(text: str) -> Any:

@@ -3,8 +3,20 @@ it.
 """
 
 import re
-from collections.abc import Callable, Iterator
 
+from pyllama_kvflash.json_schema.languages import (
+    EMPTY,
+    Chars,
+    Choice,
+    Language,
+    Many,
+    Ranges,
+    Seq,
+    is_regular,
+    minus,
+    nullable,
+    states,
+)
 from pyllama_kvflash.json_schema.merged import decimals
 from pyllama_kvflash.json_schema.numbers import integers
 from pyllama_kvflash.json_schema.shapes import (
@@ -35,13 +47,6 @@ _FIXED = {
     "object": '"{" space (string space ":" space value ("," space string space ":" space value)*)? space "}"',
     "array": '"[" space (value ("," space value)*)? space "]"',
     "value": 'object | array | string | number | "true" | "false" | "null"',
-    "date": '([0-9]{4} "-" (("0" [13578] | "1" [02]) "-" ("0" [1-9] | [12] [0-9] | "3" [01])'
-    ' | ("0" [469] | "11") "-" ("0" [1-9] | [12] [0-9] | "30") | "02-" ("0" [1-9] | "1" [0-9] | "2" [0-8])))'
-    ' | ([0-9]{2} ("0" [48] | [2468] [048] | [13579] [26]) | ("0" [48] | [2468] [048] | [13579] [26] | "00") "00") "-02-29"',
-    "time": '([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9] ":" [0-5] [0-9] ("." [0-9]{1,6})?'
-    ' ("Z" | [-+] ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9])',
-    "date-time": 'date "T" time',
-    "uuid": 'hex{8} "-" hex{4} "-" hex{4} "-" hex{4} "-" hex{12}',
 }
 _QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]'
 _NAME = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
@@ -55,10 +60,10 @@ def literal(text: str) -> str:
 
 
 class Writer:
-    """Writes rules. prefix: of all their names. pattern: GBNF of a regular expression's strings, from its rule `root` on."""
+    """Writes rules. prefix: of all their names."""
 
-    def __init__(self, shapes: Shapes, prefix: str, pattern: Callable[[str], str]) -> None:
-        self._shapes, self._prefix, self._pattern = shapes, prefix, pattern
+    def __init__(self, shapes: Shapes, prefix: str) -> None:
+        self._shapes, self._prefix = shapes, prefix
         self._rules: dict[str, str] = {}
         self._names: dict[object, str] = {}  # of rules, by what they are for
         self._todo: list[tuple[str, Key]] = []
@@ -69,7 +74,8 @@ class Writer:
         while self._todo:
             rule, at = self._todo.pop()
             self._rules[rule] = " | ".join(self._shape(shape) for shape in self._shapes[at])
-        return name, "".join(f"{rule} ::= {body}\n" for rule, body in self._rules.items())
+        # an empty body would take the next line for its own
+        return name, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
 
     def _value(self, key: Key) -> str:
         """Return the name of the rule for a key, which is written later."""
@@ -129,24 +135,49 @@ class Writer:
     #
 
     def _text(self, shape: Text) -> str:
-        if shape.pattern is not None:
-            return self._matching(shape.pattern)
-        if shape.format:
-            return rf'"\"" {self._fixed(shape.format)} "\""'
         if shape == Text():
             return self._fixed("string")
+        if shape.language is not None:
+            return rf'"\"" {self._language(shape.language)} "\""'
         return rf'"\"" {self._rule(self._repeated(self._fixed("char"), shape.low, shape.high))} "\""'
 
-    def _matching(self, pattern: str) -> str:
-        """Return the name of the rule of a regular expression's strings."""
-        if ("pattern", pattern) not in self._names:
-            prefix = f"{self._prefix}p{len(self._rules)}"
-            lines = _NAME.sub(lambda f: f"{prefix}-{f[1]}" if f[1] else f[0], self._pattern(pattern)).splitlines()
-            rules = dict(line.split(" ::= ", 1) for line in lines if line)
-            del rules[f"{prefix}-space"]
-            self._rules |= rules
-            self._names["pattern", pattern] = f"{prefix}-root"
-        return self._names["pattern", pattern]
+    def _language(self, language: Language) -> str:
+        """Return the texts of a language, as JSON has them in a string: one item of a sequence, or several."""
+        match language:
+            case Chars(found):
+                return _class(found)
+            case Seq(parts):
+                return self._sequence(parts)
+            case Choice(options):
+                return f"({' | '.join(sorted(map(self._language, options)))})"
+            case Many(part, low, high):
+                one = self._language(part)
+                return self._repeated(one if isinstance(part, Chars) and " " not in one else self._rule(one), low, high)
+        return self._state(language)
+
+    def _sequence(self, parts: tuple[Language, ...]) -> str:
+        res, word = [], ""
+        for part in (*parts, None):
+            if isinstance(part, Chars) and (char := _single(part.ranges)):
+                word += char
+                continue
+            res += [literal(json_text(word))] if word else []
+            res += [self._language(part)] if part is not None else []
+            word = ""
+        return self._spaced(*res) or '""'
+
+    def _state(self, language: Language) -> str:
+        """Return the name of the rule of an intersection or a complement: a rule for each of its states."""
+        found = states(language) or {}
+        new = [state for state in found if state not in self._names]
+        self._names |= {state: self._new("") for state in new}
+        for state in new:
+            options = ['""'] if nullable(state) else []
+            for these, to in found[state]:
+                behind = "" if to == EMPTY else self._rule(self._language(to)) if is_regular(to) else self._names[to]
+                options.append(self._spaced(_class(these), behind))
+            self._rules[self._names[state]] = " | ".join(options)
+        return self._names[language]
 
     def _repeated(self, rule: str, low: int, high: int | None) -> str:
         """Return low to high of what a rule has; high None: any more."""
@@ -207,7 +238,7 @@ class Writer:
 
     def _object(self, shape: Object) -> str:
         pairs = [(self._pair(p), p.required) for p in shape.properties]
-        other = None if shape.rest is None else self._other(shape)
+        other = self._other(shape) if shape.others else None
         space = self._fixed("space")
         return f'"{{" {self._spaced(space, self._members(shape, pairs, other), space)} "}}"'
 
@@ -239,30 +270,37 @@ class Writer:
 
     def _other(self, shape: Object) -> str:
         """Return the name of the rule of a property that the schema does not name."""
-        names = sorted(name for name in shape.excluded if re.fullmatch(r'[^"\\\x7F\x00-\x1F]*', name))
-        if shape.names != Text():
-            name = self._text(shape.names)
-        elif not shape.excluded:
-            name = self._fixed("string")
-        else:
-            name = rf'"\"" {self._not(names)} "\""'
         space = self._fixed("space")
-        return self._rule(f'{name} {space} ":" {space} {self._value(shape.rest or ())}')
+        pairs = (f'{self._text(o.names)} {space} ":" {space} {self._value(o.key)}' for o in shape.others)
+        return self._rule(" | ".join(pairs))
 
-    def _not(self, names: list[str]) -> str:
-        """Return the name of a rule of all texts but these, without escapes. names: sorted."""
-        return self._rule(" | ".join(self._differing(names, 0)))
 
-    def _differing(self, names: list[str], at: int) -> Iterator[str]:
-        """Yield what may follow the first `at` characters, which the names have in common."""
-        plain = self._fixed("plain")
-        firsts: dict[str, list[str]] = {}
-        for name in names:
-            if len(name) > at:
-                firsts.setdefault(name[at], []).append(name)
-        if not names or len(names[0]) > at:
-            yield '""'
-        for char, these in firsts.items():
-            yield f"{literal(char)} {self._rule(' | '.join(self._differing(these, at + 1)))}"
-        others = "".join(f"\\U{ord(char):08X}" for char in firsts)
-        yield f'[^"\\\\\\x7F\\x00-\\x1F{others}] {plain}*' if firsts or not names else f"{plain}+"
+def json_text(text: str) -> str:
+    """Return a text as it is within a string of JSON."""
+    return text_of(text)[1:-1]
+
+
+def _single(found: Ranges) -> str:
+    """Return the one character of a class; "": it has several."""
+    return chr(found[0][0]) if len(found) == 1 and found[0][0] == found[0][1] else ""
+
+
+_ESCAPED = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
+
+
+def _class(found: Ranges) -> str:
+    """Return one character of these, as JSON has it in a string. Beside others, only controls that have a short escape."""
+    if char := _single(found):
+        return literal(json_text(char))
+    raw = minus(found, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
+    if not raw:
+        escaped = (literal(json_text(chr(code))) for a, b in found for code in range(a, b + 1))
+        return f"({' | '.join(escaped)})"
+    letters = [letter for char, letter in _ESCAPED.items() if any(a <= ord(char) <= b for a, b in found)]
+    ranges = "".join(_code(a) + (f"-{_code(b)}" if b > a else "") for a, b in raw)
+    options = [f"[{ranges}]", *(literal(f"\\{letter}") for letter in letters)]
+    return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+
+
+def _code(char: int) -> str:
+    return chr(char) if chr(char).isascii() and chr(char).isalnum() else f"\\U{char:08X}"

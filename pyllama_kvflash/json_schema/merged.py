@@ -1,19 +1,21 @@
 """Schemas that must all be met, as one shape for each type: numbers, strings and arrays."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from pyllama_kvflash.json_schema import languages, patterns
 from pyllama_kvflash.json_schema.branches import Branch
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import MAX_COUNT, Place
+from pyllama_kvflash.json_schema.formats import FORMATS
+from pyllama_kvflash.json_schema.languages import NOTHING, Language
 from pyllama_kvflash.json_schema.numbers import Decimals
 from pyllama_kvflash.json_schema.shapes import Array, Key, Number, Shape, Text, Values
 from pyllama_kvflash.json_schema.values import bounds, exact, items
 
-FORMATS = ("date", "time", "date-time", "uuid")
 MAX_MULTIPLES = 1_000
 
 
@@ -67,8 +69,12 @@ def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
         places = None
     if integer:
         return _integers(low, high, low_open=low_open, high_open=not not_open)
-    shape = Number(False, low, high, low_open, not not_open, places)
-    return _decimals(context, branch, shape)
+    if step is not None and places is not None:  # bounds that are multiples have few digits
+        if low is not None and (low / step).denominator > 1:
+            low, low_open = math.ceil(low / step) * step, False
+        if high is not None and (high / step).denominator > 1:
+            high, not_open = math.floor(high / step) * step, True
+    return _decimals(context, branch, Number(False, low, high, low_open, not not_open, places))
 
 
 def _common(one: Fraction, other: Fraction) -> Fraction:
@@ -89,13 +95,18 @@ def _decimals(context: Context, branch: Branch, shape: Number) -> list[Shape]:
         return [shape]
     if shape.low is not None and shape.high is not None and shape.low > shape.high:
         return []
-    text = decimals(shape)
-    if text is None:
-        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            for place, _ in having(branch, keyword):
-                context.note(place, keyword, "a bound of numbers has at most 15 digits here")
-        return [Number(False)]
-    return [shape] if text else []
+    for names, less in (
+        ((), shape),
+        (("maximum",), replace(shape, high=None)),
+        (("minimum",), replace(shape, low=None)),
+        (("minimum", "maximum"), replace(shape, low=None, high=None)),
+    ):
+        if (text := decimals(less)) is not None:
+            for keyword in (k for name in names for k in (name, f"exclusive{name.capitalize()}")):
+                for place, _ in having(branch, keyword):
+                    context.note(place, keyword, "a bound of numbers has at most 15 digits here")
+            return [less] if text else []
+    return [Number(False)]
 
 
 def decimals(shape: Number) -> str | None:
@@ -135,61 +146,70 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
     low, high = least(branch, "minLength") or 0, most(context, branch, "maxLength")
     if high is not None and low > high:
         return []
-    pattern = _pattern(context, branch)
-    if pattern is not None and (low or high is not None):
-        counted = _counted(pattern, low, high)
-        if counted == "":
-            return []
-        if counted is None or not context.has_pattern(counted):
+    res = None
+    for place, keyword, language in _languages(context, branch):
+        more = language if res is None else languages.both(res, language)
+        if has_grammar(context, more):
+            res = more
+        else:
+            context.note(place, keyword, TOO_LARGE, annotation=keyword == "format")
+    if res is not None and (low or high is not None):
+        counted = _counted(res, low, high)
+        if has_grammar(context, counted):
+            res = counted
+        else:
             for keyword in ("minLength", "maxLength"):
                 for place, _ in having(branch, keyword):
-                    context.note(place, keyword, "a pattern is beside it: put the length in there")
-        else:
-            pattern = counted
-    form = _format(context, branch, beside=pattern is not None or low > 0 or high is not None)
-    return [Text(pattern=pattern) if pattern is not None else Text(low, high, None, form)]
+                    context.note(place, keyword, TOO_LARGE)
+    if res is None:
+        return [Text(low, high)]
+    return (
+        [] if res == NOTHING or (not languages.is_regular(res) and not languages.states(res)) else [Text(language=res)]
+    )
 
 
-def _pattern(context: Context, branch: Branch) -> str | None:
-    """Return the one regular expression that is enforced."""
-    res = None
-    for place, pattern in having(branch, "pattern"):
-        if res is not None and pattern != res:
-            context.note(place, "pattern", "another pattern is beside it: make one of them")
-        elif not context.has_pattern(pattern):
-            context.note(
-                place, "pattern",
-                "no grammar can be made of it: leave out what looks around or back, and repeat at most 2,000 times",
-            )  # fmt: skip
-        else:
-            res = pattern
-    return res
+TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX_STATES:,} states"
 
 
-def _counted(pattern: str, low: int, high: int | None) -> str | None:
-    """Return a regular expression of a pattern's strings of so many characters; "": there are none; None: it is not known."""
-    found = re.fullmatch(r"\^(\[(?:\\.|[^\]\\])+\]|\\[dwsDWS]|[a-zA-Z0-9.])([*+])\$", pattern)
-    if not found:
+def has_grammar(context: Context, language: Language) -> bool:
+    """Return whether a language is simple enough."""
+    found = languages.states(language)
+    context.document.spend(10 * (languages.MAX_STATES if found is None else len(found)))
+    return found is not None
+
+
+def language_of(context: Context, place: Place, keyword: str, pattern: str) -> Language | None:
+    """Return the language of a regular expression; None, with a note: there is none."""
+    try:
+        return patterns.language(pattern)
+    except patterns.PatternError as err:
+        context.note(place, keyword, f"no grammar can be made of it: {err}")
         return None
-    low = max(low, 1 if found[2] == "+" else 0)
-    if high is not None and low > high:
-        return ""
-    return f"^{found[1]}{{{low},{'' if high is None else high}}}$"
 
 
-def _format(context: Context, branch: Branch, *, beside: bool) -> str | None:
-    res = None
+def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, Language]]:
+    for place, pattern in having(branch, "pattern"):
+        if (found := language_of(context, place, "pattern", pattern)) is not None:
+            yield place, "pattern", found
     for place, name in having(branch, "format"):
-        if name in FORMATS and not beside and res in {None, name}:
-            res = name
+        if name in FORMATS:
+            yield place, "format", patterns.language(FORMATS[name])
         else:
-            why = (
-                "a pattern, a length or a format is beside it"
-                if name in FORMATS
-                else f"the format {name[:40]!r} is an annotation"
-            )
-            context.note(place, "format", why, annotation=True)
-    return res
+            context.note(place, "format", f"the format {name[:40]!r} is an annotation", annotation=True)
+
+
+def _counted(language: Language, low: int, high: int | None) -> Language:
+    """Return the texts of a language that have so many characters."""
+    least, most = languages.lengths(language)
+    if least >= low and (high is None or (most is not None and most <= high)):
+        return language
+    if isinstance(language, languages.Many) and languages.lengths(language.part) == (1, 1):
+        low, highs = max(low, language.low), [n for n in (high, language.high) if n is not None]
+        high = min(highs, default=None)
+        return NOTHING if high is not None and low > high else languages.many(language.part, low, high)
+    if low == 1 and high is None:
+        return languages.nonempty(language)
+    return languages.both(language, Text(low, high).texts)
 
 
 #

@@ -1,23 +1,31 @@
 """Schemas that must all be met, as the shapes of objects."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
+from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place
-from pyllama_kvflash.json_schema.merged import having, least, most, outermost, texts
-from pyllama_kvflash.json_schema.shapes import Key, Object, Property, Shape, Text
+from pyllama_kvflash.json_schema.languages import ANYTHING, Language
+from pyllama_kvflash.json_schema.merged import (
+    TOO_LARGE,
+    has_grammar,
+    having,
+    language_of,
+    least,
+    most,
+    outermost,
+    texts,
+)
+from pyllama_kvflash.json_schema.shapes import Key, Object, Other, Property, Shape, Text
 from pyllama_kvflash.json_schema.values import Unsure, types
 
-MAX_NAMES, MAX_NAME = 5_000, 200  # characters of names that other properties may not have: of all, and of one
+MAX_PATTERNS = 4  # of names: each combination of them is looked at
 
-
-@dataclass(slots=True)
-class _Open:
-    """Properties that have no name in the schema: their values (None: there are none), and what they are called."""
-
-    values: list[Place] | None
-    names: Text = field(default_factory=Text)
+_Others = list[tuple[Language, list[Place]]]
+"""Properties that have no name in the schema: what they are called, and what their values must meet."""
 
 
 def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
@@ -26,12 +34,11 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     unevaluated = _unevaluated(context, branch, key)
     names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {}))
     names |= dict.fromkeys(required)
-    others = _others(context, branch, unevaluated, names)
-    if others.values is not None and any(place.schema is False for place in others.values):
-        others.values = None
-    if (listed := _named(context, branch, names, others)) is not None:
-        names |= dict.fromkeys(listed)
-        others.values = None
+    others = [o for o in _others(context, branch, unevaluated) if all(p.schema is not False for p in o[1])]
+    called = _called(context, branch) if others else ANYTHING
+    if isinstance(called, list):
+        names |= dict.fromkeys(called)
+        others = []
     properties = tuple(
         Property(name, context.key(_of(context, branch, unevaluated, name)), name in required)
         for name in names
@@ -39,12 +46,8 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     )
     if any(p.required and not _allowed(context, branch, p.name) for p in properties):
         return []
-    many = (
-        sum(map(len, names)) > MAX_NAMES or max(map(len, names), default=0) > MAX_NAME
-    )  # too many to tell others from them, so there are none
-    rest = None if others.values is None or many else context.key(others.values)
-    shape = Object(properties, rest, others.names, excluded=frozenset(names))
-    return _counted(context, branch, shape)
+    rest = () if isinstance(called, list) else tuple(_open(context, branch, others, called, names))
+    return _counted(context, branch, Object(properties, rest))
 
 
 def _required(branch: Branch) -> dict[str, None]:
@@ -63,14 +66,15 @@ def _unevaluated(context: Context, branch: Branch, key: Key) -> list[Place]:
 
 
 def _matching(context: Context, place: Place, name: str) -> list[Place]:
-    """Return the schemas of the patterns that a name matches. A pattern of which that cannot be determined is taken for one."""
+    """Return the schemas of the patterns that a name matches, or may match."""
     res = []
     for pattern in place.get("patternProperties", {}):
         try:
             if not context.checker.matches(name, place, "patternProperties", pattern):
                 continue
         except Unsure:
-            pass  # so that the property keeps to that, too
+            why = "whether the name of a property matches cannot be determined: the property keeps to it, too"
+            context.note(place, "patternProperties", why)
         res.append(context.document.child(place, "patternProperties", pattern))
     return res
 
@@ -95,38 +99,53 @@ def _allowed(context: Context, branch: Branch, name: str) -> bool:
     )
 
 
-def _others(context: Context, branch: Branch, unevaluated: list[Place], names: dict[str, None]) -> _Open:
+def _others(context: Context, branch: Branch, unevaluated: list[Place]) -> _Others:
     """Return what the branch says of properties that it does not name. Beside `properties` there are none unless it says so."""
-    said = [
-        context.document.child(place, "additionalProperties") for place, _ in having(branch, "additionalProperties")
-    ]
-    patterns = [(place, p) for place, given in having(branch, "patternProperties") for p in given]
-    if not patterns:
+    document = context.document
+    said = [document.child(place, "additionalProperties") for place, _ in having(branch, "additionalProperties")]
+    given = {p: place for place, patterns in having(branch, "patternProperties") for p in patterns}
+    if not given:
         of_schema = any("\0" not in place.path for place, _ in having(branch, "properties"))
-        return _Open(said or unevaluated if said or unevaluated or not of_schema else None)
-    values = [context.document.child(place, "patternProperties", p) for place, p in patterns]
-    if said and all(place.schema is not False for place in said):
-        return _Open([*said, *values])  # whatever they are called: they keep to all of that
-    if len({p for _, p in patterns}) > 1:
+        return [(ANYTHING, said or unevaluated)] if said or unevaluated or not of_schema else []
+    found = {p: language_of(context, place, "patternProperties", p) for p, place in given.items()}
+    if len(given) > MAX_PATTERNS:
         for place, _ in having(branch, "patternProperties"):
-            context.note(
-                place, "patternProperties", "there are several patterns: which names are of both cannot be determined"
+            context.note(place, "patternProperties", f"there are more than {MAX_PATTERNS} patterns")
+    if len(given) > MAX_PATTERNS or None in found.values():
+        return [
+            (
+                ANYTHING,
+                [document.child(place, "patternProperties", p) for p, place in given.items()][:1]
+                if len(given) == 1
+                else [],
             )
-        return _Open([])
-    place, pattern = patterns[0]
-    if not context.has_pattern(pattern):
-        context.note(place, "patternProperties", "no grammar can be made of its pattern")
-        return _Open(values)
-    if any(_matching(context, place, name) for name in names):
-        return _Open(None)
-    return _Open(values, Text(pattern=pattern))
+        ]
+    res: _Others = []
+    for matched in product((True, False), repeat=len(found)):
+        inside = [p for p, is_matched in zip(found, matched, strict=True) if is_matched]
+        names = [
+            language if m else languages.other(language)
+            for language, m in zip(found.values(), matched, strict=True)
+            if language
+        ]
+        values = []
+        for place in branch.places:
+            mine = [
+                document.child(place, "patternProperties", p) for p in inside if p in place.get("patternProperties", {})
+            ]
+            if not mine and place.has("additionalProperties"):
+                mine = [document.child(place, "additionalProperties")]
+            values += mine
+        if values or inside or unevaluated:
+            res.append((languages.both(*names), values or unevaluated))
+    return res
 
 
-def _named(context: Context, branch: Branch, names: dict[str, None], others: _Open) -> list[str] | None:
-    """Keep other properties to propertyNames. Returns the names that they may have if it lists them."""
+def _called(context: Context, branch: Branch) -> Language | list[str]:
+    """Return what propertyNames lets properties be called: the names if it lists them."""
     given = [context.document.child(place, "propertyNames") for place, _ in having(branch, "propertyNames")]
-    if not given or others.values is None:
-        return None
+    if not given:
+        return ANYTHING
     found = [b for b in Branches(context.document, context.checker).of(given) if _of_texts(b)]
     listed = [b for b in found if any(p.has("enum") or p.has("const") for p in b.places)]
     if len(listed) == len(found):
@@ -134,16 +153,27 @@ def _named(context: Context, branch: Branch, names: dict[str, None], others: _Op
             v for b in listed for p in b.places for v in ([p.get("const")] if p.has("const") else p.get("enum", []))
         ]
         return [v for v in dict.fromkeys(v for v in values if isinstance(v, str)) if _allowed(context, branch, v)]
-    shapes = [s for b in found for s in texts(context, b)]
-    plain = (
-        not names and others.names == Text() and len(shapes) == 1 and not found[0].left and isinstance(shapes[0], Text)
-    )
-    if plain and isinstance(shapes[0], Text):
-        others.names = shapes[0]
-    else:
+    if listed or any(b.left for b in found):
         for place, _ in having(branch, "propertyNames"):
-            context.note(place, "propertyNames", "which names are left beside `properties` cannot be determined")
-    return None
+            context.note(place, "propertyNames", "which names it leaves cannot be determined")
+        return ANYTHING
+    return languages.either(*(s.texts for b in found for s in texts(context, b) if isinstance(s, Text)))
+
+
+def _open(
+    context: Context, branch: Branch, others: _Others, called: Language, names: dict[str, None]
+) -> Iterator[Other]:
+    """Yield the properties that the branch does not name, without the names that it has."""
+    named = languages.other(languages.either(*map(languages.text, names)))
+    for language, values in others:
+        found = languages.both(language, called, named)
+        if not has_grammar(context, found):
+            why = f"there are no properties but those of the schema: {TOO_LARGE}"
+            keywords = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
+            place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in having(branch, k))
+            context.note(place, keyword, why)
+        elif languages.is_regular(found) or languages.states(found):
+            yield Other(Text() if found == ANYTHING else Text(language=found), context.key(values))
 
 
 def _of_texts(branch: Branch) -> bool:
@@ -157,11 +187,11 @@ def _counted(context: Context, branch: Branch, shape: Object) -> list[Shape]:
     low, high = least(branch, "minProperties") or 0, most(context, branch, "maxProperties")
     needed = tuple(p for p in shape.properties if p.required)
     optional = tuple(p for p in shape.properties if not p.required)
-    if (high is not None and high < max(low, len(needed))) or (shape.rest is None and low > len(shape.properties)):
+    if (high is not None and high < max(low, len(needed))) or (not shape.others and low > len(shape.properties)):
         return []
     return (
         _at_least(context, branch, shape, low)
-        if high is None or (shape.rest is None and high >= len(shape.properties))
+        if high is None or (not shape.others and high >= len(shape.properties))
         else _at_most(context, branch, shape, low, high, needed, optional)
     )
 
@@ -170,14 +200,14 @@ def _at_least(context: Context, branch: Branch, shape: Object, low: int) -> list
     n_needed = sum(p.required for p in shape.properties)
     if low <= n_needed:
         return [shape]
-    if shape.rest is None and low == len(shape.properties):
-        return [_with(shape, tuple(Property(p.name, p.key, True) for p in shape.properties))]
+    if not shape.others and low == len(shape.properties):
+        return [replace(shape, properties=tuple(Property(p.name, p.key, True) for p in shape.properties))]
     if low == 1:
-        return [_with(shape, shape.properties, nonempty=True)]
-    if n_needed == len(shape.properties) and shape.rest is not None:
+        return [replace(shape, nonempty=True)]
+    if n_needed == len(shape.properties) and shape.others:
         if low - n_needed > 1:
             _note(context, branch, "minProperties", "a name may come twice")
-        return [_with(shape, shape.properties, low=low - n_needed)]
+        return [replace(shape, low=low - n_needed)]
     _note(context, branch, "minProperties", "optional properties are not counted beyond the first")
     return [shape]
 
@@ -189,27 +219,23 @@ def _at_most(
     if not optional:
         if low - len(needed) > 1:
             _note(context, branch, "minProperties", "a name may come twice")
-        return [_with(shape, needed, low=max(0, low - len(needed)), high=left)]
+        return [replace(shape, properties=needed, low=max(0, low - len(needed)), high=left)]
     if left == 0:
-        return [_with(shape, needed, high=0)]
+        return [replace(shape, properties=needed, high=0)]
     if left == 1:
         res: list[Shape] = [
-            _with(
-                shape, tuple(Property(p.name, p.key, True) for p in shape.properties if p.required or p is one), high=0
+            replace(
+                shape,
+                properties=tuple(Property(p.name, p.key, True) for p in shape.properties if p.required or p is one),
+                high=0,
             )
             for one in optional
         ]
-        if low <= len(needed) or shape.rest is not None:
-            res.append(_with(shape, needed, low=max(0, low - len(needed)), high=1 if shape.rest is not None else 0))
+        if low <= len(needed) or shape.others:
+            res.append(replace(shape, properties=needed, low=max(0, low - len(needed)), high=1))
         return res
     _note(context, branch, "maxProperties", "optional properties are not counted")
     return _at_least(context, branch, shape, low)
-
-
-def _with(
-    shape: Object, properties: tuple[Property, ...], *, low: int = 0, high: int | None = None, nonempty: bool = False
-) -> Object:
-    return Object(properties, shape.rest, shape.names, low, high, shape.excluded, nonempty)
 
 
 def _note(context: Context, branch: Branch, keyword: str, why: str) -> None:

@@ -3,7 +3,19 @@
 from collections import Counter
 from typing import Any
 
-from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Number, Object, Shape, Shapes, Text, Values, parts
+from pyllama_kvflash.json_schema.shapes import (
+    Anything,
+    Array,
+    Key,
+    Number,
+    Object,
+    Other,
+    Shape,
+    Shapes,
+    Text,
+    Values,
+    parts,
+)
 
 
 class Plain:
@@ -48,7 +60,7 @@ class Plain:
 
     @staticmethod
     def _only_named(shape: Object) -> bool:
-        return shape.rest is None and not shape.nonempty
+        return not shape.others and not shape.nonempty
 
     def _value(self, key: Key) -> dict[str, Any]:
         """Return the schema for a key: a reference, if several name it, or it is in itself."""
@@ -87,12 +99,8 @@ class Plain:
             **{name: int(bound) for name, bound in bounds.items() if bound is not None and abs(bound) < 1 << 53},
         }
 
-    @staticmethod
-    def _text(shape: Text) -> dict[str, Any]:
-        if shape.pattern is not None:
-            return {"type": "string", "pattern": shape.pattern}
-        if shape.format:
-            return {"type": "string", "format": shape.format}
+    def _text(self, shape: Text) -> dict[str, Any]:
+        self.exact = self.exact and shape.language is None
         return {"type": "string", **_counts("Length", shape.low, shape.high)}
 
     def _array(self, shape: Array) -> dict[str, Any]:
@@ -107,9 +115,10 @@ class Plain:
         }
 
     def _object(self, shape: Object) -> dict[str, Any]:
-        if not shape.properties and shape.rest is not None:
-            self.exact = self.exact and shape == Object((), shape.rest, excluded=shape.excluded)
-            return {"type": "object", "additionalProperties": self._value(shape.rest)}
+        if not shape.properties and shape.others:
+            key = shape.others[0].key
+            self.exact = self.exact and shape == Object((), (Other(Text(), key),))
+            return {"type": "object", "additionalProperties": self._value(key) if len(shape.others) == 1 else {}}
         self.exact = self.exact and self._only_named(shape)
         properties = {p.name: self._value(p.key) for p in shape.properties}
         required = [p.name for p in shape.properties if p.required]

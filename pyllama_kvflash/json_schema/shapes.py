@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pyllama_kvflash.json_schema.languages import ALL, Chars, Language, counted, many
+
 BLOCK = 256  # repetitions that share a rule: llama.cpp's parser copies what is repeated, and counts to 2,000
 
 Key = tuple[int, ...]
@@ -42,12 +44,16 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A string of low to high characters (None: no bound), or of a pattern, or of a format."""
+    """A string of low to high characters (None: no bound), or of a language."""
 
     low: int = 0
     high: int | None = None
-    pattern: str | None = None
-    format: str | None = None
+    language: Language | None = None
+
+    @property
+    def texts(self) -> Language:
+        """What it may be, as a language."""
+        return many(Chars(ALL), self.low, self.high) if self.language is None else self.language
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +76,21 @@ class Property:
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
-    """Properties, in this order, then others.
+class Other:
+    """Properties that a schema does not name: what they are called, and their values."""
 
-    rest: of the others; None: there are none. names: what they are called. low, high: how many others (None: no bound).
-    excluded: what they are not called. nonempty: at least one property.
-    """
+    names: Text
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """Properties, in this order, then others. low, high: how many others (None: no bound). nonempty: at least one property."""
 
     properties: tuple[Property, ...]
-    rest: Key | None = None
-    names: Text = Text()
+    others: tuple[Other, ...] = ()
     low: int = 0
     high: int | None = None
-    excluded: frozenset[str] = frozenset()
     nonempty: bool = False
 
 
@@ -96,16 +104,19 @@ def parts(shape: Shape) -> Iterator[Key]:
         yield from shape.prefix
     elif isinstance(shape, Object):
         yield from (p.key for p in shape.properties)
-    if isinstance(shape, Array | Object) and shape.rest is not None:
+        yield from (other.key for other in shape.others)
+    if isinstance(shape, Array) and shape.rest is not None:
         yield shape.rest
 
 
 def size(shapes: Shapes) -> int:
     """Return about how many rules a grammar of shapes has: what is counted in a rule of its own is counted in steps."""
-    texts = {shape for options in shapes.values() for shape in options if isinstance(shape, Text)}
-    counts = [(shape.low, shape.high) for shape in texts]
-    counts += [(s.low, s.high) for options in shapes.values() for s in options if isinstance(s, Array | Object)]
-    return sum(map(len, shapes.values())) + sum(_steps(low if high is None else high) for low, high in counts)
+    found = [shape for options in shapes.values() for shape in options]
+    texts = {shape for shape in found if isinstance(shape, Text)}
+    texts |= {other.names for shape in found if isinstance(shape, Object) for other in shape.others}
+    counts = [n for one in texts for n in (counted(one.language) if one.language else [one.high or one.low])]
+    counts += [s.low if s.high is None else s.high for s in found if isinstance(s, Array | Object)]
+    return len(found) + sum(map(_steps, counts))
 
 
 def _steps(n: int) -> int:
@@ -137,7 +148,7 @@ def _possible(shape: Shape, known: set[Key]) -> bool:
         return shape.low <= _longest(shape, known)
     if isinstance(shape, Object):
         there = [p for p in shape.properties if p.key in known]
-        others = shape.rest in known
+        others = any(other.key in known for other in shape.others)
         missing = any(p.required and p.key not in known for p in shape.properties)
         return not missing and (others or shape.low == 0) and (bool(there) or others or not shape.nonempty)
     return True
@@ -159,7 +170,6 @@ def _cut(shape: Shape, known: set[Key]) -> Shape:
         return Array(prefix, rest, shape.low, high)
     if isinstance(shape, Object):
         there = tuple(p for p in shape.properties if p.key in known)
-        gone = frozenset(p.name for p in shape.properties)
-        rest = shape.rest if shape.rest in known and shape.high != 0 else None
-        return Object(there, rest, shape.names, shape.low, shape.high, shape.excluded | gone, shape.nonempty)
+        others = tuple(other for other in shape.others if other.key in known and shape.high != 0)
+        return Object(there, others, shape.low, shape.high, shape.nonempty)
     return shape

@@ -6,6 +6,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from pyllama_kvflash.json_schema import languages, patterns
 from pyllama_kvflash.json_schema.document import Document, Place, is_number
 
 _MOST = 1_000  # characters of a regular expression, and of a text that it is tried on
@@ -156,8 +157,13 @@ class Checker:
     @staticmethod
     def matches(text: str, place: Place, keyword: str, pattern: str) -> bool:
         """Return whether a regular expression of a place is found in a text. Raises Unsure."""
-        found = expression(pattern)
-        if found is None or len(text) > _MOST:
+        if len(text) > _MOST:
+            raise Unsure(place, keyword)
+        try:
+            return languages.has(patterns.language(pattern), text)
+        except patterns.PatternError:  # what looks around may be tried here, and has no grammar
+            found = expression(pattern)
+        if found is None:
             raise Unsure(place, keyword)
         return found.search(text) is not None
 

@@ -16,7 +16,7 @@ from pyllama_kvflash.native.device import Device, add_rpc, devices, gpus, preten
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
-from pyllama_kvflash.native.json_grammar import json_grammar, pattern_grammar, whole_grammar
+from pyllama_kvflash.native.json_grammar import json_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.order import order_of, order_of_letters
@@ -73,7 +73,6 @@ __all__ = [
     "n_running",
     "order_of",
     "order_of_letters",
-    "pattern_grammar",
     "pretending",
     "quantize",
     "row_bytes",

@@ -11,6 +11,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_DASH = "\uf8ff"  # one that is escaped, and begins no range
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -26,7 +27,7 @@ class Node:
 
 
 def unescaped(text: str) -> list[str]:
-    """The characters that a text of GBNF stands for; a dash that is not escaped is "-" and so is one that is."""
+    """The characters that a text of GBNF stands for."""
     res, at = [], 0
     while at < len(text):
         found = _ESCAPE.match(text, at)
@@ -41,14 +42,15 @@ def unescaped(text: str) -> list[str]:
 
 
 def ranges(text: str) -> list[tuple[int, int]]:
-    chars, res, i = unescaped(text), [], 0
+    dashes = _ESCAPE.sub(lambda found: found[0] if unescaped(found[0]) != ["-"] else _DASH, text)
+    chars, res, i = unescaped(dashes), [], 0
     while i < len(chars):
+        first = last = chars[i]
         if i + 2 < len(chars) and chars[i + 1] == "-":
-            res.append((ord(chars[i]), ord(chars[i + 2])))
-            i += 3
-        else:
-            res.append((ord(chars[i]), ord(chars[i])))
-            i += 1
+            last = chars[i + 2]
+            i += 2
+        res.append((ord(first.replace(_DASH, "-")), ord(last.replace(_DASH, "-"))))
+        i += 1
     return res
 
 

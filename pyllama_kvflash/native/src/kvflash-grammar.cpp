@@ -5,7 +5,6 @@
 
 #include "../src/llama-grammar.h" // what begins a lazy one
 #include "common.h"
-#include "json-schema-to-grammar.h"
 #include "llama-cpp.h"
 #include "reasoning-budget.h"
 
@@ -22,19 +21,6 @@ static kvf_failure in_words(const std::exception & err) {
     std::string what = err.what();
     std::replace(what.begin(), what.end(), '\n', ' ');
     return kvf_failure(KVF_E_ARGUMENT, what);
-}
-
-int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n) {
-    return kvf_guard([&] {
-        kvf_check(schema && n, "a schema and a place for the size are needed");
-        std::string found;
-        try {
-            found = json_schema_to_grammar(common_json::parse(schema));
-        } catch (const std::exception & err) { throw in_words(err); }
-
-        *n = found.size() + 1;
-        if (dst && size >= *n) { memcpy(dst, found.c_str(), *n); }
-    });
 }
 
 struct kvf_tokens {

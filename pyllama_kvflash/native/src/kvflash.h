@@ -414,9 +414,6 @@ int kvf_spec_accept(struct kvf_spec * spec, int32_t n);
 
 // sampling under a grammar
 
-// the grammar (GBNF) of the texts that a JSON schema allows, cut to `size`. n: its bytes with the zero
-int kvf_json_grammar(const char * schema, char * dst, size_t size, size_t * n);
-
 // the tokens of a vocabulary by their bytes: made once for all of a model's grammars, some 0.1 s
 struct kvf_tokens;
 int  kvf_tokens_new(const struct llama_vocab * vocab, struct kvf_tokens ** tokens);

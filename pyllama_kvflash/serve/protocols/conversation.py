@@ -8,7 +8,6 @@ from typing import Any
 
 from pyllama_kvflash.chat import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
-from pyllama_kvflash.native import pattern_grammar
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, one_of, text
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
@@ -235,7 +234,7 @@ def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, An
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
     if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
         with _schema_errors(name):
-            refuse_loosened(check_arguments(given, pattern_grammar))
+            refuse_loosened(check_arguments(given))
     return {} if given is None else given
 
 
@@ -247,7 +246,7 @@ def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
     if not isinstance(value, dict | bool):
         raise invalid(f"{name} is {kind(value)}: give a JSON schema, an object", name, "invalid_type")
     with _schema_errors(name):
-        return check(value, pattern_grammar, strict=strict)
+        return check(value, strict=strict)
 
 
 @contextmanager
