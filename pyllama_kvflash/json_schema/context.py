@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.document import Document, Place, place_of, unescaped
 from pyllama_kvflash.json_schema.keywords import is_annotation
 from pyllama_kvflash.json_schema.shapes import Key
@@ -31,6 +32,8 @@ class Context:
         self.document = document
         self.checker = Checker(document)
         self.loosened: dict[Loosened, None] = {}
+        self._known: dict[languages.Language, bool] = {}
+        self._states_left = 3 * languages.MAX_STATES  # a second or two
 
     def key(self, places: Iterable[Place]) -> Key:
         """Return the key of places that must all be met."""
@@ -43,6 +46,16 @@ class Context:
             pointer, _, last = pointer.rpartition("/")
             keyword = unescaped(last)
         self.loosened.setdefault(Loosened(pointer, keyword, why, annotation))
+
+    def has_grammar(self, language: languages.Language) -> bool:
+        """Return whether a language is simple enough: of itself, and with all others of the document."""
+        if languages.is_regular(language):
+            return True
+        if language not in self._known:
+            found = languages.states(language) if self._states_left > 0 else None
+            self._states_left -= languages.MAX_STATES if found is None else len(found) // 4  # which are quickly found
+            self._known[language] = found is not None
+        return self._known[language]
 
     def meets(self, value: Any, place: Place) -> bool:
         """Return whether a value meets a schema; True, with a note, if that cannot be determined."""

@@ -283,7 +283,7 @@ def states(language: Language) -> States | None:
         state = todo.pop()
         if state in found:
             continue
-        size += _size(state)
+        size += size_of(state)
         if len(found) >= MAX_STATES or size > MAX_SIZE:
             return None
         found[state] = _steps(state)
@@ -304,12 +304,13 @@ def states(language: Language) -> States | None:
     }
 
 
-def _size(language: Language) -> int:
+def size_of(language: Language) -> int:
+    """Return how many parts it has."""
     match language:
         case Seq(parts) | Choice(parts) | Both(parts):
-            return 1 + sum(map(_size, parts))
+            return 1 + sum(map(size_of, parts))
         case Many(part, _, _) | Not(part):
-            return 1 + _size(part)
+            return 1 + size_of(part)
     return 1
 
 

@@ -149,13 +149,13 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
     res = None
     for place, keyword, language in _languages(context, branch):
         more = language if res is None else languages.both(res, language)
-        if has_grammar(context, more):
+        if context.has_grammar(more):
             res = more
         else:
             context.note(place, keyword, TOO_LARGE, annotation=keyword == "format")
     if res is not None and (low or high is not None):
         counted = _counted(res, low, high)
-        if has_grammar(context, counted):
+        if context.has_grammar(counted):
             res = counted
         else:
             for keyword in ("minLength", "maxLength"):
@@ -169,13 +169,6 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
 
 
 TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX_STATES:,} states"
-
-
-def has_grammar(context: Context, language: Language) -> bool:
-    """Return whether a language is simple enough."""
-    found = languages.states(language)
-    context.document.spend(10 * (languages.MAX_STATES if found is None else len(found)))
-    return found is not None
 
 
 def language_of(context: Context, place: Place, keyword: str, pattern: str) -> Language | None:

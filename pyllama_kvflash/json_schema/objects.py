@@ -11,7 +11,6 @@ from pyllama_kvflash.json_schema.document import Place
 from pyllama_kvflash.json_schema.languages import ANYTHING, Language
 from pyllama_kvflash.json_schema.merged import (
     TOO_LARGE,
-    has_grammar,
     having,
     language_of,
     least,
@@ -167,7 +166,7 @@ def _open(
     named = languages.other(languages.either(*map(languages.text, names)))
     for language, values in others:
         found = languages.both(language, called, named)
-        if not has_grammar(context, found):
+        if not context.has_grammar(found):
             why = f"there are no properties but those of the schema: {TOO_LARGE}"
             keywords = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
             place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in having(branch, k))

@@ -6,7 +6,9 @@ from functools import lru_cache
 from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, EMPTY, NOTHING, Language, Ranges, minus, ranges, seq
 
-MAX_REPEATED = 2_000
+MAX_PATTERN = 10_000  # characters
+MAX_REPEATED, MAX_COUNTED = 2_000, 10_000  # times: by one quantifier, and by all
+MAX_EMPTY = 200
 _MAX_DEPTH = 100  # of groups in groups
 
 _DIGITS = ((ord("0"), ord("9")),)
@@ -37,7 +39,11 @@ Anchored = dict[tuple[bool, bool], Language]
 @lru_cache(maxsize=1024)
 def language(pattern: str) -> Language:
     """Return the texts in which a regular expression is found. Raises PatternError."""
+    if len(pattern) > MAX_PATTERN:
+        raise PatternError(f"it has more than {MAX_PATTERN:,} characters")
     found = _Reader(pattern).whole()
+    if sum(n for part in found.values() for n in languages.counted(part)) > MAX_COUNTED:
+        raise PatternError(f"its repetitions are more than {MAX_COUNTED:,} together")
     return languages.either(
         *(
             seq(EMPTY if begins else ANYTHING, part, EMPTY if ends else ANYTHING)
@@ -72,9 +78,14 @@ class _Reader:
 
     def _sequence(self) -> Anchored:
         res: Anchored = {(False, False): EMPTY}
+        free: list[Language] = []  # parts without anchors, which are joined at once
         while self._next() not in ("", "|", ")"):
-            res = _joined(res, self._repeated())
-        return res
+            part = self._repeated()
+            if part.keys() == {(False, False)}:
+                free.append(part[False, False])
+            else:
+                res, free = _joined(_joined(res, {(False, False): seq(*free)}), part), []
+        return _joined(res, {(False, False): seq(*free)})
 
     def _repeated(self) -> Anchored:
         if self._take("^"):
@@ -119,6 +130,8 @@ class _Reader:
             found = self._bracket()
         else:
             found, _ = self._char(in_brackets=False)
+        if found and languages.chars(found) == NOTHING:
+            raise PatternError("it looks for half of a surrogate pair")
         return {(False, False): languages.chars(found)}
 
     def _group(self) -> Anchored:
@@ -229,6 +242,8 @@ def _joined(one: Anchored, two: Anchored) -> Anchored:
 def _many(part: Anchored, low: int, high: int | None) -> Anchored:
     free = part.get((False, False), NOTHING)
     nothing: Anchored = {(False, False): EMPTY}
+    if languages.nullable(free) and languages.size_of(free) > MAX_EMPTY:
+        raise PatternError(f"what it repeats may be empty, and has more than {MAX_EMPTY} parts")
     if part.keys() <= {(False, False)}:
         return {(False, False): languages.many(free, low, high)}
     if high == 0:
