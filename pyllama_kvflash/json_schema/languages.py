@@ -304,6 +304,11 @@ def states(language: Language) -> States | None:
     }
 
 
+def is_empty(language: Language) -> bool:
+    """Return whether there is no text in a language that does not need too many states."""
+    return language == NOTHING or (not is_regular(language) and states(language) == {})
+
+
 def size_of(language: Language) -> int:
     """Return how many parts it has."""
     match language:

@@ -153,19 +153,17 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
             res = more
         else:
             context.note(place, keyword, TOO_LARGE, annotation=keyword == "format")
-    if res is not None and (low or high is not None):
-        counted = _counted(res, low, high)
-        if context.has_grammar(counted):
-            res = counted
-        else:
-            for keyword in ("minLength", "maxLength"):
-                for place, _ in having(branch, keyword):
-                    context.note(place, keyword, TOO_LARGE)
     if res is None:
         return [Text(low, high)]
-    return (
-        [] if res == NOTHING or (not languages.is_regular(res) and not languages.states(res)) else [Text(language=res)]
-    )
+    for names, least_, most_ in (((), low, high), (("maxLength",), low, None), (("minLength", "maxLength"), 0, None)):
+        counted = _counted(res, least_, most_)
+        if context.has_grammar(counted):
+            for keyword in names:
+                for place, _ in having(branch, keyword):
+                    context.note(place, keyword, TOO_LARGE)
+            res = counted
+            break
+    return [] if languages.is_empty(res) else [Text(language=res)]
 
 
 TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX_STATES:,} states"

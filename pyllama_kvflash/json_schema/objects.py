@@ -171,7 +171,7 @@ def _open(
             keywords = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
             place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in having(branch, k))
             context.note(place, keyword, why)
-        elif languages.is_regular(found) or languages.states(found):
+        elif not languages.is_empty(found):
             yield Other(Text() if found == ANYTHING else Text(language=found), context.key(values))
 
 
