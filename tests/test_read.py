@@ -1,6 +1,7 @@
 """Texts that commands are given are read in one way, wherever they come from: what is decoded, and what is refused."""
 
 import codecs
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands
 from support.commands import RUNTIME, USAGE, check_error, in_process
 
-from pyllama_kvflash.cli.read import decoded
+from pyllama_kvflash.cli.read import decoded, piped_lines
 from pyllama_kvflash.errors import UsageError
 
 pytestmark = pytest.mark.native
@@ -48,7 +49,17 @@ def test_texts_that_are_decoded(data: bytes) -> None:
         ("Who is it?\n".encode("utf-16-be"), r"looks like UTF-16 without .*iconv -f UTF-16BE -t UTF-8$"),
         (codecs.BOM_UTF16_LE + b"a\0\x00\xd8", r"not UTF-16 text, .*offset 4"),  # half a surrogate pair
         (codecs.BOM_UTF16_LE + b"a\0b", r"not UTF-16 text, .*offset 4"),  # cut within a character
-        (codecs.BOM_UTF32_LE + "a".encode("utf-32-le"), r"zero byte|UTF-16"),
+        (
+            codecs.BOM_UTF16_LE + "Zoë\0".encode("utf-16-le"),
+            r"^it is binary: a zero byte at offset 8; give a text file$",
+        ),
+        (
+            codecs.BOM_UTF32_LE + "a".encode("utf-32-le"),
+            r"^it is UTF-32 text: convert it with iconv -f UTF-32 -t UTF-8$",
+        ),
+        (codecs.BOM_UTF32_BE + "a".encode("utf-32-be"), r"^it is UTF-32 text: "),
+        (b"a\0b", r"^it is binary: a zero byte at offset 1; give a text file$"),
+        (bytes(8), r"^it is binary: a zero byte at offset 0; give a text file$"),
     ],
 )
 def test_texts_that_are_refused(data: bytes, says: str) -> None:
@@ -99,6 +110,32 @@ def test_readers_take_the_texts_of_windows(encoding: str, tmp_path: Path) -> Non
     answers = {in_process(*asked, stdin=data).out for data in (b"Hi\n", "Hi\r\n".encode(encoding))}
     assert len(answers) == 1
     assert answers != {""}
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> list[str]:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    return list(piped_lines())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"Hi\n\nHo\n",
+        b"Hi\r\n\r\nHo",
+        b"\xef\xbb\xbfHi\r\rHo\r",  # of an old Mac: each line is a message
+        "Hi\r\n\r\nHo\r\n".encode("utf-16"),
+    ],
+)
+def test_piped_lines(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert piped(monkeypatch, data) == ["Hi", "", "Ho"]
+
+
+def test_only_the_first_piped_line_says_how_all_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later one that begins as UTF-16 does would be another text, without an error."""
+    with pytest.raises(UsageError, match="line 2 of stdin is not UTF-8 text: byte 0xff at offset 0"):
+        piped(monkeypatch, b"Hi\n\xff\xfea\n")
+    with pytest.raises(UsageError, match="line 1 of stdin looks like UTF-16 without"):
+        piped(monkeypatch, "Hello\n".encode("utf-16-le"))
 
 
 def test_a_piped_line_that_is_not_text_ends_the_chat() -> None:

@@ -9,6 +9,7 @@ from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+_UTF32 = {codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE}
 
 
 def read_text(file: str, what: str = "text") -> str:
@@ -27,42 +28,51 @@ def decoded(data: bytes, what: str) -> str:
 
     what: the text, for errors. Raises UsageError for any other text, and for one with a zero byte.
     """
-    encoding = encoding_of(data)
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as err:
-        raise UsageError(_not_text(what, encoding, data[err.start], err.start)) from None
-    if "\0" in text:
-        raise UsageError(_binary(what, data))
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-
-
-def encoding_of(data: bytes) -> str:
-    """Return how a text is encoded, by its first bytes."""
-    return _UTF16.get(data[:2], "utf-8")
+    if data[:4] in _UTF32:
+        msg = f"{what} is UTF-32 text: convert it with iconv -f UTF-32 -t UTF-8"
+        raise UsageError(msg)
+    return _decoded(data, what, _UTF16.get(data[:2], "utf-8"))
 
 
 def piped_lines() -> Iterator[str]:
     """Yield the lines of stdin as they come, each decoded as a file is; UTF-16 is read as a whole. Raises UsageError."""
     stdin = sys.stdin.buffer
-    for n, line in enumerate(iter(stdin.readline, b""), 1):
-        if n == 1 and encoding_of(line) != "utf-8":
-            yield from decoded(line + stdin.read(), "stdin").split("\n")
+    for n, data in enumerate(iter(stdin.readline, b""), 1):
+        if n == 1 and data[:2] in _UTF16:
+            yield from _lines(decoded(data + stdin.read(), "stdin"))
             return
-        yield decoded(line, f"line {n:,} of stdin").removesuffix("\n")
+        yield from _lines(_decoded(data, f"line {n:,} of stdin", "utf-8"))
 
 
-def _not_text(what: str, encoding: str, byte: int, at: int) -> str:
-    known = "UTF-16 text, which its byte order mark says it is" if encoding != "utf-8" else "UTF-8 text"
-    return f"{what} is not {known}: byte {byte:#04x} at offset {at:,}; convert it, for example with iconv -f LATIN1 -t UTF-8"
+def _lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n")
 
 
-def _binary(what: str, data: bytes) -> str:
-    at = data.index(0)
-    if data[at % 2 :: 2].count(0) * 4 > len(data):  # every other byte, mostly
-        order = "LE" if at % 2 else "BE"
-        return f"{what} looks like UTF-16 without a byte order mark: convert it with iconv -f UTF-16{order} -t UTF-8"
-    return f"{what} is binary: a zero byte at offset {at:,}; give a text file"
+def _decoded(data: bytes, what: str, encoding: str) -> str:
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as err:
+        known = "UTF-8 text" if encoding == "utf-8" else "UTF-16 text, which its byte order mark says it is"
+        msg = (
+            f"{what} is not {known}: byte {data[err.start]:#04x} at offset {err.start:,}; convert it, for example with"
+        )
+        msg += " iconv -f LATIN1 -t UTF-8"
+        raise UsageError(msg) from None
+    if "\0" in text:
+        at = len(text.partition("\0")[0].encode(encoding))
+        if encoding == "utf-8" and _looks_like_utf16(data, at):
+            order = "LE" if at % 2 else "BE"
+            msg = f"{what} looks like UTF-16 without a byte order mark: convert it with iconv -f UTF-16{order} -t UTF-8"
+        else:
+            msg = f"{what} is binary: a zero byte at offset {at:,}; give a text file"
+        raise UsageError(msg)
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _looks_like_utf16(data: bytes, at: int) -> bool:
+    """Return whether the bytes at one side of each pair are zero where the characters are ASCII, and never at the other."""
+    zeros = data[at % 2 :: 2].count(0)
+    return zeros > 1 and zeros * 4 > len(data) and not data[1 - at % 2 :: 2].count(0)
 
 
 def _stdin() -> bytes:
