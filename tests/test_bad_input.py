@@ -382,6 +382,28 @@ def test_closed_streams(redirect: str) -> None:
     assert res.code in {RUNTIME, USAGE}  # stdin has nothing to read, or is closed
 
 
+@pytest.mark.parametrize(
+    "args", [("--version",), ("run", "--help"), ("inspect",), ("inspect", "--json"), ("chat", "-c", "256")]
+)
+def test_a_result_is_not_lost_with_stdout(args: tuple[str, ...]) -> None:
+    check_error(shell('echo Hi | "$K" "$@" >&-', *args), RUNTIME, "stdout is closed: send it to a file with > FILE")
+
+
+def test_stdin_that_cannot_be_read(tmp_path: Path) -> None:
+    res = shell(f'"$K" "$@" 0>"{tmp_path}/out"', "chat", "-c", "256", "-t", "1")
+    check_error(res, USAGE, "stdin cannot be read: Bad file descriptor")
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """It would have the messages of native code in it."""
+    code = (
+        "import os, sys; from pyllama_kvflash.cli.streams import refuse_what_is_lost;"
+        " refuse_what_is_lost(); sys.exit(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT))"
+    )
+    shell_ = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, str(tmp_path / "out")]
+    assert subprocess.run(shell_, check=False, timeout=TIMEOUT).returncode > 2
+
+
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&1 >$OUT | true"])
 def test_messages_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redirect: str) -> None:
     """A full disk, or a reader that is gone: the answer is written, and the exit code the same."""

@@ -24,7 +24,7 @@ from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.cli.speed import paging, speed
-from pyllama_kvflash.cli.stderr import drop_what_fails
+from pyllama_kvflash.cli.streams import drop_what_fails, refuse_what_is_lost
 from pyllama_kvflash.errors import KVFlashError, UsageError
 from pyllama_kvflash.text import printable
 
@@ -74,6 +74,7 @@ class Group(click.Group):
         """Run the command line and exit."""
         extra["standalone_mode"] = False
         drop_what_fails()
+        refuse_what_is_lost()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # show a question mark for what the terminal cannot show
         try:

@@ -14,11 +14,12 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.read import piped_lines, read_text
+from pyllama_kvflash.cli.read import check_given, piped_lines, read_text
 from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template
+from pyllama_kvflash.cli.streams import check_stdout
 from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
@@ -115,6 +116,8 @@ def chat(
     if sys.stdin is None:
         msg = "stdin is closed: there is nobody to talk with"
         raise UsageError(msg)
+    check_stdout()
+    check_given(system, "-sys/--system-prompt")
     files = [File(file, _text_of(file), stays=True) for file in prompt_files]
     sampling = params.sampling(options, None)
     options["spec"] = params.spec(options)
@@ -198,7 +201,8 @@ class Talk:
         self._reporter.warn(what)
 
     def _help(self, _: str) -> None:
-        self._reporter.note(f"commands:\n{_COMMANDS}")
+        self._reporter.note("commands:")
+        self._reporter.console.print(_COMMANDS, markup=False)
 
     def _clear(self, _: str) -> None:
         self._reporter.note(self._said.clear())

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from pyllama_kvflash.cli.streams import check_stdout, stdout_closed
 from pyllama_kvflash.errors import OutputError
 from pyllama_kvflash.files import Replacement, is_stream, standard_stream
 
@@ -35,9 +36,7 @@ class Output:
         stream = standard_stream(self._path) if self._path is not None else 1
         if stream == 1:
             self._path = None
-            if sys.stdout is None:
-                msg = "stdout is closed: give a file with -o/--output"
-                raise OutputError(msg)
+            check_stdout("give a file with -o/--output")
         elif self._path is not None:
             try:
                 self._file = self._opened(self._path, stream)
@@ -138,7 +137,7 @@ class Answer(Output):
 
     def __init__(self, name: str | None, on_error: Callable[[OutputError], None]) -> None:
         """Open the output, as Output does. If stdout is closed, nothing can take the answer, and OutputError is raised."""
-        super().__init__(name, None if sys.stdout is None else on_error)
+        super().__init__(name, None if stdout_closed() else on_error)
         self._text: list[str] = []
 
     def __exit__(

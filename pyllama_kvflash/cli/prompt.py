@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.read import check_given, read_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Reads
 from pyllama_kvflash.engine.engine import KVFlash
@@ -41,6 +41,7 @@ class Prompt:
         """
         self._text = _read(options.pop("prompt"), options.pop("prompt_files"))
         self._system, self._conversation = options.pop("system"), options.pop("conversation")
+        check_given(self._system, "-sys/--system-prompt")
         self._appends = appends
         self.stop: tuple[str, ...] = ()
         self.templated = False
@@ -96,10 +97,7 @@ class Prompt:
 
 def _read(prompt: str | None, files: tuple[str, ...]) -> str:
     """Return the texts of the files and the prompt, in this order, with an empty line between two."""
-    # bytes of the command line that are not UTF-8
-    if prompt is not None and any("\ud800" <= c <= "\udfff" for c in prompt):
-        msg = f"the prompt given with -p/--prompt is not UTF-8 text: {prompt!a}"
-        raise UsageError(msg)
+    check_given(prompt, "-p/--prompt")
     if files.count("-") > 1:
         msg = "-f - is given several times: stdin can be read once"
         raise UsageError(msg)

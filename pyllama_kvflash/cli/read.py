@@ -23,6 +23,13 @@ def read_text(file: str, what: str = "text") -> str:
     return decoded(data, f"the {what} in {name}")
 
 
+def check_given(text: str | None, option: str) -> None:
+    """Raise UsageError for a text of the command line with bytes that are not UTF-8: Python has them as half surrogate pairs."""
+    if text is not None and any("\ud800" <= c <= "\udfff" for c in text):
+        msg = f"the text given with {option} is not UTF-8: {text!a}"
+        raise UsageError(msg)
+
+
 def decoded(data: bytes, what: str) -> str:
     """Return a text that is UTF-8, or UTF-16 with a byte order mark, without that mark and with Unix line ends.
 
@@ -37,11 +44,15 @@ def decoded(data: bytes, what: str) -> str:
 def piped_lines() -> Iterator[str]:
     """Yield the lines of stdin as they come, each decoded as a file is; UTF-16 is read as a whole. Raises UsageError."""
     stdin = sys.stdin.buffer
-    for n, data in enumerate(iter(stdin.readline, b""), 1):
-        if n == 1 and data[:2] in _UTF16:
-            yield from _lines(decoded(data + stdin.read(), "stdin"))
-            return
-        yield from _lines(_decoded(data, f"line {n:,} of stdin", "utf-8"))
+    try:
+        for n, data in enumerate(iter(stdin.readline, b""), 1):
+            if n == 1 and data[:2] in _UTF16:
+                yield from _lines(decoded(data + stdin.read(), "stdin"))
+                return
+            yield from _lines(_decoded(data, f"line {n:,} of stdin", "utf-8"))
+    except OSError as err:
+        msg = f"stdin cannot be read: {err.strerror}"
+        raise UsageError(msg) from None
 
 
 def _lines(text: str) -> list[str]:
