@@ -65,7 +65,7 @@ def test_what_is_shown() -> None:
 
 
 def test_a_server(model: Path, folder: Path) -> None:
-    cache = folder / os.fsdecode(b"c\xe0che")
+    cache = folder / os.fsdecode(b"c\xe0\x1b[31mche")
     args = (model, "-c", "512", "--kvflash", "384", "-t", "1", "--prefix-cache", cache, "--cache-min", "1")
     with server_process(*args) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for path in LOOKS:
@@ -101,6 +101,10 @@ def test_commands(model: Path, folder: Path) -> None:
         res = kvflash(*command)
         assert res.code == 0, res.err
         assert "\x1b" not in res.out + res.err
+    warned = kvflash("run", model, "-p", "x", *SHORT, "--restore", model)  # which is not a snapshot
+    assert f"warning: {shown} is not a whole snapshot" in warned.err, "a line break in the name begins no line"
+    said = kvflash("run", "-p", "x", "-cnv", "-sys", os.fsdecode(b"\xe9"))
+    check_error(said, USAGE, "the text given with -sys/--system-prompt is not UTF-8: '\\udce9'")
     error = check_error(kvflash("run", model.with_name("n\x1b[31mone.gguf"), "-p", "x"), USAGE, "n\ufffd[31mone.gguf")
     assert "\x1b" not in error
 

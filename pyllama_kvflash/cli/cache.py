@@ -19,6 +19,7 @@ from pyllama_kvflash.serve.protocols import responses_store
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile, UnreadableError
 from pyllama_kvflash.snapshot.names import read_name
+from pyllama_kvflash.text import printable
 
 _ALL = 1 << 62
 
@@ -78,7 +79,7 @@ def ls(folder: str | None) -> int:
     total = sum(entry.size for entry in found.entries())
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{counted(len(found.entries()), 'file')}, {mib(total)} in {found.folder}", markup=False)
+    console.print(f"{counted(len(found.entries()), 'file')}, {mib(total)} in {printable(found.folder)}", markup=False)
     return 1 if _warned(found, Reporter()) else 0
 
 
@@ -87,7 +88,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     try:
         file = Outline.of(entry.path)
     except UnreadableError as err:
-        return entry.path.stem[:16], "", mib(entry.size), used, f"cannot be read: {err.reason}"
+        return entry.path.stem[:16], "", mib(entry.size), used, escape(f"cannot be read: {printable(err.reason)}")
     except SnapshotError:
         return entry.path.stem[:16], "damaged", mib(entry.size), used, ""
     model = read_name(entry.path.parent) or f"{file.identity.fields['fingerprint']:016x}"

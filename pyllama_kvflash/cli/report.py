@@ -83,6 +83,8 @@ def _estimate(task: Task) -> list[str]:
 class Reporter:
     """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, nothing if quiet."""
 
+    _KEPT = "\t"  # no line breaks: the rest of a name would be a line of its own
+
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
@@ -100,7 +102,7 @@ class Reporter:
         click.echo(f"kvflash: {level}: {self._shown(text)}", err=True)
 
     def _shown(self, text: str) -> str:
-        return printable(spelled(text, self._command), keep="\n\t")
+        return printable(spelled(text, self._command), self._KEPT)
 
     @contextmanager
     def loading(self, name: str, verb: str = "load") -> Iterator["LoadBar"]:

@@ -178,6 +178,8 @@ def serve(
 class _JSONReporter(Reporter):
     """A reporter whose notes are objects of JSON, one a line."""
 
+    _KEPT = "\t\n"  # JSON escapes them
+
     def note(self, text: str) -> None:
         """Show a line of information."""
         self.line(self._message("info", text))
@@ -205,7 +207,9 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record, with the traceback of its exception."""
-        self._reporter.warn(self.format(record), record.levelname.lower())
+        text = self.format(record)
+        for part in [text] if isinstance(self._reporter, _JSONReporter) else text.splitlines():
+            self._reporter.warn(part, record.levelname.lower())
 
 
 def _opener(
