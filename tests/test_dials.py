@@ -329,6 +329,13 @@ def test_the_page_has_every_variable_that_the_package_reads() -> None:
             assert f"`{name}`" in page, f"{source.name} reads {name}"
 
 
+def test_every_field_is_spelled_as_an_option() -> None:
+    """Those without one of their own are set by --set; `serve` has them all."""
+    fields = set(Options.__dataclass_fields__) | {f"spec.{name}" for name in Spec.__dataclass_fields__}
+    kept = {name for name in fields if not flags.spelled(f"`{name}`", COMMANDS["serve",]).startswith("-")}
+    assert kept == {"spec", "snapshots"}, "the one is made of other fields, and the other no option"
+
+
 def test_messages_name_fields_as_the_commands_can_spell_them() -> None:
     """A field of Options is in backticks wherever a message names it: only so it becomes the option that was typed."""
     names = "|".join(name for name in Options.__dataclass_fields__ if "_" in name)
