@@ -1,6 +1,8 @@
 """Turn token bytes into text that can be shown."""
 
 import codecs
+import json
+import math
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,22 @@ _UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 def printable(text: object, keep: str = "") -> str:
     """Return a name or a message as it can be shown and sent: what cannot be shown becomes U+FFFD, apart from `keep`."""
     return "".join("\ufffd" if unicodedata.category(c) in _UNSHOWN and c not in keep else c for c in str(text))
+
+
+def to_json(value: Any, **form: Any) -> str:
+    """Return a value as JSON, which has no NaN and no infinity: null takes their place. form: options of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **form)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **form)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _MOST_BYTES = 4  # of a character in UTF-8

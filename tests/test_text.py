@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.properties import CHECK
 from support.texts import SAMPLE, cut
 
-from pyllama_kvflash.text import TextStream
+from pyllama_kvflash.text import TextStream, to_json
 
 
 def run(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
@@ -156,3 +156,18 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stops: lis
         held = seen[len(shown) :]
         assert held == "" or any(s.startswith(held) for s in stops)
         assert shown + held == seen
+
+
+#
+# JSON
+#
+
+
+def test_json_has_no_nan() -> None:
+    """null takes its place, wherever it is. Other values are as they are."""
+    inf = float("inf")
+    assert (
+        to_json({"a": [1.5, inf, (-inf, "NaN")], "b": {"c": inf - inf}})
+        == '{"a": [1.5, null, [null, "NaN"]], "b": {"c": null}}'
+    )
+    assert to_json("é", ensure_ascii=False) == '"é"'

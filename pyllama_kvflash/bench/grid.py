@@ -20,6 +20,7 @@ from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.registry import check_not_removed, policy_names
+from pyllama_kvflash.text import to_json
 
 Key = dict[str, Any]
 Result = dict[str, Any]
@@ -137,6 +138,10 @@ class Results:
         self._known[_canonical(key)] = result
         lines = [json.dumps({"key": json.loads(k), "result": r}) + "\n" for k, r in self._known.items()]
         self.write("results.jsonl", "".join(lines))
+
+    def write_json(self, value: Any) -> None:
+        """Write results.json. Raises OutputError."""
+        self.write("results.json", to_json(value, indent=1) + "\n")
 
     def write(self, name: str, data: str | bytes) -> Path:
         """Write one of FILES into the folder, whole or not at all. Raises OutputError."""

@@ -1,6 +1,5 @@
 """Paging: bandwidth out of the pool and into it beside a plain copy, and the token stream while chunks are swapped."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -364,7 +363,7 @@ def write(paging: Paging, found: Measured, results: Results) -> str:
     whole["streams"] = [dict(_plain(s)) for s in found.streams]
     results.write("results.md", text)
     results.write("results.csv", comma_separated(names, [[getattr(c, n) for n in names] for c in found.copies]))
-    results.write("results.json", json.dumps(whole, indent=1) + "\n")
+    results.write_json(whole)
     return text
 
 

@@ -1,6 +1,5 @@
 """Tables of RULER's tasks and of long answers: points for each task, and the gap to the full cache on the same texts."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -155,5 +154,5 @@ def write(ruler: Ruler, results: Results) -> str:
     names = [f.name for f in fields(Row) if f.name != "scores"]
     lines = [[*(getattr(r, n) for n in names), *(r.scores.get(t) for t in ruler.tasks)] for r in rows]
     results.write("results.csv", comma_separated([*names, *ruler.tasks], lines))
-    results.write("results.json", json.dumps({"kind": "ruler", "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    results.write_json({"kind": "ruler", "rows": [asdict(r) for r in rows]})
     return text

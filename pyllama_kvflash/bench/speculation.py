@@ -1,7 +1,6 @@
 """Speculative decoding against plain, with and without its gate, full cache and pool: measure, resume, tabulate."""
 
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -388,7 +387,7 @@ def write(bench: SpecBench, results: Results) -> str:
     }
     results.write("results.md", text)
     results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in rows]))
-    results.write("results.json", json.dumps(whole, indent=1) + "\n")
+    results.write_json(whole)
     return text
 
 

@@ -2,7 +2,6 @@
 tabulate.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -444,5 +443,5 @@ def write(speed: Speed, results: Results) -> str:
     }
     results.write("results.md", text)
     results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in rows]))
-    results.write("results.json", json.dumps(whole, indent=1) + "\n")
+    results.write_json(whole)
     return text

@@ -1,6 +1,5 @@
 """A resumable sweep of recall cells, contexts x pools x variants x documents, and its tables."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -211,5 +210,5 @@ def write(sweep: Sweep, results: Results) -> str:
     results.write("results.md", text)
     results.write("results.csv", comma_separated(_FIELDS, [[getattr(r, f) for f in _FIELDS] for r in rows]))
     plain = [{name: getattr(r, name) for name in Row.__dataclass_fields__} for r in rows]
-    results.write("results.json", json.dumps({"kind": sweep.kind, "rows": plain}, indent=1) + "\n")
+    results.write_json({"kind": sweep.kind, "rows": plain})
     return text

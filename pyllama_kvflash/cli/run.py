@@ -1,6 +1,5 @@
 """`kvflash run`: answer a prompt."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.text import printable
+from pyllama_kvflash.text import printable, to_json
 
 LAYERS_EVERY = 16
 """Positions between two lines of a trace that say in how many layers each chunk is; layers choose for every token."""
@@ -257,7 +256,7 @@ def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterat
 
 
 def _json_line(out: Output, value: dict[str, Any]) -> None:
-    out.write(json.dumps(value, ensure_ascii=False) + "\n")
+    out.write(to_json(value, ensure_ascii=False) + "\n")
 
 
 def _summary(kv: KVFlash, path: Path, text: str, done: Done) -> dict[str, Any]:

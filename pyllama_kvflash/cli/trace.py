@@ -1,6 +1,5 @@
 """Write the trace of a run for `kvflash run --trace`; `kvflash plot` draws it."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.errors import OutputError
+from pyllama_kvflash.text import to_json
 
 _DIGITS = 6  # digits of a score: a picture needs no more, and a long context has thousands of scores
 
@@ -53,7 +53,7 @@ class TraceWriter:
         self._line({"event": "layers", "pos": pos, "n_layer": n_layer, "layers": plain})
 
     def _line(self, value: dict[str, Any]) -> None:
-        self._out.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._out.write(to_json(value, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def _plain(scores: Iterable[Any]) -> list[float | None]:

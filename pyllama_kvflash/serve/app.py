@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -22,7 +22,7 @@ from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, ollama, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
-from pyllama_kvflash.serve.http import Guard, Prefixed, body_of, on_error, on_http, on_request_error
+from pyllama_kvflash.serve.http import Guard, JSONResponse, Prefixed, body_of, on_error, on_http, on_request_error
 from pyllama_kvflash.serve.job import Job, broken
 from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder

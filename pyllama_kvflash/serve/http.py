@@ -5,12 +5,13 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
 import re
 import zlib
 from collections.abc import Collection
+from typing import Any
 
+from starlette import responses
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
@@ -19,6 +20,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pyllama_kvflash.serve.log import entry_of
 from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
+from pyllama_kvflash.text import to_json
+
+
+class JSONResponse(responses.JSONResponse):
+    """A response with null where a value has NaN or an infinity, which JSON lacks."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return to_json(content, ensure_ascii=False, separators=(",", ":")).encode()
+
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
 _ENCODINGS, _ZLIB_OR_GZIP = {"gzip", "x-gzip", "deflate"}, zlib.MAX_WBITS | 32
@@ -110,7 +121,7 @@ def _response(scope: Scope, err: RequestError) -> Response:
     else:
         body = err.body()
     # it is ASCII, because a message may quote half of a surrogate pair
-    return Response(json.dumps(body), err.status, err.headers, "application/json")
+    return Response(to_json(body), err.status, err.headers, "application/json")
 
 
 async def on_request_error(request: Request, err: RequestError) -> Response:

@@ -9,13 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.need import weights_of
 from pyllama_kvflash.native import Model, Sampling, gpus
+from pyllama_kvflash.serve.http import JSONResponse
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.ollama_response import moment, tagged
 from pyllama_kvflash.serve.protocols.request_error import RequestError

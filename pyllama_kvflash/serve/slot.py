@@ -15,6 +15,9 @@ from pyllama_kvflash.text import n_common
 
 log = logging.getLogger("kvflash.serve")
 
+_IMPOSSIBLE = -9999.0
+"""In the place of a log probability of -infinity, which JSON lacks. OpenAI's API has it for unlikely tokens, too."""
+
 
 @dataclass(slots=True)
 class Serving:
@@ -50,8 +53,8 @@ class Serving:
     def _logprob(self, token: int, probs: Probs) -> TokenLogprob:
         """Return a token's log probability, with its bytes, since the model may be closed later."""
         piece = partial(self.generation.decoder.sequence.ctx.model.piece, special=True)
-        top = tuple(TokenLogprob(piece(t), p, id=t) for t, p in probs.top)
-        return TokenLogprob(piece(token), probs.logprob, top, token)
+        top = tuple(TokenLogprob(piece(t), max(p, _IMPOSSIBLE), id=t) for t, p in probs.top)
+        return TokenLogprob(piece(token), max(probs.logprob, _IMPOSSIBLE), top, token)
 
 
 class Slot:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import Checked, Reselect, Stats
 from pyllama_kvflash.pool.residency import Residency
+from pyllama_kvflash.serve.http import JSONResponse
 from pyllama_kvflash.serve.pool_queries import Query, T
 from pyllama_kvflash.serve.protocols import fields
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid

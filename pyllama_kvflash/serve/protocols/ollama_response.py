@@ -1,6 +1,5 @@
 """Answers in the form of Ollama's API: whole objects, or lines of JSON."""
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +11,7 @@ from pyllama_kvflash.serve.protocols.fields import is_object
 from pyllama_kvflash.serve.protocols.openai_response import REASONS, chat_logprobs
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
 from pyllama_kvflash.serve.protocols.request_error import RequestError
+from pyllama_kvflash.text import to_json
 
 MEDIA = "application/x-ndjson"
 
@@ -157,4 +157,4 @@ def _end(done: Finished) -> dict[str, Any]:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    return to_json(value).encode() + b"\n"

@@ -1,6 +1,5 @@
 """Answers in the form of the OpenAI protocol: whole objects, or events of a stream."""
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, call_obj
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.timings import progress, timings
+from pyllama_kvflash.text import to_json
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
 
@@ -201,5 +201,5 @@ _BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
     """Return a server-sent event, perhaps with a name."""
     head = f"event: {name}\n" if name else ""
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
+    data = to_json(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
     return f"{head}data: {data}\n\n".encode()
