@@ -12,6 +12,7 @@
     ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
+    │   ├── BadLogitsError      1   the model's logits are NaN or infinite: no token can be chosen
     │   └── DeviceLostError     1   an RPC server is gone, and what it held
     └── Interrupted           130   stopped by the user; what was produced is kept
 
@@ -74,6 +75,10 @@ class OutputError(KVFlashError):
 
 class NativeError(KVFlashError):
     """The computation failed in the native library."""
+
+
+class BadLogitsError(NativeError):
+    """Logits are NaN or +infinity, or none is finite: damaged weights, or an overflow of f16. No token can be chosen by them."""
 
 
 class DeviceLostError(NativeError):

@@ -1,6 +1,5 @@
 """Closeness to the full cache: the distance of next-token distributions, teacher-forced on a text."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +203,7 @@ def _forced(kv: KVFlash, tokens: npt.NDArray[np.int32]) -> tuple[Logits, float]:
     logits = np.empty((len(tokens), kv.model.n_vocab), np.float32)
     begin = time.perf_counter()
     for i, token in enumerate(tokens):
-        logits[i] = kv.logits()
+        logits[i] = kv.ctx.checked_logits()
         if i + 1 < len(tokens):
             kv.decode(np.array([token], np.int32))
     return logits, time.perf_counter() - begin
@@ -281,5 +280,5 @@ def write(sweep: KldSweep, results: Results) -> str:
     names = [f.name for f in fields(KldRow)]
     results.write("results.md", text)
     results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in found]))
-    results.write("results.json", json.dumps({"kind": "kld", "rows": [asdict(r) for r in found]}, indent=1) + "\n")
+    results.write_json({"kind": "kld", "rows": [asdict(r) for r in found]})
     return text

@@ -12,7 +12,7 @@ from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
 from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import UnsupportedError, UsageError, counted
-from pyllama_kvflash.events import Event, Paged, Prefill, Reselect
+from pyllama_kvflash.events import Event, Paged, Prefill, Reselect, Warn
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.checkpoints import Checkpoints
@@ -78,6 +78,10 @@ class Decoder:
         for lossless in (self.lossless, self._opening):
             if lossless:
                 lossless.begin()
+
+    def after_step(self) -> list[Warn]:
+        """Return the warnings that a step of an answer gave cause for."""
+        return [*self.cores.after_step(), *(self.drafts.warnings() if self.drafts else [])]
 
     @property
     def lossless_now(self) -> Lossless | None:

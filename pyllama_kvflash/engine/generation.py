@@ -229,12 +229,12 @@ class Generation:
             return [
                 *LosslessStep(self._writer, lossless).take(),
                 *self.answer.shown(),
-                *self.decoder.cores.after_step(),
+                *self.decoder.after_step(),
             ]
         self.prepare()
         [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
         found = self.compare()  # before the tokens are taken out: it may be cut off
-        return [*events, *self.answer.shown(), *found, *self.decoder.cores.after_step()]
+        return [*events, *self.answer.shown(), *found, *self.decoder.after_step()]
 
     def prepare(self) -> None:
         """Before a step, undo one that was cut off, and begin to compare with the full cache if that is due."""
@@ -343,6 +343,6 @@ def _step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     room = max(1, generations[0].decoder.sequence.options.n_ubatch // len(generations))
     happened = steps.take([generation.next_step(room) for generation in generations])
     return [
-        [*events, *generation.compare(), *generation.decoder.cores.after_step()]
+        [*events, *generation.compare(), *generation.decoder.after_step()]
         for generation, events in zip(generations, happened, strict=True)
     ]

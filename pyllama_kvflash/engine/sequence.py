@@ -231,7 +231,10 @@ class KVSequence:
 
     @guarded
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token."""
+        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token.
+
+        They are as computed: NaN, if the weights are damaged or f16 overflowed. generate() raises BadLogitsError then.
+        """
         return self.ctx.logits(i)
 
     @guarded

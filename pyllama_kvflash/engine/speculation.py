@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.events import DraftStats
+from pyllama_kvflash.errors import BadLogitsError, KVFlashError, NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.events import DraftStats, Warn
 from pyllama_kvflash.native import Context, Model, Speculator, Tokens
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy.draft_length import DraftLength
@@ -105,6 +105,7 @@ class DraftModel:
     """The parts that the drafts of all sequences of a context share: the draft model, and a switch of the target.
 
     listening: the native contexts that output the features that the draft model reads from the target's layers.
+    broken: whether it gave logits of NaN: nothing is drafted from then on.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class DraftModel:
         self._n_ubatch = n_ubatch
         self._n_threads = n_threads
         self._model: Model | None = None
+        self.broken = False
         self._stack = ExitStack()
         with _named(spec, target):
             if target.kv_bytes().recurrent and target.n_rollback < spec.most:
@@ -184,6 +186,7 @@ class Drafts:
         self._n_kept = 0  # tokens of the last history that are still in it
         self._until = 0  # end of the prompt: the drafter reads only a window before it
         self._n_vocab = target.model.n_vocab
+        self._warnings: list[Warn] = []
         self._drafter: Context | None = None
         self._stack = ExitStack()
         try:
@@ -246,6 +249,7 @@ class Drafts:
         if self.reads_features:
             prompt, listening = pos < self._until, self._model.listening
             wanted = pos + n > self._until - self.spec.window if prompt else self._gate.open or not self._gate.closed
+            wanted = wanted and not self._model.broken
             if wanted != (ctx.handle in listening):
                 self._spec.listen(ctx, wanted)
                 listening ^= {ctx.handle}
@@ -285,10 +289,17 @@ class Drafts:
 
         Returns (m,) int32, with 1 <= m <= at_most. Empty: decode plainly.
         """
+        if self._model.broken:
+            return np.empty(0, np.int32)
         self._catch_up(history)
         kept = min(self._n_kept, len(history))
         known = self._known(np.array([*history[kept:], token], np.int32))
-        res = self._spec.draft(known, kept, min(at_most, self.n_max))
+        try:
+            res = self._spec.draft(known, kept, min(at_most, self.n_max))
+        except BadLogitsError as err:  # the answer is the target's in any case
+            self._model.broken = True
+            self._warnings.append(Warn(f"{self.spec.model or self._target.model.path} drafts no more: {err}"))
+            return np.empty(0, np.int32)
         self._n_kept = len(history)
         if not len(res):
             return res
@@ -315,6 +326,11 @@ class Drafts:
         self.stats.draft_steps += 1
         self.stats.drafted += n_guessed
         self.stats.accepted += n_right
+
+    def warnings(self) -> list[Warn]:
+        """Return the warnings since the last call."""
+        res, self._warnings = self._warnings, []
+        return res
 
     def plain(self, seconds: float) -> None:
         """Record that a step without a draft took `seconds`."""

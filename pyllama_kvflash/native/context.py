@@ -95,9 +95,7 @@ class Context:
         self.n_seq = n_seq
         self.n_ubatch = n_ubatch
         self.model = model
-        self.n_ctx = int(
-            lib.llama_n_ctx(self.handle)
-        )  # of a stock cache: positions of all sequences, rounded up to 256
+        self.n_ctx = int(lib.llama_n_ctx(self.handle))  # of a stock cache: of all sequences, rounded up to 256
         self.n_rollback = int(lib.llama_n_rs_seq(self.handle))  # 0 where llama.cpp cannot take a recurrent state back
         self.pooled = pool is not None
         self.index = (pool.index_four, pool.index_two, pool.index_one) if pool and pool.index_four else None
@@ -208,9 +206,8 @@ class Context:
         check(lib.kvf_synchronize(self.output.native))
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: of its last one.
-
-        Raises UsageError (the batch gave it none) and NativeError.
+        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: of its last one. They
+        are as computed, NaN or not. Raises UsageError (the batch gave it none) and NativeError.
         """
         output = self.output
         check(lib.kvf_synchronize(output.native))
@@ -220,6 +217,11 @@ class Context:
             raise errors.UsageError(msg)
         buf = ffi.buffer(ptr, self.model.n_vocab * 4)
         return np.frombuffer(buf, np.float32).copy()
+
+    def checked_logits(self, i: int = -1) -> npt.NDArray[np.float32]:
+        """Return logits(i). Raises BadLogitsError, too, if they are NaN or infinite."""
+        check(lib.kvf_argmax(self.output.native, self.output.row(i), ffi.new("llama_token *")))
+        return self.logits(i)
 
     def clear(self) -> None:
         """Forget this sequence."""

@@ -46,6 +46,7 @@ _ERRORS: dict[int, type[errors.KVFlashError]] = {
     lib.KVF_E_BACKEND: errors.NativeError,
     lib.KVF_E_ABORTED: errors.Interrupted,
     lib.KVF_E_LOST: errors.DeviceLostError,
+    lib.KVF_E_LOGITS: errors.BadLogitsError,
 }
 
 CACHE_TYPES: dict[str, int] = {

@@ -199,25 +199,21 @@ class Sampler:
 
     def sample(self, ctx: Context, i: int = -1) -> int:
         """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the
-        chain. Raises NativeError and UsageError (the grammar lets nothing through that the model has).
+        chain.
+
+        Raises BadLogitsError (NaN, for example), NativeError and UsageError (the grammar lets nothing through that the model has).
         """
         output = ctx.output
-        native, i = output.native, output.row(i)
-        if self._grammar:
-            chain, handle = ffi.NULL if self._plain else self._handle, self._grammar.handle
-            status = lib.kvf_sample(native, i, chain, self._top_k, handle, self._token)
-            if status == lib.KVF_E_ARGUMENT:
-                raise unusable(last_error())
-            if status == lib.KVF_E_STATE:
-                raise errors.UsageError(last_error())
-            check(status)
-            return int(self._token[0])
-        if self._plain:  # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
-            check(lib.kvf_argmax(native, i, self._token))
-            return int(self._token[0])
-        check(lib.kvf_synchronize(native))
-        token: int = lib.llama_sampler_sample(self._handle, native, i)
-        return token
+        # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
+        chain = ffi.NULL if self._plain else self._handle
+        grammar = self._grammar.handle if self._grammar else ffi.NULL
+        status = lib.kvf_sample(output.native, output.row(i), chain, self._top_k, grammar, self._token)
+        if self._grammar and status == lib.KVF_E_ARGUMENT:
+            raise unusable(last_error())
+        if self._grammar and status == lib.KVF_E_STATE:
+            raise errors.UsageError(last_error())
+        check(status)
+        return int(self._token[0])
 
     def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
         """Return how likely a token was by the logits of token i of the last batch, before anything was done to them, and how

@@ -86,7 +86,7 @@ class ExactReader:
             with pool.same_output():
                 own.decode_into(pool, tokens, start, records, ALL)
                 own.wait_whole()
-                return np.array([pool.logits(i) for i in range(len(tokens))])
+                return np.array([pool.checked_logits(i) for i in range(len(tokens))])
         finally:
             own.attn_seq_rm(start, -1)
 

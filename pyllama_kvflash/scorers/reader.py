@@ -48,6 +48,9 @@ class SmallEngine(Protocol):
     def decode(self, tokens: Tokens) -> object:
         """Read tokens in one batch."""
 
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Return the logits of the last token, (n_vocab,) float32."""
+
     def queries(self) -> Queries:
         """Return the queries of the last token."""
 
@@ -188,6 +191,9 @@ class Reader:
         for token in new[-_TAIL:]:
             kv.decode(np.array([token], np.int32))
             self._queries.append(kv.queries())
+        if not np.isfinite(kv.logits().max()):  # NaN, too: its queries and keys then mean nothing
+            msg = f"the logits of {self.path} are NaN or infinite: its weights are damaged"
+            raise ScorerError(msg)
 
     def _chunk_scores(self, kv: SmallEngine) -> Scores:
         """Return a score for each full chunk of the small model. The first chunks get the lowest: all heads look

@@ -17,5 +17,9 @@ llama_kv_cache & kvf_paned(llama_context * ctx);
 
 void kvf_check_seq(llama_context * ctx, llama_seq_id seq);
 
+// a context computed NaN, which may be in its cells; and whether that was so since the last call
+void kvf_mark_bad(const llama_context * ctx);
+bool kvf_was_bad(const llama_context * ctx);
+
 // the rows of a sequence from pos on have changed: panes and guests, if there are any, must not use theirs
 void kvf_forget(llama_context * ctx, llama_seq_id seq, llama_pos pos);

@@ -8,8 +8,23 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <vector>
+
+static std::mutex                      g_bad_mutex;
+static std::set<const llama_context *> g_bad; // one that was freed since then does no harm
+
+void kvf_mark_bad(const llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(g_bad_mutex);
+    g_bad.insert(ctx);
+}
+
+bool kvf_was_bad(const llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(g_bad_mutex);
+    return g_bad.erase(ctx) > 0;
+}
 
 static void check_not_paned(llama_context * ctx) {
     const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
@@ -34,6 +49,7 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
     batch.logits      = outputs.data();
 
     kvf_take_log();
+    if (kvf_was_bad(ctx)) { llama_kvflash::scrub(ctx); }
 
     const auto * kv      = llama_kvflash::get_kv(ctx->get_memory());
     auto *       mover   = kv && llama_kvflash::is_pool(*kv) ? &llama_kvflash::mover(*kv) : nullptr;
@@ -108,21 +124,28 @@ int kvf_decode_each(
 static int32_t argmax(const float * x, int32_t n) {
     constexpr int32_t N = 32;
 
-    float best[N];
+    float   best[N];
+    int32_t bad[N] = {}; // NaN or infinity
     std::fill_n(best, N, -INFINITY);
 
     int32_t i = 0;
     for (; i + N <= n; i += N) {
         for (int32_t j = 0; j < N; ++j) {
             best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
+            bad[j] |= !(x[i + j] < INFINITY);
         }
     }
-    float top = *std::max_element(best, best + N);
+    float top    = *std::max_element(best, best + N);
+    bool  is_bad = *std::max_element(bad, bad + N) != 0;
     for (; i < n; ++i) {
         top = x[i] > top ? x[i] : top;
+        is_bad |= !(x[i] < INFINITY);
     }
-    const auto * at = std::find(x, x + n, top);
-    return at == x + n ? 0 : at - x; // not a number everywhere: as llama.cpp's greedy sampler
+    if (is_bad || top == -INFINITY) { // -inf alone: a token that the model never gives
+        const auto n_bad = std::count_if(x, x + n, [](float logit) { return !std::isfinite(logit); });
+        throw kvf_not_finite(format("%d of the model's %d logits", (int) n_bad, n));
+    }
+    return std::find(x, x + n, top) - x;
 }
 
 int kvf_synchronize(llama_context * ctx) {
@@ -137,7 +160,12 @@ int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
         kvf_check(ctx && token, "a context and a place for the token are needed");
         const float * logits = llama_get_logits_ith(ctx, i);
         kvf_check(logits, "the last batch has no such output");
-        *token = argmax(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
+        try {
+            *token = argmax(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
+        } catch (...) {
+            kvf_mark_bad(ctx);
+            throw;
+        }
     });
 }
 

@@ -157,7 +157,7 @@ static void iterate(double * v, double * d, double * e, uint32_t n) {
 void kvf_principal(uint32_t n, const float * cov, float * variances, float * components) {
     std::vector<double> v(cov, cov + (size_t) n * n), d(n), e(n);
     if (!std::all_of(v.begin(), v.end(), [](double x) { return std::isfinite(x); })) {
-        throw kvf_failure(KVF_E_BACKEND, "the keys of a layer are not finite, so no index can be made of them");
+        throw kvf_not_finite("the model's keys");
     }
     reduce(v.data(), d.data(), e.data(), n);
     iterate(v.data(), d.data(), e.data(), n);

@@ -83,6 +83,7 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
 
         auto & panes = *llama_kvflash::panes(kv);
         llama_kvflash::place_before(kv, *of, seq, pos, records);
+        if (kvf_was_bad(ctx)) { llama_kvflash::scrub(ctx); }
         try {
             panes.begin(ctx, kv, *of, pos, n, records);
             kvf_compute(ctx, seq, pos, tokens, n, outputs);

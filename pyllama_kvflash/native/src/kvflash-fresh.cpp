@@ -282,7 +282,12 @@ int kvf_index_components(llama_context * ctx, uint32_t layer, const void * const
         std::vector<float> cov(n_head * d * d);
         l.chooser->moments(layer, records, n, mean, cov.data());
         for (size_t h = 0; h < n_head; ++h) {
-            kvf_principal(d, cov.data() + h * d * d, variances + h * d, components + h * d * d);
+            try {
+                kvf_principal(d, cov.data() + h * d * d, variances + h * d, components + h * d * d);
+            } catch (...) {
+                kvf_mark_bad(ctx);
+                throw;
+            }
         }
     });
 }

@@ -7,7 +7,7 @@
 struct ggml_tensor;
 
 // the principal components of n values, one a row [n][n], and the variances along them, the largest first. cov: their
-// covariance. throws KVF_E_BACKEND if it is not finite
+// covariance. throws KVF_E_LOGITS if it is not finite
 void kvf_principal(uint32_t n, const float * cov, float * variances, float * components);
 
 // The keys of a layer's positions in a few bits, for products with queries. Each head's keys are taken about their mean, and

@@ -273,22 +273,24 @@ static llama_token chosen(llama_sampler * chain, candidates from) {
 int kvf_sample(
         llama_context * ctx, int32_t i, llama_sampler * chain, int32_t top_k, kvf_grammar * grammar, llama_token * token) {
     return kvf_guard([&] {
-        kvf_check(ctx && grammar && token && top_k >= 0, "a context, a grammar and a place for the token are needed");
-        const float * logits = llama_get_logits_ith(ctx, i);
-        kvf_check(logits, "the last batch has no such output");
+        kvf_check(ctx && token && top_k >= 0, "a context and a place for the token are needed");
+        llama_token found  = -1;
+        const int   status = kvf_argmax(ctx, i, &found); // first, because samplers do not look for NaN
+        if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
+        if (!grammar) {
+            *token = chain ? llama_sampler_sample(chain, ctx, i) : found;
+            return;
+        }
 
         grammar->place.begin_token();
         // mostly the grammar allows what is chosen without it
-        const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
-        llama_token  found   = -1;
-        candidates   best; // some more than the chain takes, so that mostly enough of them are allowed
-        if (!chain) {
-            const int status = kvf_argmax(ctx, i, &found);
-            if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
-        } else if (top_k > 0) {
+        const float * logits  = llama_get_logits_ith(ctx, i);
+        const size_t  n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+        candidates    best; // some more than the chain takes, so that mostly enough of them are allowed
+        if (chain && top_k > 0) {
             best  = likeliest(logits, n_vocab, std::max<size_t>(128, 4 * (size_t) top_k));
             found = chosen(chain, best);
-        } else {
+        } else if (chain) {
             found = chosen(chain, everything(logits, n_vocab));
         }
         if (grammar->holds() && (found < 0 || !grammar->place.allows(found))) {

@@ -19,6 +19,12 @@ LLAMA_API int kvf_guard(const std::function<void()> & f);
 // what an RPC server that is gone means to the call that needs it: KVF_E_LOST, but in a destructor
 void kvf_on_lost(const char * endpoint);
 
+// the error for what no sound model computes
+inline kvf_failure kvf_not_finite(const std::string & what) {
+    return kvf_failure(KVF_E_LOGITS, what + " are NaN or infinite: its weights are damaged, or a value was too large for f16; "
+                                            "get the file again, or try `type_k` and `type_v` bf16 or `flash_attn` off");
+}
+
 inline void kvf_check(bool ok, const char * what) {
     if (!ok) { throw kvf_failure(KVF_E_ARGUMENT, what); }
 }

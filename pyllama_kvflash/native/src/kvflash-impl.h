@@ -394,6 +394,9 @@ struct llama_kvflash {
     static void cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
     static void scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte);
 
+    // zero all cells that are in no use: a masked one with NaN would make the sums of all others NaN, too
+    static void scrub(llama_context * ctx);
+
     // the width of the attention graph as it was, when chunks come back to their blocks; it never shrinks
     static void set_n_kv(const llama_kv_cache & kv, uint32_t n_kv);
 
@@ -404,6 +407,7 @@ struct llama_kvflash {
     static float soft_cap(const llama_kv_cache & kv);
 
 private:
+    static void fill(const llama_kv_cache & kv, size_t cell, size_t n, uint8_t byte);
     static void attach_panes(llama_memory_i * mem, llama_cparams & cparams);
     static void attach_fresh(llama_kv_cache & kv, llama_cparams & cparams);
     static void tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q_tap, uint32_t q_every);

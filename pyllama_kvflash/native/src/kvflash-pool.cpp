@@ -262,6 +262,46 @@ bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
     return true;
 }
 
+static const llama_memory_recurrent * get_recurrent(llama_memory_i * mem) {
+    if (auto * m = exactly<llama_memory_hybrid>(mem)) { return m->get_mem_recr(); }
+    if (auto * m = exactly<llama_memory_hybrid_iswa>(mem)) { return m->get_mem_recr(); }
+
+    return exactly<llama_memory_recurrent>(mem);
+}
+
+void llama_kvflash::scrub(llama_context * ctx) {
+    ctx->synchronize();
+    auto * mem = ctx->get_memory();
+
+    for (const auto * kv : {get_kv(mem), get_swa(mem)}) {
+        if (!kv) { continue; }
+        if (is_pool(*kv)) { mover(*kv).wait(); }
+        if (panes(*kv)) { panes(*kv)->wait(0); }
+
+        const auto unused = [&](uint32_t cell) {
+            const uint32_t block = is_pool(*kv) ? cell / kv->pool_chunk : 0;
+            const bool taken = is_pool(*kv) && (mover(*kv).is_landing(block) || (fresh(*kv) && fresh(*kv)->is_guest(block)));
+            return !taken && kv->v_cells[0].is_empty(cell);
+        };
+        for (uint32_t cell = 0, end = 0; cell < kv->get_size(); cell = end + 1) {
+            for (end = cell; end < kv->get_size() && unused(end); ++end) {}
+            if (end > cell) { fill(*kv, cell, end - cell, 0); }
+        }
+    }
+
+    if (const auto * states = get_recurrent(mem)) {
+        for (const auto & layers : {states->r_l, states->s_l, states->p_l}) {
+            for (auto * t : layers) {
+                const size_t               row = t ? ggml_nbytes(t) / (states->size * (1 + states->n_rs_seq)) : 0;
+                const std::vector<uint8_t> zero(row);
+                for (uint32_t i = 0; t && i < states->size * (1 + states->n_rs_seq); ++i) {
+                    if (states->cells[i % states->size].is_empty()) { ggml_backend_tensor_set(t, zero.data(), i * row, row); }
+                }
+            }
+        }
+    }
+}
+
 llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
     const uint32_t n_chunk = kv.pool_chunk;
 

@@ -173,22 +173,21 @@ std::vector<kvf_mover::piece> llama_kvflash::pieces(const llama_kv_cache & kv) {
 void llama_kvflash::scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte) {
     ctx->synchronize();
     mover(kv).wait();
+    for (uint32_t b = 0; b < n_block(kv); ++b) {
+        if (is_free(kv, b)) { fill(kv, b * kv.pool_chunk, kv.pool_chunk, byte); }
+    }
+}
 
-    const auto rows = [&](ggml_tensor * t, size_t row, size_t at, size_t n) {
+void llama_kvflash::fill(const llama_kv_cache & kv, size_t cell, size_t n, uint8_t byte) {
+    const auto rows = [&](ggml_tensor * t, size_t row, size_t at) {
         const std::vector<uint8_t> bytes(row * n, byte);
         ggml_backend_tensor_set(t, bytes.data(), row * at, bytes.size());
     };
-
-    for (uint32_t b = 0; b < n_block(kv); ++b) {
-        if (!is_free(kv, b)) { continue; }
-
-        const size_t n = kv.pool_chunk;
-        for (const auto & layer : kv.layers) {
-            rows(layer.k, ggml_row_size(layer.k->type, layer.k->ne[0]), b * n, n);
-            if (layer.v && !kv.v_trans) { rows(layer.v, ggml_row_size(layer.v->type, layer.v->ne[0]), b * n, n); }
-            for (int64_t c = 0; layer.v && kv.v_trans && c < layer.v->ne[0]; ++c) {
-                rows(layer.v, ggml_type_size(layer.v->type), c * kv.get_size() + b * n, n);
-            }
+    for (const auto & layer : kv.layers) {
+        rows(layer.k, ggml_row_size(layer.k->type, layer.k->ne[0]), cell);
+        if (layer.v && !kv.v_trans) { rows(layer.v, ggml_row_size(layer.v->type, layer.v->ne[0]), cell); }
+        for (int64_t c = 0; layer.v && kv.v_trans && c < layer.v->ne[0]; ++c) {
+            rows(layer.v, ggml_type_size(layer.v->type), c * kv.get_size() + cell);
         }
     }
 }

@@ -201,6 +201,12 @@ int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, 
         common_speculative_draft(spec->impl.get());
         spec->forget(p.pos0, -1); // its own draft tokens are not the target's
 
+        // samplers do not look for NaN, which stays once it is in the cache. other errors: the drafter has no logits
+        llama_token likeliest = -1;
+        if (auto * ctx = spec->params.draft.ctx_dft; ctx && kvf_argmax(ctx, -1, &likeliest) == KVF_E_LOGITS) {
+            throw kvf_failure(KVF_E_LOGITS, kvf_error());
+        }
+
         *n_draft = std::min<int32_t>(found.size(), n_max);
         std::copy_n(found.begin(), *n_draft, draft);
     });

@@ -32,6 +32,7 @@ enum kvf_status {
     KVF_E_BACKEND     = -8,  // the computation failed
     KVF_E_ABORTED     = -9,  // stopped by kvf_interrupt()
     KVF_E_LOST        = -10, // an RPC server is gone, and what it held
+    KVF_E_LOGITS      = -11, // logits are NaN or +inf, or none is finite; or keys are not
 };
 
 #define KVF_RECORD_MAGIC 0x5246564bu // "KVFR"
@@ -201,7 +202,8 @@ LLAMA_API int kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info
 
 // wait for the computation
 LLAMA_API int kvf_synchronize(struct llama_context * ctx);
-// the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation
+// the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation.
+// KVF_E_LOGITS: there is none
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
@@ -443,8 +445,9 @@ void kvf_grammar_free(struct kvf_grammar * grammar);
 // the tokens that may follow, as n words of 64 bits; and advance by a token
 int kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
 int kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
-// sample a token that the grammar allows from the logits of token i of the last batch; chain and grammar accept it. chain:
-// null for the likeliest token. top_k: the chain only takes the top_k likeliest tokens; 0: it may take any
+// sample a token from the logits of token i of the last batch; chain and grammar accept it. chain: null for the likeliest
+// token. top_k: the chain only takes the top_k likeliest tokens; 0: it may take any. grammar: allows the token; may be null.
+// KVF_E_LOGITS: as for kvf_argmax()
 int kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, int32_t top_k,
         struct kvf_grammar * grammar, llama_token * token);
 
