@@ -1,12 +1,12 @@
 """An agent's recorded session of 20 turns, replayed against a model: what each turn reads, what of that it had read before.
 
-python bench/agents.py MODEL.gguf -- --kvflash 2K -t 2          a server for each way: with this pool, and with the full cache
-python bench/agents.py --tiny hybrid                            a tiny random model: dense, hybrid or sliding-window
+python bench/agents.py MODEL.gguf -- --kvflash 2K -t 2          a server for each way: the full cache, and this pool by each policy
+python bench/agents.py --tiny hybrid                            a tiny random model: dense, hybrid, sliding-window or mamba
 python bench/agents.py --tiny hybrid -- --set checkpoint_limit=0
 
 The session is tests/data/agent-session.json: calls of tools and their results, reasoning that is dropped with the next question, a
 retry, a system line that changes, a compaction. Its messages are sent as they are recorded, whatever the model answers. What
-follows -- goes to the server. "again" counts tokens that the text before had at the same place and that were read all the same.
+follows -- goes to the server. "plain" is what a cache would read that goes back to wherever two prompts differ.
 """
 
 import argparse
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import agents, tiny
 from support.processes import server_process
 
-TINY = {"dense": "qwen3", "hybrid": "qwen35", "sliding-window": "gemma4"}
-FULL_CACHE = ["--kvflash", "off"]
+TINY = {"dense": "qwen3", "hybrid": "qwen35", "sliding-window": "gemma4", "mamba": "mamba"}
+POLICIES = ("fresh", "qk", "lru")
 
 
 class Asked:
@@ -73,14 +73,16 @@ def served(model: Path, template: str, options: list[str]) -> Iterator[Asked]:
 
 
 def show(turns: dict[str, list[agents.Turn]]) -> None:
-    """Print the table."""
-    print("\n| turn | | tokens | " + " | ".join(f"{name}: known | read | again | s" for name in turns) + " |")
-    print("|" + "---|" * (3 + 4 * len(turns)))
+    """Print the table: the tokens that each turn reads."""
+    print("\n| turn | | tokens | plain | " + " | ".join(turns) + " |")
+    print("|---|---|---:|---:|" + "---:|" * len(turns))
     for i, row in enumerate(zip(*turns.values(), strict=True)):
-        cells = (f"{t.known:,} | {t.read:,} | {t.again:,} | {t.seconds:.1f}" for t in row)
-        print(f"| {i + 1} | {row[0].kind} | {row[0].n_prompt:,} | " + " | ".join(cells) + " |")
-    sums = [(0, sum(t.read for t in ts), sum(t.again for t in ts), sum(t.seconds for t in ts)) for ts in turns.values()]
-    print("| all | | | " + " | ".join(f"| {read:,} | {again:,} | {s:.1f}" for _, read, again, s in sums) + " |")
+        cells = " | ".join(f"{t.read:,}" for t in row)
+        print(f"| {i + 1} | {row[0].kind} | {row[0].n_prompt:,} | {row[0].plain:,} | {cells} |")
+    first = next(iter(turns.values()))
+    read = " | ".join(f"{sum(t.read for t in ts):,}" for ts in turns.values())
+    print(f"| all | | {sum(t.n_prompt for t in first):,} | {sum(t.plain for t in first):,} | {read} |")
+    print("| seconds | | | | " + " | ".join(f"{sum(t.seconds for t in ts):.1f}" for ts in turns.values()) + " |")
 
 
 def main() -> None:
@@ -100,10 +102,10 @@ def main() -> None:
             name = TINY[args.tiny]
             tiny.write_worded(model, name, tiny.MODELS[name])
         options = ["-c", "32768" if args.tiny else "16384", *options]
-        ways = {
-            "full cache": [*options, *FULL_CACHE],
-            "pool": options if "--kvflash" in options else [*options, "--kvflash", "2K"],
-        }
+        ways = {"off": [*options, "--kvflash", "off"]}
+        if args.tiny != "mamba":  # that cannot be pooled
+            pool = options if "--kvflash" in options else [*options, "--kvflash", "2K"]
+            ways |= {policy: [*pool, "--kvflash-policy", policy] for policy in POLICIES}
         turns = {}
         for name, given in ways.items():
             with served(model, template, given) as asked:

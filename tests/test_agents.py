@@ -27,7 +27,7 @@ from pyllama_kvflash.text import n_common
 pytestmark = pytest.mark.native
 
 environment = serving.environment
-KINDS = {"dense": "qwen3", "hybrid": "qwen35", "sliding window": "gemma4"}
+KINDS = {"dense": "qwen3", "hybrid": "qwen35", "sliding window": "gemma4", "mamba": "mamba"}
 SMALL: dict[str, Any] = {"n_ctx": 12288, "pool": 2048, "n_batch": 256, "n_ubatch": 256, "n_threads": 1}
 OPENER = 7  # tokens of the beginning of an answer, "[MASK]assistant\n": a checkpoint is before it
 CHUNK = 64
@@ -93,16 +93,21 @@ def check_turns(kind: str, turns: list[Turn]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pool"),
+    ("kind", "options"),
     [
-        ("dense", 2048),
-        ("hybrid", 2048),
-        *(pytest.param(*case, marks=pytest.mark.nightly(SERVE)) for case in [("sliding window", 2048), *((k, "off") for k in KINDS)]),
+        ("hybrid", {}),
+        ("dense", {"pool": "off"}),
+        ("mamba", {"pool": "off"}),
+        *(pytest.param(*case, marks=pytest.mark.nightly(SERVE)) for case in (
+            ("sliding window", {}), ("sliding window", {"pool": "off"}), ("hybrid", {"pool": "off"}),
+            ("dense", {}), ("dense", {"policy": "qk"}), ("dense", {"policy": "lru"}),
+        )),
     ],
+    ids=str,
 )  # fmt: skip
-def test_no_token_is_read_again_without_need(paths: Callable[[str], Path], kind: str, pool: Any) -> None:
+def test_no_token_is_read_again_without_need(paths: Callable[[str], Path], kind: str, options: dict[str, Any]) -> None:
     """In a session of calls, dropped reasoning, a retry, another system line and a compaction."""
-    with served(paths(kind), pool=pool) as server:
+    with served(paths(kind), **options) as server:
         turns = agents.replay(server.ask)
         check_turns(kind, turns)
         assert {turn.kind for turn in turns} == {"start", "tool", "question", "retry", "system", "compact"}

@@ -47,7 +47,9 @@ def asked(kv: KVFlash, prompt: Any, marks: Any = (), n: int = 0) -> int:
 
 @EXACT
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize(("name", "how"), crossed(STATEFUL, list(WAYS)))
+@pytest.mark.parametrize(
+    ("name", "how"), [*crossed(STATEFUL, list(WAYS)), ("mamba", "full"), ("mamba", "two sequences")]
+)
 def test_going_back_is_as_never_having_gone_on(opened: Open, name: str, how: str) -> None:
     """The same logits, bit for bit, from the same batches, though the window was overwritten and the state had gone on."""
     kv, cold = (opened(name, **WAYS[how]).sequences[-1] for _ in range(2))
@@ -68,7 +70,7 @@ def test_going_back_is_as_never_having_gone_on(opened: Open, name: str, how: str
     assert np.array_equal(kv.logits(), cold.logits())
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", [*STATEFUL, "mamba"])
 def test_rollback_goes_to_a_checkpoint(opened: Open, name: str) -> None:
     """And says where one is."""
     kv = opened(name, pool="off")
@@ -90,13 +92,18 @@ def test_a_window_goes_back_by_itself_as_far_as_it_can(opened: Open) -> None:
     assert asked(kv, np.concatenate([TOKENS[:980], TOKENS[5000:5100]])) == 980
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mamba"])
-def test_what_has_none(opened: Open, name: str) -> None:
-    """A plain cache needs none, and llama.cpp saves no state of a model without attention: it is read again."""
-    kv = opened(name, pool="off")
+def test_a_plain_cache_needs_none(opened: Open) -> None:
+    kv = opened("qwen3", pool="off")
     asked(kv, TOKENS[:1000], (433,))
     assert positions(kv) == []
-    assert asked(kv, np.concatenate([TOKENS[:450], TOKENS[5000:5100]])) == (450 if name == "qwen3" else 0)
+    assert asked(kv, np.concatenate([TOKENS[:450], TOKENS[5000:5100]])) == 450
+
+
+@pytest.mark.parametrize("name", ["qwen4exp", "deepseek32"])
+def test_a_memory_without_a_pool_goes_on(opened: Open, name: str) -> None:
+    """A conversation that only grows is not read again."""
+    kv = opened(name, pool="off")
+    assert [asked(kv, TOKENS[:n]) for n in (200, 300, 400)] == [0, 200, 300]
 
 
 def test_where_they_are(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,7 @@ def refusal(*args: str) -> str:
         (("--kvflash", "1K"), False, True),
         (("--set", "auto_cap=1K"), False, True),
         (("--prefix-cache", "there"), False, True),
+        (("--kvflash", "off"), True, False),
     ],
 )
 def test_prompts_are_kept_on_disk_where_that_takes_no_more_than_the_full_cache(
@@ -272,7 +273,8 @@ def test_prompts_are_kept_on_disk_where_that_takes_no_more_than_the_full_cache(
         taken.listen()
         res = CliRunner().invoke(main, ["serve", "--port", str(taken.getsockname()[1]), *options])
     assert res.exit_code == 2
-    assert ("prompts are kept in memory only: without a GPU" in res.output) != kept
+    assert ("prompts are kept in memory only: without a GPU" in res.output) != (kept or "off" in options)
+    assert ("a prefix cache keeps the chunks of a pool, and --kvflash is off" in res.output) == ("off" in options)
 
 
 def test_refusals_of_the_command(tmp_path: Path) -> None:

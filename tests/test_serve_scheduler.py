@@ -328,6 +328,18 @@ def test_a_cache_that_fails_is_no_reason_to_stop(error: Exception, caplog: pytes
     assert "the prefix cache could not be written" in caplog.text
 
 
+def test_a_cache_that_cannot_keep_what_the_model_has_is_told_once_and_not_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It keeps chunks of a pool. The sequence keeps its text all the same."""
+    cache, text = FakeCache(), tokens_of(400, 1)
+    with scheduling(cache=cache, cache_min=100, n_parallel=1, pool="off") as scheduler:
+        assert [Asked(scheduler, text[:n]).done.n_cached for n in (200, 300, 400)] == [0, 200, 300]
+    assert not cache.calls
+    [warning] = [record.message for record in caplog.records]
+    assert warning.startswith("no prompt is kept in --prefix-cache: its files are made of the chunks of a pool")
+
+
 def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> None:
     """What one server read is there for the next one, even if it was ended at once."""
     cache = pytest.importorskip("pyllama_kvflash.snapshot.cache").PrefixCache

@@ -88,7 +88,7 @@ SERVER = params.options(
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read. It needs a pool, which without a GPU takes more RAM than the full"
-                 " cache; off: none.  [default: ~/.cache/kvflash/prefix, off without a GPU and --kvflash]"),
+                 " cache; off: none.  [default: ~/.cache/kvflash/prefix, off with --kvflash off, and without a GPU and --kvflash]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
@@ -141,9 +141,10 @@ def serve(
     check_max_tokens(n_predict, least=1)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
-    if prefix_cache is None and _wants_full_cache(options):
+    full = options.get("pool") == "off"
+    if prefix_cache is None and (full or _wants_full_cache(options)):
         prefix_cache = "off"
-        reporter.note(_NO_PREFIX_CACHE)
+        reporter.note(_FULL_CACHE if full else _NO_PREFIX_CACHE)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
     path = model_path(model_arg, model, reporter)
@@ -248,6 +249,9 @@ _NO_PREFIX_CACHE = (
     "prompts are kept in memory only: without a GPU the pool that a prefix cache needs takes more RAM than the full cache;"
     " --prefix-cache FOLDER keeps them over a restart"
 )
+
+
+_FULL_CACHE = "prompts are kept in memory only: a prefix cache keeps the chunks of a pool, and --kvflash is off"
 
 
 def _wants_full_cache(options: dict[str, Any]) -> bool:

@@ -63,7 +63,9 @@ class Checkpoints:
         if not self.kept or not sequence.n_tokens:
             return
         sequence.recover()
-        if state := sequence.ctx.save_partial():  # it is empty for nothing but a recurrent state, which cannot be saved
+        if (
+            state := sequence.ctx.save_partial()
+        ):  # it is empty where llama.cpp's memory is of a class that cannot be pooled
             self._states.pop(sequence.n_tokens, None)
             self._states[sequence.n_tokens] = state
             self._evict()

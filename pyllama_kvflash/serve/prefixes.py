@@ -31,6 +31,15 @@ class Prefixes:
         self._cache_min = cache_min
         self._writing: list[tuple[Tokens, Future[Any]]] = []
 
+    def check(self, pooled: bool) -> None:  # noqa: FBT001 (a fact)
+        """Before the first request, do without a cache on disk that cannot keep what the model has. pooled: whether that is a pool."""
+        if self._cache is not None and not pooled:
+            log.warning(
+                "no prompt is kept in --prefix-cache: its files are made of the chunks of a pool, and the full cache is in use;"
+                " what is in memory is not read again"
+            )
+            self._cache = None
+
     def choose(self, free: Sequence[Slot], tokens: Tokens, begins: Sequence[int] = ()) -> Slot:
         """Return the free slot for a prompt (n,) int32: the one that has most of its conversation.
 
@@ -78,6 +87,10 @@ class Prefixes:
         try:
             if self._cache.match(slot.seq, tokens[:-1]) <= common:
                 return 0
+        except (KVFlashError, OSError) as err:  # the sequence is as it was
+            log.warning("the prefix cache could not be read: %s", err)
+            return 0
+        try:
             self._metrics.pages(slot.seq)
             slot.kept = self._cache.restore(slot.seq, tokens[:-1])
         except (KVFlashError, OSError) as err:

@@ -187,6 +187,7 @@ class Scheduler:
         try:
             self.kv = kv = self._open(self._loading)
             self._slots = [Slot(seq) for seq in kv.sequences]
+            self._prefixes.check(kv.n_pool is not None)
             self._look()
             with self._changed:
                 if self.phase == Phase.LOADING:

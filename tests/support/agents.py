@@ -54,6 +54,11 @@ class Turn:
         return self.n_prompt - self.known
 
     @property
+    def plain(self) -> int:
+        """Tokens that a cache reads that goes back to wherever two texts differ."""
+        return self.n_prompt - self.common
+
+    @property
     def again(self) -> int:
         """Of these, those that the sequence had at the same place."""
         return max(0, self.common - self.known)

@@ -212,7 +212,9 @@ llama_kv_cache * llama_kvflash::get_window(llama_memory_i * mem) {
     return exactly<llama_kv_cache_iswa>(mem) ? get_swa(mem) : nullptr;
 }
 
-bool llama_kvflash::has_partial(llama_memory_i * mem) { return get_kv(mem) && !exactly<llama_kv_cache>(mem); }
+bool llama_kvflash::has_partial(llama_memory_i * mem) {
+    return (get_kv(mem) && !exactly<llama_kv_cache>(mem)) || exactly<llama_memory_recurrent>(mem);
+}
 
 kvf_kv_bytes llama_kvflash::kv_bytes(llama_memory_i * mem) {
     const auto bytes = [](const llama_kv_cache * kv) -> uint64_t { return kv->size_k_bytes() + kv->size_v_bytes(); };
