@@ -12,7 +12,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from support import serving
+from support import agents, serving
+from support.changes import SERVE
 from support.rewritten import rewritten
 from support.serving import NAME, SMALL, Running, long_text
 
@@ -109,6 +110,33 @@ def test_a_slot_of_choice(server: Running) -> None:
     assert again["timings"]["cache_n"] <= 1  # BOS
     texts = [slot["n_tokens"] for slot in server.http.get("/slots").json()]
     assert texts[0] == texts[1] > 250
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pool": "off"},
+        {"pool": 512, "policy": "auto"},
+        *(pytest.param(more, marks=pytest.mark.nightly(SERVE)) for more in (
+            {"pool": 512, "policy": "lru"}, {"pool": 512, "policy": "qk", "share": 0}, {"pool": 512, "prefill": "pool"},
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_without_what_is_known_an_answer_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
+    """At temperature 0, on one sequence, whatever that had before. A prompt that is known is read in other batches."""
+    asked = {"prompt": long_text(700), "max_tokens": 40, "logprobs": 3}  # beyond the opening
+    with Running(n_parallel=1, **{"n_batch": 64, **options}) as server:
+
+        def answer(**how: Any) -> tuple[int, Any]:
+            found = server.post({**asked, **how}).json()
+            return agents.usage(found)[1], found["choices"][0]
+
+        first = answer(cache_prompt=False)
+        assert answer(max_tokens=3)[0] > 600
+        server.text(prompt=long_text(300)[99:], max_tokens=30)
+        assert answer(cache_prompt=False) == first
+        assert first[0] == 0
 
 
 def test_the_chat_protocol_has_times_too(server: Running) -> None:
