@@ -24,7 +24,7 @@ def truth(kv: KVFlash, prompt: Any, ids: list[int]) -> float:
     n = 0
     for token, following in itertools.pairwise(ids):
         kv.decode(np.array([token], np.int32))
-        n += int(kv.logits().argmax()) == following
+        n += int(kv.ctx.checked_logits().argmax()) == following
     return n / (len(ids) - 1)
 
 

@@ -30,11 +30,11 @@ def first_token(kv: KVFlash, tokens: Any, *, append: bool) -> tuple[float, list[
     begin = time.perf_counter()
     for _ in kv.prefill(tokens):
         pass
-    ids = [int(kv.logits().argmax())]
+    ids = [int(kv.ctx.checked_logits().argmax())]
     took = time.perf_counter() - begin
     for _ in range(15):
         kv.decode(ids[-1:])
-        ids.append(int(kv.logits().argmax()))
+        ids.append(int(kv.ctx.checked_logits().argmax()))
     return took, ids
 
 

@@ -76,20 +76,26 @@ def test_no_token_is_chosen(tmp_path: Path, name: str, pool: Any) -> None:
         assert not np.all(np.isfinite(kv.logits()))
 
 
-@pytest.mark.parametrize("at", [0, 31, 500])
-def test_one_bad_logit_is_found_wherever_it_is(tmp_path: Path, at: int) -> None:
-    """Zeros are finite."""
+def test_zeros_are_finite(tmp_path: Path) -> None:
     with KVFlash.from_file(poisoned(tmp_path / "m.gguf", "output.weight", 0.0), **{**SMALL, "pool": "off"}) as kv:
         list(kv.prefill(PROMPT[:4]))
         assert kv.ctx.checked_logits().tolist() == [0.0] * tiny.N_VOCAB
 
-    def one(data: Any) -> Any:
-        return np.where(np.arange(len(data))[:, None] == at, np.nan, data)
 
-    with KVFlash.from_file(poisoned(tmp_path / "m.gguf", "output.weight", one), **{**SMALL, "pool": "off"}) as kv:
+@pytest.mark.parametrize("at", [0, 31, 500, tiny.N_VOCAB + 3])
+def test_one_bad_logit_is_found_wherever_it_is(tmp_path: Path, at: int) -> None:
+    """Also after the last whole vector of a vocabulary."""
+    n = tiny.N_VOCAB + 8
+
+    def make(w: tiny.Writer) -> None:
+        drafting.dense(w)
+        tiny.written(w, "output.weight")[at] = np.nan
+
+    drafting.resized("qwen3", make, n)(tmp_path / "m.gguf")
+    with KVFlash.from_file(tmp_path / "m.gguf", **{**SMALL, "pool": "off"}) as kv:
         list(kv.prefill(PROMPT[:4]))
         assert np.flatnonzero(np.isnan(kv.logits())).tolist() == [at]
-        with pytest.raises(BadLogitsError, match=f"1 of the model's {tiny.N_VOCAB} logits {WORDS}"):
+        with pytest.raises(BadLogitsError, match=f"1 of the model's {n} logits {WORDS}"):
             kv.ctx.checked_logits()
 
 

@@ -21,8 +21,9 @@ void kvf_on_lost(const char * endpoint);
 
 // the error for what no sound model computes
 inline kvf_failure kvf_not_finite(const std::string & what) {
-    return kvf_failure(KVF_E_LOGITS, what + " are NaN or infinite: its weights are damaged, or a value was too large for f16; "
-                                            "get the file again, or try `type_k` and `type_v` bf16 or `flash_attn` off");
+    return kvf_failure(
+            KVF_E_LOGITS, what + " are NaN or infinite: its weights are damaged, or a value was too large for f16; "
+                                 "get the file again, or try `type_k` and `type_v` bf16 or `flash_attn` off");
 }
 
 inline void kvf_check(bool ok, const char * what) {

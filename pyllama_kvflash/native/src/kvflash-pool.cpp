@@ -297,7 +297,9 @@ void llama_kvflash::scrub(llama_context * ctx) {
                 const size_t               row = t ? ggml_nbytes(t) / (states->size * (1 + states->n_rs_seq)) : 0;
                 const std::vector<uint8_t> zero(row);
                 for (uint32_t i = 0; t && i < states->size * (1 + states->n_rs_seq); ++i) {
-                    if (states->cells[i % states->size].is_empty()) { ggml_backend_tensor_set(t, zero.data(), i * row, row); }
+                    if (states->cells[i % states->size].is_empty()) {
+                        ggml_backend_tensor_set(t, zero.data(), i * row, row);
+                    }
                 }
             }
         }

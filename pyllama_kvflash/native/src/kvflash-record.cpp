@@ -174,7 +174,9 @@ void llama_kvflash::scribble(llama_context * ctx, const llama_kv_cache & kv, uin
     ctx->synchronize();
     mover(kv).wait();
     for (uint32_t b = 0; b < n_block(kv); ++b) {
-        if (is_free(kv, b)) { fill(kv, b * kv.pool_chunk, kv.pool_chunk, byte); }
+        if (!is_free(kv, b)) { continue; }
+
+        fill(kv, b * kv.pool_chunk, kv.pool_chunk, byte);
     }
 }
 
