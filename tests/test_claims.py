@@ -23,7 +23,7 @@ from pyllama_kvflash import Options, Sampling
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.engine import decoder, meter, need
 from pyllama_kvflash.errors import number
-from pyllama_kvflash.json_schema import branches, document, merged, normal, numbers
+from pyllama_kvflash.json_schema import branches, document, merged, normal, numbers, patterns
 from pyllama_kvflash.native.chat import TEMPLATE_SECONDS
 from pyllama_kvflash.native.sampler import MAX_BIASES
 from pyllama_kvflash.options import Spec
@@ -110,7 +110,7 @@ FIGURES = {
         f"the range has up to {number(merged.MAX_MULTIPLES)} multiples",
         f"at most {numbers._LONGEST} digits, unless a bound has more",
         f"at most {number(document.MAX_SCHEMAS)} schemas in it, {document.MAX_DEPTH} deep, and {document.MAX_TEXT // MIB} MiB of text",
-        f"Names and patterns have at most {number(document.MAX_NAME)} characters",
+        f"at most {number(document.MAX_NAME)} characters, patterns {number(patterns.MAX_PATTERN)}, lengths are",
         f"lengths are at most {number(document.MAX_COUNT)}, and the grammar has at most {number(normal.MAX_RULES)} rules",
         f"guests, {fresh.UNIT} tokens of a layer each",
     ],
