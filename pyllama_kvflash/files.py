@@ -14,7 +14,7 @@ from secrets import token_hex
 from typing import Self
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.hub import parts
+from pyllama_kvflash.gguf_header import parts
 
 _ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, whatever its process
 _LONGEST = 200  # bytes of a name in the name of its unfinished file: a file system allows 255 in all

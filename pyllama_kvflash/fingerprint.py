@@ -1,26 +1,64 @@
 """Compute a number that tells models apart."""
 
 import hashlib
+import math
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-_SAMPLES = 256
-_SAMPLE_BYTES = 64 << 10
+from pyllama_kvflash.gguf_header import Header, read_parts
+
+_MOST = 32 << 20  # bytes of tensors that are read; as many, or fewer, are read whole
+_SAMPLE = 4096  # bytes read at once
+_LEAST = 512  # bytes read of each matrix, however many there are
+_STACKED = 1024  # most matrices that a tensor is taken for: no model has as many experts
 
 
 def fingerprint(path: Path) -> int:
-    """Return 64 bits of blake2b over a model file's size and 256 evenly spaced samples of 64 KiB, the first and last
-    included.
+    """Return 64 bits of blake2b over a model: of each of its files the size, the whole header and samples of the tensors.
 
-    A file of up to 16 MiB is read whole; of a larger one, enough to see its metadata and a part of every large tensor.
-    Raises OSError.
+    path: of the only file, or of the first part. Names do not count.
+
+    Of all matrices, a stacked tensor being several, the same number of bytes is read, evenly spaced from the first to the last, and
+    32 MiB in all unless there are many thousands; smaller models and matrices are read whole. So a change of a few rows of a large
+    matrix may not be seen; one of a matrix, as training, merging or quantising make it, is. Raises OSError.
     """
-    size = path.stat().st_size
-    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=8)
-    with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(_SAMPLES):
-                file.seek((size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+    files = [(part, header, part.stat().st_size) for part, header in read_parts(path)]
+    spans = [_matrices(header, size) for _, header, size in files]
+    lengths = [end - start for found in spans for start, end in found]
+    share = max(_LEAST, _MOST // max(1, len(lengths))) if sum(lengths) > _MOST else _MOST
+    digest = hashlib.blake2b(digest_size=8)
+    for (part, header, size), found in zip(files, spans, strict=True):
+        raw = header.raw if header else b""
+        digest.update(size.to_bytes(8, "little") + len(raw).to_bytes(8, "little") + raw)
+        with part.open("rb", buffering=0) as file:
+            for start, end in found:
+                for place, n_bytes in _places(start, end, share):
+                    file.seek(place)
+                    digest.update(file.read(n_bytes))
     return int.from_bytes(digest.digest(), "little")
+
+
+def _matrices(header: Header | None, size: int) -> list[tuple[int, int]]:
+    """Return from where to where in a file of so many bytes each matrix is; without a header, all of it."""
+    if header is None:
+        return [(0, size)]
+    stacked = {header.data + t.offset: math.prod(t.shape[2:]) for t in header.tensors}
+    bounds = sorted({*(min(start, size) for start in stacked), size})
+    res: list[tuple[int, int]] = []
+    for start, end in pairwise(bounds):
+        n = min(max(1, stacked.get(start, 1)), _STACKED, end - start)
+        cuts = [start + (end - start) * i // n for i in range(n + 1)]
+        res += pairwise(cuts)
+    return res
+
+
+def _places(start: int, end: int, share: int) -> Iterator[tuple[int, int]]:
+    """Yield places with their bytes, which cover a span or so much of it, the first and the last bytes included."""
+    if end - start <= share:
+        yield start, end - start
+        return
+    n = max(2, share // _SAMPLE)
+    n_bytes = share // n
+    for i in range(n):
+        yield start + (end - start - n_bytes) * i // (n - 1), n_bytes

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, UsageError
+from pyllama_kvflash.gguf_header import SPLIT, parts
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's
 
@@ -26,7 +27,6 @@ Note = Callable[[str], None]
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^@:]+))?(?::([\w.-]+))?", re.ASCII)
 _NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # as in llama.cpp
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TAG = re.compile(
     r"(?<![^\W_])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?(?:16|32)|(?:MX|NV)FP4\w*))(?=[-./]|$)", re.IGNORECASE
 )
@@ -93,7 +93,7 @@ def models(names: Iterable[str]) -> list[str]:
     """
     res = []
     for name in sorted(names):
-        split = _SPLIT.fullmatch(name)
+        split = SPLIT.fullmatch(name)
         if name.endswith(".gguf") and not _NO_MODEL.search(_base(name)) and (not split or int(split[2]) == 1):
             res.append(name)
     return res
@@ -117,16 +117,8 @@ def choose(names: Iterable[str], quant: str | None = None) -> str | None:
         word = re.compile(rf"(?:^|[-./]){re.escape(wanted)}(?=[-./]|$)")
         fitting = [n for n in files if wanted == tag(n) or word.search(_stem(n).upper())]
         if fitting:
-            return min(fitting, key=lambda n: (tag(n) != wanted, bool(_SPLIT.fullmatch(n)), len(n), n))
+            return min(fitting, key=lambda n: (tag(n) != wanted, bool(SPLIT.fullmatch(n)), len(n), n))
     return files[0] if files and not quant else None
-
-
-def parts(name: str) -> list[str]:
-    """Return all files of a model, in order: one, or the parts of a split one, whichever part is named."""
-    split = _SPLIT.fullmatch(name)
-    if not split:
-        return [name]
-    return [f"{split[1]}-{i:05}-of-{split[3]}.gguf" for i in range(1, int(split[3]) + 1)] or [name]
 
 
 def _base(name: str) -> str:
@@ -134,7 +126,7 @@ def _base(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    split = _SPLIT.fullmatch(name)
+    split = SPLIT.fullmatch(name)
     return split[1] if split else name.removesuffix(".gguf")
 
 

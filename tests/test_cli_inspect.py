@@ -16,6 +16,7 @@ from support.models import Geometry, model_file
 
 from pyllama_kvflash.engine import memory
 from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Context, Device, Layer
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
@@ -39,6 +40,7 @@ def test_inspect_json(name: str, tiny_path: Callable[[str], Path]) -> None:
     assert (found["poolable"], found["refusal"]) == (True, None)
     assert (found["n_layer"], found["pooled_layers"]) == (want.n_layer, want.layers)
     assert found["n_swa"] == want.n_swa
+    assert (int(found["fingerprint"], 16), found["n_files"]) == (fingerprint(path), 1)
     assert found["n_ctx"] == 8192
     sizes = found["token_bytes"]
     assert sizes["f16"] == sizes["bf16"] == sizes["f32"] // 2 == want.token_bytes(64)
@@ -56,6 +58,7 @@ def test_inspect_text(name: str, tiny_path: Callable[[str], Path]) -> None:
     table = rows(good("inspect", str(path), "-c", "8K").stdout)
     want = Geometry.read(path)
     assert table["memory"] == MEMORY[name]
+    assert table["fingerprint"] == f"{fingerprint(path):016x}, of 1 file"
     assert table["pool"] == "yes"
     assert table["pooled layers"].startswith(f"{len(want.layers)} of {want.n_layer}: ")
     assert table["sliding window"].startswith(f"{want.n_swa} tokens" if want.n_swa else "none")

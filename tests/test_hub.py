@@ -28,7 +28,8 @@ from support.hubs import MIB, Hub, Repo
 from pyllama_kvflash import hub
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.hub import Wanted, choose, models, parts, tag
+from pyllama_kvflash.gguf_header import parts
+from pyllama_kvflash.hub import Wanted, choose, models, tag
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.nightly(HUB)]

@@ -1,13 +1,11 @@
 """What users give and what they get back: options, errors, events, and the number that tells models apart."""
 
-import hashlib
 import inspect
 import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +13,6 @@ import pytest
 from pyllama_kvflash import errors, events
 from pyllama_kvflash.errors import KVFlashError, UsageError, counted, number
 from pyllama_kvflash.events import Checked, Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.policy import Lru
 
 if TYPE_CHECKING:
@@ -394,66 +391,6 @@ def test_events_cannot_be_changed() -> None:
     for event in EVENTS:
         with pytest.raises(AttributeError):
             setattr(event, next(iter(as_dict(event).keys() - {"event"})), 0)
-
-
-#
-# fingerprint
-#
-
-MIB = 1 << 20
-
-
-def test_fingerprint_is_stable(tmp_path: Path) -> None:
-    """Records are checked by it: this number may never change."""
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF" + bytes(range(256)))
-    want = hashlib.blake2b((260).to_bytes(8, "little") + path.read_bytes(), digest_size=8).digest()
-    assert fingerprint(path) == fingerprint(path) == int.from_bytes(want, "little") == 4048323672578457578
-    assert 0 <= fingerprint(path) < 1 << 64
-
-
-def test_fingerprint_does_not_depend_on_name_or_time(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    for path in (a, b):
-        path.write_bytes(b"GGUF the same")
-    assert fingerprint(a) == fingerprint(b)
-
-
-def test_fingerprint_sees_every_byte_of_a_small_file(tmp_path: Path) -> None:
-    data, path = bytes(range(200)), tmp_path / "model.gguf"
-    seen = set()
-    for i in range(-1, len(data)):
-        path.write_bytes(bytes(b ^ (i == j) for j, b in enumerate(data)))
-        seen.add(fingerprint(path))
-    assert len(seen) == len(data) + 1
-
-
-def test_fingerprint_sees_the_length(tmp_path: Path) -> None:
-    path, seen = tmp_path / "model.gguf", set()
-    for n in (0, 1, 2, 1000, 16 * MIB, 16 * MIB + 1, 40 * MIB):
-        with path.open("wb") as file:
-            file.truncate(n)
-        seen.add(fingerprint(path))
-    assert len(seen) == 7
-
-
-@pytest.mark.parametrize(
-    ("size", "at"), [(16 * MIB, 9 * MIB + 5), (40 * MIB, 0), (40 * MIB, 65535), (40 * MIB, 40 * MIB - 1)]
-)
-def test_fingerprint_sees_the_ends_of_a_large_file_and_all_of_one_of_16_mib(tmp_path: Path, size: int, at: int) -> None:
-    path = tmp_path / "model.gguf"
-    with path.open("wb") as file:
-        file.truncate(size)
-    before = fingerprint(path)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(b"\1")
-    assert fingerprint(path) != before
-
-
-def test_fingerprint_of_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        fingerprint(tmp_path / "none")
 
 
 def test_one_thing_is_not_several() -> None:

@@ -8,18 +8,21 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from pyllama_kvflash import __version__
-from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.errors import ModelError, OutputError, UsageError
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
-from pyllama_kvflash.native import devices
+from pyllama_kvflash.native import devices, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.registry import check_not_removed, policy_names
+from pyllama_kvflash.scorers.factory import BY_MODEL
+from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.text import to_json
 
 Key = dict[str, Any]
@@ -167,16 +170,27 @@ def short(n: int) -> str:
 
 @cache
 def model_mark(path: Path) -> str:
-    """Return a model's mark in a key. It is cached, because every cell's key has it."""
-    return f"{fingerprint(path):016x}"
+    """Return a model's mark in a key. It is cached, because every cell's key has it. Raises ModelError."""
+    try:
+        return f"{fingerprint(path):016x}"
+    except OSError as err:
+        msg = f"{path} cannot be loaded: {why_unloadable(path) or err.strerror}"
+        raise ModelError(msg) from None
 
 
-def setting(common: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of the common options that belongs in a key: a scorer model by its content, and this version."""
+def setting(common: dict[str, Any], variant: Variant | None = None, model: Path | None = None) -> dict[str, Any]:
+    """Return the part of the options that belongs in a key: a scorer model by its content, and this version.
+
+    variant: whose scorer model it is, given or found beside the model.
+    """
     res: dict[str, Any] = {k: v for k, v in common.items() if k != "n_threads"}
-    draft = res.get("scorer_model")
-    if draft and Path(draft).is_file():
-        res["scorer_model"] = model_mark(Path(draft))
+    own = variant.options.get("scorer_model") if variant else None
+    scorer = Path(given) if (given := own or res.get("scorer_model")) else None
+    if scorer is None and variant and model and variant.policy in BY_MODEL:
+        with suppress(UsageError):  # there is none: opening the model reports it
+            scorer = find_scorer_model(None, model)
+    if scorer and scorer.is_file():
+        res["scorer_model"] = model_mark(scorer)
     return {**res, "version": __version__}
 
 

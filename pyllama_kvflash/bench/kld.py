@@ -121,7 +121,7 @@ class KldSweep:
             "variant": cell.variant.label,
             "text": digest(self.text),
             "score": self.n_score,
-            "common": setting(self.common),
+            "common": setting(self.common, cell.variant, self.model),
         }
         if self.task is None:
             return key

@@ -97,7 +97,7 @@ class Ruler:
             "task": task,
             "seed": seed,
             "haystack": _mark(self.haystack),
-            "common": setting(self.common),
+            "common": setting(self.common, cell.variant, self.model),
         }
 
     def missing(self, results: Results, cell: Cell) -> list[tuple[str, int]]:

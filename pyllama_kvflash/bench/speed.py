@@ -82,6 +82,7 @@ class Speed:
     model: its mark in a key.
     contexts: ascending.
     steps: tokens to decode at each context.
+    path: of the model, beside which a scorer model is looked for; None: a shape has no such file.
 
     Raises UsageError.
     """
@@ -92,6 +93,7 @@ class Speed:
     variants: tuple[Variant, ...]
     steps: int
     common: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
     def __post_init__(self) -> None:
         """Check that there is room for the steps, and something to page."""
@@ -125,7 +127,7 @@ class Speed:
             "pool": cache.pool,
             "variant": cache.variant.label,
             "steps": self.steps,
-            "common": {**setting(self.common), "n_threads": self.common.get("n_threads")},
+            "common": {**setting(self.common, cache.variant, self.path), "n_threads": self.common.get("n_threads")},
             "machine": hardware(),
         }
 

@@ -75,7 +75,7 @@ class Sweep:
             "decoys": self.n_decoys,
             "session": self.session,
             "haystack": digest(self.haystack),
-            "common": setting(self.common),
+            "common": setting(self.common, cell.variant, self.model),
         }
 
     def measure(self, cell: Cell, on_prefill: Callable[[Prefill], None]) -> Result:

@@ -21,7 +21,8 @@ from pyllama_kvflash.engine.memory import device_memory, index_bytes
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.planning import needs
-from pyllama_kvflash.errors import number
+from pyllama_kvflash.errors import counted, number
+from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
@@ -32,8 +33,8 @@ from pyllama_kvflash.text import printable
 HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
 takes of each device.
 
-It reads the metadata only, and loads no weights. What a device's driver takes for itself (some 500 MiB with CUDA) comes on
-top.
+It loads no weights. Snapshots, the prefix cache and results of benches know a model by its fingerprint. What a device's driver
+takes for itself (some 500 MiB with CUDA) comes on top.
 
 \b
   kvflash inspect model.gguf
@@ -47,6 +48,7 @@ class Findings:
     """The facts about a model."""
 
     model: Model
+    n_files: int
     n_ctx: int
     probe: Probe
     token_bytes: dict[str, int]  # by cache type
@@ -102,6 +104,7 @@ def _look(model: Model, options: Options) -> Findings:
     there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
         model=model,
+        n_files=len(read_parts(model.path)),
         n_ctx=options.n_ctx,
         probe=seen,
         token_bytes=sizes,
@@ -128,6 +131,7 @@ def _table(f: Findings) -> Table:
     n = len(f.probe.layers)
     rows = [
         ("model", printable(f.model.path)),
+        ("fingerprint", f"{f.model.fingerprint:016x}, of {counted(f.n_files, 'file')}"),
         ("architecture", f"{f.model.meta('general.architecture')}: {f.model.description}"),
         ("parameters", f"{f.model.n_params:,} in {mib(f.model.n_bytes)}"),
         ("context", f"{f.n_ctx:,} tokens (trained: {f.model.n_ctx_train:,})"),
@@ -172,6 +176,8 @@ def _index(f: Findings) -> str:
 def _as_dict(f: Findings) -> dict[str, Any]:
     return {
         "model": printable(f.model.path),
+        "fingerprint": f"{f.model.fingerprint:016x}",
+        "n_files": f.n_files,
         "architecture": f.model.meta("general.architecture"),
         "description": f.model.description,
         "n_params": f.model.n_params,

@@ -141,7 +141,7 @@ def speed(**options: Any) -> None:
     if source.path:
         reads_scorer_models(variants, options["scorer_model"], source.path)
     contexts = tuple(sorted(options["contexts"]))
-    plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common)
+    plan = speed_bench.Speed(source.mark, contexts, options["pools"], variants, options["steps"], common, source.path)
     results = Results(folder)
     if plan.missing(results):
         with source.file(reporter) as path:

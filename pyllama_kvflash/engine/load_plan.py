@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Model, PoolParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
@@ -99,6 +98,6 @@ def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
 
 
 def _params(model: Model, options: Options, n_pool: int, tap: Tap, head: int) -> PoolParams:
-    mark = fingerprint(model.path)
+    mark = model.fingerprint
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=tap.n_token, fingerprint=mark, q_every=tap.every)
     return indexed(pool, options, head) if options.policy == "fresh" else pool

@@ -25,6 +25,7 @@ from pyllama_kvflash.native.sampler import MAX_BIASES, MAX_BREAKERS, MAX_PROBS, 
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.stacks import n_running
 from pyllama_kvflash.native.summary import Keys, Summaries
+from pyllama_kvflash.native.unloadable import why_unloadable
 
 __all__ = [
     "ALL",
@@ -79,4 +80,5 @@ __all__ = [
     "show_log",
     "split_queries",
     "whole_grammar",
+    "why_unloadable",
 ]

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import errors
+from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native.device import gpus, planned_host
-from pyllama_kvflash.native.header import why_incomplete
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
+from pyllama_kvflash.native.unloadable import why_unloadable
 
 Tokens = npt.NDArray[np.int32]
 
@@ -160,7 +161,7 @@ class Model:
         except errors.ModelError as err:
             if state.error is not None:
                 raise state.error from None
-            msg = f"{path} cannot be loaded: {why_incomplete(path) or err}"
+            msg = f"{path} cannot be loaded: {why_unloadable(path) or err}"
             raise errors.ModelError(msg) from None
         return cls(out[0], path, on_host)
 
@@ -175,6 +176,15 @@ class Model:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits that tell models apart, of the files as they were at the first use. Raises ModelError if they are gone."""
+        try:
+            return fingerprint(self.path)
+        except OSError as err:
+            msg = f"{self.path} cannot be read: {err.strerror}"
+            raise errors.ModelError(msg) from None
 
     def meta(self, key: str) -> str | None:
         """Return a metadata value of the file as text, None if it has no such key."""

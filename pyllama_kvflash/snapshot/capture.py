@@ -37,17 +37,15 @@ Choose = Callable[[Chunks], Sequence[Source]]
 """Returns the files that already have the records of the first of these chunks, by their digests."""
 
 
-def identity_of(ctx: Context, fingerprint: int, *, exact: bool) -> Identity:
-    """Return the identity of a context: what its records can be used with.
-
-    fingerprint: of the model's file. exact: whether prompts are read exactly.
-    """
+def identity_of(ctx: Context, *, exact: bool) -> Identity:
+    """Return the identity of a context: what its records can be used with. exact: whether prompts are read exactly."""
     info, layers = ctx.pool_info(), ctx.layers()
     head = np.zeros((), layout.IDENTITY)
     for name in ("record_bytes", "meta_bytes", "n_layer", "flags"):
         head[name] = getattr(info, name)
     head["flags"] |= np.uint32(layout.EXACT if exact else 0)
-    head["fingerprint"], head["chunk"], head["memory"] = fingerprint, info.n_chunk, ctx.memory_class.encode()
+    head["fingerprint"], head["chunk"] = ctx.model.fingerprint, info.n_chunk
+    head["memory"] = ctx.memory_class.encode()
     rows = np.array(
         [tuple(getattr(layer, name) for name in layout.LAYER.names or ()) for layer in layers], layout.LAYER
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pyllama_kvflash.errors import HostMemoryError, KVFlashError, PoolError, RecordError, SnapshotError, UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.checkpoints import Checkpoints
@@ -31,7 +30,7 @@ class SavedSequence:
     def identity(self) -> Identity:
         """Identity that a snapshot must have to be restored here.
 
-        Raises UsageError without a pool, and SnapshotError if the model's file cannot be read any more.
+        Raises UsageError without a pool.
         """
         ctx = self.sequence.ctx
         if self.sequence.pager is None:
@@ -40,12 +39,7 @@ class SavedSequence:
                 " (snapshots=True), which keeps a pool even where it covers the context"
             )
             raise UsageError(msg)
-        try:
-            mark = fingerprint(ctx.model.path)
-        except OSError as err:
-            msg = f"the model's file {ctx.model.path} cannot be read for a snapshot: {err.strerror}"
-            raise SnapshotError(msg) from None
-        return identity_of(ctx, mark, exact=self.sequence.exact is not None)
+        return identity_of(ctx, exact=self.sequence.exact is not None)
 
     @property
     def checkpoints(self) -> list[int]:
