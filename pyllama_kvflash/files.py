@@ -17,6 +17,9 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.gguf_header import parts
 
 _ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, whatever its process
+AHEAD = (
+    2 * 3600
+)  # seconds that a file's time may be ahead: an hour for which a request keeps it, and clocks that differ
 _LONGEST = 200  # bytes of a name in the name of its unfinished file: a file system allows 255 in all
 
 
@@ -117,12 +120,17 @@ def standard_stream(path: Path) -> int | None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Remove unfinished files whose process is gone. pattern: of their names, .NAME.PID.XXXXXXXX.part."""
+    """Remove unfinished files whose process is gone, or that are a day old. pattern: of their names, .NAME.PID.XXXXXXXX.part."""
     for path in folder.glob(pattern):
         with suppress(OSError):
             pid = path.name.split(".")[-3]
-            if time.time() - path.lstat().st_mtime > _ABANDONED or (pid.isdecimal() and not _alive(int(pid))):
+            if time.time() - dated(path.lstat().st_mtime) > _ABANDONED or (pid.isdecimal() and not _alive(int(pid))):
                 path.unlink()
+
+
+def dated(time_s: float) -> float:
+    """Return a file's time, in seconds since 1970; 0 for one further ahead than AHEAD: the clock was changed since."""
+    return time_s if time_s <= time.time() + AHEAD else 0.0
 
 
 def kind_of(mode: int) -> str:

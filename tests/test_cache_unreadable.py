@@ -158,6 +158,7 @@ def test_a_folder_within_that_cannot_be_read_is_said(
 ) -> None:
     home = tmp_path / ("0" * 32)
     home.mkdir()
+    (home / "a.kvsnap").touch()  # else `rm --all` removes the folder
     refuse(monkeypatch, "scandir", home, errno.EACCES)
     done = cache_command(tmp_path, *command)
     assert done.exit_code == 1

@@ -68,7 +68,7 @@ def _warned(found: PrefixCache, reporter: Reporter) -> bool:
 @cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> int:
-    """List the snapshots in the cache, the last used first. The size leaves out records that other files have. A model whose
+    """List the snapshots in the cache, the last used first; one whose date is ahead counts as the oldest. The size leaves out records that other files have. A model whose
     name is not known, as in a cache of an earlier version, has its fingerprint. The exit code is 1 if a folder in it
     cannot be read.
     """
@@ -84,7 +84,7 @@ def ls(folder: str | None) -> int:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) if entry.used else "date ahead"
     try:
         file = Outline.of(entry.path)
     except UnreadableError as err:
@@ -134,7 +134,9 @@ def verify(folder: str | None, *, remove: bool) -> int:
     type=kinds.ByteSize(),
     help="Remove the least recently used ones, down to this size.",
 )
-@click.option("--all", "everything", is_flag=True, help="Remove all, also responses that serve keeps.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Remove all, also responses that serve keeps, and leave an empty folder."
+)
 def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> int:
     """Remove snapshots: by name, as `kvflash cache ls` shows it, the least recently used ones, or all. A snapshot that
     goes on from a removed one, and has records in it, goes as well.
@@ -146,7 +148,7 @@ def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everyth
     if names:
         removed = [path for named in [_named(found, name) for name in names] for path in found.remove(named)]
     else:
-        removed = found.evict(0 if everything else limit)
+        removed = found.empty() if everything else found.evict(limit)
     n = len(removed) + (responses_store.evict(found.folder / responses_store.FOLDER, 0) if everything else 0)
     reporter = Reporter()
     reporter.note(f"{counted(n, 'file')} removed from {found.folder}")

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Protocol
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
-from pyllama_kvflash.files import sweep
+from pyllama_kvflash.files import dated, sweep
 from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.pager import Pager
@@ -23,7 +23,7 @@ from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.capture import Capture, usable
 from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import SUFFIX, Chunks, Identity, Source, n_lent
-from pyllama_kvflash.snapshot.names import write_name
+from pyllama_kvflash.snapshot.names import remove_name, write_name
 from pyllama_kvflash.text import n_common
 
 try:
@@ -31,12 +31,13 @@ try:
 except ImportError:  # Windows: two processes may then both count a file that one of them removed
     fcntl = None  # type: ignore[assignment]
 
+_LOCK = ".lock"
 _NAME = 32  # hex digits of a digest in a name
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. size: bytes. used: last use, seconds since 1970. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: last use, seconds since 1970, 0 if it lies ahead. mark: inode and bytes."""
 
     path: Path
     size: int
@@ -335,6 +336,20 @@ class PrefixCache:
                     total -= entry.size
         return removed
 
+    def empty(self) -> list[Path]:
+        """Remove all files, also the names of models, and the sub-folders that are then empty.
+
+        An unfinished file stays while its process lives. Returns the snapshots removed. Raises as evict().
+        """
+        removed = self.evict(0)
+        for home in _folders(self.folder):
+            remove_name(home)
+            with suppress(OSError):  # it has a file that is not the cache's, or a new one
+                home.rmdir()
+        with suppress(OSError):
+            (self.folder / _LOCK).unlink()
+        return removed
+
     def _by_use(self) -> list[tuple[Entry, Outline | None]]:
         """Return all files, the most recently used first; a file comes before those that need it."""
         files = {file.path: file for home in _folders(self.folder) for file in self._known(home)}
@@ -358,7 +373,7 @@ class PrefixCache:
             return
         with ExitStack() as stack:
             try:
-                file = stack.enter_context((self.folder / ".lock").open("a"))
+                file = stack.enter_context((self.folder / _LOCK).open("a"))
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as err:
                 msg = f"{self.folder} cannot be written: {err.strerror or err}"
@@ -389,9 +404,8 @@ def _files(home: Path) -> list[Entry]:
                     and entry.is_file(follow_symlinks=False)
                 ):
                     status = entry.stat(follow_symlinks=False)
-                    res.append(
-                        Entry(Path(entry.path), status.st_size, status.st_mtime, (status.st_ino, status.st_size))
-                    )
+                    mark = status.st_ino, status.st_size
+                    res.append(Entry(Path(entry.path), status.st_size, dated(status.st_mtime), mark))
     return res
 
 
@@ -399,7 +413,7 @@ def _touch(path: Path, until: float | None = None) -> None:
     """Say that a file was used, or is to count as used, at a time in seconds since 1970 (None: now); the latest one counts."""
     with suppress(OSError):
         now = time.time()
-        os.utime(path, (now, max(now if until is None else until, path.stat().st_mtime)))
+        os.utime(path, (now, max(now if until is None else until, dated(path.stat().st_mtime))))
 
 
 def _exists(path: Path) -> bool:

@@ -21,6 +21,13 @@ def write_name(folder: Path, model: Path) -> None:
             files.write(path, name)
 
 
+def remove_name(folder: Path) -> None:
+    """Remove it, and what killed processes left of one."""
+    files.sweep(folder, f".{_FILE}.*.part")
+    with suppress(OSError):
+        (folder / _FILE).unlink()
+
+
 def read_name(folder: Path) -> str | None:
     """Return the name of the model whose snapshots a folder has, in characters that can be shown; None: it is not known."""
     path = folder / _FILE

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from pyllama_kvflash.files import Replacement, sweep
+from pyllama_kvflash.files import Replacement, dated, sweep
 
 MAX_RESPONSES = 1_000
 MAX_BYTES = 64 << 20
@@ -121,26 +121,32 @@ class ResponseStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with Replacement(_path(folder, name), 0o600) as new:
                 new.path.write_bytes(text)
-            sweep(folder, ".resp_*.part")
             evict(folder)
         except OSError as err:
             log.warning("the response %s could not be written: %s", name, err.strerror or err)
 
 
 def evict(folder: Path, most: int = MAX_RESPONSES, size: int = MAX_BYTES) -> int:
-    """Remove the oldest responses in a folder until the rest are at most so many, and so many bytes. Returns the number removed."""
+    """Remove what killed processes left in a folder, then the oldest responses until the rest are at most so many, and so many bytes.
+
+    Returns the number removed. most: 0 removes the folder, too, if it is empty then.
+    """
     found = []
+    sweep(folder, ".resp_*.part")
     with suppress(OSError):
         for entry in os.scandir(folder):
             with suppress(OSError):  # another process has removed it
                 if _ID.fullmatch(entry.name.removesuffix(".json")) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+                    found.append((dated(status.st_mtime), status.st_size, Path(entry.path)))
     n = total = removed = 0
     for _, n_bytes, path in sorted(found, reverse=True):
         n, total = n + 1, total + n_bytes
         if n > most or total > size:
             removed += _remove(path)
+    if not most:
+        with suppress(OSError):
+            folder.rmdir()
     return removed
 
 
