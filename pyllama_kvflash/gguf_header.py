@@ -77,6 +77,8 @@ class Header:
         """Return the bytes of the file if no tensor is cut. Raises ValueError for a type that is not known."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 (slow)
 
+        if not self.tensors:
+            return len(self.raw)
         end = 0
         for tensor in self.tensors:
             block, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]

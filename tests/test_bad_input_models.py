@@ -98,7 +98,7 @@ def test_truncated_model(tmp_path: Path, cut: str) -> None:
     what = (
         f"it is incomplete, with {path.stat().st_size:,} of {len(data):,} bytes"
         if in_data
-        else "its header ends beyond"
+        else "it ends within its header"
     )
     for command in (("run", *HELLO), ("inspect",)):
         check_error(kvflash(*command, path), RUNTIME, f"{path} cannot be loaded: {what}", "download it again")
