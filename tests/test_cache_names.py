@@ -1,5 +1,7 @@
-"""The prefix cache knows the name of the model that its snapshots are of."""
+"""The folder of the prefix cache: the names of models in it, the dates of its files, and what is left of it."""
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +17,10 @@ from support.runs import Open
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
+from pyllama_kvflash.files import AHEAD
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.serve.protocols import anthropic_request, responses_store
+from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore, new_id
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 pytestmark = pytest.mark.native
@@ -28,7 +33,7 @@ TEXT, OTHER = np.random.default_rng(7).integers(0, 4000, (2, 200)).astype(np.int
 @pytest.fixture
 def opened() -> Iterator[Open]:
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(KVFlash.from_file(BUNDLED_MODEL, **SMALL))
+        yield lambda **options: stack.enter_context(KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, **options}))
 
 
 def read(kv: KVFlash, tokens: Any) -> KVFlash:
@@ -76,3 +81,46 @@ def test_a_name_that_cannot_be_written_costs_no_snapshot(opened: Open, tmp_path:
     (path.parent / "model").mkdir()
     assert cache.save(read(kv, OTHER))
     assert len(cache.entries()) == 2
+
+
+def test_a_date_ahead_counts_as_the_oldest(opened: Open, tmp_path: Path) -> None:
+    """Of a clock that was changed since: it stayed for ever, and pushed out whatever was new."""
+    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
+    texts = [np.roll(TEXT, i)[:100] for i in range(3)]
+    ahead, kept, new = (cache.save(read(kv, text)) for text in texts)
+    assert ahead
+    assert kept
+    os.utime(ahead, (0, time.time() + AHEAD + 60))
+    os.utime(kept, (0, time.time() + max(anthropic_request._TTL.values())))
+    assert [entry.path for entry in cache.entries()] == [kept, new, ahead]
+    assert cache.restore(kv, np.append(texts[0], 5)) == 100
+    assert [entry.path for entry in cache.entries()] == [kept, ahead, new], "it was used now"
+    os.utime(ahead, (0, 4e9))
+    done = CliRunner().invoke(main, ["cache", "ls", "--prefix-cache", str(tmp_path)])
+    assert [line.split()[4:6] == ["date", "ahead"] for line in done.stdout.splitlines()[1:4]] == [False, False, True]
+    assert cache.evict(2 * kept.stat().st_size + 100) == [ahead]
+
+
+def test_nothing_is_left_of_a_cache(opened: Open, tmp_path: Path) -> None:
+    """Snapshots, the names of models, responses, the lock, and what a killed process left; but what the cache did not write."""
+    kv, folder = opened(), tmp_path / "cache"
+    cache, store = PrefixCache(folder, LARGE), ResponseStore(folder / responses_store.FOLDER)
+    for options in ({}, {"chunk": 32}):
+        path = cache.save(read(opened(**options), TEXT[:100]))
+        assert path
+    store.keep(Kept([], {"id": new_id(), "output": []}))
+    store.close()
+    for name, parent in (
+        ("x.kvsnap", path.parent),
+        ("model", path.parent),
+        ("resp_1", folder / responses_store.FOLDER),
+    ):
+        part = parent / f".{name}.{os.getpid()}.0123abcd.part"
+        part.touch()
+        os.utime(part, (0, 4e9))
+    other = cache.save(read(kv, TEXT[:100]))
+    assert other
+    (other.parent / "notes.txt").write_text("mine")
+    done = CliRunner().invoke(main, ["cache", "rm", "--all", "--prefix-cache", str(folder)])
+    assert (done.exit_code, "3 files removed" in done.stderr) == (0, True)
+    assert list(folder.rglob("*")) == [other.parent, other.parent / "notes.txt"]
