@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support import families, tiny
 from support.rewritten import rewritten
 from support.splits import change, split
 
@@ -92,6 +93,30 @@ def test_only_the_diagonal_hits(tmp_path: Path) -> None:
                         kv.restore(file, TEXT)
             kv.clear()
             assert shared.restore(kv, TEXT) == 64
+
+
+def test_a_context_with_other_factors_of_rope_is_another_one(tiny_path: Callable[[str], Path], tmp_path: Path) -> None:
+    """phi3 takes the long ones by the size of the context: its keys differ from the first token on."""
+    texts, cache, n = TEXT % tiny.N_VOCAB, PrefixCache(tmp_path, 1 << 40), families.LONG_CTX
+    contexts = n // 2, n, n + 256, 2 * n
+    with ExitStack() as stack:
+        kvs = [
+            stack.enter_context(KVFlash.from_file(tiny_path("phi3"), **{**SMALL, "n_ctx": n_ctx})) for n_ctx in contexts
+        ]
+        files = []
+        for kv in kvs:
+            list(kv.prefill(texts))
+            kv.save(tmp_path / f"{kv.options.n_ctx}.kvsnap")
+            files.append(tmp_path / f"{kv.options.n_ctx}.kvsnap")
+            cache.save(kv)
+        assert len(cache.entries()) == 2
+        for i, kv in enumerate(kvs):
+            for j, file in enumerate(files):
+                if (i < 2) == (j < 2):
+                    assert kv.restore(file, texts) == 64
+                else:
+                    with pytest.raises(SnapshotError, match=r"factors of RoPE.*`n_ctx`"):
+                        kv.restore(file, texts)
 
 
 def test_a_result_is_of_a_scorer_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,13 @@ class Model:
         host = planned_host()
         return res if host is None else self._planned(res, host)
 
+    def takes_long_rope(self, n_ctx: int) -> bool:
+        """Return whether a context of so many positions has the long factors of RoPE, so that its keys are others."""
+        trained = self.meta(f"{self.meta('general.architecture')}.rope.scaling.original_context_length")
+        return n_ctx > int(trained or self.n_ctx_train) and any(
+            w.name.startswith("rope_factors_long") for w in self.weights()
+        )
+
     def _planned(self, weights: list[Weight], host: int) -> list[Weight]:
         """Return weights as they are with a GPU. llama.cpp has embeddings on the host, and those that make the logits on the GPU, too."""
         tied = not any(w.name == "output.weight" for w in weights)

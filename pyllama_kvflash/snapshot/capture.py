@@ -43,7 +43,8 @@ def identity_of(ctx: Context, *, exact: bool) -> Identity:
     head = np.zeros((), layout.IDENTITY)
     for name in ("record_bytes", "meta_bytes", "n_layer", "flags"):
         head[name] = getattr(info, name)
-    head["flags"] |= np.uint32(layout.EXACT if exact else 0)
+    long = layout.LONG if ctx.model.takes_long_rope(ctx.n_ctx) else 0
+    head["flags"] |= np.uint32((layout.EXACT if exact else 0) | long)
     head["fingerprint"], head["chunk"] = ctx.model.fingerprint, info.n_chunk
     head["memory"] = ctx.memory_class.encode()
     rows = np.array(

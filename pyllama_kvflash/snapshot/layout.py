@@ -25,6 +25,7 @@ PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 _PRIVATE = 0o600  # mode: only its owner may read it, since it holds a text
 
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
+LONG = 1 << 30  # keys have the long factors of RoPE
 
 TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
 SECTIONS = (*TABLES, "index", "records")
@@ -127,6 +128,9 @@ class Identity:
         if (mine["flags"] ^ its["flags"]) & EXACT:
             was, now = (_READ[bool(fields["flags"] & EXACT)] for fields in (mine, its))
             return f"its prompts were read {was}, and here they are read {now} (`prefill`)"
+        if (mine["flags"] ^ its["flags"]) & LONG:
+            was, now = ("long" if fields["flags"] & LONG else "short" for fields in (mine, its))
+            return f"its keys have the {was} factors of RoPE, and a context of this size has the {now} ones (`n_ctx`)"
         for name, words in _DIFFERENCES.items():
             if mine[name] != its[name]:
                 return words.format(mine[name], its[name])
