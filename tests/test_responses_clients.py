@@ -16,7 +16,8 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import openai
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 from support import serving
 from support.changes import SERVE
 from support.serving import NAME, Running
@@ -27,6 +28,9 @@ pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("default"), pytest.
 environment = serving.environment
 
 TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
+
+
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 
 
 class Weather(BaseModel):
@@ -58,6 +62,23 @@ def test_openai_conversation(client: openai.OpenAI) -> None:
         client.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model=NAME, input="And?", previous_response_id=first.id)
+
+
+def test_events_have_what_the_schema_requires(server: Running) -> None:
+    """Strictly: the library itself takes events without fields that it requires."""
+    tool: Any = openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}
+    for more in ({}, {"tools": [tool], "tool_choice": "required"}):
+        body = {"input": "Hi", "stream": True, "max_output_tokens": 200, "temperature": 0, **more}
+        lines = server.post(body, "/v1/responses").text.splitlines()
+        kinds = set()
+        for line in lines:
+            if line.startswith("data: "):
+                event = EVENT.validate_json(line.removeprefix("data: "))
+                kinds.add(event.type)
+        assert {
+            "response.created",
+            "response.function_call_arguments.delta" if more else "response.output_text.delta",
+        } <= kinds
 
 
 def test_openai_structured(client: openai.OpenAI) -> None:

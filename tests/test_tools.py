@@ -14,6 +14,8 @@ from support.serving import Running, environment, open_needle, parse_metrics, ss
 
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.serve import prompt
+from pyllama_kvflash.serve.job import TokenLogprob
+from pyllama_kvflash.serve.protocols import openai_response
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -220,6 +222,16 @@ def test_how_likely_the_tokens_of_a_completion_were(server: Running) -> None:
     parts = [e["choices"][0]["logprobs"] for e in events[:-1] if e["choices"][0]["logprobs"]]
     texts = [t for p in parts for t in p["tokens"]]
     assert [o for p in parts for o in p["text_offset"]] == [len("".join(texts[:i])) for i in range(4)]
+
+
+def test_parts_of_characters_keep_their_bytes() -> None:
+    """Of two tokens that are a part of one, neither takes the other's place, and offsets are those of the text."""
+    pieces = [b"a", "é".encode()[:1], "é".encode()[1:], "日".encode()[:2], "日".encode()[2:] + b"b", b"c"]
+    top = tuple(TokenLogprob(bytes([byte]), -float(i)) for i, byte in enumerate((0xC3, 0xE6, 0x41)))
+    told = openai_response._text_logprobs([TokenLogprob(p, -1.0, top) for p in pieces], openai_response._Offsets())
+    assert told["tokens"] == ["a", r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe6\x97", r"bytes:\xa5\x62", "c"]
+    assert told["text_offset"] == [0, 1, 1, 2, 2, 4]
+    assert told["top_logprobs"][0] == {r"bytes:\xc3": 0.0, r"bytes:\xe6": -1.0, "A": -2.0}
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [

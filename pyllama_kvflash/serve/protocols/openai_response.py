@@ -1,9 +1,9 @@
 """Answers in the form of the OpenAI protocol: whole objects, or events of a stream."""
 
+import codecs
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from pyllama_kvflash.native import Delta
@@ -34,7 +34,7 @@ class OpenAIReply:
         }
         self._parser = AnswerParser(rendered, stop)
         self._logprobs: list[TokenLogprob] = []  # of the answer's tokens
-        self._start = 0  # characters of their text
+        self._offsets = _Offsets()  # of the tokens that were sent
         self._choices: list[dict[str, Any]] = []
         self._ends: list[Finished] = []
         self._opened = False
@@ -54,7 +54,6 @@ class OpenAIReply:
             self._chunk(d, logprobs=() if i else text.logprobs, timing=each) for i, d in enumerate(deltas)
         )
         self._logprobs += text.logprobs
-        self._start += sum(len(t.text) for t in text.logprobs)
         return res
 
     def end(self, done: Finished) -> bytes:
@@ -66,7 +65,8 @@ class OpenAIReply:
         res += self._chunk({} if self._chat else "", reason, timing=done.timing)
         self._choices.append(self._choice(reason))
         self._ends.append(done)
-        self._parser, self._logprobs, self._start, self._opened = AnswerParser(self._rendered, self._stop), [], 0, False
+        self._parser, self._logprobs, self._opened = AnswerParser(self._rendered, self._stop), [], False
+        self._offsets = _Offsets()
         return res
 
     def last(self) -> bytes:
@@ -110,7 +110,7 @@ class OpenAIReply:
             if answer.reasoning:
                 message["reasoning_content"] = answer.reasoning
             content = {"message": message}
-        shown = self._probs(self._logprobs, 0)
+        shown = self._probs(self._logprobs, _Offsets())
         return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
 
     def _timings(self) -> dict[str, Any]:
@@ -148,17 +148,17 @@ class OpenAIReply:
         more: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Return an event. timing: that it shows. more: further fields."""
-        shown = self._probs(logprobs, self._start) if logprobs else None
+        shown = self._probs(logprobs, self._offsets) if logprobs else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
         timed = {} if timing is None else {"timings": timings(timing, self._n_prompt)}
         return event({**self._same, "object": self._kind, "choices": [choice], **timed, **(more or {})})
 
-    def _probs(self, logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any] | None:
-        """Return the log probabilities to send. start: characters of the answer before these tokens."""
+    def _probs(self, logprobs: Sequence[TokenLogprob], offsets: "_Offsets") -> dict[str, Any] | None:
+        """Return the log probabilities to send. offsets: after the tokens before these."""
         if not self._wants_logprobs:
             return None
-        return chat_logprobs(logprobs) if self._chat else text_logprobs(logprobs, start)
+        return chat_logprobs(logprobs) if self._chat else _text_logprobs(logprobs, offsets)
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -181,14 +181,35 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": [{**shown(t), "top_logprobs": [shown(top) for top in t.top]} for t in logprobs], "refusal": None}
 
 
-def text_logprobs(logprobs: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
-    """Return log probabilities in the form of a completion. start: characters of the answer before these tokens."""
+class _Offsets:
+    """Where the tokens of an answer begin in its text: one that has a part of a character, where that character does."""
+
+    def __init__(self) -> None:
+        self._decoder, self._n = codecs.getincrementaldecoder("utf-8")("replace"), 0
+
+    def add(self, data: bytes) -> int:
+        """Return where the next token begins. data: its bytes."""
+        start = self._n
+        self._n += len(self._decoder.decode(data))
+        return start
+
+
+def _text_logprobs(logprobs: Sequence[TokenLogprob], offsets: _Offsets) -> dict[str, Any]:
+    """Return log probabilities in the form of a completion."""
     return {
-        "tokens": [t.text for t in logprobs],
+        "tokens": [_named_by_bytes(t) for t in logprobs],
         "token_logprobs": [t.logprob for t in logprobs],
-        "top_logprobs": [{top.text: top.logprob for top in t.top} for t in logprobs],
-        "text_offset": list(accumulate((len(t.text) for t in logprobs[:-1]), initial=start)) if logprobs else [],
+        "top_logprobs": [{_named_by_bytes(top): top.logprob for top in t.top} for t in logprobs],
+        "text_offset": [offsets.add(t.data) for t in logprobs],
     }
+
+
+def _named_by_bytes(token: TokenLogprob) -> str:
+    """Return a token's text or, for a part of a character, its bytes, as OpenAI does."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
 DONE = b"data: [DONE]\n\n"

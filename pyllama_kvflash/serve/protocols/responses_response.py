@@ -136,7 +136,7 @@ class ResponsesReply:
             )
         item = self._items[-1]
         item.text += more
-        return res + (self._event(f"{item.name}.delta", delta=more, **item.place) if more else b"")
+        return res + (self._event(f"{item.name}.delta", delta=more, **item.likely, **item.place) if more else b"")
 
     def _begun(self, item: "_Item") -> bytes:
         self._open = item
@@ -192,11 +192,16 @@ class _Item:
         return res if self._call else {**res, "content_index": 0}
 
     @property
+    def likely(self) -> dict[str, Any]:
+        """Log probabilities, which events about the text of an answer must have: none were asked for."""
+        return {"logprobs": []} if self.key[0] == "msg" else {}
+
+    @property
     def whole(self) -> dict[str, Any]:
         """The text, as the event at its end has it."""
         if self._call:
             return {"name": self._call["name"], "arguments": self.text}
-        return {"text": self.text, "logprobs": []} if self.key[0] == "msg" else {"text": self.text}
+        return {"text": self.text, **self.likely}
 
     def end(self, status: str) -> None:
         """End it. A call is complete if its arguments are."""
@@ -210,7 +215,7 @@ class _Item:
         """Return its content; None: a call has none."""
         match self.key[0]:
             case "msg":
-                return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+                return {"type": "output_text", "text": self.text, "annotations": [], **self.likely}
             case "rs":
                 return {"type": "reasoning_text", "text": self.text}
         return None
