@@ -230,13 +230,18 @@ def test_a_client_that_offers_another_protocol(server: Running, caplog: pytest.L
 #
 
 
+def zipped(data: bytes) -> bytes:
+    """Without the time, which would be in a test's name."""
+    return gzip.compress(data, mtime=0)
+
+
 def raw_deflate(data: bytes) -> bytes:
     return zlib.compress(data, wbits=-15)
 
 
 @pytest.mark.parametrize(
     ("encoding", "encode"),
-    [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)],
+    [("gzip", zipped), ("X-GZIP", zipped), ("deflate", zlib.compress), ("identity", bytes)],
 )
 @pytest.mark.parametrize("path", ["/tokenize", "/api/show"])
 def test_a_compressed_body(server: Running, encoding: str, encode: type[bytes], path: str) -> None:
@@ -255,9 +260,9 @@ def test_a_compressed_body(server: Running, encoding: str, encode: type[bytes], 
 @pytest.mark.parametrize(
     ("encoding", "data", "status", "words"),
     [
-        ("gzip", gzip.compress(b'{"content": "' + b"x" * (64 << 20) + b'"}'), 413, "larger than 65,536 bytes"),
-        ("gzip", gzip.compress(b'{"content": "x"}')[:-4], 400, "not one whole gzip stream"),
-        ("gzip", gzip.compress(b'{"content": "x"}') + b"{}", 400, "not one whole gzip stream"),
+        ("gzip", zipped(b'{"content": "' + b"x" * (64 << 20) + b'"}'), 413, "larger than 65,536 bytes"),
+        ("gzip", zipped(b'{"content": "x"}')[:-4], 400, "not one whole gzip stream"),
+        ("gzip", zipped(b'{"content": "x"}') + b"{}", 400, "not one whole gzip stream"),
         ("gzip", b'{"content": "x"}', 400, "not one whole gzip stream"),
         ("gzip", b"", 400, "not one whole gzip stream"),
         ("deflate", raw_deflate(b'{"content": "x"}'), 400, "not one whole deflate stream"),
