@@ -33,7 +33,10 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", re
 
 environment = commands.environment
 LOADING = pytest.mark.nightly(
-    r"pyllama_kvflash/native/.*", r"pyllama_kvflash/engine/(loading|placement|refusals)\.py", "patches/.*", "vendor/.*"
+    r"pyllama_kvflash/native/.*",
+    r"pyllama_kvflash/(gguf_header|engine/(loading|placement|refusals))\.py",
+    "patches/.*",
+    "vendor/.*",
 )
 
 

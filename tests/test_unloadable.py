@@ -1,5 +1,6 @@
 """What is not a model, or not all of one: a sentence that names the file, the part, and what to do."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.commands import RUNTIME, check_error, kvflash
 from support.splits import split
 
 from pyllama_kvflash.bench.grid import model_mark
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import ModelError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -99,6 +101,14 @@ def test_the_part_is_named(files: list[Path], breaks: Callable[[Path], None], wo
     number = 2 if words.startswith("is part") else 3
     text = said(files[0])
     assert text.startswith(f"its part {number} of 3, {files[number - 1]}, {words}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_as_a_part_is_not_waited_for(files: list[Path]) -> None:
+    files[2].unlink()
+    os.mkfifo(files[2])
+    with pytest.raises(ModelError, match=r"its part 3 of 3, .*, is not a regular file"):
+        check_file(files[0])
 
 
 def test_a_bench_names_the_part_too(files: list[Path]) -> None:

@@ -15,7 +15,8 @@ from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import ON_DISK, of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes
+from pyllama_kvflash.files import model_parts
+from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.experts import Placement
@@ -371,4 +372,7 @@ def check_file(path: Path) -> None:
     if magic != _GGUF_MAGIC:
         what = "is empty" if not magic else f"begins with {magic!r}, not {_GGUF_MAGIC!r}"
         msg = f"{path} is not a GGUF model: it {what}; convert it with llama.cpp, or download a .gguf file"
+        raise ModelError(msg)
+    if any(part.exists() and not part.is_file() for part in model_parts(path)) and (why := why_unloadable(path)):
+        msg = f"{path} cannot be loaded: {why}"  # here: opening a pipe would wait for ever
         raise ModelError(msg)
