@@ -134,7 +134,7 @@ CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1
 
 
 def say(kind: str, value: Any) -> dict[str, Any]:
-    """A message in each protocol. kind: system, developer, user or assistant, with a content; or a tool's result."""
+    """A message in each protocol. kind: a role, with a content; a call; a tool's result; or given, by protocol."""
     if kind == "result":
         texts = [value] if isinstance(value, str) else value
         blocks = {
@@ -161,6 +161,8 @@ def say(kind: str, value: Any) -> dict[str, Any]:
             RESPONSES: {"type": "function_call_output", "call_id": "c1", "output": responses},
             OLLAMA: {"role": "tool", "tool_name": "shot", **ollama},
         }
+    if kind == "given":
+        return dict(value)
     if kind == "call":
         return {
             CHAT: {
@@ -253,10 +255,6 @@ def prompt(kv: KVFlash, path: str, said: list[tuple[str, Any]], more: dict[str, 
 @pytest.mark.parametrize("name", SAME)
 def test_protocols_have_one_rule(name: str, path: str, kv: KVFlash) -> None:
     said, more, short = SAME[name]
-    if path == OLLAMA and any(isinstance(value, list) for kind, value in said if kind in {"user", "assistant"}):
-        pytest.skip("a content is a string there")
-    if path == OLLAMA and ("developer", "B") in said:
-        said = [("system" if kind == "developer" else kind, value) for kind, value in said]
     found, warnings = prompt(kv, path, said, more)
     for mark, text in SHORT.items():
         short = short.replace(mark, text)
@@ -296,6 +294,32 @@ def test_protocols_refuse_the_same(name: str, path: str, kv: KVFlash) -> None:
     said, more, says = REFUSED[name]
     with pytest.raises(RequestError, match=says):
         prompt(kv, path, said, more)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": 1},
+        0,
+        False,
+        ["taken"],
+        [{"type": "markdown", "text": "taken"}],
+        [{"type": ["image"]}],
+        [{"type": "text"}],
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
+def test_what_no_result_is_gets_refused(path: str, value: Any, kv: KVFlash) -> None:
+    given = {
+        CHAT: {"role": "tool", "tool_call_id": "c1", "content": value},
+        MESSAGES: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": value}]},
+        RESPONSES: {"type": "function_call_output", "call_id": "c1", "output": value},
+        OLLAMA: {"role": "tool", "tool_name": "shot", "content": value},
+    }
+    with pytest.raises(RequestError, match=r"\.(content|output)(\[0\])?\b.* (is|has) .*"):
+        prompt(kv, path, [USER_SAYS, ("call", None), ("given", given)], {})
 
 
 def test_a_call_cannot_follow_a_text(kv: KVFlash) -> None:

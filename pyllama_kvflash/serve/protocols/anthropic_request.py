@@ -105,10 +105,8 @@ def _texts(value: Any, at: str, pins: _Pins, unknown: Unknown | None = None) -> 
         raise invalid(f"{at} is {kind(value)}: give a string, or an array of text blocks", at, "invalid_type")
     texts = []
     for i, block in enumerate(value):
-        if unknown is not None and isinstance(block, dict) and block.get("type") in _UNSEEN:
-            texts.append(conversation.unseen(block["type"], f"{at}[{i}]", unknown))
-        else:
-            texts.append(_text(block, f"{at}[{i}]", pins))
+        note = conversation.unseen(block, f"{at}[{i}]", unknown)
+        texts.append(_text(block, f"{at}[{i}]", pins) if note is None else note)
     return "\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
@@ -159,16 +157,13 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins, unknown: Unkno
             texts.append(_text(block, here, pins))
             continue
         pins.see(block, here)
-        found = _texts(block.get("content") or "", f"{here}.content", pins, unknown)
+        there = block.get("content")
+        found = "" if there is None else _texts(there, f"{here}.content", pins, unknown)
         if get(block, "is_error", bool, f"{here}.is_error"):
             found = f"Error: {found}"
         called = text(block, "tool_use_id", f"{here}.tool_use_id")
         results.append({"role": "tool", "tool_call_id": called, "content": found})
     return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
-
-
-_UNSEEN = "image", "document", "search_result", "tool_reference"
-"""Blocks of a tool's result that the model cannot see, and that the server does not refuse."""
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:

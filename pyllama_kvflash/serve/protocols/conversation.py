@@ -55,21 +55,27 @@ def _with_one_system(given: Sequence[Message]) -> tuple[Message, ...]:
     return ({"role": "system", "content": "\n\n".join(m["content"] for m in given[:n])}, *given[n:])
 
 
-_KINDS = {
-    "image_url": "image",
-    "input_image": "image",
-    "input_file": "file",
-    "document": "file",
-    "input_audio": "audio",
+_UNSEEN = {
+    "image": ("image", "image_url", "input_image", "computer_screenshot"),
+    "file": ("file", "input_file", "document", "resource", "resource_link"),
+    "audio": ("audio", "audio_url", "input_audio"),
+    "video": ("video", "video_url", "input_video"),
+    "search_result": ("search_result",),
+    "tool_reference": ("tool_reference",),
 }
+_KINDS = {which: name for name, types in _UNSEEN.items() for which in types}
 
 
-def unseen(which: str, at: str, unknown: Unknown) -> str:
-    """Return what the model sees of a part of a tool's result that is not a text: an agent cannot do without the result.
+def unseen(part: Any, at: str, unknown: Unknown | None) -> str | None:
+    """Return what the model sees of a part of a tool's result that it cannot see: an agent cannot do without the result.
 
-    which: the part's type. Raises RequestError if --strict.
+    unknown: None where such a part is refused, as in other messages. None is returned for all other parts: a text of another
+    protocol's type is refused, not lost. Raises RequestError if --strict.
     """
-    name = _KINDS.get(which, which)[:100]
+    which = part.get("type") if isinstance(part, dict) else None
+    name = _KINDS.get(which) if isinstance(which, str) else None
+    if unknown is None or name is None:
+        return None
     unknown.leave_out(at, f"of a part of the type {name} the model sees only the type")
     return f"[{name}: this model reads text only]"
 
@@ -170,13 +176,8 @@ def _seen(value: Any, at: str, unknown: Unknown) -> Any:
         return ""
     if not isinstance(value, list):
         return value
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-    return [
-        {"type": "text", "text": unseen(which, f"{at}[{i}]", unknown)}
-        if isinstance(which, str) and which not in _TEXTS
-        else part
-        for i, (part, which) in enumerate(zip(value, kinds, strict=True))
-    ]
+    shown = [unseen(part, f"{at}[{i}]", unknown) for i, part in enumerate(value)]
+    return [part if note is None else {"type": "text", "text": note} for part, note in zip(value, shown, strict=True)]
 
 
 _TEXTS = "text", "refusal"

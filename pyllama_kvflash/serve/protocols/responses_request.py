@@ -239,7 +239,8 @@ def _message(item: dict[str, Any], at: str, unknown: Unknown) -> dict[str, Any] 
             call = {"id": text(item, "call_id", f"{at}.call_id"), "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            found = _texts(item.get("output") or "", f"{at}.output", unknown)
+            there = item.get("output")
+            found = "" if there is None else _texts(there, f"{at}.output", unknown)
             return {"role": "tool", "tool_call_id": text(item, "call_id", f"{at}.call_id"), "content": found}
     thought = _thought(item, at)
     return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
@@ -261,11 +262,11 @@ def _texts(value: Any, at: str, unknown: Unknown | None = None) -> str:
         which = text(given, "type", f"{here}.type")
         if which in _TEXTS:
             texts.append(text(given, _TEXTS[which], f"{here}.{_TEXTS[which]}"))
-        elif unknown is None:
+        elif (note := conversation.unseen(part, here, unknown)) is None:
             msg = f'{here} is of the type {which[:100]!r}: only text can be read, such as {{"type": "input_text", "text": "..."}}'
             raise invalid(msg, here, "unsupported_parameter")
         else:
-            texts.append(conversation.unseen(which, here, unknown))
+            texts.append(note)
     return "\n".join(texts)
 
 
