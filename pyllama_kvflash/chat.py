@@ -234,7 +234,7 @@ class ChatTemplate:
         if _MARK not in text:
             msg = "the chat template does not show earlier answers: give the whole conversation as a new prompt"
             raise UsageError(msg)
-        return text.rpartition(_MARK)[2]
+        return text.partition(_MARK)[2]  # the message may have it, too
 
     @cached_property
     def _opener(self) -> int | None:
@@ -283,13 +283,13 @@ def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequen
 
     A last message of the assistant that says nothing, as agents send it after an answer without text, is left out.
     """
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or last.get("tool_calls"):
-        said = False
-    else:
-        said = bool(str(last.get("content") or "").strip() or str(last.get("reasoning_content") or "").strip())
-        if not said:
-            messages = messages[:-1]
+    said = False
+    while messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        last = messages[-1]
+        said = any(str(last.get(key) or "").strip() for key in ("content", "reasoning_content"))
+        if said:
+            break
+        messages = messages[:-1]
     if continues and not said:
         msg = "continue_final_message is true, and the last message is not a text of the assistant: add one, or leave it out"
         raise UsageError(msg)

@@ -106,6 +106,7 @@ def test_two_hundred_conversations(name: str, kv: KVFlash) -> None:
 def test_a_last_message_that_says_nothing_is_none(name: str, last: dict[str, Any], kv: KVFlash) -> None:
     template = ChatTemplate.of(kv.model, TEMPLATES[name])
     assert template.render([USER, {"role": "assistant", **last}]) == template.render([USER])
+    assert template.render([USER, *[{"role": "assistant", **last}] * 2]) == template.render([USER])
 
 
 def test_thoughts_are_continued_where_the_template_shows_them(kv: KVFlash) -> None:
