@@ -299,3 +299,11 @@ def test_bounds_that_are_too_long_leave_the_others() -> None:
     assert [one.keyword for one in check(schema).loosened] == ["maximum"]
     for value, is_taken in ((0.25, True), (0.001, False), (-1, False), (5, True)):
         assert takes(schema, value) == {is_taken}, value
+
+
+@pytest.mark.parametrize(("kind", "step", "high"), [("integer", 7, 6), ("number", 0.5, 0.4), ("integer", 2.5, 4)])
+def test_a_range_without_multiples_is_refused(kind: str, step: float, high: float) -> None:
+    schema = {"type": kind, "multipleOf": step, "minimum": 0.1, "maximum": high}
+    with pytest.raises(SchemaError, match="no value meets it"):
+        check(schema)
+    assert takes({"anyOf": [schema, {"type": "null"}]}, None) == {True}

@@ -57,8 +57,10 @@ def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
     if step is not None and (integer or step.denominator == 1):
         integer, step = True, Fraction(step.numerator)  # the integers among the multiples
     if step is not None and step != 1:
-        if listed := _multiples(step, low, high, low_open=low_open, high_open=not not_open):
-            return [Values(tuple(v for v in listed if not integer or isinstance(v, int)))]
+        listed = _multiples(step, low, high, low_open=low_open, high_open=not not_open)
+        if listed is not None:
+            values = tuple(v for v in listed if not integer or isinstance(v, int))
+            return [Values(values)] if values else []
         places = _decimal_places(step)
         if places is None or integer:
             for place, _ in multiples:
@@ -117,17 +119,17 @@ def decimals(shape: Number) -> str | None:
 
 def _multiples(
     step: Fraction, low: Fraction | None, high: Fraction | None, *, low_open: bool, high_open: bool
-) -> list[int | float]:
-    """Return the multiples in a range; none if there are too many, or they are not numbers of Python."""
+) -> list[int | float] | None:
+    """Return the multiples in a range; None if there are too many, or they are not numbers of Python."""
     if low is None or high is None:
-        return []
+        return None
     first = math.ceil(low / step) + (low_open and (low / step).denominator == 1)
     last = math.floor(high / step) - (high_open and (high / step).denominator == 1)
-    if not 0 <= last - first < MAX_MULTIPLES:
-        return []
+    if last - first >= MAX_MULTIPLES:
+        return None
     found = [i * step for i in range(first, last + 1)]
     res = [int(v) if v.denominator == 1 else float(v) for v in found]
-    return res if all(exact(value) == v for value, v in zip(res, found, strict=True)) else []
+    return res if all(exact(value) == v for value, v in zip(res, found, strict=True)) else None
 
 
 def _decimal_places(step: Fraction) -> int | None:

@@ -76,16 +76,17 @@ class _Body:
 
     def add(self, part: bytes) -> None:
         """Decode the next part, but never more than is allowed: a few bytes may stand for gigabytes."""
-        if self._decoder is not None:
-            if part and self._decoder.eof:
-                raise self._broken()
+        while part and len(self._data) <= self._limit:
+            if self._decoder is None:
+                self._data += part
+                break
+            if self._decoder.eof:  # gzip may have several members
+                self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP)
             try:
-                part = self._decoder.decompress(part, self._limit + 1 - len(self._data))
+                self._data += self._decoder.decompress(part, self._limit + 1 - len(self._data))
             except zlib.error:
                 raise self._broken() from None
-            if self._decoder.unused_data:
-                raise self._broken()
-        self._data += part
+            part = self._decoder.unused_data
         if len(self._data) > self._limit:
             raise _too_large(self._limit)
 
