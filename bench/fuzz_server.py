@@ -88,7 +88,7 @@ class Sender:
         for path in LOOKS:
             res = self._http.get(path)
             self.counts[path, res.status_code] += 1
-            if res.status_code != 200 or (path != "/metrics" and not isinstance(parsed(res.text), dict)):
+            if res.status_code != 200 or (path != "/metrics" and not isinstance(parsed(res.text), dict | list)):
                 self.wrong.append(f"{path}: {res.status_code} {res.text[:300]}")
             if re.search(r" (nan|[+-]?inf)$", res.text, re.MULTILINE | re.IGNORECASE):
                 self.wrong.append(f"{path} has a figure that is none")

@@ -221,7 +221,7 @@ def test_how_fast_it_was_is_told(page: Page) -> None:
     page.driver.execute_script("""
         const real = window.fetch, wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
         const parts = arguments[0].split("\\n\\n").map((part) => new TextEncoder().encode(part + "\\n\\n"));
-        window.fetch = (path, options) => path !== "/v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
+        window.fetch = (path, options) => path !== "v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
           new ReadableStream({ async start(controller) {
             for (const part of parts) { await wait(30); controller.enqueue(part); }
             controller.close();

@@ -35,7 +35,7 @@ const bytes = new TextEncoder().encode(arguments[0]);
 const real = window.real ??= window.fetch;
 window.asked = [];
 window.fetch = (path, options) => {
-  if (path !== "/v1/chat/completions") return real(path, options);
+  if (path !== "v1/chat/completions") return real(path, options);
   window.asked.push(JSON.parse(options.body));
   return Promise.resolve(new Response(new ReadableStream({
     start(controller) {
