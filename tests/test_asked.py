@@ -266,12 +266,12 @@ def test_options_that_are_not_text(args: tuple[bytes, ...]) -> None:
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_message_that_is_not_text(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
-    """Whatever the locale has Python make of it: a warning, and the next one is answered."""
+    """Whatever the locale has Python make of it: those before it are answered, and it is named."""
     monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")
-    done = kvflash("chat", BUNDLED_MODEL, "-c", "512", "-n", "1", "-q", stdin=b"\xff\xfe\nThe code\n")
-    assert done.code == 0
-    assert done.err.count("the conversation is not Unicode text: half of a surrogate pair at character 6; /clear") == 1
-    assert done.out.endswith("\n")
+    done = kvflash("chat", BUNDLED_MODEL, "-c", "512", "-n", "1", "-q", stdin=b"The code\n\xff\nThe code\n")
+    assert done.code == 2
+    assert done.err.count("line 2 of stdin is not UTF-8 text: byte 0xff at offset 0") == 1
+    assert len(done.out.splitlines()) == 1
 
 
 def test_a_model_whose_name_is_not_text(tmp_path: Path) -> None:

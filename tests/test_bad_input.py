@@ -253,7 +253,7 @@ def test_binary_prompt(tmp_path: Path, content: bytes, words: tuple[str, ...]) -
 
 
 def test_prompt_option_of_broken_bytes() -> None:
-    check_error(kvflash("run", "-p", b"abc\xff"), USAGE, "the prompt", "UTF-8")
+    check_error(kvflash("run", "-p", b"abc\xff"), USAGE, "-p/--prompt", "not UTF-8")
 
 
 def test_prompt_file_that_is_none(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
 
 def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
     with pytest.raises(
-        UsageError, match=r"no scorer model is found: give one \(scorer_model\), or put it at .*-draft.gguf"
+        UsageError, match=r"no scorer model is found: give one \(`scorer_model`\), or put it at .*-draft.gguf"
     ):
         opened(scorer_model=None)
 

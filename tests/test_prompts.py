@@ -217,6 +217,11 @@ SAME: dict[str, tuple[list[tuple[str, Any]], dict[str, Any], str]] = {
         {},
         "<user><call><tool>taken\n[image: this model reads text only]<end><begin>",
     ),
+    "a picture beside nothing": (
+        [USER_SAYS, ("call", None), ("result", ["", PICTURE])],
+        {},
+        "<user><call><tool>[image: this model reads text only]<end><begin>",
+    ),
     "a picture alone": (
         [USER_SAYS, ("call", None), ("result", [PICTURE])],
         {},

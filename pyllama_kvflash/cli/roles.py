@@ -22,20 +22,8 @@ _KEY = "kvflash.uses"
 
 GROUPS = {
     "Server": (
-        *(
-            "host",
-            "port",
-            "n_parallel",
-            "n_queue",
-            "api_key",
-            "alias",
-            "max_body",
-            "grace",
-            "webui",
-            "strict",
-            "log_format",
-        ),
-        *("prefix_cache_size", "cache_min"),
+        *("host", "port", "api_prefix", "n_parallel", "n_queue", "api_key", "alias", "max_body", "keep_alive", "grace"),
+        *("webui", "strict", "log_format", "prefix_cache_size", "cache_min"),
     ),
     "Model": ("model", "hf_repo", "hf_file", "offline", "template_file"),
     "Prompt": ("prompt", "prompt_files", "system", "conversation", "restore", "append"),

@@ -33,6 +33,7 @@ class JSONResponse(responses.JSONResponse):
 
 _BODY_SECONDS = 60.0  # within which a body must arrive
 _ENCODINGS, _ZLIB_OR_GZIP = {"gzip", "x-gzip", "deflate"}, zlib.MAX_WBITS | 32
+_MOST_MEMBERS = 1_000  # of a body by gzip
 _BROWSER = {"origin", "referer", "sec-fetch-site"}
 """Headers of which each browser sends one with a POST for a foreign page."""
 
@@ -73,6 +74,7 @@ class _Body:
             msg = f"Content-Encoding {encoding[:100]!r} is not known: send the body as it is, or by gzip or deflate"
             raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
         self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP) if self._encoding in _ENCODINGS else None
+        self._n_members = 1
 
     def add(self, part: bytes) -> None:
         """Decode the next part, but never more than is allowed: a few bytes may stand for gigabytes."""
@@ -80,7 +82,10 @@ class _Body:
             if self._decoder is None:
                 self._data += part
                 break
-            if self._decoder.eof:  # gzip may have several members
+            if self._decoder.eof:  # gzip may have several members, and tiny ones take long
+                self._n_members += 1
+                if self._n_members > _MOST_MEMBERS:
+                    raise self._broken()
                 self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP)
             try:
                 self._data += self._decoder.decompress(part, self._limit + 1 - len(self._data))

@@ -107,7 +107,7 @@ def _texts(value: Any, at: str, pins: _Pins, unknown: Unknown | None = None) -> 
     for i, block in enumerate(value):
         note = conversation.unseen(block, f"{at}[{i}]", unknown)
         texts.append(_text(block, f"{at}[{i}]", pins) if note is None else note)
-    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+    return conversation.joined(text for text in texts if not text.startswith(_BILLING))
 
 
 def _text(value: Any, at: str, pins: _Pins) -> str:
@@ -163,7 +163,7 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins, unknown: Unkno
             found = f"Error: {found}"
         called = text(block, "tool_use_id", f"{here}.tool_use_id")
         results.append({"role": "tool", "tool_call_id": called, "content": found})
-    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
+    return results + ([{"role": "user", "content": conversation.joined(texts)}] if texts or not results else [])
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], at: str, pins: _Pins) -> list[d
                 calls.append({"id": text(block, "id", f"{here}.id"), "type": "function", "function": function})
     res = {
         "role": "assistant",
-        "content": "\n".join(texts),
+        "content": conversation.joined(texts),
         "tool_calls": calls,
         "reasoning_content": "\n".join(thoughts),
     }

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,7 +167,12 @@ def content(value: Any, at: str) -> str:
     texts = [part[part["type"]] for part in value if _is_text(part)]
     if len(texts) < len(value):
         raise invalid(f'{at} has a part that is not {{"type": "text", "text": "..."}}: only text can be read', at)
-    return "\n".join(texts)
+    return joined(texts)
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Return the texts of several parts as one. An empty one adds nothing."""
+    return "\n".join(filter(None, texts))
 
 
 def _seen(value: Any, at: str, unknown: Unknown) -> Any:

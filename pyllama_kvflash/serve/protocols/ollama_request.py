@@ -183,8 +183,10 @@ def _messages(found: list[Any]) -> list[dict[str, Any]]:
         if message.get("role") == "tool":
             _name_call(message, at, calls)
             if pictures := array(message, "images", f"{at}.images"):
-                texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
-                message["content"] = [*texts, *({"type": "image"} for _ in pictures)]
+                message["content"] = [
+                    {"type": "text", "text": message["content"]},
+                    *({"type": "image"} for _ in pictures),
+                ]
             message.pop("images", None)
         res.append(message)
     return res

@@ -267,7 +267,7 @@ def _texts(value: Any, at: str, unknown: Unknown | None = None) -> str:
             raise invalid(msg, here, "unsupported_parameter")
         else:
             texts.append(note)
-    return "\n".join(texts)
+    return conversation.joined(texts)
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
