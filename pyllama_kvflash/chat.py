@@ -134,27 +134,13 @@ class ChatTemplate:
             return self._plainly(messages, answer, continued, asked, None)
         try:
             res = self._calls.applied(request)
-            return replace(res, prompt=self._up_to_end(request) or res.prompt) if continued else res
+            return replace(res, prompt=_up_to_end(self._calls, request) or res.prompt) if continued else res
         except UnsupportedError as err:  # nor may it take so much in the sandbox
             raise _failure(err) from None
         except SchemaError:
             raise
         except UsageError as err:
             return self._plainly(messages, answer, continued, asked, err)
-
-    def _up_to_end(self, request: Mapping[str, Any]) -> str:
-        """Return a conversation as the template itself writes it, up to the end of the last message's text. llama.cpp puts that text
-        after the header of an answer as it is, with thoughts in a form of its own.
-
-        "": the last message has no text, or the template does not show it.
-        """
-        ended = {
-            "messages": _marked(request["messages"]),
-            "add_generation_prompt": False,
-            "continue_final_message": False,
-        }
-        calls = self._calls if request["messages"][-1].get("content") else None
-        return calls.applied({**request, **ended}).prompt.rpartition(_MARK)[0] if calls else ""
 
     def _with_text_tools(
         self, messages: Sequence[Message], answer: bool, continued: bool, asked: Mapping[str, Any]  # noqa: FBT001
@@ -276,6 +262,19 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     """Return messages of which the last one's text has a mark at its end."""
     *before, last = messages
     return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
+
+
+def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
+    """Return a conversation as the template itself writes it, up to the end of the last message's text. llama.cpp puts that text
+    after the header of an answer as it is, with thoughts in a form of its own.
+
+    "": the last message has no text, or the template does not show it.
+    """
+    if not request["messages"][-1].get("content"):
+        return ""
+    ended = {"add_generation_prompt": False, "continue_final_message": False}
+    marked = {**request, **ended, "messages": _marked(request["messages"])}
+    return calls.applied(marked).prompt.rpartition(_MARK)[0]
 
 
 def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequence[Message], bool]:  # noqa: FBT001

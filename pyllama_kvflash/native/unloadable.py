@@ -5,21 +5,14 @@ from pathlib import Path
 
 from pyllama_kvflash.gguf_header import MAGIC, SPLIT, Header, parts
 
+_PROJECTOR = "a projector (mmproj) for pictures or sound, which are not supported: give the model that it is for"
+_ADAPTER = "an adapter (LoRA): merge it into its model with llama.cpp's llama-export-lora, and give the result"
 _OTHERS = {
-    (
-        b"general.type",
-        b"adapter",
-    ): "an adapter (LoRA): merge it into its model with llama.cpp's llama-export-lora, and give the result",
-    (b"general.architecture", b"controlvector"): "a control vector, which is not supported: give the model alone",
-    (
-        b"general.architecture",
-        b"clip",
-    ): "a projector (mmproj) for pictures or sound, which are not supported: give the model that it is for",
-    (
-        b"general.type",
-        b"mmproj",
-    ): "a projector (mmproj) for pictures or sound, which are not supported: give the model that it is for",
+    (b"general.type", b"adapter"): _ADAPTER,
+    (b"general.type", b"mmproj"): _PROJECTOR,
     (b"general.type", b"imatrix"): "an importance matrix, for quantising a model: give the model itself",
+    (b"general.architecture", b"clip"): _PROJECTOR,
+    (b"general.architecture", b"controlvector"): "a control vector, which is not supported: give the model alone",
 }
 """What a file is that is not a model, by a key and its value."""
 
