@@ -17,12 +17,7 @@ def rewritten(
     """Write it, with other values of some keys, a chat template, and further tokens by their keys."""
     reader = gguf.GGUFReader(BUNDLED_MODEL)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith("GGUF."):
-            continue
-        kind = field.types[0]
-        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, replaced.get(field.name, field.contents()), kind, sub)
+    copy_metadata(reader, writer, replaced)
     if template:
         writer.add_chat_template(template)
     for key, token in tokens.items():
@@ -34,6 +29,14 @@ def rewritten(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, replaced: Mapping[str, Any] = NONE) -> None:
+    """All keys of a file, but its architecture, which the writer has. replaced: values in place of the file's."""
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, replaced.get(field.name, field.contents()), field.types[0], sub)
 
 
 def with_template(path: Path, template: str) -> Path:

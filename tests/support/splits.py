@@ -1,9 +1,10 @@
 """Models split into several files, as llama.cpp's gguf-split does it."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
+
+from support.rewritten import copy_metadata
 
 
 def split(source: Path, prefix: Path, n: int, *, empty_first: bool = False) -> list[Path]:
@@ -16,7 +17,7 @@ def split(source: Path, prefix: Path, n: int, *, empty_first: bool = False) -> l
         res.append(prefix.with_name(f"{prefix.name}-{i + 1:05}-of-{n:05}.gguf"))
         writer = gguf.GGUFWriter(res[-1], reader.fields["general.architecture"].contents())
         if i == 0:
-            _copy(reader, writer)
+            copy_metadata(reader, writer)
         writer.add_uint16("split.no", i)
         writer.add_uint16("split.count", n)
         writer.add_int32("split.tensors.count", len(tensors))
@@ -28,13 +29,6 @@ def split(source: Path, prefix: Path, n: int, *, empty_first: bool = False) -> l
         writer.write_tensors_to_file()
         writer.close()
     return res
-
-
-def _copy(reader: gguf.GGUFReader, writer: Any) -> None:
-    for field in reader.fields.values():
-        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
-            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], sub)
 
 
 def change(path: Path, name: str, at: int = 0) -> None:
