@@ -1,11 +1,12 @@
 """RULER's tasks: their texts, and the tables of results."""
 
+import csv
 import json
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -22,7 +23,7 @@ from support import benches
 from pyllama_kvflash.bench import hidden, ruler_tables
 from pyllama_kvflash.bench.figures import ruler_figure
 from pyllama_kvflash.bench.grid import Results, Variant
-from pyllama_kvflash.bench.long_texts import LONG, share_in_order, share_of_fields, share_of_runs
+from pyllama_kvflash.bench.long_texts import LONG, share_in_order, share_of_fields, share_of_records, share_of_runs
 from pyllama_kvflash.bench.questions import Questions, share_found
 from pyllama_kvflash.bench.ruler import Cell, Ruler, parse_tasks
 from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE, TASKS, make_text
@@ -358,6 +359,71 @@ def test_records_score_right_values_by_number(said: str, points: float) -> None:
     assert share_of_fields(said, expected) == points
 
 
+def records(contents: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    """A record for each letter, its city. The kilograms go with it."""
+    return tuple(
+        json.dumps({"record": n, "city": city, "kilograms": ord(city)})
+        for n, city in zip(numbers, contents, strict=True)
+    )
+
+
+EIGHT = records("ABCDEFGH", range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("said", "numbers", "by_number", "in_order"),
+    [
+        ("ABCDEFGH", range(1, 9), 1, 1),
+        ("ABCDEFGH", range(2, 10), 0, 1),
+        ("ABDEFGHZ", range(1, 9), 2 / 8, 7 / 8),
+        ("ABCCDEFGH", range(1, 10), 3 / 8, 1),
+        ("AAAAAAAA", range(1, 9), 1 / 8, 1 / 8),
+        ("HGFEDCBA", range(8, 0, -1), 1, 1 / 8),
+        ("EFGHABCD", range(1, 9), 0, 4 / 8),
+        ("STUVWXYZ", range(1, 9), 0, 0),
+        ("", (), 0, 0),
+    ],
+    ids=["right", "counted-from-2", "left-out", "twice", "repeated", "backwards", "halves", "made-up", "nothing"],
+)
+def test_records_in_order_are_found_whatever_their_numbers(
+    said: str, numbers: Sequence[int], by_number: float, in_order: float
+) -> None:
+    answer = f"[{', '.join(records(said, numbers))}]"
+    assert share_of_fields(answer, EIGHT) == by_number
+    assert share_of_records(answer, EIGHT) == in_order
+
+
+@pytest.mark.parametrize(
+    ("said", "points"),
+    [
+        ('[{"record": 1, "city": "A", "kilograms": 65}, {"record": 2, "city": "B", "kilogr', 1 / 8),
+        ('[{"record": 1, "city": "A", "kilograms": 65}, {"record": 2, "city": "B", "kilograms": 66', 1 / 8),
+        ('{"city": "A", "kilograms": 65} {oh} {"city": "B" "kilograms": 66} {"kilograms": 67, "city": "C"}', 2 / 8),
+        ('{"city": "A", "kilograms": 66} {"city": "B"} {"kilograms": 67} {}', 0),
+        ('{"city": "a", "kilograms": 65} {"city": "B", "kilograms": "66"} {"city": [3], "kilograms": 67}', 0),
+        ("A 65 B 66", 0),
+    ],
+    ids=["cut-off", "cut-off-at-its-end", "no-json", "parts", "other-values", "prose"],
+)
+def test_records_count_whole(said: str, points: float) -> None:
+    assert share_of_records(said, EIGHT) == points
+
+
+def test_records_that_are_expected_twice_count_twice() -> None:
+    expected = records("ABAC", range(1, 5))
+    for said, points in (("ABC", 0.75), ("AAC", 0.75), ("ABAC", 1)):
+        assert share_of_records(" ".join(records(said, range(len(said)))), expected) == points
+
+
+def test_made_up_records_have_no_points_in_order() -> None:
+    """Some of their cities are those of the text: that is chance."""
+    answers = [" ".join(made("json", seed=seed)[0].expected) for seed in range(2, 12)]
+    expected = made("json", seed=1)[0].expected
+    cities = {json.loads(e)["city"] for e in expected}
+    assert all(cities & set(re.findall(r"[A-Z][a-z]+", said)) for said in answers)
+    assert [share_of_records(said, expected) for said in answers] == [0] * 10
+
+
 #
 # results and tables
 #
@@ -480,6 +546,40 @@ def test_long_answers_have_a_table_and_a_mean_of_their_own(tmp_path: Path) -> No
     alone = replace(ruler, tasks=("list", "copy"))
     assert [r.group for r in ruler_tables.summarise(alone, results)] == ["long", "long"]
     assert ruler_tables.as_markdown(alone, rows[2:]).startswith("Context 2K, long answers\n\n| variant")
+
+
+def test_both_scores_of_json_are_shown(tmp_path: Path) -> None:
+    """The second one is made of the answers: results that were measured before it was there have it, too."""
+    said = {"full": EIGHT, "lru": records("ABDEFGHZ", range(1, 9))}
+    ruler = plan(contexts=(2048,), variants=tuple(Variant.parse(v) for v in said), tasks=("json", "list"))
+    results = Results(tmp_path)
+    for cell in ruler.cells():
+        answer = " ".join(said[cell.variant.label])
+        of_json = result(share_of_fields(answer, EIGHT), answers=[answer], expected=[EIGHT])
+        for task, seed in ruler.texts():
+            results.add(ruler.key(cell, task, seed), of_json if task == "json" else result(0.5))
+    table = ruler_tables.write(ruler, Results(tmp_path)).splitlines()
+    assert table[2] == "| variant | pool | json | json in order | list | mean | gap to full | s.e. | texts |"
+    assert table[4] == "| full | - | 100.0 | 100.0 | 50.0 | 75.0 | - | - | 4 |"
+    assert table[5].startswith("| lru | 1K | 25.0 | 87.5 | 50.0 | 37.5 | -37.5 | "), "mean and gap are of the first"
+    assert "json in order: the share of whole records in their order" in "".join(table[6:])
+    full, lru = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (full["scores"], full["in_order"]) == ({"json": 100, "list": 50}, {"json": 100})
+    assert (lru["scores"], lru["in_order"]) == ({"json": 25, "list": 50}, {"json": 87.5})
+    _, line = csv.DictReader((tmp_path / "results.csv").read_text("utf-8").splitlines())
+    assert (line["json"], line["json in order"], line["list"]) == ("25.0", "87.5", "50.0")
+    rows = ruler_tables.summarise(ruler, results)
+    assert ruler_figure(rows, ruler.tasks, "a title").startswith(b"\x89PNG")
+
+
+def test_a_task_with_one_score_has_one_column(tmp_path: Path) -> None:
+    ruler = plan(contexts=(2048,), tasks=("json", "vt"))
+    results = filled(ruler, tmp_path, lambda _cell, task, _seed: 0.5 if task == "vt" else None)
+    text = ruler_tables.write(ruler, results)
+    assert "| variant | pool | vt | mean |" in text
+    assert "| variant | pool | json | json in order | mean |" in text, "and one that is not measured yet has none"
+    assert ruler_tables.columns(("list", "json", "vt")) == ["list", "json", "json in order", "vt"]
+    assert [r.in_order for r in ruler_tables.summarise(ruler, results)] == [{}, {}, {}]
 
 
 def test_nothing_measured_is_an_empty_table(tmp_path: Path) -> None:

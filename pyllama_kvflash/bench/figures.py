@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllama_kvflash.bench.grid import short
 from pyllama_kvflash.bench.plot import figure
+from pyllama_kvflash.bench.ruler_tables import columns
 from pyllama_kvflash.bench.sweep import Row
 
 if TYPE_CHECKING:
@@ -110,14 +111,14 @@ def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -
     """
     of = dict.fromkeys((r.n_ctx, r.group) for r in sorted(rows, key=lambda r: r.n_ctx))
     panels = [[r for r in rows if (r.n_ctx, r.group) == both] for both in of]
-    columns = [[task for task in tasks if any(task in r.scores for r in mine)] for mine in panels]
-    widest = 1 + max(len(names) for names in columns)
+    shown = [[name for name in columns(tasks) if any(name in r.points for r in mine)] for mine in panels]
+    widest = 1 + max(len(names) for names in shown)
     fig = figure(4.2 + 0.62 * widest, 1.2 + sum(1.2 + 0.36 * len(mine) for mine in panels))
     axes = fig.subplots(len(panels), 1, squeeze=False, height_ratios=[2 + len(mine) for mine in panels])
     image: Any = None
-    for axis, (n_ctx, group), mine, own in zip(axes.flat, of, panels, columns, strict=True):
+    for axis, (n_ctx, group), mine, own in zip(axes.flat, of, panels, shown, strict=True):
         names = [*own, "mean"]
-        grid = [[r.scores.get(task, float("nan")) for task in own] + [r.mean] for r in mine]
+        grid = [[r.points.get(name, float("nan")) for name in own] + [r.mean] for r in mine]
         image = axis.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0, vmax=100, interpolation="nearest", alpha=0.75)
         for y, (row, values) in enumerate(zip(mine, grid, strict=True)):
             for x, value in enumerate(values):

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 from pyllama_kvflash.bench.control import CONTROL_NOTE
 from pyllama_kvflash.bench.grid import Result, Results, comma_separated, command, markdown, short
+from pyllama_kvflash.bench.long_texts import IN_ORDER
 from pyllama_kvflash.bench.ruler import Cell, Ruler
 from pyllama_kvflash.bench.ruler_texts import GROUPS
 
@@ -19,7 +20,8 @@ class Row:
     """A variant at one context and pool, over all measured texts of a group of tasks. Scores are points, 100 at most.
 
     group: "ruler" or "long", see GROUPS.
-    mean: mean of the tasks.
+    in_order: second scores, of the tasks that have one (IN_ORDER).
+    mean: mean of the tasks, without second scores.
     gap: points less the full cache's at this context, over the texts that both have, mean of the tasks; None: this is
         the full cache, or it was not measured.
     gap_se: standard error of the gap; None with fewer than two texts.
@@ -31,6 +33,7 @@ class Row:
     pool: int | None
     texts: int
     scores: dict[str, float]
+    in_order: dict[str, float]
     mean: float
     gap: float | None
     gap_se: float | None
@@ -42,6 +45,21 @@ class Row:
     def label(self) -> str:
         """Name of its line in a plot."""
         return f"{self.variant}, {short(self.pool)}" if self.pool else self.variant
+
+    @property
+    def points(self) -> dict[str, float]:
+        """Both scores by column, see columns()."""
+        return self.scores | {_second(task): points for task, points in self.in_order.items()}
+
+
+def columns(tasks: Sequence[str]) -> list[str]:
+    """Return the names of the columns of tasks: behind a task that has two scores, that of the second one."""
+    return [name for task in tasks for name in (task, *([_second(task)] if task in IN_ORDER else ()))]
+
+
+def _second(task: str) -> str:
+    """Return the name of the column of a task's second score."""
+    return f"{task} in order"
 
 
 def summarise(ruler: Ruler, results: Results) -> list[Row]:
@@ -81,6 +99,9 @@ def _row(group: str, ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row
         pool=cell.pool,
         texts=len(found),
         scores=scores,
+        in_order=by_task(
+            ruler.tasks, {text: 100 * _in_order(text[0], r) for text, r in found.items() if text[0] in IN_ORDER}
+        ),
         mean=fmean(scores.values()),
         gap=gap,
         gap_se=gap_se,
@@ -88,6 +109,12 @@ def _row(group: str, ruler: Ruler, cell: Cell, found: Found, full: Found) -> Row
         decode_rate=sum(r["n_decoded"] for r in found.values()) / decode_s if decode_s else 0.0,
         machine=next(iter(found.values()))["machine"],
     )
+
+
+def _in_order(task: str, result: Result) -> float:
+    """Return the second score of a text, 0 to 1. It is made of the answers, which results from before it have, too."""
+    said = zip(result["answers"], result["expected"], strict=True)
+    return fmean(IN_ORDER[task](answer, expected) for answer, expected in said)
 
 
 def by_task(tasks: Sequence[str], values: dict[tuple[str, int], float]) -> dict[str, float]:
@@ -117,12 +144,13 @@ def _heading(n_ctx: int, group: str) -> str:
 
 
 def _table(ruler: Ruler, rows: Sequence[Row]) -> str:
-    head = ["variant", "pool", *ruler.tasks, "mean", "gap to full", "s.e.", "texts"]
+    names = columns(ruler.tasks)
+    head = ["variant", "pool", *names, "mean", "gap to full", "s.e.", "texts"]
     lines = [
         [
             r.variant,
             short(r.pool) if r.pool else "-",
-            *(f"{r.scores[task]:.1f}" if task in r.scores else "-" for task in ruler.tasks),
+            *(f"{r.points[name]:.1f}" if name in r.points else "-" for name in names),
             f"{r.mean:.1f}",
             "-" if r.gap is None else f"{r.gap:+.1f}",
             "-" if r.gap_se is None else f"{r.gap_se:.1f}",
@@ -140,6 +168,8 @@ def _notes(ruler: Ruler, rows: Sequence[Row]) -> str:
         " of this run on the same texts, in points; s.e.: its standard error, paired over the texts. Where there are few"
         " texts, differences of some points are noise."
     )
+    if second := [_second(task) for task in ruler.tasks if task in IN_ORDER]:
+        notes += f" {', '.join(second)}: the share of whole records in their order, whatever their numbers; not in mean and gap."
     if any(v.control for v in ruler.variants):
         notes += f" {CONTROL_NOTE}"
     texts = f"{n} text{'s' if n > 1 else ''} of each task, numbers {ruler.seeds[0]} to {ruler.seeds[-1]}."
@@ -151,8 +181,9 @@ def write(ruler: Ruler, results: Results) -> str:
     rows = summarise(ruler, results)
     text = as_markdown(ruler, rows)
     results.write("results.md", text)
-    names = [f.name for f in fields(Row) if f.name != "scores"]
-    lines = [[*(getattr(r, n) for n in names), *(r.scores.get(t) for t in ruler.tasks)] for r in rows]
-    results.write("results.csv", comma_separated([*names, *ruler.tasks], lines))
+    names = [f.name for f in fields(Row) if f.name not in {"scores", "in_order"}]
+    both = columns(ruler.tasks)
+    lines = [[*(getattr(r, n) for n in names), *(r.points.get(name) for name in both)] for r in rows]
+    results.write("results.csv", comma_separated([*names, *both], lines))
     results.write_json({"kind": "ruler", "rows": [asdict(r) for r in rows]})
     return text
