@@ -397,7 +397,7 @@ def test_heat_map_of_any_rows_is_a_picture(rows: list[Row]) -> None:
 
 
 def kld_row(kind: str, share: float, value: float) -> KldRow:
-    return KldRow("v", kind, 2048, None, 1, share, value, value, 1.0, 2.0, 0.0, 0.0, "M", 256)
+    return KldRow("v", kind, 2048, None, 1, share, value, value, value, 1.0, 2.0, 0.0, 0.0, "M", 256)
 
 
 def test_kld_figure_is_a_picture() -> None:

@@ -21,6 +21,7 @@ from support.commands import SCRIPT
 
 from pyllama_kvflash.bench import kld, sweep
 from pyllama_kvflash.bench.grid import Results, digest
+from pyllama_kvflash.bench.long_texts import LONG
 from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.recall import run_cell
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
@@ -208,6 +209,9 @@ def test_kld_of_a_text(book: Path, tmp_path: Path) -> None:
     assert (pool["variant"], pool["pool"], quantised["share"]) == ("lru", 768, 34 / 64)
     assert 0 < quantised["kld"] < 0.01
     assert pool["kld"] > 0
+    assert pool["kld"] < pool["kld_99"] < pool["kld_999"], "of 16 tokens, both are next to the largest"
+    assert " | mean KLD | 99 % KLD | 99.9 % KLD | same top | " in lines[0]
+    assert lines[2].split(" | ")[6:8] == [f"{pool[name]:.2e}" for name in ("kld_99", "kld_999")]
     assert 0.8 <= quantised["same_top"] <= 1, "three of the 16 are near ties"
     png((folder / "results.png").read_bytes())
 
@@ -229,32 +233,32 @@ def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(BENCHES)
-def test_kld_of_a_task_is_of_its_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("task", LONG)
+def test_kld_of_a_task_is_of_its_right_answers(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     read, given = [], []
     prefill, forced = KVFlash.prefill, kld._forced
     monkeypatch.setattr(KVFlash, "prefill", lambda kv, ids: read.append(ids) or prefill(kv, ids))
     monkeypatch.setattr(kld, "_forced", lambda kv, ids: given.append((kv.n_tokens, ids)) or forced(kv, ids))
-    args = ("kld", "--contexts", "1K", "--variants", "full/type_k=q8_0", "-t", "1", "-o", str(tmp_path))
-    res = good(*args, "--task", "turns", "-s", "3")
+    n_ctx = 3072 if task == "json" else 1024
+    args = ("kld", "--contexts", str(n_ctx), "--variants", "full/type_k=q8_0", "-t", "1", "-o", str(tmp_path))
+    res = good(*args, "--task", task, "-s", "3")
     with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
         prompts = Prompts(model)
-        questions = make_text("turns", 1024, prompts.count, SAMPLE.read_text("utf-8"), 3)
+        questions = make_text(task, n_ctx, prompts.count, SAMPLE.read_text("utf-8"), 3)
         prompt, scored = prompts.answered(questions)
+        said = b"".join(model.piece(int(token)) for token in scored).decode()
+    assert said.endswith(questions[-1].right[-40:])
     assert [ids.tolist() for ids in read] == [prompt.tolist()] * 2
     assert [(n, ids.tolist()) for n, ids in given] == [(len(prompt), scored.tolist())] * 2, "questions, too"
     row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
     assert row["n_score"] == len(scored)
-    assert f"The {len(scored)} tokens after the prompt of turns, text 3 (right answers" in res.stdout
+    assert 0 < row["kld"] < row["kld_99"] < row["kld_999"] < 1
+    assert f"The {len(scored)} tokens after the prompt of {task}, text 3 (right answers" in res.stdout
     (line,) = stored(tmp_path)
     key = json.loads(line)["key"]
-    assert (key["task"], key["seed"], key["score"], key["text"]) == (
-        "turns",
-        3,
-        None,
-        digest(SAMPLE.read_text("utf-8")),
-    )
-    assert "1 run was measured before" in good(*args, "--task", "turns", "-s", "3").stderr
+    assert (key["task"], key["seed"], key["score"], key["text"]) == (task, 3, None, digest(SAMPLE.read_text("utf-8")))
+    assert "1 run was measured before" in good(*args, "--task", task, "-s", "3").stderr
     assert len(given) == 2
 
 

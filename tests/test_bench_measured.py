@@ -1,5 +1,6 @@
 """What a bench measures with the bundled model: the distance of distributions, and recall."""
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from support.oracles import ON_CPU
 from pyllama_kvflash import native
 from pyllama_kvflash.bench import kld, recall
 from pyllama_kvflash.bench.demo import QUESTION_ROOM
+from pyllama_kvflash.bench.figures import kld_figure
 from pyllama_kvflash.bench.grid import Results, Variant
 from pyllama_kvflash.bench.kld import KldSweep, LongTask
 from pyllama_kvflash.bench.recall import BLAMES, open_variant, run_cell
@@ -46,10 +48,10 @@ def test_compare_is_the_textbook_formula() -> None:
     truth = rng.integers(0, 30, 50).astype(np.int32)
     p, q = (np.exp(x.astype(float)) / np.exp(x.astype(float)).sum(1)[:, None] for x in (base, other))
     each = sorted(sum(p[i, v] * np.log(p[i, v] / q[i, v]) for v in range(30)) for i in range(50))
-    at = 0.99 * 49
     found = kld.compare(base, other, truth)
     assert found["kld"] == pytest.approx(sum(each) / 50, rel=1e-9)
-    assert found["kld_99"] == pytest.approx(each[int(at)] + (at - int(at)) * (each[-1] - each[int(at)]), rel=1e-9)
+    for name, at in (("kld_99", 0.99 * 49), ("kld_999", 0.999 * 49)):
+        assert found[name] == pytest.approx(each[48] + (at - 48) * (each[49] - each[48]), rel=1e-9)
     assert found["same_top"] == sum(max(range(30), key=base[i].item) == other[i].argmax() for i in range(50)) / 50 < 1
     assert found["ppl"] == pytest.approx(np.prod([q[i, truth[i]] for i in range(50)]) ** (-1 / 50), rel=1e-9)
     assert found["kld"] != pytest.approx(kld.compare(other, base, truth)["kld"], rel=1e-3), "it has a direction"
@@ -58,9 +60,20 @@ def test_compare_is_the_textbook_formula() -> None:
 def test_compare_with_itself_is_zero() -> None:
     x = np.random.default_rng(2).normal(0, 5, (9, 40)).astype(np.float32)
     found = kld.compare(x, x, x.argmax(axis=1).astype(np.int32))
-    assert (found["kld"], found["kld_99"], found["same_top"]) == (0, 0, 1)
+    assert (found["kld"], found["kld_99"], found["kld_999"], found["same_top"]) == (0, 0, 0, 1)
     shifted = kld.compare(x, x + np.float32(1024), np.zeros(9, np.int32))
     assert 0 <= shifted["kld"] < 1e-6, "large logits do not overflow, and only differences count"
+
+
+def test_percentiles_are_of_the_rarest_tokens() -> None:
+    """One token of 2,000 that is far off shows in the mean alone, ten of them (0.5 %) in the last percentile, too."""
+    base, truth = np.zeros((2000, 8), np.float32), np.zeros(2000, np.int32)
+    for n_off, shown in ((1, []), (10, ["kld_999"]), (100, ["kld_99", "kld_999"])):
+        logits = base.copy()
+        logits[:n_off, 0] = 20
+        found = kld.compare(base, logits, truth)
+        assert found["kld"] > 0
+        assert [name for name in ("kld_99", "kld_999") if found[name] > 1] == shown
 
 
 def test_compare_of_even_odds() -> None:
@@ -82,7 +95,9 @@ def closeness(book: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kld
 def test_the_full_cache_is_itself(closeness: tuple[KldSweep, Results]) -> None:
     quantised, full = sorted(kld.rows(*closeness), key=lambda r: r.share)
     assert (full.variant, full.pool, full.kld, full.kld_99, full.same_top, full.share) == ("full", None, 0, 0, 1, 1)
-    assert 0 < quantised.kld <= quantised.kld_99
+    assert quantised.kld_999 is not None
+    assert 0 < quantised.kld <= quantised.kld_99 <= quantised.kld_999
+    assert full.kld_999 == 0
     assert quantised.share == 18 / 64, "bytes of 32 values in q4_0, over those in f16"
     assert quantised.ppl != full.ppl
 
@@ -110,6 +125,30 @@ def test_what_was_measured_is_not_measured_again(
     assert list(kld.measure(grid, Results(results.folder), lambda _: ignore)) == []
     with pytest.raises(TypeError):  # and here it would be
         list(kld.measure(replace(grid, n_score=23), Results(results.folder), lambda _: ignore))
+
+
+def test_a_result_from_before_the_last_percentile_stays(
+    closeness: tuple[KldSweep, Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring it anew may take hours: the table says that it is not there."""
+    grid, results = closeness
+    quantised, full = sorted(grid.cells(), key=lambda cell: cell.variant.label, reverse=True)
+    old = Results(tmp_path)
+    for cell in (quantised, full):
+        before = dict(results.get(grid.key(cell)) or {})
+        assert before.pop("kld_999") is not None
+        old.add(grid.key(cell), before if cell == quantised else {**before, "kld_999": 0.25})
+    monkeypatch.setattr(kld, "open_variant", None)
+    assert list(kld.measure(grid, old, lambda _: ignore)) == []
+    text = kld.write(grid, old)
+    assert [line.split(" | ")[7] for line in text.splitlines()[2:4]] == ["2.50e-01", "-"]
+    assert "99.9 % KLD of -: measured by a version without it." in text
+    assert "99.9 % KLD of -" not in kld.as_markdown(grid, kld.rows(*closeness))
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [r["kld_999"] for r in rows] == [0.25, None]
+    table = list(csv.DictReader((tmp_path / "results.csv").read_text("utf-8").splitlines()))
+    assert [r["kld_999"] for r in table] == ["0.25", ""]
+    assert kld_figure((kld.rows(grid, old), "a title")).startswith(b"\x89PNG")
 
 
 def test_kld_cells() -> None:

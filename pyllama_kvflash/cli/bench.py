@@ -64,11 +64,14 @@ The end of the text is given token by token, as in decoding. Pools are compared 
 q4_0, which take 53 % and 28 % of the memory. Without -f, the text has codes, and ends in questions and answers.
 
 With --task, the text is one of `kvflash bench ruler` (its tasks of long answers, see there), hidden in the prose of -f, and
-its right answer is given token by token: for turns, with the questions between the answers.
+its right answer is given token by token: for turns, with the questions between the answers. No grammar is applied to json.
+
+Columns: memory, mean of the divergence (KLD), below what it stays for 99 and 99.9 % of the tokens (of fewer than 1,000, the
+latter is nearly the largest), tokens with the same most likely next one, and perplexity.
 
 \b
   kvflash bench kld model.gguf -f book.txt --contexts 16K
-  kvflash bench kld model.gguf --task list --contexts 16K
+  kvflash bench kld model.gguf --task json --contexts 16K
 """
 
 
