@@ -66,8 +66,8 @@ q4_0, which take 53 % and 28 % of the memory. Without -f, the text has codes, an
 With --task, the text is one of `kvflash bench ruler` (its tasks of long answers, see there), hidden in the prose of -f, and
 its right answer is given token by token: for turns, with the questions between the answers. No grammar is applied to json.
 
-Columns: memory, mean of the divergence (KLD), below what it stays for 99 and 99.9 % of the tokens (of fewer than 1,000, the
-latter is nearly the largest), tokens with the same most likely next one, and perplexity.
+Columns: device memory, the mean divergence (KLD), what 99 and 99.9 % of the tokens stay below (of fewer than 1,000 tokens the
+latter is nearly the largest), the share with the same most likely next token, and perplexity.
 
 \b
   kvflash bench kld model.gguf -f book.txt --contexts 16K
@@ -216,7 +216,9 @@ def facts(n_facts: int, decoys: int, session: int, **options: Any) -> None:
 
 @bench.command(cls=Command, help=KLD_HELP, short_help="Distance from the full cache's distributions.")
 @COMMON
-@click.option("-f", "--file", "text_file", metavar="FILE", type=Reads(), help="The text to read.")
+@click.option(
+    "-f", "--file", "text_file", metavar="FILE", type=Reads(), help="The text to read; with --task, its prose."
+)
 @click.option(
     "--contexts", type=Numbers(), default="16K", show_default=True, help="Context sizes: tokens of the text to use."
 )
