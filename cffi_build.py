@@ -178,7 +178,7 @@ enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 struct kvf_pool_params {
     uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
     uint32_t index_four; uint32_t index_two; uint32_t index_one; uint32_t n_exchange; uint32_t n_turn;
-    uint32_t ahead;
+    uint32_t ahead; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
 };
 struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };

@@ -98,7 +98,7 @@ class Context:
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # of a stock cache: of all sequences, rounded up to 256
         self.n_rollback = int(lib.llama_n_rs_seq(self.handle))  # 0 where llama.cpp cannot take a recurrent state back
         self.pooled = pool is not None
-        self.index = (pool.index_four, pool.index_two, pool.index_one) if pool and pool.index_four else None
+        self.pool = pool  # its parameters; None: a stock or a paned context
         tap = pool or panes
         self.q_tap, self._q_every = (tap.q_tap, tap.q_every) if tap else (0, 1)
         self._tapped: list[Layer] | None = None  # a cache: they never change

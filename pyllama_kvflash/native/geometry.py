@@ -17,6 +17,9 @@ class PoolParams:
     n_exchange: guests of a layer that a ubatch exchanges at most.
     n_turn: layers choose at every n-th token, by turns.
     ahead: by predicted queries, where a GPU computes that beside the layer before; 2: also where these are known to miss much.
+    coarse_k, coarse_v: bits of the codes, 2 or 4, by which positions outside the pool are attended to; 0: they are not. Guests
+        are chosen by these, and there is no index.
+    late: guests are chosen after the attention, for the next token, rather than before it.
     """
 
     n_pool: int
@@ -30,6 +33,9 @@ class PoolParams:
     n_exchange: int = 0
     n_turn: int = 1
     ahead: int = 1
+    coarse_k: int = 0
+    coarse_v: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

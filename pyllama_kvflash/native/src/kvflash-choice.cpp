@@ -1,14 +1,13 @@
-// where layers choose on the CPU, see kvflash-fresh.h
+// where layers choose on the CPU, by an index: see kvflash-fresh.h
 
-#include "kvflash-fresh.h"
 #include "kvflash-lanes.h"
+#include "kvflash-slots.h"
 
 #include "llama-graph.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -19,8 +18,9 @@ namespace {
 
 using sequence = kvf_fresh::sequence;
 
-struct cpu_chooser : kvf_chooser {
-    explicit cpu_chooser(kvf_fresh & fresh) : fresh(fresh), own(fresh.sequences.size()), nodes(fresh.layers.size()) {
+struct cpu_chooser : kvf_host_chooser {
+    explicit cpu_chooser(kvf_fresh & fresh) :
+        kvf_host_chooser(fresh), own(fresh.sequences.size()), nodes(fresh.layers.size()) {
         for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
             nodes[i] = {this, i, 0.0f};
             n_head   = std::max(n_head, fresh.layers[i].info.n_head);
@@ -29,7 +29,6 @@ struct cpu_chooser : kvf_chooser {
             for (const auto & l : fresh.layers) {
                 o.index.emplace_back(l.info, fresh.its.form);
             }
-            o.tables.resize(fresh.layers.size());
         }
     }
 
@@ -58,36 +57,13 @@ struct cpu_chooser : kvf_chooser {
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override { own[seq].index[layer].set(n, src); }
     void cover(llama_seq_id seq) override { own[seq].shares.resize((size_t) n_head * fresh.of(seq).n_unit()); }
 
-    std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override { return own[seq].tables[layer]; }
-
-    void keep(llama_seq_id seq, uint32_t n) override {
-        for (auto & table : own[seq].tables) {
-            table.resize(std::min<size_t>(n, table.size()));
-            table.resize(fresh.n_slot(fresh.of(seq)), -1);
-        }
-    }
-
-    void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) override {
-        const auto & s     = fresh.of(seq);
-        auto &       table = own[seq].tables[layer];
-        table.assign(fresh.n_slot(s), -1);
-        for (uint32_t slot = 0; slot < table.size(); ++slot) {
-            if (fetching && units[slot] >= 0) { fetch(layer, s, slot, units[slot]); }
-            table[slot] = units[slot];
-        }
-    }
-
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
             const kvf_predicted & before) override;
 
-    uint64_t n_fetched() override { return fetched; }
-    uint64_t device_bytes() override { return 0; }
-
     // of a sequence
     struct choice {
-        std::vector<kvf_index>            index;  // of each layer
-        std::vector<std::vector<int32_t>> tables; // of each layer
-        std::vector<float>                shares; // of the ubatch: [n_head][n_unit]
+        std::vector<kvf_index> index;  // of each layer
+        std::vector<float>     shares; // of the ubatch: [n_head][n_unit]
     };
 
     struct node {
@@ -99,14 +75,11 @@ struct cpu_chooser : kvf_chooser {
     void score(const node & at, const ggml_tensor * q, int ith, int nth);
     void score(const node & at, const sequence & s, choice & o, const ggml_tensor * q, const float * keys, uint32_t first,
             uint32_t n_q);
-    void choose(uint32_t layer, const sequence & s, choice & o);
-    void fetch(uint32_t layer, const sequence & s, uint32_t slot, uint32_t unit);
+    void choose_by_shares(llama_seq_id seq, uint32_t layer);
 
-    kvf_fresh &           fresh;
-    std::vector<choice>   own;
-    std::vector<node>     nodes;
-    uint32_t              n_head  = 0; // the most of a layer
-    std::atomic<uint64_t> fetched = 0;
+    std::vector<choice> own;
+    std::vector<node>   nodes;
+    uint32_t            n_head = 0; // the most of a layer
 };
 
 } // namespace
@@ -140,9 +113,7 @@ void cpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *
                 const auto & at    = *(const node *) data;
                 const auto & fresh = at.owner->fresh;
                 for (size_t i = 0; i < fresh.sequences.size(); ++i) {
-                    if (fresh.has_turn(fresh.sequences[i], at.i)) {
-                        at.owner->choose(at.i, fresh.sequences[i], at.owner->own[i]);
-                    }
+                    if (fresh.has_turn(fresh.sequences[i], at.i)) { at.owner->choose_by_shares(i, at.i); }
                 }
             },
             1, &at);
@@ -173,15 +144,6 @@ void cpu_chooser::score(const node & at, const ggml_tensor * q, int ith, int nth
             h += n;
         }
     }
-}
-
-// 2 to the x, for x <= 0, to a part in 5,000: exponential() with a shorter polynomial, since shares are only compared
-static inline __attribute__((always_inline)) lanes_f power_of_two(lanes_f x) {
-    const lanes_f t     = x < -126.0f ? lanes_f{} - 126.0f : x;
-    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
-    const lanes_f f     = t - __builtin_convertvector(whole, lanes_f);
-    const lanes_f p     = 1 + f * (0.69161f + f * (0.23139f + f * 0.03987f));
-    return times_power(p, whole);
 }
 
 // the largest sum of the units that are not common
@@ -319,80 +281,11 @@ void cpu_chooser::score(const node & at, const sequence & s, choice & o, const g
     }
 }
 
-// fill the visible slots, and exchange some guests for units with a larger share
-void cpu_chooser::choose(uint32_t i_layer, const sequence & s, choice & o) {
-    static thread_local std::vector<float>    score;
-    static thread_local std::vector<uint8_t>  taken;
-    static thread_local std::vector<uint32_t> out, in;
-
-    const uint32_t n_unit = s.n_unit();
-    auto &         table  = o.tables[i_layer];
-
-    score.assign(n_unit, 0.0f);
-    for (uint32_t h = 0; h < fresh.layers[i_layer].info.n_head; ++h) {
-        add_scaled(o.shares.data() + (size_t) h * n_unit, n_unit, 1.0f, score.data());
+void cpu_chooser::choose_by_shares(llama_seq_id seq, uint32_t layer) {
+    const uint32_t     n_unit = fresh.of(seq).n_unit();
+    std::vector<float> score(n_unit);
+    for (uint32_t h = 0; h < fresh.layers[layer].info.n_head; ++h) {
+        add_scaled(own[seq].shares.data() + (size_t) h * n_unit, n_unit, 1.0f, score.data());
     }
-
-    taken = s.common;
-    in.clear();
-    for (uint32_t slot = 0; slot < table.size(); ++slot) {
-        auto & unit = table[slot];
-        if (slot >= s.n_fill || (unit >= 0 && s.common[unit])) { unit = -1; }
-        if (unit >= 0) {
-            taken[unit] = 1;
-            in.push_back(slot);
-        }
-    }
-    // free slots are filled, or else guests are exchanged. then only those count that are better than one: a few
-    const auto n_free = s.n_fill - in.size();
-    float      least  = n_free ? -1 : std::numeric_limits<float>::infinity();
-    for (size_t i = 0; i < in.size() && !n_free; ++i) {
-        least = std::min(least, score[table[in[i]]]);
-    }
-    out.clear();
-    for (uint32_t u = 0; u < n_unit; ++u) {
-        if (!taken[u] && score[u] > least) { out.push_back(u); }
-    }
-
-    // the best first; of equals the later one, because it is nearer
-    const auto better = [&](uint32_t a, uint32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; };
-    const auto n_best = std::min<size_t>(out.size(), n_free ? n_free : fresh.its.n_exchange);
-    std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);
-
-    size_t next = 0;
-    for (uint32_t slot = 0; slot < s.n_fill; ++slot) {
-        if (table[slot] >= 0) { continue; }
-        fetch(i_layer, s, slot, out[next]);
-        table[slot] = out[next++];
-    }
-
-    const auto n_go = std::min<size_t>(in.size(), n_best - next);
-    std::partial_sort(
-            in.begin(), in.begin() + n_go, in.end(), [&](uint32_t a, uint32_t b) { return better(table[b], table[a]); });
-    for (size_t i = 0; i < n_go && score[out[next]] > score[table[in[i]]]; ++i, ++next) {
-        fetch(i_layer, s, in[i], out[next]);
-        table[in[i]] = out[next];
-    }
-}
-
-// copy a unit's rows of a layer from its record
-void cpu_chooser::fetch(uint32_t i_layer, const sequence & s, uint32_t slot, uint32_t unit) {
-    constexpr uint32_t UNIT = kvf_fresh::UNIT;
-
-    const auto &   l    = fresh.layers[i_layer];
-    const uint32_t each = fresh.n_chunk / UNIT, part = unit % each, cell = fresh.cell_of(s, slot);
-    const char *   rec = s.records[unit / each];
-
-    const auto rows = [&](const ggml_tensor * t, size_t at) {
-        const size_t size = UNIT * ggml_row_size(t->type, t->ne[0]);
-        memcpy((char *) t->data + (size_t) cell / UNIT * size, rec + at + part * size, size);
-    };
-    rows(l.k, l.info.offs_k);
-    if (l.v && !fresh.v_trans) { rows(l.v, l.info.offs_v); }
-    for (int64_t i = 0; l.v && fresh.v_trans && i < l.v->ne[0]; ++i) {
-        const size_t el = ggml_type_size(l.v->type);
-        memcpy((char *) l.v->data + (i * fresh.n_cell + cell) * el,
-                rec + l.info.offs_v + (i * fresh.n_chunk + part * UNIT) * el, UNIT * el);
-    }
-    fetched++;
+    choose(seq, layer, score);
 }

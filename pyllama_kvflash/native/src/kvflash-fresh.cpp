@@ -16,9 +16,11 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
         const auto info = llama_kvflash::layer(kv, i);
         const auto t    = llama_kvflash::tensors(kv, i);
-        layers.push_back({info, t.k, t.v, llama_kvflash::soft_cap(kv), nullptr});
-        if ((size_t) info.il >= of_model.size()) { of_model.resize(info.il + 1, -1); }
-        of_model[info.il] = i;
+        layers.push_back({info, t.k, t.v, llama_kvflash::soft_cap(kv), llama_kvflash::n_rot_k(kv), nullptr});
+    }
+    for (int32_t il = 0; il < (int32_t) LLAMA_MAX_LAYERS; ++il) {
+        const int32_t i = llama_kvflash::read_by(kv, il);
+        if (i >= 0) { of_model.resize(il + 1, -1), of_model[il] = i; }
     }
 
     std::map<ggml_backend_dev_t, kvf_chooser *> made; // null: the CPU
@@ -28,17 +30,43 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
                 ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
         auto & chooser = made[dev];
         if (!chooser) {
-            auto found = kvf_gpu_chooser(*this, buf);
-            choosers.push_back(found || dev ? std::move(found) : kvf_cpu_chooser(*this));
+            auto found = its.coarse_k ? nullptr : kvf_gpu_chooser(*this, buf);
+            if (!dev && !found) { found = its.coarse_k ? kvf_coarse_chooser(*this) : kvf_cpu_chooser(*this); }
+            choosers.push_back(std::move(found));
             chooser = choosers.back().get();
             if (!chooser) {
-                throw kvf_failure(
-                        KVF_E_UNSUPPORTED, "layers choose on the CPU or by CUDA, and the KV cache is on another device");
+                throw kvf_failure(KVF_E_UNSUPPORTED,
+                        its.coarse_k ? "codes of all positions are kept by the CPU, and the KV cache is on another device"
+                                     : "layers choose on the CPU or by CUDA, and the KV cache is on another device");
             }
         }
         l.chooser = chooser;
     }
     waits.assign(layers.size(), its.ahead != AHEAD_ALWAYS);
+}
+
+void kvf_chooser::moments(uint32_t, const void * const *, uint32_t, float *, float *) {
+    throw kvf_failure(KVF_E_UNSUPPORTED, "codes have no principal components");
+}
+
+void kvf_chooser::fit(llama_seq_id, uint32_t, const float *, const float *, const float *) {
+    throw kvf_failure(KVF_E_UNSUPPORTED, "codes have no basis");
+}
+
+bool kvf_fresh::has_coarse() const {
+    const auto covered = [](const sequence & s) { return s.n > 0; };
+    // memory for a graph is taken before anything is decoded: it is for one with these nodes
+    return its.coarse_k && (!begun || std::any_of(sequences.begin(), sequences.end(), covered));
+}
+
+size_t kvf_fresh::size(uint32_t layer, uint32_t n) const {
+    return its.coarse_k ? kvf_coarse_size(layers[layer], its, n) : kvf_index::size(layers[layer].info, its.form, n);
+}
+
+ggml_tensor * kvf_fresh::blend(
+        ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int32_t il) {
+    const uint32_t i = of_model[il];
+    return layers[i].chooser->blend(ctx, gf, q, scale, cur, sinks, by_head, il, i);
 }
 
 bool kvf_fresh::is_guest(uint32_t block) const {
@@ -122,7 +150,11 @@ void kvf_fresh::build(
         ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il) {
     const uint32_t i       = of_model[il];
     auto &         chooser = *layers[i].chooser;
-    kvf_ahead      ahead;
+    this->q                = q;
+    this->scale            = scale;
+    if (layers[i].info.il != il) { return; } // another layer's rows are chosen by that layer
+
+    kvf_ahead ahead;
     if (is_ahead(q->ne[2])) { ahead = kvf_ahead(ctx, gf, q, il, i, chooser.beside()); }
     if (!ahead.q) {
         before = {};
@@ -159,13 +191,18 @@ bool kvf_fresh::is_ahead(uint32_t n_tokens) const {
 
 void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
     const bool ahead = is_ahead(ubatch.n_tokens);
+    begun            = true;
     for (auto & s : sequences) {
         s.tokens.clear();
+        s.pos.clear();
         s.asking.clear();
     }
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         auto & s = of(ubatch.seq_id[i][0]);
-        if (!s.blocks.empty()) { s.tokens.push_back(i); }
+        if (!s.blocks.empty() || (its.coarse_k && s.n)) {
+            s.tokens.push_back(i);
+            s.pos.push_back(ubatch.pos[i]);
+        }
     }
     for (size_t seq = 0; seq < sequences.size(); ++seq) {
         auto &     s      = sequences[seq];
@@ -204,6 +241,9 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         s.pos_ahead    = pos - 1;
         s.n_visible    = s.all || s.n_since + 1 >= its.n_turn ? s.n_fill : std::min(s.n_fill, seen);
         s.n_step++;
+        for (const auto & chooser : choosers) {
+            chooser->begin(seq);
+        }
     }
     set_waits(ahead);
 }
@@ -331,8 +371,8 @@ int kvf_index_info(llama_context * ctx, llama_seq_id seq, struct kvf_index_info 
         const auto & s     = fresh.of(seq);
         kvf_check(info, "room for the result is needed");
         *info = {};
-        for (const auto & l : fresh.layers) {
-            info->bytes += kvf_index::size(l.info, fresh.its.form, s.n);
+        for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
+            info->bytes += fresh.size(i, s.n);
         }
         info->n       = s.n;
         info->n_block = s.blocks.size();
@@ -348,7 +388,8 @@ int kvf_index_size(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32
     return kvf_guard([&] {
         const auto & fresh = fresh_of(ctx, seq);
         kvf_check(size, "room for the result is needed");
-        *size = kvf_index::size(layer_of(fresh, layer).info, fresh.its.form, n);
+        layer_of(fresh, layer);
+        *size = fresh.size(layer, n);
     });
 }
 
@@ -357,7 +398,7 @@ int kvf_index_get(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         auto &       fresh = idle_fresh_of(ctx, seq);
         const auto & l     = layer_of(fresh, layer);
         kvf_check(n <= fresh.of(seq).n, "there are fewer positions in the index");
-        kvf_check(dst && size == kvf_index::size(l.info, fresh.its.form, n), "room for the index of a layer is needed");
+        kvf_check(dst && size == fresh.size(layer, n), "room for the index of a layer is needed");
         l.chooser->get(seq, layer, n, (char *) dst);
         fresh.interrupt(seq); // it goes on as a sequence does that is made of this
     });
@@ -367,7 +408,7 @@ int kvf_index_set(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
     return kvf_guard([&] {
         auto &       fresh = idle_fresh_of(ctx, seq);
         const auto & l     = layer_of(fresh, layer);
-        kvf_check(src && size == kvf_index::size(l.info, fresh.its.form, n), "this is not the index of such a layer");
+        kvf_check(src && size == fresh.size(layer, n), "this is not the index of such a layer");
         l.chooser->set(seq, layer, n, (const char *) src);
         fresh.interrupt(seq);
     });

@@ -100,9 +100,8 @@ struct kvf_chooser {
     virtual ~kvf_chooser() = default;
 
     // the index, see the functions of the same names in kvflash.h. threads may do different layers
-    virtual void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) = 0;
-
-    virtual void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) = 0;
+    virtual void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov);
+    virtual void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step);
     // of those of n_layer layers that are this one's
     virtual void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
             uint32_t n)                                                              = 0;
@@ -123,6 +122,14 @@ struct kvf_chooser {
     // the nodes of a layer. q: [d, n_head, n_tokens]. before: those of the layer before, by which predictions get better
     virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
             uint32_t layer, const kvf_predicted & before) = 0;
+    // after the attention of a layer, whose result is cur ([d, n_head, n_tokens], or by_head [d, n_tokens, n_head]): what it
+    // is with the positions that are outside the pool. sinks: null: there are none
+    virtual ggml_tensor * blend(ggml_context *, ggml_cgraph *, ggml_tensor * /* q */, float /* scale */, ggml_tensor * cur,
+            ggml_tensor * /* sinks */, bool /* by_head */, int32_t /* il */, uint32_t /* layer */) {
+        return cur;
+    }
+    // a ubatch with tokens of a sequence begins
+    virtual void begin(llama_seq_id) {}
     // nodes of this layer between the two run beside those that come then, up to `join`: what they read lasts until then
     virtual void fork(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
     virtual void back(ggml_context *, ggml_cgraph *, uint32_t /* layer */) {}
@@ -140,6 +147,8 @@ struct kvf_chooser {
 // the kernels of a GPU, nullptr: its backend has none
 std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
 std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh);
+// with codes of all positions, on the CPU
+std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh);
 
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
 // in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
@@ -166,6 +175,8 @@ struct kvf_fresh {
         uint32_t        ahead;  // kvf_pool_setup
         uint32_t        n_ctx;  // of a sequence
         uint32_t        n_seq;
+        uint32_t        coarse_k, coarse_v; // bits of codes, 0: there are none
+        bool            late;               // layers choose after their attention, for the next token
     };
 
     struct layer {
@@ -173,6 +184,7 @@ struct kvf_fresh {
         ggml_tensor * k;
         ggml_tensor * v; // null: none is stored
         float         cap;
+        uint32_t      n_rot; // keys are rotated in blocks of so many values; 0: they are not
         kvf_chooser * chooser;
     };
 
@@ -181,14 +193,22 @@ struct kvf_fresh {
     kvf_fresh(const kvf_fresh &)             = delete;
     kvf_fresh & operator=(const kvf_fresh &) = delete;
 
-    // whether a layer of the model has guests
-    bool has(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
+    // whether a layer of the model reads a layer here, its own or another's
+    bool reads(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
     // Layers that choose by their own queries, and make the model wait, though these are predicted: all of them for the
     // first tokens of an answer, and then those whose predictions missed much. Of the next graph
     std::vector<bool> waits;
 
-    // the nodes of a layer of the model
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il);
+    // whether positions outside the pool are attended to by their codes
+    bool has_coarse() const;
+    // bytes of the index, or the codes, of the first n positions in a layer
+    size_t size(uint32_t layer, uint32_t n) const;
+
+    // the nodes of a layer of the model, before and after its attention
+    ggml_tensor * blend(
+            ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int32_t il);
+    uint32_t n_layer_model() const { return of_model.size(); }
+    void     build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il);
     // a ubatch begins, whose cells are taken
     void begin(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
@@ -204,6 +224,7 @@ struct kvf_fresh {
 
         // of the ubatch
         std::vector<uint32_t>                       tokens;         // its rows
+        std::vector<llama_pos>                      pos;            // and their positions
         std::vector<std::pair<uint32_t, llama_pos>> asking;         // those whose queries choose, and their positions
         std::vector<std::pair<llama_pos, int32_t>>  cells;          // positions that all layers hold, and where
         std::vector<uint8_t>                        common;         // of each unit: whether they are among these
@@ -259,9 +280,17 @@ private:
     // which layers wait, once a ubatch is known
     void set_waits(bool ahead);
 
-    std::vector<int32_t> of_model; // layer of the cache, by layer of the model
+    std::vector<int32_t> of_model; // the layer that it reads, by layer of the model; -1: none of these
+
+    bool begun = false; // a ubatch has
+
+    ggml_tensor * q     = nullptr; // of the attention that is being built
+    float         scale = 0;
 
     // of the graph that is being built: the queries of its last layer so far
     kvf_predicted before;
     uint32_t      layer_before = 0;
 };
+
+// bytes of the codes of the first n positions in a layer
+size_t kvf_coarse_size(const kvf_fresh::layer & layer, const kvf_fresh::params & p, uint32_t n);

@@ -17,7 +17,7 @@
 // q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
 void llm_graph_context::build_taps(
         ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
-    if (cparams.fresh && cparams.fresh->has(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
+    if (cparams.fresh && cparams.fresh->reads(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
     // many are as costly as a part of the attention itself, and not needed in the middle of a prompt. one is taken there:
@@ -66,6 +66,12 @@ void llm_graph_context::build_taps(
     ggml_build_forward_expand(gf, p);
 }
 
+// cur: the result of the attention, before it is in rows of all heads
+ggml_tensor * llm_graph_context::build_coarse(ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int il) const {
+    auto * fresh = cparams.fresh;
+    return fresh && fresh->reads(il) ? fresh->blend(ctx0, gf, cur, sinks, by_head, il) : cur;
+}
+
 static constexpr int DEEP = 12; // nodes from an attention's result to its products with keys
 
 static void keep_on(ggml_backend_sched_t sched, ggml_backend_t backend, ggml_tensor * t, const ggml_tensor * k,
@@ -86,6 +92,14 @@ static void keep_on(ggml_backend_sched_t sched, ggml_backend_t backend, ggml_ten
 void llm_graph_context::keep_beside(ggml_tensor * cur, const ggml_tensor * k, const ggml_tensor * v) const {
     auto * buf = kvf_root(k)->buffer;
     if (cparams.paned && buf && ggml_backend_buffer_is_host(buf)) { keep_on(sched, backend_cpu, cur, k, v, DEEP); }
+}
+
+uint32_t llama_kvflash::n_rot_k(const llama_kv_cache & kv) {
+    uint32_t res = kv.attn_rot_k ? 64 : 0;
+    while (res && kv.n_embd_head_k_all % (2 * res) == 0) {
+        res *= 2;
+    }
+    return res;
 }
 
 float llama_kvflash::soft_cap(const llama_kv_cache & kv) {

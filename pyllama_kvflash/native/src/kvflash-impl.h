@@ -375,6 +375,11 @@ struct llama_kvflash {
     static uint32_t  meta_bytes(const llama_kv_cache & kv);
     static kvf_layer layer(const llama_kv_cache & kv, uint32_t i);
     static uint32_t  n_layer(const llama_kv_cache & kv) { return kv.layers.size(); }
+    // which of them a layer of the model reads, that has rows of its own or another's; -1: none
+    static int32_t read_by(const llama_kv_cache & kv, int32_t il) {
+        const auto it = kv.map_layer_ids.find(il);
+        return it == kv.map_layer_ids.end() ? -1 : it->second;
+    }
     // the layers whose queries are kept
     static std::vector<uint32_t> tapped(const llama_kv_cache & kv);
     static kvf_pool_info         info(const llama_kv_cache & kv);
@@ -403,6 +408,8 @@ struct llama_kvflash {
     static kvf_layer_tensors tensors(const llama_kv_cache & kv, uint32_t i);
 
     static bool v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
+    // keys are rotated in blocks of so many values, as build_input_k_rot() has it; 0: they are not
+    static uint32_t n_rot_k(const llama_kv_cache & kv);
     // of the attention's logits, 0: there is none
     static float soft_cap(const llama_kv_cache & kv);
 
@@ -426,5 +433,10 @@ bool kvf_stopped();
 
 // n rows of a layer's keys, as they lie in a record, as floats [n][n_embd_k]
 void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
-// and one head of one row [n_embd_head_k]
+// the same of its values [n][n_embd_v]. v_trans: positions are the rows
+void kvf_values_to_float(const kvf_layer & layer, uint32_t n, bool v_trans, const void * rows, float * dst);
+// and one head of one row of keys [n_embd_head_k]
 void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst);
+// and of n cells of a cache, [n][n_embd_head_k]. rows: of all cells
+void kvf_heads_to_float(
+        const kvf_layer & layer, uint32_t head, const void * rows, const int32_t * cells, uint32_t n, float * dst);

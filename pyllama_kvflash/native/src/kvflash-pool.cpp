@@ -99,8 +99,12 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
                     format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
         }
     }
-    const kvf_fresh::params params = {
-            form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), g_setup->ahead, cparams.n_ctx_seq, cparams.n_seq_max};
+    const kvf_fresh::params params  = {form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), g_setup->ahead,
+             cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k, g_setup->coarse_v, g_setup->late != 0};
+    const auto              is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
+    if (params.coarse_k && !(is_bits(params.coarse_k) && is_bits(params.coarse_v))) {
+        refuse(KVF_E_ARGUMENT, "codes have 2 or 4 bits a value; 32 are exact");
+    }
     try {
         kv.pool_fresh = std::make_shared<kvf_fresh>(kv, params);
     } catch (const kvf_failure & err) { refuse(err.status, err.what()); }
@@ -143,7 +147,7 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
 
     tap(*kv, cparams, g_setup->q_tap, g_setup->q_every);
-    if (g_setup->index_four) { attach_fresh(*kv, cparams); }
+    if (g_setup->index_four || g_setup->coarse_k) { attach_fresh(*kv, cparams); }
 }
 
 std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv) {

@@ -150,8 +150,7 @@ static std::vector<float> summary(const kvf_keys & k, int kind, uint32_t n_row, 
 }
 
 // what ggml_fp16_to_fp32() gives, but many at once: ggml-base is compiled for any processor, and goes one by one
-KVF_CLONES
-static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
+static inline __attribute__((always_inline)) void halves(const ggml_fp16_t * src, uint32_t n, float * dst) {
     for (uint32_t i = 0; i < n; ++i) {
         const uint32_t bits   = src[i] & 0x7fffu; // without the sign
         const uint32_t normal = (bits << 13) + (224u << 23), small = bits | 126u << 23;
@@ -164,20 +163,46 @@ static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
     }
 }
 
-void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst) {
-    const auto   type = (ggml_type) layer.type_k;
-    const size_t size = ggml_row_size(type, layer.n_embd_k);
+KVF_CLONES
+static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) { halves(src, n, dst); }
 
+KVF_CLONES
+static void from_halves(const ggml_fp16_t * src, size_t stride, const int32_t * cells, uint32_t n, uint32_t d, float * dst) {
+    for (uint32_t i = 0; i < n; ++i) {
+        halves(src + cells[i] * stride, d, dst + (size_t) i * d);
+    }
+}
+
+static void to_float(ggml_type type, const void * src, uint32_t n, float * dst) {
+    if (type == GGML_TYPE_F32) {
+        memcpy(dst, src, n * sizeof(float));
+    } else if (type == GGML_TYPE_F16) {
+        from_half((const ggml_fp16_t *) src, n, dst);
+    } else {
+        ggml_get_type_traits(type)->to_float(src, dst, n);
+    }
+}
+
+void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst) {
+    const size_t size = ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k);
     for (uint32_t t = 0; t < n; ++t) {
-        const char * src = (const char *) rows + t * size;
-        float *      to  = dst + (size_t) t * layer.n_embd_k;
-        if (type == GGML_TYPE_F32) {
-            memcpy(to, src, size);
-        } else if (type == GGML_TYPE_F16) {
-            from_half((const ggml_fp16_t *) src, layer.n_embd_k, to);
-        } else {
-            ggml_get_type_traits(type)->to_float(src, to, layer.n_embd_k);
-        }
+        to_float(
+                (ggml_type) layer.type_k, (const char *) rows + t * size, layer.n_embd_k, dst + (size_t) t * layer.n_embd_k);
+    }
+}
+
+void kvf_values_to_float(const kvf_layer & layer, uint32_t n, bool v_trans, const void * rows, float * dst) {
+    const auto     type  = (ggml_type) layer.type_v;
+    const uint32_t n_row = v_trans ? layer.n_embd_v : n, n_col = v_trans ? n : layer.n_embd_v;
+    const size_t   size = ggml_row_size(type, n_col);
+
+    std::vector<float> turned(v_trans ? (size_t) n_row * n_col : 0);
+    float *            to = v_trans ? turned.data() : dst;
+    for (uint32_t i = 0; i < n_row; ++i) {
+        to_float(type, (const char *) rows + i * size, n_col, to + (size_t) i * n_col);
+    }
+    for (uint32_t i = 0; i < turned.size(); ++i) {
+        dst[(size_t) (i % n) * n_row + i / n] = turned[i];
     }
 }
 
@@ -194,6 +219,18 @@ void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, floa
         std::vector<float> all(layer.n_embd_k);
         ggml_get_type_traits(type)->to_float(row, all.data(), layer.n_embd_k);
         std::copy_n(all.data() + (size_t) head * d, d, dst);
+    }
+}
+
+void kvf_heads_to_float(
+        const kvf_layer & layer, uint32_t head, const void * rows, const int32_t * cells, uint32_t n, float * dst) {
+    const uint32_t d = layer.n_embd_head_k;
+    if (layer.type_k == GGML_TYPE_F16) {
+        return from_halves((const ggml_fp16_t *) rows + (size_t) head * d, layer.n_embd_k, cells, n, d, dst);
+    }
+    const size_t size = ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k);
+    for (uint32_t i = 0; i < n; ++i) {
+        kvf_to_float(layer, head, (const char *) rows + cells[i] * size, dst + (size_t) i * d);
     }
 }
 

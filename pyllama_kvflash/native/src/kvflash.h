@@ -78,6 +78,11 @@ struct kvf_pool_params {
     // 1: by queries that are predicted, where a GPU computes that beside the layer before; but layers whose predictions miss
     // much, and all of them at first, by their own. 2: always by predicted ones
     uint32_t ahead;
+    // bits of the codes of each key and value, 2 or 4, by which positions outside the pool are attended to; 0: they are not.
+    // guests are chosen by these then, and there is no index
+    uint32_t coarse_k;
+    uint32_t coarse_v;
+    uint32_t late; // guests are chosen after the attention, for the next token; 0: before it, for this one
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "kvflash-fresh.h"
+
+#include <atomic>
+
+// Choosing on the CPU: which units are in the slots of each layer, and how their rows come there.
+struct kvf_host_chooser : kvf_chooser {
+    explicit kvf_host_chooser(kvf_fresh & fresh);
+
+    std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override { return tables[seq][layer]; }
+    void                 keep(llama_seq_id seq, uint32_t n) override;
+    void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) override;
+    uint64_t             n_fetched() override { return fetched; }
+    uint64_t             device_bytes() override { return 0; }
+
+protected:
+    // fill the free slots of a layer, or exchange some guests for units with a larger score, [n_unit]
+    void choose(llama_seq_id seq, uint32_t layer, const std::vector<float> & score);
+    // whether slots that are visible are free, or hold what has become common
+    bool has_free(llama_seq_id seq, uint32_t layer) const;
+
+    kvf_fresh &                                    fresh;
+    std::vector<std::vector<std::vector<int32_t>>> tables; // [seq][layer][slot]
+
+private:
+    void fetch(uint32_t layer, const kvf_fresh::sequence & s, uint32_t slot, uint32_t unit);
+
+    std::atomic<uint64_t> fetched = 0;
+};

@@ -1,0 +1,221 @@
+// the hot loops of attention by codes, see kvflash-weights.h
+
+#include "kvflash-weights.h"
+
+#include <algorithm>
+#include <cmath>
+
+KVF_CLONES
+void kvf_add_row(const float * row, uint32_t n, double * sum, double * square) {
+    for (uint32_t i = 0; i < n; ++i) {
+        sum[i] += row[i];
+        square[i] += (double) row[i] * row[i];
+    }
+}
+
+float kvf_query_bytes(const float * x, uint32_t n, int8_t * dst) {
+    float most = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        most = std::max(most, fabsf(x[i]));
+    }
+    const float factor = most > 0 ? KVF_MOST_BYTE / most : 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        dst[i] = (int8_t) lrintf(x[i] * factor);
+    }
+    return most / KVF_MOST_BYTE;
+}
+
+// cap*tanh(x/cap)
+static inline __attribute__((always_inline)) lanes_f capped(lanes_f x, float cap) {
+    const lanes_f size = (x < 0 ? -x : x) * (1 / cap), e = exponential(-2 * size), y = cap * (1 - e) / (1 + e);
+    return x < 0 ? -y : y;
+}
+
+static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
+    float res = x[0];
+    for (uint32_t i = 1; i < LANES; ++i) {
+        res = std::max(res, x[i]);
+    }
+    return res;
+}
+
+KVF_CLONES
+void kvf_scales_of(const uint16_t * scales, uint32_t n, float * dst) {
+    for (uint32_t i = 0; i < n; i += LANES) {
+        lanes_h h;
+        memcpy(&h, scales + i, sizeof(h));
+        const lanes_u bits = __builtin_convertvector(h, lanes_u) << 13;
+        lanes_f       x;
+        memcpy(&x, &bits, sizeof(x));
+        x = x * 0x1p112f;
+        memcpy(dst + i, &x, sizeof(x));
+    }
+}
+
+KVF_CLONES
+float kvf_logits(const int32_t * sums, uint32_t N, const float * scales, uint32_t n_unit, float middle, float unit,
+        float base, float cap, float * dst) {
+    lanes_f most = lanes_f{} + KVF_NONE;
+    for (uint32_t u = 0; u < n_unit; ++u) {
+        lanes_i sum;
+        lanes_f scale;
+        memcpy(&sum, sums + (size_t) u * N * LANES, sizeof(sum));
+        memcpy(&scale, scales + (size_t) u * LANES, sizeof(scale));
+        lanes_f x = (__builtin_convertvector(sum, lanes_f) - middle) * (scale * unit) + base;
+        if (cap > 0) { x = capped(x, cap); }
+        most = x > most ? x : most;
+        memcpy(dst + (size_t) u * LANES, &x, sizeof(x));
+    }
+    return most_lane(most);
+}
+
+float kvf_exact_logits(float * x, uint32_t n_unit, float scale, float base, float cap) {
+    float most = KVF_NONE;
+    for (uint32_t i = 0; i < n_unit * LANES; ++i) {
+        x[i] = x[i] * scale + base;
+        if (cap > 0) { x[i] = cap * tanhf(x[i] / cap); }
+        most = std::max(most, x[i]);
+    }
+    return most;
+}
+
+KVF_CLONES
+void kvf_weigh(float * x, uint32_t n_unit, float top, float * sums) {
+    constexpr float LOG2E = 1.44269504f;
+
+    for (uint32_t first = 0; first < n_unit; first += LANES) {
+        const uint32_t n = std::min(LANES, n_unit - first);
+        lanes_f        y[LANES];
+        for (uint32_t u = 0; u < LANES; ++u, x += u <= n ? LANES : 0) {
+            y[u] = lanes_f{};
+            if (u >= n) { continue; }
+
+            lanes_f its;
+            memcpy(&its, x, sizeof(its));
+            y[u] = power_of_two((its - top) * LOG2E);
+            memcpy(x, &y[u], sizeof(its));
+        }
+        const lanes_f all = sums_of(y);
+        memcpy(sums + first, &all, n * sizeof(float));
+    }
+}
+
+KVF_CLONES
+float kvf_weight_bytes(const float * x, const float * scales, const float * open, uint32_t n_unit, uint32_t N, int8_t * dst,
+        int32_t & sum) {
+    typedef uint8_t lanes_b __attribute__((vector_size(LANES)));
+
+    lanes_f y[KVF_SUM_UNITS], most = {};
+    for (uint32_t u = 0; u < n_unit; ++u) {
+        lanes_f scale;
+        memcpy(&y[u], x + (size_t) u * LANES, sizeof(y[u]));
+        memcpy(&scale, scales + (size_t) u * LANES, sizeof(scale));
+        y[u] = y[u] * scale * open[u];
+        most = y[u] > most ? y[u] : most;
+    }
+    const float top = most_lane(most), factor = top > 0 ? KVF_MOST_BYTE / top : 0;
+    lanes_i     all = {};
+    for (uint32_t u = 0; u < n_unit; ++u, dst += (size_t) N * 64) {
+        const lanes_i whole = __builtin_convertvector(y[u] * factor + 0.5f, lanes_i);
+        const lanes_b bytes = __builtin_convertvector(whole, lanes_b);
+        all += whole;
+
+        typedef uint32_t words __attribute__((vector_size(LANES)));
+        words            fours;
+        memcpy(&fours, &bytes, sizeof(bytes));
+        const lanes_u times = __builtin_shufflevector(fours, fours, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        memcpy(dst, &times, sizeof(times));
+    }
+    sum = 0;
+    for (uint32_t i = 0; i < LANES; ++i) {
+        sum += all[i];
+    }
+    return top / KVF_MOST_BYTE;
+}
+
+KVF_CLONES
+float kvf_dot(const float * a, const float * b, uint32_t n) {
+    lanes_f  sum = {};
+    uint32_t i   = 0;
+    for (; i + LANES <= n; i += LANES) {
+        lanes_f x, y;
+        memcpy(&x, a + i, sizeof(x));
+        memcpy(&y, b + i, sizeof(y));
+        sum += x * y;
+    }
+    float res = sum_lanes(sum);
+    for (; i < n; ++i) {
+        res += a[i] * b[i];
+    }
+    return res;
+}
+
+KVF_CLONES
+void kvf_scale_by(float * x, uint32_t n, float factor) {
+    for (uint32_t i = 0; i < n; ++i) {
+        x[i] *= factor;
+    }
+}
+
+KVF_CLONES
+void kvf_add_times(float * x, const float * y, uint32_t n, float factor) {
+    for (uint32_t i = 0; i < n; ++i) {
+        x[i] += factor * y[i];
+    }
+}
+
+KVF_CLONES
+void kvf_add_sums(float * x, const int32_t * sums, uint32_t n, float factor, float less) {
+    for (uint32_t i = 0; i < n; ++i) {
+        x[i] += factor * (sums[i] - less);
+    }
+}
+
+KVF_CLONES
+float kvf_sum_weights(const float * x, uint32_t n, float top) {
+    lanes_f all = {};
+    for (uint32_t i = 0; i < n; i += LANES) {
+        lanes_f a;
+        memcpy(&a, x + i, sizeof(a));
+        all += exponential(a - top);
+    }
+    return sum_lanes(all);
+}
+
+KVF_CLONES
+void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
+    for (uint32_t i = 0; i < n; ++i, keys += d) {
+        lanes_f sums[KVF_MOST_Q] = {};
+        for (uint32_t at = 0; at + LANES <= d; at += LANES) {
+            lanes_f a;
+            memcpy(&a, keys + at, sizeof(a));
+            for (uint32_t j = 0; j < n_q; ++j) {
+                lanes_f b;
+                memcpy(&b, queries + (size_t) j * d + at, sizeof(b));
+                sums[j] += a * b;
+            }
+        }
+        // all sums at once: halves of two, quarters of four, and so on
+        lanes_f four[4], two[2];
+        for (uint32_t j = 0; j < 4; ++j) {
+            const lanes_f a = sums[2 * j], b = sums[2 * j + 1];
+            four[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                      __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        }
+        for (uint32_t j = 0; j < 2; ++j) {
+            const lanes_f a = four[2 * j], b = four[2 * j + 1];
+            two[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                     __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        }
+        const lanes_f c = two[0], e = two[1];
+        const lanes_f one = __builtin_shufflevector(c, e, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                            __builtin_shufflevector(c, e, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+        for (uint32_t j = 0; j < n_q; ++j) {
+            float res = one[2 * j] + one[2 * j + 1];
+            for (uint32_t at = d / LANES * LANES; at < d; ++at) {
+                res += keys[at] * queries[(size_t) j * d + at];
+            }
+            dst[j * KVF_TILE + i] = res;
+        }
+    }
+}
