@@ -47,6 +47,8 @@ class Stats:
     index_device_bytes: int = (
         0  # device memory of those of all sequences, and of choosing by them; 0: it is all on the host
     )
+    coarse_bytes: int = 0  # codes, by which positions outside the pool are attended to
+    coarse_tokens: int = 0  # positions that have them
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
     gpu_bytes: int = 0  # memory of GPUs with a full context, with the driver's own, as planned; 0: there is no GPU
@@ -75,8 +77,8 @@ class Stats:
 
     @property
     def device_kv_bytes(self) -> int:
-        """Device bytes of full-attention KV in all: the pool, the index if it is there and the panes, or the full cache."""
-        return self.kv_device_bytes + self.index_device_bytes + self.pane_bytes
+        """Device bytes of full-attention KV in all: the pool, codes, the index if it is there and the panes, or the full cache."""
+        return self.kv_device_bytes + self.coarse_bytes + self.index_device_bytes + self.pane_bytes
 
     @property
     def index_memory(self) -> str:

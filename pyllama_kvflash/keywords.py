@@ -28,6 +28,7 @@ class Keywords(TypedDict, total=False):
     meter: float
     min_agreement: float
     panes: int
+    coarse: str
     policy: str | Scorer
     tau: int
     swaps: int

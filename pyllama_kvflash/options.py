@@ -8,6 +8,7 @@ from typing import Any, Self
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import Scorer, n_queries
+from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.fresh import BITS, EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import check_not_removed, policy_names
@@ -114,6 +115,9 @@ class Options:
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room, or on RPC servers
 
+    # what is seen of the rest
+    coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory, on the CPU
+
     # which chunks are resident
     policy: str | Scorer = (
         "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where it works, else qk
@@ -121,14 +125,16 @@ class Options:
     tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
     swaps: int = 0  # most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
     ahead: bool = True  # with fresh on a GPU, layers choose beside the layer before, by predicted queries, where these miss little: faster
-    turns: int = 1  # with fresh, layers choose at every n-th token, by turns: faster, and further from the full cache
+    turns: int = 1  # with fresh and `coarse` off, layers choose at every n-th token, by turns: faster, and further from the full cache
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
     prefill_reselect: bool = True  # choose the pool between the batches of a prompt, too
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
-    index: int = 0  # bits for each value of a key in the index of "fresh": 1, 2 or 4; 0: by the size of a head
+    index: int = (
+        0  # bits for each value of a key in the index of "fresh" with `coarse` off: 1, 2 or 4; 0: by the size of a head
+    )
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -235,6 +241,10 @@ class Options:
             msg = (
                 f"`index` is {self.index}, and `policy` {name!r} has no index: give policy fresh, or leave `index` out"
             )
+            raise UsageError(msg)
+        check_choice(self.coarse, CHOICES, "coarse")
+        if self.index and self.coarse not in ("auto", "off"):
+            msg = f"`index` is {self.index}, and with `coarse` {self.coarse} layers choose by the codes: leave one of the two out"
             raise UsageError(msg)
 
     def _check_cache(self) -> None:

@@ -6,8 +6,11 @@ from typing import Protocol
 from pyllama_kvflash.native import Model, PoolParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
+
+LATE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,13 @@ def pool_size(options: Options, memory: list[DeviceMemory]) -> PoolSize:
 
 
 def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
-    """Return the parameters of a pool of which each layer chooses a part. head: values of a key."""
+    """Return the parameters of a pool of which each layer chooses a part, or beside which all positions have codes. head: values
+    of a key.
+    """
+    if coarse := CoarseForm.of(options.coarse):
+        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
+    if options.policy != "fresh":
+        return pool
     form = IndexForm.of(head, options.index)
     parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
     ahead = 2 if options.ahead and options.lossless else int(options.ahead)  # drafts are checked, and need not wait
@@ -100,4 +109,4 @@ def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
 def _params(model: Model, options: Options, n_pool: int, tap: Tap, head: int) -> PoolParams:
     mark = model.fingerprint
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=tap.n_token, fingerprint=mark, q_every=tap.every)
-    return indexed(pool, options, head) if options.policy == "fresh" else pool
+    return indexed(pool, options, head)

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, indexed, plan_contexts
-from pyllama_kvflash.engine.memory import check_memory, device_memory
+from pyllama_kvflash.engine.memory import check_memory, device_memory, most_bits
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
 from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import ON_DISK, of_guests, of_memory, of_model
+from pyllama_kvflash.engine.refusals import ON_DISK, of_codes, of_guests, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
+from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.fresh import Heads
 from pyllama_kvflash.policy.sizing import DeviceMemory
@@ -30,6 +31,7 @@ from pyllama_kvflash.scorers.reader import OpenEngine
 
 _GGUF_MAGIC = b"GGUF"
 _NO_MEMORY = "none"
+_NO_LAYER = "no layer is pooled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Probe:
     geometry: Geometry
     refusal: str | None
     unchosen: str | None = None  # why its layers cannot choose their chunks (policy "fresh"); None if they can
+    uncoded: str | None = None  # why there can be no codes of all positions; None if there can
 
 
 def load(
@@ -156,6 +159,9 @@ def _probed(model: Model, options: Options) -> Probe:
         raise UnsupportedError(msg)
     if seen.unchosen == ON_DISK.reason and options.policy == "fresh" and options.pool != "off":
         msg = f"{model.path} cannot be run with policy fresh: {ON_DISK}"
+        raise UnsupportedError(msg)
+    if seen.uncoded is not None and options.coarse not in ("auto", "off") and options.pool != "off":
+        msg = f"{model.path} cannot be run with `coarse` {options.coarse}: {of_codes(seen.uncoded)}"
         raise UnsupportedError(msg)
     return seen
 
@@ -289,9 +295,12 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 
 def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with policy "auto" resolved: "fresh" where each layer can choose, else "qk". Both have an opening:
-    RULER has not shown yet that fresh can do without.
+    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" where each
+    layer can choose, else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
     """
+    if options.coarse == "auto":
+        coded = seen.uncoded is None and not options.index and options.pool != "off" and seen.geometry.rows
+        options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
     if options.policy != "auto":
         return options
     if seen.unchosen is not None:
@@ -329,17 +338,19 @@ def probe(model: Model, options: Options) -> Probe:
     kind = "encoder" if memory_class == _NO_MEMORY else model.refusal
     refusal = of_model(kind) if kind else None
     rows = tuple((layer.n_embd_k, layer.n_embd_v) for layer in layers)
-    heads = tuple(Heads(layer.n_head, layer.n_head_kv, layer.n_embd_head_k) for layer in layers)
+    heads = tuple(map(Heads.of, layers))
     geometry = Geometry(rows, tuple(layer.device for layer in layers), heads)
     seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
     pool = PoolParams(n_pool=256)
-    chosen = indexed(pool, options, geometry.head)
-    unchosen = _refused(model, pool=chosen, **small, **types) if layers else "no layer is pooled"
+    fresh = replace(options, policy="fresh", coarse="off")
+    unchosen = _refused(model, pool=indexed(pool, fresh, geometry.head), **small, **types) if layers else _NO_LAYER
+    coded = indexed(pool, replace(fresh, coarse=FORMS[0], index=0), geometry.head)
+    uncoded = _refused(model, pool=coded, **small, **types) if layers and options.coarse != "off" else _NO_LAYER
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
     if unchosen is None and options.disk is not None and any(devices()[i].gpu for i in geometry.devices):
         unchosen = ON_DISK.reason
-    return replace(seen, refusal=refusal, unchosen=unchosen)
+    return replace(seen, refusal=refusal, unchosen=unchosen, uncoded=uncoded)
 
 
 def _refused(model: Model, **params: Any) -> str | None:

@@ -1,22 +1,63 @@
 """Device memory before something is made of it: what is free, and whether it is enough."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.policy.fresh import GpuChoice, IndexForm
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, DeviceMemory
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, DeviceMemory
 
 
 def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
     """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now, and what
-    policy "fresh" will take there for its index.
+    policy "fresh" will take there for its index, or codes.
     """
-    index = index_bytes(geometry, options)
+    index = {**index_bytes(geometry, options), **coarse_bytes(geometry, options)}
     return _beside(geometry.by_device(row_bytes, *_types(options)), index)
+
+
+def coarse_bytes(geometry: Geometry, options: Options) -> dict[int, int]:
+    """Return the bytes of the codes of whole contexts, by the index of the device.
+
+    options: resolved, and `coarse` decided.
+    """
+    form = CoarseForm.of(options.coarse)
+    if form is None or options.pool == "off":
+        return {}
+    res: Counter[int] = Counter()
+    for heads, device in zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True):
+        res[device] += options.n_parallel * form.n_bytes(heads, options.n_ctx)
+    return dict(res)
+
+
+def most_bits(geometry: Geometry, options: Options) -> str:
+    """Return the closest codes for which there is memory beside the smallest pool and the records: a value of `coarse`.
+
+    options: resolved.
+    """
+    memory, n_all = device_memory(geometry, replace(options, coarse="off")), options.n_ctx * options.n_parallel
+    floor = options.shape.floor(options.n_batch)
+    pool = max(floor, options.pool) if isinstance(options.pool, int) else floor
+    for form in FORMS:
+        codes = coarse_bytes(geometry, replace(options, coarse=form))
+        needed = [
+            codes.get(i, 0) + d.token_bytes * pool + (in_memory(options, d.token_bytes * n_all) if d.host else 0)
+            for i, d in zip(dict.fromkeys(geometry.devices or (0,)), memory, strict=True)
+        ]
+        if all(n <= d.free - RESERVE for n, d in zip(needed, memory, strict=True)):
+            return form
+    return "off"
+
+
+def in_memory(options: Options, full: int) -> int:
+    """Return the bytes of all records that host memory takes; others are in a file."""
+    return full if options.host_limit is None else min(full, options.host_limit)
 
 
 def index_bytes(geometry: Geometry, options: Options, n_pool: int | None = None) -> dict[int, int]:
@@ -27,7 +68,7 @@ def index_bytes(geometry: Geometry, options: Options, n_pool: int | None = None)
     """
     found = devices()
     gpus = {i for i in geometry.devices if found[i].gpu}
-    if options.policy != "fresh" or options.pool == "off" or not gpus:
+    if options.policy != "fresh" or options.coarse != "off" or options.pool == "off" or not gpus:
         return {}
     requested = options.auto_cap or AUTO_CAP if isinstance(options.pool, str) else options.pool
     choice = GpuChoice(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pyllama_kvflash.engine.memory import index_bytes
+from pyllama_kvflash.engine.memory import coarse_bytes, in_memory, index_bytes
 from pyllama_kvflash.engine.panes import ExactBytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
@@ -26,7 +26,7 @@ DRIVER = 500 << 20
 class Need:
     """Bytes that a device holds with a full context.
 
-    kv: of full attention: the pool, or the full cache. index: by which layers choose. states: sliding windows and recurrent
+    kv: of full attention: the pool, or the full cache. coarse: codes of all positions. index: by which layers choose. states: sliding windows and recurrent
     states. panes: of an exact pass. buffers: of the computation, as they are allocated; the host uses a part. drafter: all of a
     draft model. records: of chunks, in host memory. checkpoints: of states, in host memory. program: Python and its libraries, or the GPU's driver.
     """
@@ -35,6 +35,7 @@ class Need:
     gpu: bool
     weights: int = 0
     kv: int = 0
+    coarse: int = 0
     index: int = 0
     states: int = 0
     panes: int = 0
@@ -84,6 +85,7 @@ def needs_of(
     full = sum(token_bytes.values()) * n_all
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
     index = {host: _host_index(geometry, options), **index_bytes(geometry, options, n_pool)} if n_pool else {}
+    coarse = coarse_bytes(geometry, options) if n_pool else {}
     res = []
     for i, device in enumerate(found):
         read = exact.get(i, ExactBytes())
@@ -92,12 +94,13 @@ def needs_of(
             gpu=device.gpu,
             weights=weights[i],
             kv=token_bytes.get(i, 0) * (n_pool or n_all),
+            coarse=coarse.get(i, 0),
             index=index.get(i, 0),
             states=(held.swa + held.recurrent if i == first else 0) + read.states,
             panes=read.panes,
             buffers=ctx.compute_bytes(i) + read.buffers,
             drafter=drafter[i],
-            records=_in_memory(options, full) if n_pool and i == host else 0,
+            records=in_memory(options, full) if n_pool and i == host else 0,
             checkpoints=_checkpoints(ctx, options) if i == host else 0,
             program=program if i == host else 0,
         )
@@ -123,12 +126,12 @@ def program_bytes(model: Model | None = None) -> int:
 
 def _host_index(geometry: Geometry, options: Options) -> int:
     """Return the bytes of the index of those layers that have their KV on the host."""
-    if options.policy != "fresh":
+    if options.policy != "fresh" or options.coarse != "off":
         return 0
     form, hosts = IndexForm.of(geometry.head, options.index), {i for i, d in enumerate(devices()) if not d.gpu}
     placed = zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True)
     heads = [h for h, device in placed if device in hosts]
-    return options.n_parallel * sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
+    return options.n_parallel * sum(form.n_bytes(h, options.n_ctx) for h in heads)
 
 
 def _checkpoints(ctx: Context, options: Options) -> int:
@@ -136,11 +139,6 @@ def _checkpoints(ctx: Context, options: Options) -> int:
     held = ctx.kv_bytes()
     one = held.recurrent // (1 + ctx.n_rollback)  # there is one for each token of a draft, too
     return min(options.checkpoint_limit, MOST * (held.swa + one)) if held.attn else 0
-
-
-def _in_memory(options: Options, full: int) -> int:
-    """Return the bytes of all records that host memory takes; others are in a file."""
-    return full if options.host_limit is None else min(full, options.host_limit)
 
 
 def resident_bytes() -> int:

@@ -62,7 +62,9 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
             check_runs(model, Options(pool="off"))
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
-        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe="auto" if experts else 0)
+        cpu_moe = "auto" if experts else 0
+        # a GPU has no codes, whatever looks at the model here
+        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe=cpu_moe, coarse="off")
         return list(_Look(path, base, gpu, ram).all())
 
 

@@ -102,6 +102,14 @@ GUESTS = {
 }
 """Pools that policy fresh does not take. The reason is in the library's own words."""
 
+CODES = {
+    "codes of all positions (`coarse`) with a KV cache that is not in host memory": Refusal(
+        "codes of all positions are kept by the CPU, and the KV cache is on another device",
+        "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
+    ),
+}
+"""Pools that have no codes. The reason is in the library's own words."""
+
 ON_DISK = Refusal(
     "layers on a GPU fetch from pinned memory, and records on disk (`disk`) cannot be pinned",
     f"{_OTHER}, or leave `disk` out",
@@ -124,6 +132,13 @@ def of_guests(error: str) -> str:
     """Return why layers cannot choose, and what to do instead. error: the library's message."""
     known = (r for r in GUESTS.values() if error == r.reason)
     return str(next(known, Refusal(error, _OTHER)))
+
+
+def of_codes(error: str) -> str:
+    """Return why there can be no codes of all positions, and what to do instead. error: the library's message."""
+    known = (r for r in (*GUESTS.values(), *CODES.values()) if error == r.reason)
+    reason = next(known, Refusal(error, _OTHER)).reason
+    return str(Refusal(reason, "leave `coarse` out, or give off"))
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:

@@ -318,7 +318,7 @@ class KVSequence:
         """Name of the scorer at work; without one "fresh" (each layer chooses) or "lru"; "full" without a pool."""
         if self.sequence.pager is None:
             return "full"
-        if self.sequence.pager.guests:
+        if (guests := self.sequence.pager.guests) and guests.chooses:
             return "fresh"
         return self.scorer.name if self.scorer else "lru"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,10 @@ class IndexForm:
         shifts = [1 if i < whole else 2 if i < halves else 4 for i in range(halves + self.n_one // 4)]
         return -(-sum(max(shifts[i : i + 4]) for i in range(0, len(shifts), 4)) // 8) * 8
 
-    def n_bytes(self, n_head_kv: int, n_embd_head: int, n: int) -> int:
+    def n_bytes(self, heads: "Heads", n: int) -> int:
         """Return the bytes of a layer's index of n positions: their codes, and each head's mean, basis and steps."""
         codes = -(-n // GROUP) * GROUP * self.n_bits // 8
-        return n_head_kv * (codes + 4 * (n_embd_head + n_embd_head * self.n_comp + self.n_comp))
+        return heads.n_kv * (codes + 4 * (heads.n_embd + heads.n_embd * self.n_comp + self.n_comp))
 
     def basis(self, variances: Floats, components: Floats) -> tuple[Floats, Floats]:
         """Return the first components as a basis (n_head, d, n_comp), and the steps of their codes (n_head, n_comp).
@@ -79,11 +79,19 @@ class IndexForm:
 
 
 class Heads(NamedTuple):
-    """The heads of a layer: how many have queries, how many have keys, and the values of a key."""
+    """The heads of a layer: how many have queries, how many have keys, and the values of a key, and of a value row (0: the
+    keys are these rows, too).
+    """
 
     n_query: int
     n_kv: int
     n_embd: int
+    n_embd_v: int = 0
+
+    @classmethod
+    def of(cls, layer: Any) -> "Heads":
+        """Return those of a layer of the cache (native.Layer)."""
+        return cls(layer.n_head, layer.n_head_kv, layer.n_embd_head_k, layer.n_embd_v // layer.n_head_kv)
 
 
 # of native/src: kvf_fresh::MOST_ASKING, KVF_GPU_PARTS, kvf_index::MOST_SAMPLES, and where pieces of device memory begin

@@ -145,7 +145,7 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
     device = min(memory, key=lambda r: r.tokens)
     tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
-    index = f" - {device.index / 2**20:.0f} MiB for fresh's index" if device.index else ""
+    index = f" - {device.index / 2**20:.0f} MiB for codes or fresh's index" if device.index else ""
     note = (
         f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{index}) /"
         f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (`auto_cap`) and the"

@@ -15,10 +15,9 @@ from pyllama_kvflash.errors import DeviceLostError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
-from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import n_pinned, pinned_chunks
 from pyllama_kvflash.pool.flights import Flights
-from pyllama_kvflash.pool.guests import GuestRoom
+from pyllama_kvflash.pool.guests import GuestRoom, form_of
 from pyllama_kvflash.pool.host_memory import Record
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
@@ -56,8 +55,9 @@ class Pager:
         self.flights = Flights(ctx, self.ledger, self.records)
         shared.flights.append(self.flights)
         self.guests: GuestRoom | None = None
-        if ctx.index is not None:
-            self.guests = GuestRoom(ctx, self.ledger, self.records.get, IndexForm(*ctx.index), options.n_threads or 1)
+        if (form := form_of(ctx)) is not None:
+            chooses, n_threads = options.policy == "fresh", options.n_threads or 1
+            self.guests = GuestRoom(ctx, self.ledger, self.records.get, form, n_threads, chooses=chooses)
             shared.guests.append(self.guests)
 
     @property
@@ -97,7 +97,7 @@ class Pager:
         self.flights.land()  # the copies began during the previous batch
         ledger = self.ledger
         last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
-        if last and last + n_tokens < ledger.chunk:
+        if last and last + n_tokens < ledger.chunk and not self._uncovered:
             return _NOTHING  # most tokens neither begin nor fill a chunk
         n_new = ledger.new_chunks(n_tokens)
         if n_new and n_new + taken[0] > ledger.n_free:
@@ -172,7 +172,7 @@ class Pager:
         """Take the sequence's share of the pool, and bring in what is protected and most recent. Returns what moved."""
         self.settle()
         ledger = self.ledger
-        if self.guests:
+        if self.guests and self.guests.chooses:
             always = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
             self.apply(always)
             left = self.host(0)
@@ -191,7 +191,7 @@ class Pager:
     def lay_out(self) -> None:
         """Sort the chunks in the pool, so that results do not depend on how they came there."""
         self.settle()
-        if self.guests:
+        if self.guests and self.guests.chooses:
             self.guests.resize(0)
         there = list(held(self.ctx))  # block by block
         if there != sorted(there) or self.ctx.block_of(there[-1]) != len(there) - 1:
@@ -199,18 +199,29 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """Where not everything fits, let guests have all blocks but those that are protected and n_free. Returns what left."""
+        """Where not everything fits, put all sealed chunks into the index or the codes, and let guests have all blocks but those
+        that are protected and n_free. Returns what left.
+        """
         guests, ledger = self.guests, self.ledger
         if guests is None or not np.any(ledger.state == State.OUT):
             return _NOTHING
         self.wait_stored()
         guests.cover(ledger.n_sealed)
+        if not guests.chooses:
+            return _NOTHING
         left = Plan(tuple(np.flatnonzero(ledger.evictable()).tolist()))
         self.apply(left)
         n = min(ledger.n_free, ledger.n_share - ledger.n_held) - n_free
         if n > 0:
             guests.resize(ledger.n_guests + n)
         return left
+
+    @property
+    def _uncovered(self) -> bool:
+        """Whether a chunk is out that is not in the index, or the codes: it would not be seen at all."""
+        if self.guests is None:
+            return False
+        return bool(np.any(self.ledger.state[self.guests.native.info().n // self.ledger.chunk :] == State.OUT))
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens can be decoded at once without evicting more chunks than the first one does."""

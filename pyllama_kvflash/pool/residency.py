@@ -21,6 +21,7 @@ class Residency:
     score: float64, from the last scoring, higher is hotter; NaN if it gave none.
     layers: float32; in how many of the pooled layers it is: in all of them if it is resident, otherwise in none, or with
         policy fresh in as many as chose it. A layer that chose a quarter of it counts 0.25.
+    coded: bool; whether it has codes, by which it is seen where it is not resident.
     """
 
     state: npt.NDArray[np.int8]
@@ -30,6 +31,7 @@ class Residency:
     protected: npt.NDArray[np.bool_]
     score: npt.NDArray[np.float64]
     layers: npt.NDArray[np.float32]
+    coded: npt.NDArray[np.bool_]
 
     def to_dict(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays by name, after the chunks' numbers, all (n_chunks,): a table that pandas.DataFrame takes."""
@@ -45,7 +47,8 @@ def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
     sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
     chosen = guests.layers() if guests else np.zeros(ledger.n_chunks, np.float32)
     layers = np.where(ledger.state == State.RESIDENT, np.float32(ctx.pool_info().n_layer), chosen)
-    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score, layers)
+    coded = np.arange(ledger.n_chunks) < (guests.n_coded if guests else 0)
+    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score, layers, coded)
 
 
 def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:

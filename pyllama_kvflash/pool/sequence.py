@@ -126,11 +126,11 @@ class PooledSequence:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that are allocated for full-attention KV: the pool, the index if it is there and the panes, or the
+        """Device bytes that are taken for full-attention KV: the pool, codes, the index if it is there and the panes, or the
         whole context.
         """
         guests = self.pager.guests if self.pager else None
-        index = guests.native.info().device_bytes if guests else 0
+        index = guests.device_bytes if guests else 0
         return self.ctx.kv_bytes().attn + index + (self.exact.n_bytes if self.exact else 0)
 
     @property

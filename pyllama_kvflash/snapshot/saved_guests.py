@@ -7,13 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native import Record
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.pager import Pager
 
 GUESTS = np.dtype(
     [
-        ("form", "<u4", 3),  # components with 4, 2 and 1 bits
+        ("form", "<u4", 3),  # components with 4, 2 and 1 bits; or 0, and the bits of the codes of keys and of values
         ("n_tokens", "<u4"),  # positions in the index
         ("n_fitted", "<u4"),  # chunks that its basis was found for
         ("n_layer", "<u4"),
@@ -34,7 +35,7 @@ class SavedGuests:
     units: in each slot of each layer, (n_layer, n_slot) int32; -1: none.
     """
 
-    form: IndexForm
+    form: IndexForm | CoarseForm
     n_tokens: int
     n_fitted: int
     sizes: tuple[int, ...]
@@ -67,7 +68,8 @@ class SavedGuests:
     def packed(self) -> bytes:
         """Return the section of a file that holds this."""
         head = np.zeros((), GUESTS)
-        head["form"] = self.form.n_four, self.form.n_two, self.form.n_one
+        form = self.form
+        head["form"] = (0, form.k, form.v) if isinstance(form, CoarseForm) else (form.n_four, form.n_two, form.n_one)
         head["n_tokens"], head["n_fitted"], head["n_layer"] = self.n_tokens, self.n_fitted, len(self.sizes)
         head["n_block"], head["n_slot"] = len(self.blocks), self.units.shape[1]
         parts = np.array(self.sizes, "<u8"), self.blocks.astype("<i4"), self.units.astype("<i4")
@@ -79,11 +81,12 @@ class SavedGuests:
         if not raw:
             return None
         head = np.frombuffer(raw, GUESTS, 1)[0]
+        form = head["form"].tolist()
         n_layer, n_block = int(head["n_layer"]), int(head["n_block"])
         sizes = np.frombuffer(raw, "<u8", n_layer, GUESTS.itemsize)
         rest = np.frombuffer(raw, "<i4", -1, GUESTS.itemsize + sizes.nbytes).astype(np.int32)
         return cls(
-            form=IndexForm(*head["form"].tolist()),
+            form=IndexForm(*form) if form[0] else CoarseForm(*form[1:]),
             n_tokens=int(head["n_tokens"]),
             n_fitted=int(head["n_fitted"]),
             sizes=tuple(sizes.tolist()),

@@ -119,7 +119,7 @@ class SavedPool:
 
     def _shares_pool(self, pager: Pager) -> bool:
         """Return whether blocks were guests', or should be, and what else they should hold was not saved."""
-        if pager.guests:
+        if pager.guests and pager.guests.chooses:
             return bool(np.any(self.state == State.OUT))
         return self.guests is not None and len(self.guests.blocks) > 0
 
@@ -142,7 +142,7 @@ class SavedPool:
         n_more = ledger.n_share - int(np.count_nonzero(must)) - 1
         others = np.flatnonzero(~must)
         hottest = others[np.argsort(ledger.heat()[others], kind="stable")][::-1]
-        if pager.guests and len(hottest) > n_more:
+        if pager.guests and pager.guests.chooses and len(hottest) > n_more:
             n_more = 0  # guests have these blocks
         back = [*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()]
         pager.apply(bring_in(ledger, back))
