@@ -60,8 +60,8 @@ def demo(
 ) -> None:
     """Run the demonstration."""
     reporter = Reporter()
-    # a code would be found in the opening, whatever the pool holds
-    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
+    # a code would be found in the opening, and by codes of all positions, whatever the pool holds
+    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0, "coarse": "off"}
     reads("the bundled model", BUNDLED_MODEL)
     with native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:

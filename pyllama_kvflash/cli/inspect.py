@@ -17,7 +17,7 @@ from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
-from pyllama_kvflash.engine.memory import device_memory, index_bytes
+from pyllama_kvflash.engine.memory import coarse_bytes, device_memory, index_bytes
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.planning import needs
@@ -26,6 +26,7 @@ from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.text import printable
@@ -60,6 +61,8 @@ class Findings:
     index_bytes: int  # of that index, for the context
     index_device_bytes: int  # of a GPU's memory, for it and for choosing by it; 0: it is host memory
     needs: tuple[Need, ...]  # of the devices that hold anything
+    coarse: str  # codes that a pool has with these options
+    coarse_bytes: int  # of a context's codes
     n_pool: int | None  # what the options come to; None: the full cache
 
     @property
@@ -90,7 +93,7 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
 def _look(model: Model, options: Options) -> Findings:
     options = options.resolved(model.n_ctx_train)
     seen = probe(model, options)
-    options = with_policy(options, seen)
+    given, options = options, with_policy(options, seen)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
     automatic = replace(options, pool="auto")
     found = device_memory(seen.geometry, automatic)
@@ -98,9 +101,10 @@ def _look(model: Model, options: Options) -> Findings:
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
     form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
-    index = sum(form.n_bytes(h.n_kv, h.n_embd, options.n_ctx) for h in heads)
+    index = sum(form.n_bytes(h, options.n_ctx) for h in heads)
     taken, size = ((), PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
-    asked = replace(options, policy="fresh", pool="auto")
+    asked = replace(options, policy="fresh", pool="auto", coarse="off")
+    coded = with_policy(replace(given, pool="auto"), seen)
     there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
         model=model,
@@ -116,6 +120,8 @@ def _look(model: Model, options: Options) -> Findings:
         index_bytes=index,
         index_device_bytes=there,
         needs=taken,
+        coarse=coded.coarse,
+        coarse_bytes=sum(coarse_bytes(seen.geometry, coded).values()),
         n_pool=size.n_pool,
     )
 
@@ -151,12 +157,20 @@ def _table(f: Findings) -> Table:
         rows.append(
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
+        rows.append(("codes", _codes(f)))
         rows.append(("index of fresh", _index(f)))
     what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
     rows += [(f"{place_name(need)}, with {what}", sum_line(need)) for need in f.needs]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _codes(f: Findings) -> str:
+    if (form := CoarseForm.of(f.coarse)) is None:
+        return f"none: {f.probe.uncoded or '`coarse` is off, or there is no memory for them'}"
+    share = 100 * f.coarse_bytes / (f.token_bytes["f16"] * f.n_ctx)
+    return f"{form}, {mib(f.coarse_bytes)} for the context ({share:.1f} % of its f16 cache)"
 
 
 def _index(f: Findings) -> str:
@@ -196,6 +210,8 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "auto_note": f.auto_note,
         "pane_bytes": f.pane_bytes,
         "exact_compute_bytes": f.exact_compute_bytes,
+        "coarse": f.coarse,
+        "coarse_bytes": f.coarse_bytes,
         "index_bytes": f.index_bytes,
         "index_device_bytes": f.index_device_bytes,
         "n_pool": f.n_pool,

@@ -8,6 +8,7 @@ from pyllama_kvflash.options import Options
 _NAMES = {
     "weights": "weights",
     "kv": "KV",
+    "coarse": "codes",
     "index": "index of fresh",
     "states": "states",
     "panes": "layers of an exact pass",

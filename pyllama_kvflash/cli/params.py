@@ -17,6 +17,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
+from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL
 
 
@@ -221,6 +222,11 @@ POOL = options(
                  help="Folder on a fast disk for the records beyond --kvflash-host, which is to be given, too: without it, they"
                  " go there only once no memory is left. They are in unnamed files, which vanish with the process. With a GPU"
                  " policy auto is qk then."),
+    click.option("--kvflash-coarse", "coarse", metavar="4|4,2|2|off|auto", type=click.Choice(CHOICES), default="auto",
+                 show_default="auto: on the CPU the most bits that fit, elsewhere off", envvar="KVFLASH_COARSE",
+                 help="Bits of a value in the codes of all positions, of keys and values or of keys, values: every token attends to"
+                 " what is outside the pool by them, and to the pool exactly. 4 takes 26 % of an f16 cache, 4,2 20 % and 2 13 %"
+                 " (heads of 128). off: nothing outside the pool is seen, and memory on the device is the pool's alone."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
                  show_default="auto: fresh on the CPU and with CUDA, else qk",
                  envvar="KVFLASH_POLICY",

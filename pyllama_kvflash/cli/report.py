@@ -18,6 +18,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.native.guests import UNIT
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.text import printable
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
@@ -286,7 +287,7 @@ def banner(kv: KVFlash) -> list[str]:
         notes.append(f"the first {first} lossless")
     if o.min_agreement and not o.lossless:
         notes.append(f"lossless as soon as fewer than {number(100 * o.min_agreement)} % of tokens are the full cache's")
-    policy = f"{kv.policy}{_index(kv, s)}"
+    policy = f"{kv.policy}{_beside(kv, s)}"
     pool = (
         f"pool of {kv.n_pool:,} tokens ({kv.n_pool // o.chunk} blocks of {o.chunk}): {mib(s.kv_device_bytes)} of KV"
         f" {where}, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
@@ -295,14 +296,17 @@ def banner(kv: KVFlash) -> list[str]:
     return [head, *notes, pool, memory, *records_lines(o, gpu=s.gpu_bytes > 0)]
 
 
-def _index(kv: KVFlash, s: Stats) -> str:
-    """Return what fresh's index takes; nothing with other policies."""
+def _beside(kv: KVFlash, s: Stats) -> str:
+    """Return what is kept of all positions beside the pool: codes, or fresh's index; nothing with other policies."""
     room = kv.pager.guests
     if room is None:
         return ""
     size = kv.options.n_parallel * room.n_bytes(kv.options.n_ctx)
-    share = f"{100 * size / s.kv_full_bytes:.1f} % of the full cache"
-    return f" (index of {bits_a_value(room.bits)}: {mib(size)} of {s.index_memory} memory at the full context, {share})"
+    taken = f"at the full context, {100 * size / s.kv_full_bytes:.1f} % of the full cache"
+    if isinstance(room.form, CoarseForm):
+        return f", everything outside the pool seen by {room.form} ({mib(size)} {taken})"
+    bits = room.form.n_bits / min(layer.n_embd_head_k for layer in room.native.layers)
+    return f" (index of {bits_a_value(bits)}: {mib(size)} of {s.index_memory} memory {taken})"
 
 
 def closing_line(s: Stats, reason: str) -> str:
@@ -330,7 +334,12 @@ def closing_line(s: Stats, reason: str) -> str:
 def _held(s: Stats) -> list[str]:
     """Return what a pool has on a GPU, and on the host."""
     share = 100 * s.device_kv_bytes / s.kv_full_bytes
-    device = mib(s.kv_device_bytes) + _more(s.index_device_bytes, "of index") + _more(s.pane_bytes, "to read prompts")
+    device = (
+        mib(s.kv_device_bytes)
+        + _more(s.coarse_bytes, "of codes")
+        + _more(s.index_device_bytes, "of index")
+        + _more(s.pane_bytes, "to read prompts")
+    )
     host = mib(s.host_bytes) + _more(s.index_host_bytes, "of index")
     return [f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)", f"host {host}"]
 
@@ -340,6 +349,7 @@ def _held_in_ram(s: Stats) -> str:
     n_all = s.device_kv_bytes + s.host_bytes + s.index_host_bytes
     parts = (
         _more(s.host_bytes, "of records")
+        + _more(s.coarse_bytes, "of codes")
         + _more(s.index_host_bytes, "of index")
         + _more(s.pane_bytes, "to read prompts")
     )
@@ -378,12 +388,16 @@ def stats_table(s: Stats) -> Table:
         ),
         ("seed", "greedy" if s.seed is None else str(s.seed)),
     ]
+    if s.coarse_bytes:
+        rows.insert(
+            -1, ("codes", f"{s.coarse_bytes:,} bytes ({mib(s.coarse_bytes)}), of {counted(s.coarse_tokens, 'token')}")
+        )
     if s.guest_blocks or s.index_bytes:
         guests = f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens"
         index = f"{s.index_bytes:,} bytes ({mib(s.index_bytes)}) of {s.index_memory} memory"
         if s.index_device_bytes:
             index += f"; {mib(s.index_device_bytes)} with those of other sequences, and what choosing takes"
-        rows[-1:-1] = [("index", index), ("guests", guests)]
+        rows[-1:-1] = [*([("index", index)] if s.index_bytes else []), ("guests", guests)]
     if n := s.draft_steps + s.plain_steps:
         right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
         steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"

@@ -96,6 +96,7 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
         "kvflash": {
             "pool": kv.n_pool,
             "policy": kv.policy,
+            "coarse": kv.options.coarse,
             "opening": kv.options.n_opening,
             "mode": kv.options.mode,
             "model": {

@@ -219,6 +219,7 @@ class _Pool:
             "device_kv_bytes": stats.device_kv_bytes,
             "full_kv_bytes": stats.kv_full_bytes,
             "host_bytes": stats.host_bytes,
+            "coarse_bytes": sum(s.stats.coarse_bytes for s in found),
             "index_bytes": sum(s.stats.index_bytes for s in found),
             "index_device_bytes": stats.index_device_bytes,
             "disk_bytes": stats.disk_bytes,

@@ -28,7 +28,8 @@ function summary(all, { n_tokens: n, reading }) {
 
 function figures(all, s) {
   const onDevice = all.index_device_bytes ? `, ${bytes(all.index_device_bytes)} of it for the index` : "";
-  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${onDevice}; the full cache takes ${bytes(all.full_kv_bytes)}`]];
+  const codes = all.coarse_bytes ? `, ${bytes(all.coarse_bytes)} of it codes of everything` : "";
+  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${codes}${onDevice}; the full cache takes ${bytes(all.full_kv_bytes)}`]];
   if (all.pool_cells !== null) {
     const disk = all.disk_bytes ? `, ${bytes(all.disk_bytes)} on disk` : "";
     const index = all.index_bytes && !onDevice ? `, index ${bytes(all.index_bytes)}` : "";
