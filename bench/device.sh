@@ -35,6 +35,8 @@
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
 #   bench/device.sh fresh F [S] there: policy fresh and others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
 #                             seconds; again: continues. WHAT=picture: KLD against device memory; WHAT=turns: by turns
+#   bench/device.sh coarse F WHAT there: codes of all positions: texts are read on the GPU, and answered on the CPU's cores. WHAT=kld,
+#                             answers or long (30K); N processes of 2 threads (16 cores: N=8). study: study/sim3.py on the same texts
 #   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
@@ -384,6 +386,55 @@ fresh)
     done
     wait
     tail -n 3 $at/fresh-"$name"/*/log
+    results
+    ;;
+coarse)
+    folder=/dev/shm/kvflash-coarse
+    mkdir -p $at $folder
+    export OMP_NUM_THREADS=2
+    coarse() { python3 bench/coarse.py "$@" -t 2; }
+    six="prose code list turns copy json"
+    pools="fresh/pool=1024/coarse=4 fresh/pool=1024/coarse=4/late=1 fresh/pool=1024/coarse=4,2 fresh/pool=2048/coarse=2
+        fresh/pool=2048/coarse=2/late=1 fresh/pool=2048/coarse=off fresh/pool=1024/coarse=off lru/pool=1024/coarse=off
+        lru/pool=1024/coarse=4 qk/pool=1024/coarse=4 fresh/pool=1024/coarse=4/type=q8_0 full/type=q8_0"
+    case ${3:-kld} in
+    kld)
+        coarse read "$2" $folder --texts $six --types f16 q8_0
+        for text in $six; do # the variants of a text in two processes
+            for part in 1 2; do
+                some=$(echo $pools | tr ' ' '\n' | awk "NR % 2 == $part - 1")
+                CUDA_VISIBLE_DEVICES='' coarse kld "$2" $folder --texts "$text" --variants $some >>$at/coarse-kld.log 2>&1 &
+            done
+        done
+        ;;
+    study)
+        coarse tokens "$2" $folder --texts $six
+        (cd .dev/study && python3 sim3.py "$2" $folder/texts.json $at/sim3.jsonl \
+            full,A-g8-g8,F-16-p2@.125,M-16-r4-r4@.0625,M-16-r4-r4-late@.0625,M-16-r4-r2@.0625,M-16-r2-r2@.125,M-16-s4-s4@.0625,M-16-s4-s4-late@.0625,M-16-s2-s2@.125,M-16-s4-r4@.0625,M-16-s2-r2@.125) \
+            2>&1 | tee $at/sim3.log
+        ;;
+    long)
+        coarse read "$2" $folder --texts prose code --types f16 q8_0 --context 30000 --for answers
+        for text in prose code; do
+            CUDA_VISIBLE_DEVICES='' coarse kld "$2" $folder --texts $text --context 30000 --for answers --variants fresh/pool=1792/coarse=4 \
+                fresh/pool=3584/coarse=2 fresh/pool=3584/coarse=off full/type=q8_0 >>$at/coarse-long.log 2>&1 &
+        done
+        ;;
+    answers)
+        tasks="single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery vt cwe fwe list turns copy json"
+        texts=$(for seed in 1 2 3 4 5; do for task in ${TASKS:-$tasks}; do echo "$task:$seed"; done; done)
+        # shellcheck disable=SC2086
+        coarse read "$2" $folder --for answers --texts $texts --context 8192
+        for i in $(seq 0 7); do
+            # shellcheck disable=SC2046
+            CUDA_VISIBLE_DEVICES='' coarse answers "$2" $folder --context 8192 --variants full fresh/pool=512/coarse=4 fresh/pool=512/coarse=off \
+                --texts $(echo $texts | tr ' ' '\n' | awk "NR % 8 == $i") >>$at/coarse-answers.log 2>&1 &
+        done
+        ;;
+    esac
+    wait
+    cp $folder/results.jsonl $at/coarse-results.jsonl 2>/dev/null || true
+    python3 bench/coarse.py table $folder || true
     results
     ;;
 guests)

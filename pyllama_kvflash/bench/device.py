@@ -8,7 +8,7 @@ from pyllama_kvflash.native import devices
 
 @dataclass(frozen=True, slots=True)
 class DeviceKV:
-    """Device bytes of full-attention KV: the pool or the full cache, the index of its keys if that is there and what choosing by it takes, the panes."""
+    """Device bytes of full-attention KV: the pool or the full cache, codes, or the index of its keys if that is there and what choosing by it takes; the panes."""
 
     pool: int
     index: int
@@ -23,7 +23,7 @@ class DeviceKV:
 def device_kv(kv: KVFlash) -> DeviceKV:
     """Return what the engine holds now."""
     stats = kv.stats()
-    return DeviceKV(stats.kv_device_bytes, stats.index_device_bytes, stats.pane_bytes)
+    return DeviceKV(stats.kv_device_bytes, stats.coarse_bytes + stats.index_device_bytes, stats.pane_bytes)
 
 
 def device_used() -> int | None:

@@ -159,7 +159,7 @@ def _run(sweep: KldSweep, cell: KldCell, on_prefill: OnPrefill) -> tuple[Logits,
             elif isinstance(event, Warn):
                 warnings.append(event.text)
         before_answer(kv, cell.variant)
-        logits, decode_s = _forced(kv, scored)
+        logits, decode_s = forced_logits(kv, scored)
         figures = {
             "kv_device_bytes": device_bytes(kv, cell.variant, cell.pool),
             "prefill_s": prefill_s,
@@ -201,7 +201,8 @@ def questions(kv: KVFlash, n_tokens: int) -> str:
     return prompt.text + end(prompt)
 
 
-def _forced(kv: KVFlash, tokens: npt.NDArray[np.int32]) -> tuple[Logits, float]:
+def forced_logits(kv: KVFlash, tokens: npt.NDArray[np.int32]) -> tuple[Logits, float]:
+    """Return the logits before each of these tokens (n,) int32, which are given one by one, and the seconds they took."""
     logits = np.empty((len(tokens), kv.model.n_vocab), np.float32)
     begin = time.perf_counter()
     for i, token in enumerate(tokens):

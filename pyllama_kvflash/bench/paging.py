@@ -108,6 +108,7 @@ class Paging:
     def engine(self, policy: str | Swap) -> dict[str, Any]:
         """Return the engine's options, with a context for twice the pool's tokens and then the steps."""
         return {
+            "coarse": "off",
             **self.common,
             "n_ctx": 2 * self.n_pool + WARM_UP + self.steps,
             "pool": self.n_pool,

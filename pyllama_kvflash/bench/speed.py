@@ -258,7 +258,7 @@ class Row:
     decode_rate: from the median step.
     prefill_rate: of the stretch from the context before; prefill_all: of everything so far.
     worst_moved_ratio: the worst of the steps at which chunks moved and the AFTER next ones, over the median.
-    kv_device_bytes: while decoding: pool_bytes (the pool or the full cache), index_bytes (of its keys, if that is on the device)
+    kv_device_bytes: while decoding: pool_bytes (the pool or the full cache), index_bytes (codes, or an index of its keys that is on the device)
         and pane_bytes. kv_most_bytes: the most at any time so far.
     device_bytes: memory in use beyond that before the model was loaded.
     error: why there are no figures.
