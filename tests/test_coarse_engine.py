@@ -1,0 +1,266 @@
+"""Codes in an engine: whatever comes between two tokens, every position counts once; what they take, and who has them.
+
+With codes that are exact (32 bits), an engine with a pool has the full cache's logits, but for rounding, in whatever it does.
+"""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import needles
+from support.commands import check_error, good, invoke
+from support.cuts import cut_off_at_every_line
+from support.oracles import ON_GPU
+from support.rounding import relative_rms
+from support.runs import GREEDY, Open, feed, logits_of, read, text_of
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli.report import banner, closing_line, stats_table
+from pyllama_kvflash.engine import memory
+from pyllama_kvflash.engine.memory import most_bits
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
+from pyllama_kvflash.policy.fresh import Heads
+from pyllama_kvflash.policy.sizing import RESERVE, DeviceMemory
+from pyllama_kvflash.pool.guests import GuestRoom
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="codes are the CPU's")]
+
+SMALL: dict[str, Any] = {"n_ctx": 8192, "n_batch": 64, "n_threads": 1, "pool": 768, "coarse": "4"}
+TINY: dict[str, Any] = {**SMALL, "chunk": 16, "pool": 256, "n_ubatch": 64, "n_ctx": 16384}
+ROUNDING = 0.01  # relative RMS of a step; without a chunk of 64 it is ten times that, see the last test of this part
+POLICIES = ("lru", "fresh", "qk")
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are the rows themselves."""
+    monkeypatch.setattr(CoarseForm, "of", classmethod(lambda cls, coarse: None if coarse == "off" else cls(32, 32)))
+
+
+def far(kv: KVFlash, full: KVFlash, n: int) -> float:
+    """From the full cache, over the tokens up to n."""
+    return relative_rms(logits_of(kv, n, 1), logits_of(full, n, 1))
+
+
+#
+# every position once
+#
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("how", ["exact", "pool"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_happens_it_is_the_full_cache(opened: Open, policy: str, how: str) -> None:
+    kv, full = opened(policy=policy, prefill=how), opened(pool="off", policy="lru")
+    for one in (kv, full):
+        read(one, 1500)
+    assert far(kv, full, 1600) < ROUNDING
+    for one in (kv, full):
+        one.rollback(1100)
+    assert far(kv, full, 1150) < ROUNDING
+    kv.pin(200, 300)
+    kv.page_in(10)
+    kv.page_out(10)
+    assert far(kv, full, 1200) < ROUNDING
+    for one in (kv, full):
+        one.clear()
+        read(one, 900)
+    assert far(kv, full, 1000) < ROUNDING
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("policy", ["lru", "fresh"])
+def test_sequences_share_a_pool(opened: Open, policy: str) -> None:
+    """The second one takes blocks of the first one, whose chunks have codes by its next token."""
+    kv, full = opened(policy=policy, n_parallel=2, pool=1024), opened(pool="off", policy="lru")
+    read(full, 1300)
+    want = logits_of(full, 1340, 1)
+    for one in kv.sequences:
+        read(one, 1300)
+    got = [logits_of(one, 1340, 1) for one in kv.sequences]
+    assert max(relative_rms(its, want) for its in got) < ROUNDING
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("policy", ["lru", "fresh"])
+def test_cut_off_at_every_line(opened: Open, policy: str) -> None:
+    full = opened(**{**TINY, "pool": "off", "policy": "lru", "prefill": "pool"})
+
+    def begun() -> KVFlash:
+        kv = opened(**{**TINY, "policy": policy, "prefill": "pool"})
+        feed(kv, 400, 16)
+        return kv
+
+    def checked(kv: KVFlash) -> None:
+        kv.check_integrity()
+        full.clear()
+        feed(full, kv.n_tokens, 16)
+        assert far(kv, full, kv.n_tokens + 2) < ROUNDING
+
+    act = {"lru": lambda kv: kv.rollback(461), "fresh": lambda kv: feed(kv, kv.n_tokens + 16, 16)}[policy]
+    cut_off_at_every_line(
+        begun, act, checked, prepare=lambda kv: feed(kv, max(kv.n_tokens, 480) // 16 * 16 + 16, 16), step=9
+    )
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_chunk_without_codes_is_missed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    cover = GuestRoom.cover
+    monkeypatch.setattr(GuestRoom, "cover", lambda self, n: cover(self, n - 16))
+    kv, full = opened(policy="lru"), opened(pool="off", policy="lru")
+    for one in (kv, full):
+        read(one, 1500)
+    assert far(kv, full, 1510) > ROUNDING
+
+
+#
+# warm starts
+#
+
+
+@pytest.mark.parametrize("policy", ["lru", "fresh"])
+def test_a_warm_start_goes_on(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """With the same bits, and without codes made or units chosen anew."""
+    kv, path = opened(policy=policy, snapshots=True), tmp_path / "a.kvsnap"
+    read(kv, 1500)
+    feed(kv, 1502)
+    kv.save(path)
+    want = logits_of(kv, 1530, 1)
+    warm = opened(policy=policy, snapshots=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("pyllama_kvflash.native.guests.Guests.put", lambda *_: pytest.fail("codes were made"))
+        warm.restore(path)
+        n = warm.stats().guests_fetched
+        got = [logits_of(warm, 1503, 1)]
+    if policy == "fresh":
+        assert warm.stats().guests_fetched - n <= 32 * warm.ctx.pool_info().n_layer  # exchanged: the slots were full
+    np.testing.assert_array_equal(np.concatenate([*got, logits_of(warm, 1530, 1)]), want)
+
+
+def test_another_form_is_made_anew(opened: Open, tmp_path: Path) -> None:
+    kv, path = opened(policy="fresh", snapshots=True), tmp_path / "a.kvsnap"
+    read(kv, 1500)
+    kv.save(path)
+    for coarse in ("2", "off"):
+        other = opened(policy="fresh", snapshots=True, coarse=coarse)
+        other.restore(path)
+        feed(other, 1510)
+        other.check_integrity()
+        assert other.stats().coarse_tokens == (1472 if coarse == "2" else 0)
+
+
+#
+# answers
+#
+
+NEEDLES = needles.document(2400, seed=3)
+
+
+def n_found(opened: Open, **options: Any) -> int:
+    kv = opened("needle", pool=512, n_ctx=4096, opening=0, **options)
+    n = 0
+    for needle in NEEDLES.needles:
+        kv.clear()
+        n += needle.answer in text_of(list(kv.generate(NEEDLES.text + needle.question, max_tokens=12, sampling=GREEDY)))
+    return n
+
+
+@pytest.mark.parametrize("coarse", FORMS)
+def test_recency_with_codes_finds_every_needle(opened: Open, coarse: str) -> None:
+    assert n_found(opened, policy="lru", coarse=coarse) == len(NEEDLES.needles)
+
+
+def test_recency_without_codes_finds_none(opened: Open) -> None:
+    assert n_found(opened, policy="lru", coarse="off") <= 1
+
+
+#
+# what they take, and who has them
+#
+
+
+def test_bytes_are_said(opened: Open) -> None:
+    kv = opened(policy="fresh")
+    read(kv, 1500)
+    feed(kv, 1510)
+    s, layers = kv.stats(), [Heads.of(layer) for layer in kv.ctx.layers()]
+    assert s.coarse_tokens == 1472
+    assert s.coarse_bytes == sum(CoarseForm(4, 4).n_bytes(heads, 1472) for heads in layers)
+    assert s.device_kv_bytes == kv.resident_bytes >= s.kv_device_bytes + s.coarse_bytes
+    whole = sum(CoarseForm(4, 4).n_bytes(heads, 8192) for heads in layers)
+    assert any(
+        f"everything outside the pool seen by 4 bits of keys and values ({whole / 2**20:.1f} MiB" in line
+        for line in banner(kv)
+    )
+    assert "of codes" in closing_line(s, "length")
+    shown = Console(file=io.StringIO(), width=200)
+    shown.print(stats_table(s))
+    assert "of 1,472 tokens" in shown.file.getvalue()
+    assert kv.residency().coded.tolist() == [True] * 23 + [False]
+
+
+def test_who_has_them(opened: Open) -> None:
+    assert opened(coarse="auto", policy="fresh").options.coarse == "4"
+    assert opened(coarse="auto", policy="fresh", index=2).options.coarse == "off"
+    assert opened(coarse="auto", pool="off").options.coarse == "off"
+    assert opened("mamba", coarse="auto", pool="off").options.coarse == "off"
+
+
+@pytest.mark.parametrize(("left", "want"), [(2.0, "4"), (0.9, "4,2"), (0.7, "2"), (0.4, "off")])
+def test_as_many_bits_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch, left: float, want: str) -> None:
+    """left: of what codes of 4 bits take, beside the pool and the records."""
+    geometry = Geometry(((1024, 1024),) * 4, (0,) * 4, (Heads(32, 8, 128, 128),) * 4)
+    options = replace(Options(n_ctx=65536, pool=4096), n_threads=1)
+    token = 4 * 2 * 2 * 1024
+    codes = sum(CoarseForm(4, 4).n_bytes(h, 65536) for h in geometry.heads)
+    free = int(RESERVE + token * (4096 + 65536) + left * codes)
+    monkeypatch.setattr(memory, "device_memory", lambda *_: [DeviceMemory("RAM", free, token, host=True)])
+    assert most_bits(geometry, options) == want
+
+
+@pytest.mark.parametrize("options", [{"coarse": "3"}, {"coarse": "4", "index": 2}, {"coarse": "2,4"}])
+def test_options_that_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="`coarse`"):
+        Options(policy="fresh", **options)
+
+
+@pytest.fixture
+def long_file(tmp_path: Path) -> Path:
+    path = tmp_path / "long.txt"
+    path.write_text(NEEDLES.text)
+    return path
+
+
+def test_the_command_line(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFLASH_COARSE", raising=False)
+    pooled = ("-f", str(long_file), "--kvflash", "512", "-c", "4096", "-n", "4")
+    assert "seen by 4 bits of keys and values" in good("run", *pooled).stderr
+    said = good("run", *pooled, "--kvflash-coarse", "4,2", "--stats").stderr
+    assert "seen by 4 bits of keys and 2 of values" in said
+    assert "codes" in said
+    assert "seen by" not in good("run", *pooled, "--kvflash-coarse", "off").stderr
+    monkeypatch.setenv("KVFLASH_COARSE", "2")
+    assert "seen by 2 bits" in good("run", *pooled).stderr
+    found = json.loads(good("inspect", "--kvflash", "512", "-c", "4096", "--json").stdout)
+    assert found["coarse"] == "2"
+    assert found["coarse_bytes"] == next(m["coarse"] for m in found["memory"] if m["coarse"])
+
+
+def test_bad_input_of_the_command_line(long_file: Path) -> None:
+    check_error(invoke("run", "-f", str(long_file), "--kvflash-coarse", "8"), 2, "--kvflash-coarse")
+    check_error(
+        invoke("run", "-f", str(long_file), "--kvflash", "512", "--kvflash-coarse", "4", "--set", "index=2"),
+        2,
+        "leave one of the two out",
+    )
