@@ -104,6 +104,29 @@ def evenly() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pool_alone() -> Iterator[None]:
+    """Engines and commands attend to the pool alone unless told otherwise: nearly all tests are about what it holds, and with codes
+    nothing outside it is unseen. test_coarse*.py are about codes: they ask for them.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("KVFLASH_COARSE", "off")
+        try:
+            from pyllama_kvflash import KVFlash  # noqa: PLC0415 (as above)
+        except ImportError:
+            yield
+            return
+        from_file = KVFlash.from_file.__func__  # type: ignore[attr-defined]
+
+        @functools.wraps(from_file)
+        def alone(cls: type["KVFlash"], path: str | Path, **options: Any) -> "KVFlash":
+            res: KVFlash = from_file(cls, path, **{"coarse": "off", **options})
+            return res
+
+        monkeypatch.setattr(KVFlash, "from_file", classmethod(alone))
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_gpu() -> Iterator[None]:
     """Models are on one GPU, however many there are: what a file counts is that of one device."""

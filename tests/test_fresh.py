@@ -635,7 +635,7 @@ def test_kernels_take_what_is_kept_free(
     with choosing(request, "kernels"):
         made = fresh_run(tiny_model(name), CACHES["f16"], chunk=chunk, n_seq=n_seq, n_ctx=1024)
     with made.run:
-        heads = tuple(Heads(at.n_head, at.n_head_kv, at.n_embd_head_k) for at in made.guests.layers)
+        heads = tuple(map(Heads.of, made.guests.layers))
         devices = [at.device for at in made.guests.layers]
         want = GpuChoice(form_of(tiny_model(name)), heads, 1024, n_seq, 1024, chunk)
         sizes = [want.n_bytes([i for i, at in enumerate(devices) if at == device]) for device in set(devices)]

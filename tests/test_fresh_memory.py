@@ -55,7 +55,7 @@ def test_what_is_kept_free_follows_the_shape() -> None:
     heads, n_layer = LLAMA_8B
     choice = GpuChoice(IndexForm.of(128), (heads,) * n_layer, 128 << 10, 1, 4096, 64)
     whole = choice.n_bytes(range(n_layer))
-    assert choice.form.n_bytes(8, 128, 128 << 10) * n_layer > 576 * MIB  # 128 bytes a position and layer
+    assert choice.form.n_bytes(heads, 128 << 10) * n_layer > 576 * MIB  # 128 bytes a position and layer
     assert 600 * MIB < whole < 680 * MIB
     wide = replace(choice, heads=(Heads(64, 16, 128), *choice.heads[1:]))
     one = wide.n_bytes([]) - choice.n_bytes([])
@@ -84,7 +84,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def choice_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     """What the first device takes with all layers there."""
     with Model.load(path, **ONE_GPU, no_alloc=True) as model, Context(model, n_ctx=512, n_batch=64, n_ubatch=64) as ctx:
-        heads = tuple(Heads(at.n_head, at.n_head_kv, at.n_embd_head_k) for at in ctx.layers())
+        heads = tuple(map(Heads.of, ctx.layers()))
     form = IndexForm.of(min(h.n_embd for h in heads), changes.pop("index", 0))
     values: dict[str, Any] = {"n_seq": 1, "chunk": 64, **changes}
     return GpuChoice(form, heads, n_ctx, values["n_seq"], n_pool, values["chunk"]).n_bytes(range(len(heads)))
@@ -99,7 +99,7 @@ def test_a_plan_says_what_the_index_takes(
 ) -> None:
     gpus(8 << 30)
     options = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **changes}
-    (need, *others), size = needs(tiny_path(name), Options(**options))
+    (need, *others), size = needs(tiny_path(name), Options(coarse="off", **options))
     shape = {"n_seq" if key == "n_parallel" else key: n for key, n in changes.items() if key not in ("n_ctx", "policy")}
     assert size.n_pool is not None
     assert need.index == choice_of(tiny_path(name), 4096, size.n_pool, **shape) > 0
@@ -112,23 +112,25 @@ def test_nothing_is_kept_free_where_no_layer_chooses(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], options: dict[str, Any]
 ) -> None:
     gpus(8 << 30)
-    found, _ = needs(tiny_path("qwen3"), Options(**{"n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **options}))
+    found, _ = needs(
+        tiny_path("qwen3"), Options(coarse="off", **{"n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **options})
+    )
     assert not any(need.index for need in found)
 
 
 @HOST
 def test_nothing_of_a_pool_is_kept_free_on_the_host(tiny_path: Callable[[str], Path]) -> None:
-    (need,), _ = needs(tiny_path("qwen3"), Options(n_ctx=4096, pool=1024, n_threads=1))
+    (need,), _ = needs(tiny_path("qwen3"), Options(coarse="off", n_ctx=4096, pool=1024, n_threads=1))
     assert not need.gpu
     geometry = Geometry(((128, 128),) * 2, (0, 0), (Heads(4, 2, 64),) * 2)
-    assert memory.device_memory(geometry, Options(n_ctx=4096, policy="fresh"))[0].index == 0
+    assert memory.device_memory(geometry, Options(coarse="off", n_ctx=4096, policy="fresh"))[0].index == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str) -> None:
     """Wherever layers choose here: on a GPU little less once the index has the whole context, and on the CPU nothing."""
     options = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, "policy": "fresh"}
-    planned = sum(need.index for need in needs(tiny_path(name), Options(**options))[0] if need.gpu)
+    planned = sum(need.index for need in needs(tiny_path(name), Options(coarse="off", **options))[0] if need.gpu)
     with KVFlash.from_file(tiny_path(name), **options) as kv:
         assert kv.stats().index_device_bytes <= planned
         for _ in kv.prefill(TOKENS[:4000]):
@@ -142,9 +144,9 @@ def test_each_gpu_keeps_free_what_its_layers_take(gpus: Callable[..., None]) -> 
     heads = (Heads(4, 2, 64), Heads(4, 2, 64), Heads(8, 4, 64))
     geometry = Geometry(((128, 128), (128, 128), (256, 256)), (0, 2, 2), heads)
     choice = GpuChoice(IndexForm.of(64), heads, 4096, 1, 16_384, 64)
-    found = memory.device_memory(geometry, Options(n_ctx=4096, policy="fresh"))
+    found = memory.device_memory(geometry, Options(coarse="off", n_ctx=4096, policy="fresh"))
     assert [(d.name, d.index) for d in found] == [("CUDA0", choice.n_bytes([0])), ("CUDA2", choice.n_bytes([1, 2]))]
-    fixed = memory.index_bytes(geometry, Options(n_ctx=4096, policy="fresh", pool=1024))
+    fixed = memory.index_bytes(geometry, Options(coarse="off", n_ctx=4096, policy="fresh", pool=1024))
     assert fixed == {i: replace(choice, n_pool=1024).n_bytes(here) for i, here in ((0, [0]), (2, [1, 2]))}
 
 
@@ -157,14 +159,14 @@ def test_an_automatic_pool_leaves_room_for_the_index(
         tiny_path("qwen3"),
         {"n_ctx": 16_384, "n_threads": 1, "policy": policy, "prefill": "pool", **ONE_GPU},
     )
-    token_bytes = next(iter(needs(path, Options(**options, pool=1024))[0])).kv // 1024
+    token_bytes = next(iter(needs(path, Options(coarse="off", **options, pool=1024))[0])).kv // 1024
     index = choice_of(path, 16_384, 16_384) if policy != "lru" else 0
     free = RESERVE + index + 2 * 2048 * token_bytes
     gpus(free)
     with KVFlash.from_file(path, **options) as kv:
         assert kv.n_pool == 2048
         said = (
-            f" - 512 MiB reserve - {index / MIB:.0f} MiB for fresh's index) / " if index else " - 512 MiB reserve) / "
+            f" - 512 MiB reserve - {index / MIB:.0f} MiB for codes or fresh's index) / " if index else " - 512 MiB reserve) / "
         )
         assert said in kv.notes[0]
     gpus(free - 1)
@@ -178,7 +180,10 @@ def test_experts_leave_room_for_the_index(
 ) -> None:
     gpus(8 << 30)
     monkeypatch.setattr(placement, "devices", memory.devices)
-    path, options = tiny_path("qwen3moe"), Options(n_ctx=4096, pool=1024, n_threads=1, policy=policy, **ONE_GPU)
+    path, options = (
+        tiny_path("qwen3moe"),
+        Options(coarse="off", n_ctx=4096, pool=1024, n_threads=1, policy=policy, **ONE_GPU),
+    )
     with Model.load(path, **ONE_GPU, no_alloc=True) as model:
         held, *_ = placement.holdings(model, probe(model, options).geometry, options)
     assert held.index == held.parts(0, 1024).get("index of fresh", 0)

@@ -19,13 +19,14 @@ from pyllama_kvflash.bench.trace import read_trace
 from pyllama_kvflash.cli.report import banner, bits_a_value, closing_line, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.fresh import Heads, IndexForm
 
 pytestmark = pytest.mark.native
 
 environment = commands.environment
 long_file = commands.long_file
 SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "prefill": "pool"}
+HEADS = Heads(4, 2, 64)
 
 
 def read(kv: KVFlash, n: int) -> list[Event]:
@@ -110,7 +111,8 @@ def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, 
     assert stats.index_bytes == room.n_bytes(room.native.info().n) > 0
     assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
     assert stats.guests_fetched == room.native.info().n_fetched >= room.native.tables()[1].size
-    assert room.bits == want
+    assert isinstance(room.form, IndexForm)
+    assert room.form.n_bits == want * min(layer.n_embd_head_k for layer in room.native.layers)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +124,8 @@ def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, 
 )
 def test_bytes_of_an_index(form: IndexForm, want: int) -> None:
     """Whole groups of 64 positions, and what keys are taken by."""
-    assert form.n_bytes(2, 64, 1024) == form.n_bytes(2, 64, 961) == want
-    assert form.n_bytes(2, 64, 960) < want
+    assert form.n_bytes(HEADS, 1024) == form.n_bytes(HEADS, 961) == want
+    assert form.n_bytes(HEADS, 960) < want
 
 
 def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
@@ -206,7 +208,7 @@ def test_help_teaches_what_fresh_takes(command: str) -> None:
     fields = " ".join(good(command, "--set", "help").stdout.split())
     assert "-1: 32, or 0 with policy fresh" in fields
     assert "with fresh, guests that a layer exchanges, 0: 32" in fields
-    assert 'bits for each value of a key in the index of "fresh": 1, 2 or 4' in fields
+    assert 'bits for each value of a key in the index of "fresh" with `coarse` off: 1, 2 or 4' in fields
 
 
 def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:
@@ -239,11 +241,11 @@ def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path:
 @pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
 def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
     form = IndexForm.of(64, int(bits))
-    want = 6 * form.n_bytes(2, 64, 8192)
+    want = 6 * form.n_bytes(HEADS, 8192)
     args = ("inspect", "-c", "8K", *FRESH, "--set", f"index={bits}")
     assert json.loads(good(*args, "--json").stdout)["index_bytes"] == want
     said = f"{bits_a_value(token_bytes / 96)}: {token_bytes} bytes a token, {want / 2**20:.1f} MiB of host memory for"
     assert rows(good(*args).stdout)["index of fresh"].startswith(said)
     assert json.loads(good("inspect", "-c", "8K", "--json").stdout)["index_bytes"] == 6 * IndexForm.of(64).n_bytes(
-        2, 64, 8192
+        HEADS, 8192
     )

@@ -119,7 +119,7 @@ def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.Capt
 def test_the_index_of_layers_on_the_host_counts_beside_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, host = (Device(name, name, is_gpu, 1 << 30, 1 << 30) for name, is_gpu in (("GPU", True), ("CPU", False)))
     monkeypatch.setattr(needs_module, "devices", lambda: [gpu, host])
-    options, head = Options(n_ctx=4096, policy="fresh"), Heads(8, 2, 64)
+    options, head = Options(n_ctx=4096, policy="fresh", coarse="off"), Heads(8, 2, 64)
     sizes = [
         needs_module._host_index(Geometry(((128, 128),) * 4, places, (head,) * 4), options)
         for places in ((1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0))
@@ -146,7 +146,7 @@ def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.
             memory = kv.memory
     assert loaded == [BUNDLED_MODEL, BUNDLED_DRAFTER]
     assert sum(need.drafter for need in memory) > 0.9 * BUNDLED_DRAFTER.stat().st_size
-    assert memory == needs(BUNDLED_MODEL, Options(**options))[0]
+    assert memory == needs(BUNDLED_MODEL, Options(coarse="off", **options))[0]
 
 
 def test_a_second_engine_does_not_count_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
 
-SMALL: dict[str, Any] = {**LRU, "n_ctx": 4096}
+SMALL: dict[str, Any] = {**LRU, "n_ctx": 4096, "coarse": "off"}
 MOE = "qwen3moe"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.")
 NO_GPU = "experts: all are in host memory as it is, there is no GPU to save memory on"
@@ -367,7 +367,7 @@ def test_what_is_computed_counts(
 ) -> None:
     """Its buffers, of a pool and of the full cache, are no larger than was said, and not much smaller."""
     gpu(1 << 40)
-    options = Options(n_ctx=16384, n_batch=512, n_ubatch=512, flash_attn=flash_attn)
+    options = Options(coarse="off", n_ctx=16384, n_batch=512, n_ubatch=512, flash_attn=flash_attn)
     with Model.load(tiny_path(name), no_alloc=True) as model:
         options = options.resolved(model.n_ctx_train)
         (found,) = holdings(model, probe(model, options).geometry, options)
@@ -394,7 +394,7 @@ def test_experts_that_are_on_the_host_anyway(
     )
     size = Sizes(tiny_path(MOE))
     with Model.load(tiny_path(MOE), no_alloc=True) as model:
-        options = Options(prefill="pool").resolved(model.n_ctx_train)
+        options = Options(coarse="off", prefill="pool").resolved(model.n_ctx_train)
         on_gpu, on_cpu = holdings(model, probe(model, options).geometry, options)
         first = sum(w.size for w in real(model) if w.name.startswith("blk.0.") and not EXPERTS.match(w.name))
     assert on_gpu.experts == (0, *size.layers[1:])

@@ -229,7 +229,7 @@ def test_auto_keeps_free_what_layers_choose_by() -> None:
     tokens, note = auto_pool([DeviceMemory("CUDA0", free, 1536, index=64 << 20), DeviceMemory("b", free, 1536)], 32_768)
     assert tokens == 1024
     assert note.startswith(
-        "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for fresh's index) / 1.50"
+        "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for codes or fresh's index) / 1.50"
     )
     assert auto_pool([DeviceMemory("CUDA0", free, 1536, index=free)], 32_768)[0] == 0
 

@@ -182,5 +182,10 @@ def environ(fake: Hub, tmp_path: Path) -> dict[str, str]:
     """An environment whose Hub is the fake one, with an empty cache."""
     drop = ("HF_", "HUGGING", "KVFLASH_", "LLAMA_ARG_", "TRANSFORMERS_")
     res = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    res |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": fake.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    res |= {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": fake.url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "KVFLASH_COARSE": "off",
+    }
     return res | {"LLAMA_ARG_THREADS": "1", "COLUMNS": "300", "NO_PROXY": "127.0.0.1"}

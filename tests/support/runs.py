@@ -131,7 +131,7 @@ def check_residency(kv: KVFlash, chunk: int = 64) -> None:
     for field in dataclasses.fields(where):
         assert getattr(where, field.name).shape == (n,), field.name
     types = [str(getattr(where, f.name).dtype) for f in dataclasses.fields(where)]
-    assert types == ["int8", "int32", "bool", "bool", "bool", "float64", "float32"]
+    assert types == ["int8", "int32", "bool", "bool", "bool", "float64", "float32", "bool"]
     assert set(np.unique(where.state)) <= {State.OUT, State.RESIDENT}
     resident = where.state == State.RESIDENT
     assert np.array_equal(where.block >= 0, resident)
