@@ -166,7 +166,9 @@ def test_an_automatic_pool_leaves_room_for_the_index(
     with KVFlash.from_file(path, **options) as kv:
         assert kv.n_pool == 2048
         said = (
-            f" - 512 MiB reserve - {index / MIB:.0f} MiB for codes or fresh's index) / " if index else " - 512 MiB reserve) / "
+            f" - 512 MiB reserve - {index / MIB:.0f} MiB for codes or fresh's index) / "
+            if index
+            else " - 512 MiB reserve) / "
         )
         assert said in kv.notes[0]
     gpus(free - 1)

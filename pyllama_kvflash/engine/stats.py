@@ -33,7 +33,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         reselect_s=selector.seconds if selector else 0.0,
         summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
         index_bytes=guests.bytes if guests and not coarse else 0,
-        coarse_bytes=guests.bytes if guests and coarse else 0,
+        coarse_bytes=guests.bytes if guests and guests.n and coarse else 0,
         coarse_tokens=guests.n if guests and coarse else 0,
         index_device_bytes=guests.device_bytes if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
