@@ -33,8 +33,11 @@ class Words:
 def main(model: str = str(BUNDLED_MODEL)) -> None:
     """Answer with the newest chunks alone, and with those that the scorer chooses."""
     for policy in ("lru", Words()):
-        # prompts and answers see the pool alone here, so that the choice decides; the defaults read prompts exactly
-        with KVFlash.from_file(model, n_ctx=8192, pool=1024, policy=policy, prefill="pool", opening=0) as kv:
+        # prompts and answers see the pool alone here, so that the choice decides; by default prompts are read exactly, and
+        # on the CPU what is outside is seen, too
+        with KVFlash.from_file(
+            model, n_ctx=8192, pool=1024, policy=policy, prefill="pool", opening=0, coarse="off"
+        ) as kv:
             print(f"policy {kv.policy}:")
             prompt = make_prompt(4000, lambda text: len(kv.tokenize(text, add_special=False)), n_needles=4)
             for needle in prompt.needles:

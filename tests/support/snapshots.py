@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "share": 0,
     "tau": 16,
     "prefill": "pool",
+    "coarse": "off",  # also where another process goes on
 }  # 16 blocks
 
 
