@@ -273,7 +273,7 @@ node)
     ;;
 pieces)
     rm -rf .dev/m[0-9][0-9]
-    split -b 46M -d -a 2 "$2" .dev/piece.
+    split -b 42M -d -a 2 "$2" .dev/piece.
     for piece in .dev/piece.*; do
         mkdir -p ".dev/m${piece##*.}"
         mv "$piece" ".dev/m${piece##*.}/"
