@@ -136,9 +136,8 @@ def of_guests(error: str) -> str:
 
 def of_codes(error: str) -> str:
     """Return why there can be no codes of all positions, and what to do instead. error: the library's message."""
-    known = (r for r in (*GUESTS.values(), *CODES.values()) if error == r.reason)
-    reason = next(known, Refusal(error, _OTHER)).reason
-    return str(Refusal(reason, "leave `coarse` out, or give off"))
+    known = (r for r in CODES.values() if error == r.reason)
+    return str(next(known, Refusal(error, "leave `coarse` out, or give off")))
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:

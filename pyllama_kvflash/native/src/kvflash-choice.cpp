@@ -1,7 +1,7 @@
 // where layers choose on the CPU, by an index: see kvflash-fresh.h
 
-#include "kvflash-lanes.h"
 #include "kvflash-slots.h"
+#include "kvflash-weights.h"
 
 #include "llama-graph.h"
 #include "llama-hparams.h"
@@ -198,43 +198,11 @@ static float sum_capped(const uint16_t * sums, const uint8_t * common, uint32_t 
     return all;
 }
 
-// the sum of exp(x - top) of n logits. x has room for whole vectors
-KVF_CLONES
-static float sum_all(float * x, uint32_t n, float top) {
-    std::fill(x + n, x + GGML_PAD(n, LANES), -std::numeric_limits<float>::infinity());
-    lanes_f all = {};
-    for (uint32_t i = 0; i < n; i += LANES) {
-        lanes_f a;
-        memcpy(&a, x + i, sizeof(a));
-        all += exponential(a - top);
-    }
-    return sum_lanes(all);
-}
-
-KVF_CLONES
-static void add_scaled(const float * x, uint32_t n, float factor, float * sums) {
-    for (uint32_t i = 0; i < n; ++i) {
-        sums[i] += factor * x[i];
-    }
-}
-
 // products of n keys [n][d] with a query
 KVF_CLONES
 static void dots(const float * keys, uint32_t n, uint32_t d, const float * q, float * res) {
     for (uint32_t i = 0; i < n; ++i, keys += d) {
-        lanes_f  sum = {};
-        uint32_t j   = 0;
-        for (; j + LANES <= d; j += LANES) {
-            lanes_f a, b;
-            memcpy(&a, keys + j, sizeof(a));
-            memcpy(&b, q + j, sizeof(b));
-            sum += a * b;
-        }
-        float all = sum_lanes(sum);
-        for (; j < d; ++j) {
-            all += keys[j] * q[j];
-        }
-        res[i] = all;
+        res[i] = dot_of(keys, q, d);
     }
 }
 
@@ -275,8 +243,9 @@ void cpu_chooser::score(const node & at, const sequence & s, choice & o, const g
             const float all =
                     l.cap > 0 ? sum_capped(of, common, n_unit, x, at.scale, l.cap, top, sums.data())
                               : sum_units(of, common, n_unit, x.base * at.scale - top, x.unit * at.scale, sums.data());
-            add_scaled(sums.data(), n_unit, 1 / (all + sum_all(near.data(), n_near, top)),
-                    o.shares.data() + (size_t) (first + i) * n_unit);
+            std::fill(near.data() + n_near, near.data() + GGML_PAD(n_near, LANES), KVF_NONE);
+            kvf_add_times(o.shares.data() + (size_t) (first + i) * n_unit, sums.data(), n_unit,
+                    1 / (all + kvf_sum_weights(near.data(), GGML_PAD(n_near, LANES), top)));
         }
     }
 }
@@ -285,7 +254,7 @@ void cpu_chooser::choose_by_shares(llama_seq_id seq, uint32_t layer) {
     const uint32_t     n_unit = fresh.of(seq).n_unit();
     std::vector<float> score(n_unit);
     for (uint32_t h = 0; h < fresh.layers[layer].info.n_head; ++h) {
-        add_scaled(own[seq].shares.data() + (size_t) h * n_unit, n_unit, 1.0f, score.data());
+        kvf_add_times(score.data(), own[seq].shares.data() + (size_t) h * n_unit, n_unit, 1.0f);
     }
     choose(seq, layer, score);
 }

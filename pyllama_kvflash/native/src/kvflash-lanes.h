@@ -61,6 +61,23 @@ static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
     return (quarters[0][0] + quarters[0][1]) + (quarters[0][2] + quarters[0][3]);
 }
 
+// the product of two rows of n values
+static inline __attribute__((always_inline)) float dot_of(const float * a, const float * b, uint32_t n) {
+    lanes_f  sum = {};
+    uint32_t i   = 0;
+    for (; i + LANES <= n; i += LANES) {
+        lanes_f x, y;
+        memcpy(&x, a + i, sizeof(x));
+        memcpy(&y, b + i, sizeof(y));
+        sum += x * y;
+    }
+    float res = sum_lanes(sum);
+    for (; i < n; ++i) {
+        res += a[i] * b[i];
+    }
+    return res;
+}
+
 // p times 2 to a whole number, which is put together from its bits (Schraudolph 1999)
 static inline __attribute__((always_inline)) lanes_f times_power(lanes_f p, lanes_i whole) {
     const lanes_i bits = (whole + 127) << 23;

@@ -134,21 +134,7 @@ float kvf_weight_bytes(const float * x, const float * scales, const float * open
 }
 
 KVF_CLONES
-float kvf_dot(const float * a, const float * b, uint32_t n) {
-    lanes_f  sum = {};
-    uint32_t i   = 0;
-    for (; i + LANES <= n; i += LANES) {
-        lanes_f x, y;
-        memcpy(&x, a + i, sizeof(x));
-        memcpy(&y, b + i, sizeof(y));
-        sum += x * y;
-    }
-    float res = sum_lanes(sum);
-    for (; i < n; ++i) {
-        res += a[i] * b[i];
-    }
-    return res;
-}
+float kvf_dot(const float * a, const float * b, uint32_t n) { return dot_of(a, b, n); }
 
 KVF_CLONES
 void kvf_scale_by(float * x, uint32_t n, float factor) {
@@ -182,40 +168,33 @@ float kvf_sum_weights(const float * x, uint32_t n, float top) {
     return sum_lanes(all);
 }
 
+// two keys at a time: with KVF_MOST_Q queries each, their sums are those of 16 vectors
 KVF_CLONES
 void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
-    for (uint32_t i = 0; i < n; ++i, keys += d) {
-        lanes_f sums[KVF_MOST_Q] = {};
-        for (uint32_t at = 0; at + LANES <= d; at += LANES) {
-            lanes_f a;
-            memcpy(&a, keys + at, sizeof(a));
+    for (uint32_t i = 0; i < n; i += 2) {
+        const uint32_t n_key                = std::min(2u, n - i);
+        lanes_f        sums[2 * KVF_MOST_Q] = {};
+        for (uint32_t k = 0; k < n_key; ++k) {
+            for (uint32_t at = 0; at + LANES <= d; at += LANES) {
+                lanes_f a;
+                memcpy(&a, keys + (size_t) (i + k) * d + at, sizeof(a));
+                for (uint32_t j = 0; j < n_q; ++j) {
+                    lanes_f b;
+                    memcpy(&b, queries + (size_t) j * d + at, sizeof(b));
+                    sums[k * KVF_MOST_Q + j] += a * b;
+                }
+            }
+        }
+        const lanes_f all = sums_of(sums);
+        for (uint32_t k = 0; k < n_key; ++k) {
+            const float * key = keys + (size_t) (i + k) * d;
             for (uint32_t j = 0; j < n_q; ++j) {
-                lanes_f b;
-                memcpy(&b, queries + (size_t) j * d + at, sizeof(b));
-                sums[j] += a * b;
+                float res = all[k * KVF_MOST_Q + j];
+                for (uint32_t at = d / LANES * LANES; at < d; ++at) {
+                    res += key[at] * queries[(size_t) j * d + at];
+                }
+                dst[j * KVF_TILE + i + k] = res;
             }
-        }
-        // all sums at once: halves of two, quarters of four, and so on
-        lanes_f four[4], two[2];
-        for (uint32_t j = 0; j < 4; ++j) {
-            const lanes_f a = sums[2 * j], b = sums[2 * j + 1];
-            four[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                      __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        }
-        for (uint32_t j = 0; j < 2; ++j) {
-            const lanes_f a = four[2 * j], b = four[2 * j + 1];
-            two[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                     __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-        }
-        const lanes_f c = two[0], e = two[1];
-        const lanes_f one = __builtin_shufflevector(c, e, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-                            __builtin_shufflevector(c, e, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-        for (uint32_t j = 0; j < n_q; ++j) {
-            float res = one[2 * j] + one[2 * j + 1];
-            for (uint32_t at = d / LANES * LANES; at < d; ++at) {
-                res += keys[at] * queries[(size_t) j * d + at];
-            }
-            dst[j * KVF_TILE + i] = res;
         }
     }
 }
