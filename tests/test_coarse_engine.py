@@ -20,7 +20,7 @@ from support.commands import check_error, good, invoke
 from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.rounding import relative_rms
-from support.runs import GREEDY, Open, feed, logits_of, read, text_of
+from support.runs import Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
@@ -167,22 +167,13 @@ def test_another_form_is_made_anew(opened: Open, tmp_path: Path) -> None:
 NEEDLES = needles.document(2400, seed=3)
 
 
-def n_found(opened: Open, **options: Any) -> int:
-    kv = opened("needle", pool=512, n_ctx=4096, opening=0, **options)
-    n = 0
-    for needle in NEEDLES.needles:
-        kv.clear()
-        n += needle.answer in text_of(list(kv.generate(NEEDLES.text + needle.question, max_tokens=12, sampling=GREEDY)))
-    return n
-
-
 @pytest.mark.parametrize("coarse", FORMS)
 def test_recency_with_codes_finds_every_needle(opened: Open, coarse: str) -> None:
-    assert n_found(opened, policy="lru", coarse=coarse) == len(NEEDLES.needles)
+    assert needles.n_found(opened, NEEDLES, policy="lru", coarse=coarse) == len(NEEDLES.needles)
 
 
 def test_recency_without_codes_finds_none(opened: Open) -> None:
-    assert n_found(opened, policy="lru", coarse="off") <= 1
+    assert needles.n_found(opened, NEEDLES, policy="lru", coarse="off") <= 1
 
 
 #

@@ -223,25 +223,15 @@ library = kernels.library
 NEEDLES = needles.document(2400, seed=3)
 
 
-def n_found(opened: Open, **options: Any) -> int:
-    """Of the needles, through a pool of a quarter of the text."""
-    kv = opened("needle", pool=512, n_ctx=4096, opening=0, **options)
-    n = 0
-    for needle in NEEDLES.needles:
-        kv.clear()
-        n += needle.answer in text_of(list(kv.generate(NEEDLES.text + needle.question, max_tokens=12, sampling=GREEDY)))
-    return n
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_needles_are_found(opened: Open, library: Path, ahead: int) -> None:
     """Also by predicted queries."""
     with host_kernels(library) if ahead else nullcontext():
-        assert n_found(opened, policy="fresh", ahead=ahead) == len(NEEDLES.needles)
+        assert needles.n_found(opened, NEEDLES, policy="fresh", ahead=ahead) == len(NEEDLES.needles)
 
 
 def test_recency_finds_no_needle(opened: Open) -> None:
-    assert n_found(opened, policy="lru") <= 1
+    assert needles.n_found(opened, NEEDLES, policy="lru") <= 1
 
 
 #

@@ -100,7 +100,7 @@ copy: 200 tokens of the text, word for word, from the words that the answer begi
 four words that the answer has, too.
 json: 24 records, to be given as a JSON array, which a grammar enforces. Points: the share of right values, by record number.
 One wrong number shifts all records behind it. So a second column, "json in order", has the longest common subsequence of whole
-records with the right ones, whatever their numbers. It is no part of mean and gap.
+records with the right ones, whatever their numbers. The mean and the gap leave it out.
 
 With answer=full, the prompt is read through the pool, then all of it is brought back, and its last tokens are read
 again (unless a recurrent state cannot go back). What such a row loses against full was lost in reading. It can score
