@@ -237,9 +237,9 @@ def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
 def test_kld_of_a_task_is_of_its_right_answers(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     read, given = [], []
-    prefill, forced = KVFlash.prefill, kld._forced
+    prefill, forced = KVFlash.prefill, kld.forced_logits
     monkeypatch.setattr(KVFlash, "prefill", lambda kv, ids: read.append(ids) or prefill(kv, ids))
-    monkeypatch.setattr(kld, "_forced", lambda kv, ids: given.append((kv.n_tokens, ids)) or forced(kv, ids))
+    monkeypatch.setattr(kld, "forced_logits", lambda kv, ids: given.append((kv.n_tokens, ids)) or forced(kv, ids))
     n_ctx = 3072 if task == "json" else 1024
     args = ("kld", "--contexts", str(n_ctx), "--variants", "full/type_k=q8_0", "-t", "1", "-o", str(tmp_path))
     res = good(*args, "--task", task, "-s", "3")
