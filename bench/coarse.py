@@ -38,6 +38,7 @@ N_SCORE, SEED = 256, 11
 HERE = Path(__file__).parent
 NOVEL = HERE.parent / "pyllama_kvflash/bench/data/moby-dick.txt"
 TARGET = {"prose": 300_000, "code": 0}
+FORM_OF = coarse.CoarseForm.of
 
 
 def plain(kind: str) -> str:
@@ -58,6 +59,12 @@ def texts(kv: KVFlash, name: str, n: int) -> tuple[Tokens, Tokens, Any]:
     questions = make_text(kind, n, prompts.count, NOVEL.read_text(), int(seed or SEED))
     right = prompts.answered(questions) if kind in LONG else (prompts.first(questions[0]), np.zeros(0, np.int32))
     return *right, questions
+
+
+def form(bits: str) -> coarse.CoarseForm:
+    """Bits that no user has: one number, or those of keys+values."""
+    k, _, v = bits.partition("+")
+    return coarse.CoarseForm(int(k), int(v or k))
 
 
 class Texts:
@@ -84,7 +91,8 @@ class Texts:
 
     def options(self, **more: Any) -> Options:
         """Return the options of all engines, and more."""
-        return Options(n_ctx=self.n_ctx, opening=0, n_threads=self.args.threads, **more)
+        args = self.args
+        return Options(n_ctx=self.n_ctx, opening=0, n_threads=args.threads, flash_attn=args.flash_attn, **more)
 
     def open(self, name: str, variant: str) -> KVFlash:
         """A variant that has read all of a prompt but its last token."""
@@ -94,14 +102,9 @@ class Texts:
         }
         type_ = str(fields.pop("type", "f16"))
         load_plan.LATE = fields.pop("late", 0)
-        if bits := fields.pop("bits", None):
-            coarse.CoarseForm.of = classmethod(
-                lambda cls, c: (
-                    None
-                    if c == "off"
-                    else cls(*map(int, str(bits).split("+")[:2]) if "+" in str(bits) else (int(bits),) * 2)
-                )
-            )  # type: ignore[method-assign]
+        bits = str(fields.pop("bits", ""))
+        coarse.CoarseForm.of = FORM_OF if not bits else lambda c: None if c == "off" else form(bits)  # type: ignore[method-assign]
+        if bits:
             fields["coarse"] = "4"
         if policy == "full":
             fields |= {"pool": self.n_ctx, "snapshots": True, "coarse": "off"}
@@ -221,6 +224,9 @@ def main() -> None:
     parser.add_argument("--for", dest="mode_of_prompt", choices=("kld", "answers"), default=None)
     parser.add_argument(
         "--grammar", action="store_true", help="json is held to its schema, as in `kvflash bench ruler`"
+    )
+    parser.add_argument(
+        "-fa", "--flash-attn", default="auto", help="of all engines (a folder for each): off adds in single precision"
     )
     parser.add_argument("-t", "--threads", type=int, default=None)
     args = parser.parse_args()

@@ -156,7 +156,8 @@ def test_wherever_the_pool_is_cut(case_of: Callable[..., Case], cut: str, n_bloc
 def test_after_a_rollback(case_of: Callable[..., Case]) -> None:
     """Positions that are forgotten have no codes any more; those that come in their place have others."""
     case = case_of("qwen3")
-    with coarse_run(case, n_blocks=4).run as run:
+    made = coarse_run(case, n_blocks=4)  # guests come from its records
+    with made.run as run:
         run.feed(20, 1)
         run.ctx.seq_rm(N_READ)
         run.pos = N_READ

@@ -112,9 +112,11 @@ void cpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *
                 if (ith > 0) { return; } // every thread calls this, whatever the number of tasks
                 const auto & at    = *(const node *) data;
                 const auto & fresh = at.owner->fresh;
+                at.owner->begin_choice();
                 for (size_t i = 0; i < fresh.sequences.size(); ++i) {
                     if (fresh.has_turn(fresh.sequences[i], at.i)) { at.owner->choose_by_shares(i, at.i); }
                 }
+                at.owner->fetch_chosen(at.i, 0, 1);
             },
             1, &at);
     ggml_format_name(chosen, "fresh_choose-%u", layer);

@@ -62,9 +62,10 @@ private:
         std::vector<uint32_t>       rows;     // of the tokens, in the ubatch
         std::vector<llama_pos>      pos;      // theirs
         std::vector<int32_t>        asking;   // theirs, among those that choose; -1: it does not
-        std::vector<int32_t>        cells;    // of the pool, first those of s->cells, then the guests'
+        uint32_t                    n_cell;   // of the pool, first those of s->cells, then the guests'
+        uint32_t                    n_common; // of s->cells
+        std::vector<int32_t>        cells;    // where they are, by place()
         std::vector<float>          open;     // of each unit: 0, its rows are among these cells, or 1
-        uint32_t                    n_common; // cells of s->cells
         uint32_t                    group, n_head_kv, n_batch, n_far, n_near, n_part;
 
         uint32_t n_query() const { return rows.size() * group; }
@@ -75,10 +76,22 @@ private:
     struct queries {
         uint32_t            head = 0, batch = 0, n = 0;
         bool                set = false;
-        kvf_aligned<float>  plain;   // [n][d]
+        kvf_aligned<float>  plain;   // [KVF_MOST_Q][width]
         kvf_aligned<float>  rotated; // [n][width]
         std::vector<int8_t> bytes;   // [n][width]
         float               unit[KVF_MOST_Q], middle[KVF_MOST_Q];
+    };
+
+    // sums of weights of a query, relative to the largest of its logits: of codes, and of the pool
+    struct total {
+        float top, far, near;
+    };
+
+    // some of a task's queries
+    struct seeing {
+        uint32_t n = 0, its[KVF_MOST_Q];
+
+        void add(uint32_t query) { its[n++] = query; }
     };
 
     // sums of a part, of one query: `top` is what was taken off the logits
@@ -90,7 +103,9 @@ private:
         float * values() { return at + 2; }
     };
 
+    void add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * chosen, node & at);
     work make_work(llama_seq_id seq, const node & at, bool attends) const;
+    void place(work & w) const;
     bool chooses_before(llama_seq_id seq, uint32_t layer) const;
     bool is_far(const work & w, uint32_t i) const { return i < (w.n_part == w.n_far + w.n_near ? w.n_far : 1); }
     void prepare(const work & w, const ggml_tensor * q_all, uint32_t head, uint32_t batch, queries & res) const;
@@ -99,10 +114,11 @@ private:
     void near(const work & w, const node & at, uint32_t head, uint32_t tile, const queries & q, part * parts);
     void weigh_tile(const work & w, const node & at, uint32_t head, uint32_t tile, const queries & q, float * weights,
             float * const * sums, float * tops) const;
-    void add_values(const work & w, uint32_t head, uint32_t first, uint32_t n_unit, const queries & q, const float * weights,
+    void add_values(const work & w, uint32_t head, uint32_t first, uint32_t n, const seeing & who, const float * weights,
             const float * factors, part * parts) const;
 
-    part part_of(const work & w, uint32_t head, uint32_t query, uint32_t i);
+    part  part_of(const work & w, uint32_t head, uint32_t query, uint32_t i);
+    total total_of(const work & w, uint32_t head, uint32_t query, float least); // least: of its largest logit
 
     void compute(const node & at, const ggml_tensor * q, bool attends, int ith, int nth);
     void mix(const node & at, ggml_tensor * dst, int ith, int nth);

@@ -67,19 +67,28 @@ void kvf_host_chooser::choose(llama_seq_id seq, uint32_t i_layer, const std::vec
     const auto n_best = std::min<size_t>(out.size(), n_free ? n_free : fresh.its.n_exchange);
     std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);
 
-    size_t next = 0;
+    size_t     next = 0;
+    const auto take = [&](uint32_t slot) {
+        chosen.push_back({seq, slot, out[next++]});
+        table[slot] = -1;
+    };
     for (uint32_t slot = 0; slot < s.n_fill; ++slot) {
-        if (table[slot] >= 0) { continue; }
-        fetch(i_layer, s, slot, out[next]);
-        table[slot] = out[next++];
+        if (table[slot] < 0) { take(slot); }
     }
 
     const auto n_go = std::min<size_t>(in.size(), n_best - next);
     std::partial_sort(
             in.begin(), in.begin() + n_go, in.end(), [&](uint32_t a, uint32_t b) { return better(table[b], table[a]); });
-    for (size_t i = 0; i < n_go && score[out[next]] > score[table[in[i]]]; ++i, ++next) {
-        fetch(i_layer, s, in[i], out[next]);
-        table[in[i]] = out[next];
+    for (size_t i = 0; i < n_go && score[out[next]] > score[table[in[i]]]; ++i) {
+        take(in[i]);
+    }
+}
+
+void kvf_host_chooser::fetch_chosen(uint32_t i_layer, int ith, int nth) {
+    for (size_t i = ith; i < chosen.size(); i += nth) {
+        const auto & [seq, slot, unit] = chosen[i];
+        fetch(i_layer, fresh.of(seq), slot, unit);
+        tables[seq][i_layer][slot] = unit;
     }
 }
 

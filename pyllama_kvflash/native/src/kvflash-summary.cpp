@@ -150,7 +150,8 @@ static std::vector<float> summary(const kvf_keys & k, int kind, uint32_t n_row, 
 }
 
 // what ggml_fp16_to_fp32() gives, but many at once: ggml-base is compiled for any processor, and goes one by one
-static inline __attribute__((always_inline)) void halves(const ggml_fp16_t * src, uint32_t n, float * dst) {
+KVF_CLONES
+static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
     for (uint32_t i = 0; i < n; ++i) {
         const uint32_t bits   = src[i] & 0x7fffu; // without the sign
         const uint32_t normal = (bits << 13) + (224u << 23), small = bits | 126u << 23;
@@ -160,16 +161,6 @@ static inline __attribute__((always_inline)) void halves(const ggml_fp16_t * src
         memcpy(&y, &small, sizeof(y));
         x      = bits < 1024 ? y - 0.5f : x * 0x1p-112f;
         dst[i] = src[i] & 0x8000u ? -x : x;
-    }
-}
-
-KVF_CLONES
-static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) { halves(src, n, dst); }
-
-KVF_CLONES
-static void from_halves(const ggml_fp16_t * src, size_t stride, const int32_t * cells, uint32_t n, uint32_t d, float * dst) {
-    for (uint32_t i = 0; i < n; ++i) {
-        halves(src + cells[i] * stride, d, dst + (size_t) i * d);
     }
 }
 
@@ -224,11 +215,8 @@ void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, floa
 
 void kvf_heads_to_float(
         const kvf_layer & layer, uint32_t head, const void * rows, const int32_t * cells, uint32_t n, float * dst) {
-    const uint32_t d = layer.n_embd_head_k;
-    if (layer.type_k == GGML_TYPE_F16) {
-        return from_halves((const ggml_fp16_t *) rows + (size_t) head * d, layer.n_embd_k, cells, n, d, dst);
-    }
-    const size_t size = ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k);
+    const uint32_t d    = layer.n_embd_head_k;
+    const size_t   size = ggml_row_size((ggml_type) layer.type_k, layer.n_embd_k);
     for (uint32_t i = 0; i < n; ++i) {
         kvf_to_float(layer, head, (const char *) rows + cells[i] * size, dst + (size_t) i * d);
     }

@@ -69,14 +69,18 @@ float kvf_logits(const int32_t * sums, uint32_t N, const float * scales, uint32_
     return most_lane(most);
 }
 
-float kvf_exact_logits(float * x, uint32_t n_unit, float scale, float base, float cap) {
-    float most = KVF_NONE;
-    for (uint32_t i = 0; i < n_unit * LANES; ++i) {
-        x[i] = x[i] * scale + base;
-        if (cap > 0) { x[i] = cap * tanhf(x[i] / cap); }
-        most = std::max(most, x[i]);
+KVF_CLONES
+float kvf_plain_logits(float * x, uint32_t n_unit, float scale, float base, float cap) {
+    lanes_f most = lanes_f{} + KVF_NONE;
+    for (uint32_t u = 0; u < n_unit; ++u, x += LANES) {
+        lanes_f y;
+        memcpy(&y, x, sizeof(y));
+        y = y * scale + base;
+        if (cap > 0) { y = y > KVF_NONE ? capped(y, cap) : y; }
+        most = y > most ? y : most;
+        memcpy(x, &y, sizeof(y));
     }
-    return most;
+    return most_lane(most);
 }
 
 KVF_CLONES
@@ -168,33 +172,67 @@ float kvf_sum_weights(const float * x, uint32_t n, float top) {
     return sum_lanes(all);
 }
 
-// two keys at a time: with KVF_MOST_Q queries each, their sums are those of 16 vectors
-KVF_CLONES
-void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
+static inline __attribute__((always_inline)) lanes_f lanes_at(const float * x) {
+    lanes_f res;
+    memcpy(&res, x, sizeof(res));
+    return res;
+}
+
+// half precision, of finite numbers
+static inline __attribute__((always_inline)) lanes_f lanes_at(const uint16_t * x) {
+    lanes_h h;
+    memcpy(&h, x, sizeof(h));
+    const lanes_u wide = __builtin_convertvector(h, lanes_u), bits = (wide & 0x7fff) << 13 | (wide & 0x8000) << 16;
+    lanes_f       res;
+    memcpy(&res, &bits, sizeof(res));
+    return res * 0x1p112f;
+}
+
+// of N queries. two keys at a time: with 8 queries each, their sums are those of 16 vectors
+template <uint32_t N, typename T, typename F>
+static inline __attribute__((always_inline)) void n_dots(
+        const F & key, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
+    const uint32_t width = (d + LANES - 1) / LANES * LANES;
     for (uint32_t i = 0; i < n; i += 2) {
-        const uint32_t n_key                = std::min(2u, n - i);
-        lanes_f        sums[2 * KVF_MOST_Q] = {};
-        for (uint32_t k = 0; k < n_key; ++k) {
-            for (uint32_t at = 0; at + LANES <= d; at += LANES) {
-                lanes_f a;
-                memcpy(&a, keys + (size_t) (i + k) * d + at, sizeof(a));
-                for (uint32_t j = 0; j < n_q; ++j) {
-                    lanes_f b;
-                    memcpy(&b, queries + (size_t) j * d + at, sizeof(b));
-                    sums[k * KVF_MOST_Q + j] += a * b;
-                }
+        const T * its[2]      = {key(i), key(std::min(i + 1, n - 1))};
+        lanes_f   sums[LANES] = {};
+        for (uint32_t at = 0; at < d; at += LANES) {
+            lanes_f keys[2];
+            for (uint32_t k = 0; k < 2; ++k) {
+                T rest[LANES] = {};
+                if (at + LANES > d) { memcpy(rest, its[k] + at, (d - at) * sizeof(T)); }
+                keys[k] = lanes_at(at + LANES > d ? rest : its[k] + at);
+            }
+            for (uint32_t j = 0; j < N; ++j) {
+                const lanes_f q = lanes_at(queries + (size_t) j * width + at);
+                sums[j] += keys[0] * q;
+                sums[LANES / 2 + j] += keys[1] * q;
             }
         }
         const lanes_f all = sums_of(sums);
-        for (uint32_t k = 0; k < n_key; ++k) {
-            const float * key = keys + (size_t) (i + k) * d;
-            for (uint32_t j = 0; j < n_q; ++j) {
-                float res = all[k * KVF_MOST_Q + j];
-                for (uint32_t at = d / LANES * LANES; at < d; ++at) {
-                    res += key[at] * queries[(size_t) j * d + at];
-                }
-                dst[j * KVF_TILE + i + k] = res;
-            }
+        for (uint32_t j = 0; j < n_q; ++j) {
+            dst[j * KVF_TILE + i] = all[j];
+            if (i + 1 < n) { dst[j * KVF_TILE + i + 1] = all[LANES / 2 + j]; }
         }
     }
+}
+
+template <typename T, typename F>
+static inline __attribute__((always_inline)) void dots_of(
+        const F & key, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
+    static_assert(KVF_MOST_Q == 8 && LANES == 16);
+    if (n_q == 1) { return n_dots<1, T>(key, n, d, queries, n_q, dst); }
+    if (n_q <= 4) { return n_dots<4, T>(key, n, d, queries, n_q, dst); }
+    n_dots<8, T>(key, n, d, queries, n_q, dst);
+}
+
+KVF_CLONES
+void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {
+    dots_of<float>([=](uint32_t i) { return keys + (size_t) i * d; }, n, d, queries, n_q, dst);
+}
+
+KVF_CLONES
+void kvf_half_dots(const uint16_t * rows, size_t stride, const int32_t * cells, uint32_t n, uint32_t d,
+        const float * queries, uint32_t n_q, float * dst) {
+    dots_of<uint16_t>([=](uint32_t i) { return rows + cells[i] * stride; }, n, d, queries, n_q, dst);
 }

@@ -24,8 +24,8 @@ void kvf_scales_of(const uint16_t * scales, uint32_t n, float * dst);
 // unit to the next. returns the largest
 float kvf_logits(const int32_t * sums, uint32_t N, const float * scales, uint32_t n_unit, float middle, float unit,
         float base, float cap, float * dst);
-// the same of codes that are exact. x: products, which become logits
-float kvf_exact_logits(float * x, uint32_t n_unit, float scale, float base, float cap);
+// the same of plain products, which become logits. those of KVF_NONE stay
+float kvf_plain_logits(float * x, uint32_t n_unit, float scale, float base, float cap);
 // logits [n_unit][16] become weights, exp(logit - top). sums: of each unit
 void kvf_weigh(float * x, uint32_t n_unit, float top, float * sums);
 // weights times the scales of the values' codes, as bytes [n_unit][N][64] for kvf_codes::value_sums(). open: 0 or 1 for each
@@ -36,8 +36,12 @@ float kvf_weight_bytes(
 float kvf_sum_weights(const float * x, uint32_t n, float top);
 
 float kvf_dot(const float * a, const float * b, uint32_t n);
-// products of n keys [n][d] with up to KVF_MOST_Q queries [n_q][d]: [n_q][KVF_TILE]
+// products of n keys [n][d] with n_q queries, [KVF_MOST_Q][width], with zeros from
+// d on: [n_q][KVF_TILE]
 void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst);
+// the same of finite numbers in half precision: those of n cells, in rows of `stride` values
+void kvf_half_dots(const uint16_t * rows, size_t stride, const int32_t * cells, uint32_t n, uint32_t d,
+        const float * queries, uint32_t n_q, float * dst);
 void kvf_scale_by(float * x, uint32_t n, float factor);
 void kvf_add_times(float * x, const float * y, uint32_t n, float factor);
 // x += factor*(sums - less)
