@@ -67,6 +67,31 @@ def test_fuzz(build: asan.Build, tiny_path: Callable[[str], Path], model: str, c
         assert " wrong states " in res.stdout
 
 
+@pytest.mark.nightly(SHARED, r"pyllama_kvflash/native/src/.*")
+@pytest.mark.parametrize(
+    ("model", "cache", "coarse"),
+    [
+        ("qwen3", "f16", "32"),
+        ("qwen3", "q8_0", "4"),
+        ("qwen35", "f16 --no-fa", "32"),
+        ("qwen35", "q4_0", "4,2"),
+        ("gemma4", "f16 --no-fa", "2"),
+    ],
+)
+def test_codes(build: asan.Build, tiny_path: Callable[[str], Path], model: str, cache: str, coarse: str) -> None:
+    """Every second one chooses after the attention."""
+    seed = 3 + len(model) + len(cache)
+
+    res = fuzz(
+        build, tiny_path(model), "--seed", str(seed), "--steps", "150", "--coarse", coarse, "--type", *cache.split()
+    )
+    assert res.returncode == 0, res.stdout[-8000:]
+    for what in ["beside", "covered", "evicted", "guests", "made anew", "moved", "paged in", "wrong calls"]:
+        assert f" {what} " in res.stdout
+    assert (" again " in res.stdout) == (model != "qwen35")  # a state does not go back
+    assert (" far " in res.stdout) == (model == "qwen3")
+
+
 #
 # mutants
 #

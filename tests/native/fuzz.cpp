@@ -1,4 +1,4 @@
-// kvflash-fuzz: random calls of kvflash.h on a real model, against six oracles
+// kvflash-fuzz: random calls of kvflash.h on a real model, against seven oracles
 //
 //   shadow   which chunk lies in which block: predicted here, compared with the pool after every step
 //   host     a record that is read again equals the first one, to the byte
@@ -7,12 +7,15 @@
 //   panes    a paned context decodes the same tokens as a stock one: the same logits, to the bit, and the pool's records
 //   softmax  the attention that random queries pay to records: from the rows of their summaries, and from all their keys,
 //            one number at a time
+//   codes    with --coarse: nothing is evicted without codes, so a stock context that forgets nothing has nearly the same
+//            logits; codes made anew have the same bytes; from bytes, another sequence goes on with the same logits, to the
+//            bit
 //
 // Nothing waits for a copy unless it must: records and queries are checked at a later step, chunks stay on their way in
 // while other things happen.
 //
 // An episode begins exact: what is evicted stays out, so that the mirror can follow. It ends free: chunks come back into
-// any block, and attention adds up in another order than in a stock cache.
+// any block, and attention adds up in another order than in a stock cache. With codes it is free all the time.
 
 #include "kvflash.h"
 
@@ -31,12 +34,14 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 using record = std::vector<uint8_t>;
 
 static constexpr uint32_t N_CTX       = 8192;
 static constexpr uint64_t FINGERPRINT = 0x1234567890abcdef;
+static constexpr uint32_t SEGMENT     = 4096; // positions whose codes have one mean
 
 // finite numbers in every cache type: attention multiplies masked rows by zero
 static constexpr uint8_t SCRIBBLES[] = {0x00, 0x11, 0x3c, 0x55};
@@ -65,14 +70,18 @@ static void expect_same(const std::string & what, const std::vector<float> & a, 
 
 struct settings {
     std::string path;
-    uint32_t    n_step = 200;
-    uint32_t    seed   = 1;
-    ggml_type   type   = GGML_TYPE_F16;
-    bool        fa     = true;
+    uint32_t    n_step   = 200;
+    uint32_t    seed     = 1;
+    ggml_type   type     = GGML_TYPE_F16;
+    bool        fa       = true;
+    uint32_t    coarse_k = 0; // bits of codes
+    uint32_t    coarse_v = 0;
 };
 
 // a block as it should be: the chunk it holds, and which of its positions. landing: the chunk is on its way in
 struct slot {
+    static constexpr int32_t GUESTS = -2; // each layer has its own units here
+
     int32_t  chunk   = -1;
     uint64_t mask    = 0;
     bool     landing = false;
@@ -99,6 +108,8 @@ struct fuzz {
 
     bool    hybrid;
     bool    mrope;
+    bool    coarse;  // what is evicted has codes
+    bool    is_near; // so the stock context, which has all of it, has nearly the same logits
     int32_t n_vocab;
     int32_t n_chunk;
     int32_t n_batch;
@@ -113,6 +124,13 @@ struct fuzz {
     std::vector<llama_token>  tokens;
     std::map<int32_t, record> host;
     std::set<int32_t>         pins;
+
+    llama_seq_id         own     = 0; // the episode's sequence in the pool
+    int32_t              n_coded = 0; // chunks with codes
+    std::vector<int32_t> guests;      // blocks
+
+    // chunks whose codes were made, in this order, from these records: the first ones tell what others are like
+    std::vector<std::pair<int32_t, std::vector<record>>> puts;
 
     uint32_t n_kv;
     int32_t  n_past;
@@ -156,6 +174,16 @@ struct fuzz {
         cparams.type_k          = set.type;
         cparams.type_v          = set.type;
         cparams.swa_full        = false;
+        coarse                  = set.coarse_k > 0;
+        if (coarse) {
+            pparams.coarse_k   = set.coarse_k;
+            pparams.coarse_v   = set.coarse_v;
+            pparams.late       = set.seed % 2;
+            pparams.n_exchange = 1 + set.seed % 5;
+            cparams.n_seq_max  = 2;
+            cparams.kv_unified = true;
+            cparams.n_rs_seq   = 0; // a state that is put back has none before it
+        }
 
         expect_ok("pooled context", kvf_context_new(model, &cparams, &pparams, nullptr, &pool));
         expect_ok("stock context", kvf_context_new(model, &cparams, nullptr, nullptr, &mirror));
@@ -180,6 +208,9 @@ struct fuzz {
     }
 
     uint32_t rnd(uint32_t n) { return rng() % n; }
+
+    // whether the stock context decodes the same tokens
+    bool is_mirrored() const { return n_exact > 0 || is_near; }
 
     int32_t pick(const std::vector<int32_t> & from) { return from[rnd(from.size())]; }
 
@@ -235,7 +266,7 @@ struct fuzz {
     std::vector<int32_t> free_blocks() const {
         std::vector<int32_t> res;
         for (size_t b = 0; b < slots.size(); ++b) {
-            if (slots[b].chunk < 0) { res.push_back(b); }
+            if (slots[b].chunk == -1) { res.push_back(b); }
         }
         return res;
     }
@@ -282,19 +313,35 @@ struct fuzz {
             for (uint64_t mask = s.mask; mask; mask &= mask - 1) {
                 n++;
             }
-            expect(chunks[b] == s.chunk && n_used[b] == n, "block " + std::to_string(b) + " holds something else");
-            expect(seqs[b] == (slots[b].chunk < 0 ? -1 : 0), "block " + std::to_string(b) + " is another sequence's");
+            expect(chunks[b] == std::max(s.chunk, -1) && n_used[b] == n,
+                    "block " + std::to_string(b) + " holds something else");
+            expect(seqs[b] == (slots[b].chunk < 0 ? -1 : own), "block " + std::to_string(b) + " is another sequence's");
         }
 
         for (int32_t chunk = 0; chunk <= tail() + 1; ++chunk) {
             int32_t block;
-            expect_ok("block_of", kvf_block_of(pool, 0, chunk, &block));
+            expect_ok("block_of", kvf_block_of(pool, own, chunk, &block));
             expect(block == block_of(chunk), "chunk " + std::to_string(chunk) + " is in another block");
             expect(block >= 0 || (!pins.count(chunk) && (!sealed(chunk) || host.count(chunk) || is_read(chunk))),
                     "a chunk is lost");
         }
 
         if (n_past > 0) { read(pick(resident(false))); }
+        if (coarse) { check_guests(); }
+    }
+
+    void check_guests() {
+        struct kvf_index_info index;
+        expect_ok("index_info", kvf_index_info(pool, own, &index));
+        expect(index.n == (uint32_t) (n_coded * n_chunk), "other positions have codes");
+
+        for (const auto & units : tables()) {
+            std::set<int32_t> seen;
+            for (const int32_t unit : units) {
+                expect(unit < n_coded * n_chunk / KVF_UNIT, "a guest has no codes");
+                expect(unit < 0 || seen.insert(unit).second, "a guest is twice there");
+            }
+        }
     }
 
     //
@@ -306,7 +353,7 @@ struct fuzz {
         const int32_t n     = batch.size();
         const auto    after = placed(n);
 
-        const int status = kvf_decode(pool, 0, n_past, batch.data(), n, outputs);
+        const int status = kvf_decode(pool, own, n_past, batch.data(), n, outputs);
         expect_status("decode", after.empty() ? KVF_E_NO_BLOCK : KVF_OK, status);
         if (status != KVF_OK) {
             done["no room"]++;
@@ -331,21 +378,41 @@ struct fuzz {
             expect_ok("argmax", kvf_argmax(pool, outputs == KVF_OUTPUTS_ALL ? i : -1, &best));
             expect(best == std::max_element(row, row + n_vocab) - row, "another token is the most likely one");
         }
-        if (n_exact > 0) {
+        if (is_mirrored()) {
             expect_ok("decode, stock", kvf_decode(mirror, 0, n_past, batch.data(), n, outputs));
-            expect_same("than those of the stock context", res, logits(mirror));
+            is_near ? expect_near(res, logits(mirror)) : expect_same("than those of the stock context", res, logits(mirror));
             done["mirrored"]++;
         }
 
         if (!landing().empty()) { done["beside landings"]++; }
         queries();
 
+        decoded(batch, after);
+        return res;
+    }
+
+    // the shadow after that
+    void decoded(const std::vector<llama_token> & batch, const std::vector<slot> & after) {
         n_kv   = width(after);
         slots  = after;
-        n_past = n_past + n;
+        n_past = n_past + batch.size();
         tokens.insert(tokens.end(), batch.begin(), batch.end());
+    }
 
-        return res;
+    // row by row, but for what codes lose: exact ones are other sums of the same
+    void expect_near(const std::vector<float> & got, const std::vector<float> & want) const {
+        expect(got.size() == want.size(), "another number of logits");
+        const uint32_t bits = std::min(pparams.coarse_k, pparams.coarse_v);
+        const bool     few  = cparams.type_k == GGML_TYPE_Q4_0; // of rows that are nearly the same, it may round some apart
+        const double   most = bits == 32 ? (few ? 0.08 : 0.02) : bits == 4 ? 0.3 : 1;
+        for (size_t from = 0; from < got.size(); from += n_vocab) {
+            double off = 0, all = 0;
+            for (size_t i = from; i < from + n_vocab; ++i) {
+                off += pow(got[i] - want[i], 2);
+                all += pow(want[i], 2);
+            }
+            expect(off <= most * most * all, "logits that are off by " + std::to_string(sqrt(off / all)) + " of their size");
+        }
     }
 
     // wait for the copies up to a ticket, 0: all, and check them
@@ -397,7 +464,7 @@ struct fuzz {
         if (after.empty()) { return; }
 
         kvf_interrupt(true);
-        const int status = kvf_decode(pool, 0, n_past, batch.data(), batch.size(), 1);
+        const int status = kvf_decode(pool, own, n_past, batch.data(), batch.size(), 1);
         kvf_interrupt(false);
         expect_status("decode, stopped", KVF_E_ABORTED, status);
         done["stopped"]++;
@@ -414,12 +481,13 @@ struct fuzz {
             if (chunk >= pos / n_chunk) { cancel(chunk); } // else a commit would bring it back
         }
 
-        const int status = kvf_seq_rm(pool, 0, pos, -1);
-        if (n_exact > 0) {
+        const int status = kvf_seq_rm(pool, own, pos, -1);
+        if (n_exact > 0 || (is_near && status == KVF_OK)) { // a window that was moved may be shorter
             expect(status == kvf_seq_rm(mirror, 0, pos, -1), "seq_rm: another status than that of the stock context");
         }
         if (status == KVF_E_UNSUPPORTED && (hybrid || llama_model_n_swa(model) > 0)) {
             done["not rolled back"]++;
+            if (coarse) { recover(); }
             return false;
         }
         expect_ok("seq_rm", status);
@@ -432,11 +500,13 @@ struct fuzz {
     // the shadow after a rollback
     void truncate(int32_t pos) {
         for (auto & s : slots) {
+            if (s.chunk == slot::GUESTS) { continue; }
             const int32_t n_keep = std::clamp(pos - s.chunk * n_chunk, 0, n_chunk);
             s.mask &= n_keep < 64 ? (1ull << n_keep) - 1 : ~0ull;
             s = s.mask ? s : slot();
         }
-        n_past = pos;
+        n_past  = pos;
+        n_coded = std::min(n_coded, pos / n_chunk);
         tokens.resize(pos);
         host.erase(host.lower_bound(pos / n_chunk), host.end());
         pins.erase(pins.lower_bound((pos + n_chunk - 1) / n_chunk), pins.end());
@@ -453,13 +523,13 @@ struct fuzz {
         if (placed(batch.size()).empty()) { return; }
 
         size_t size = 0;
-        expect_ok("partial_size", kvf_partial_size(pool, 0, &size));
+        expect_ok("partial_size", kvf_partial_size(pool, own, &size));
         const bool window = llama_model_n_swa(model) > 0;
         expect((size > 0) == (hybrid || window), "a state of another size");
         if (!size) { return; }
 
         record state(size);
-        expect_ok("partial_get", kvf_partial_get(pool, 0, state.data(), size));
+        expect_ok("partial_get", kvf_partial_get(pool, own, state.data(), size));
         const int32_t start = n_past;
         const auto    first = decode(batch, 2);
 
@@ -470,13 +540,13 @@ struct fuzz {
             } else {
                 bad.resize(rnd(2) ? size - 1 - rnd(size - 1) : size + 1 + rnd(64));
             }
-            const int status = kvf_partial_set(pool, 0, start, bad.data(), bad.size());
+            const int status = kvf_partial_set(pool, own, start, bad.data(), bad.size());
             expect(status == KVF_OK || status == KVF_E_RECORD || status == KVF_E_STATE || status == KVF_E_BACKEND,
                     "partial_set: status " + std::to_string(status));
             expect(status != KVF_OK || bad.size() == size, "a state of another size was put back");
             done["wrong states"]++;
         }
-        expect_ok("partial_set", kvf_partial_set(pool, 0, start, state.data(), size));
+        expect_ok("partial_set", kvf_partial_set(pool, own, start, state.data(), size));
         wait(0);
         truncate(start);
         expect_same("after a state was put back", first, decode(batch, 2));
@@ -487,7 +557,7 @@ struct fuzz {
     std::shared_ptr<const record> begin_read(int32_t chunk) {
         const auto rec    = std::make_shared<record>(info.record_bytes, rnd(256)); // what a read leaves out differs
         uint64_t   ticket = 0;
-        begun("read", kvf_read(pool, 0, chunk, rec->data(), rec->size(), &ticket), ticket);
+        begun("read", kvf_read(pool, own, chunk, rec->data(), rec->size(), &ticket), ticket);
 
         const kvf_record head = {
                 KVF_RECORD_MAGIC,
@@ -539,16 +609,17 @@ struct fuzz {
     // the record is not read until a later wait
     std::shared_ptr<const record> drop(int32_t chunk) {
         const auto rec = begin_read(chunk);
-        if (rnd(4)) {
-            expect_ok("drop", kvf_drop(pool, 0, chunk));
+        if (coarse || rnd(4)) { // the other call forgets all codes from there on
+            expect_ok("drop", kvf_drop(pool, own, chunk));
         } else {
-            expect_ok("attn_seq_rm", kvf_attn_seq_rm(pool, 0, chunk * n_chunk, (chunk + 1) * n_chunk));
+            expect_ok("attn_seq_rm", kvf_attn_seq_rm(pool, own, chunk * n_chunk, (chunk + 1) * n_chunk));
         }
         slots[block_of(chunk)] = {};
         return rec;
     }
 
     void evict(int32_t chunk) {
+        if (coarse) { cover(chunk + 1); }
         drop(chunk);
         done["evicted"]++;
         if (n_exact > 0) {
@@ -564,7 +635,7 @@ struct fuzz {
 
         const auto & source = sources.emplace_back(rec); // until it is waited for
         expect_status("page_in", full ? KVF_E_NO_BLOCK : KVF_OK,
-                kvf_page_in(pool, 0, chunk, source.data(), source.size(), &block));
+                kvf_page_in(pool, own, chunk, source.data(), source.size(), &block));
         expect(block == want, "paged in to another block");
         if (!full) {
             kvf_record head;
@@ -576,13 +647,13 @@ struct fuzz {
 
     void commit(int32_t chunk) {
         if (!rnd(3)) { wait(0); } // the copy is done, its source gone
-        expect_ok("commit", kvf_commit(pool, 0, chunk));
+        expect_ok("commit", kvf_commit(pool, own, chunk));
         slots[landing_block_of(chunk)].landing = false;
         done["paged in"]++;
     }
 
     void cancel(int32_t chunk) {
-        expect_ok("cancel", kvf_cancel(pool, 0, chunk));
+        expect_ok("cancel", kvf_cancel(pool, own, chunk));
         slots[landing_block_of(chunk)] = {};
         done["cancelled"]++;
     }
@@ -651,9 +722,11 @@ struct fuzz {
         const auto    batch  = some_tokens(n_keep + (hybrid ? 2 + rnd(3) : 1 + rnd(4)));
         if (placed(batch.size()).empty()) { return; }
 
-        auto first = decode(batch, 2);
+        const auto chosen = tables();
+        auto       first  = decode(batch, 2);
         first.erase(first.begin(), first.begin() + n_keep * n_vocab);
         if (rollback(n_past - batch.size() + n_keep)) {
+            place(chosen);
             round_trip(true);
             int32_t coming = -1;
             if (!evicted().empty() && free_blocks().size() > 1) { // at most one is taken
@@ -676,12 +749,17 @@ struct fuzz {
         tokens.clear();
         host.clear();
         pins.clear();
+        puts.clear();
+        guests.clear();
+        n_coded = 0;
 
         n_kv    = 0;
         n_past  = 0;
         n_fixed = 0;
         n_exact = 10 + rnd(50);
         n_left  = n_exact + rnd(60);
+        n_exact = coarse ? 0 : n_exact;
+        is_near = coarse;
     }
 
     // K of all layers, then V of all layers, as llama.cpp's own state_write() finds them in the stock context, must be
@@ -904,6 +982,306 @@ struct fuzz {
     }
 
     //
+    // codes
+    //
+
+    void put(llama_seq_id seq, int32_t first, const std::vector<const void *> & records) {
+        const uint32_t each = rnd(2) ? 1 : info.n_layer;
+        for (uint32_t layer = 0; layer < info.n_layer; layer += each) {
+            expect_ok("index_put", kvf_index_put(pool, seq, layer, each, first, records.data(), records.size()));
+        }
+    }
+
+    // the first n chunks have codes
+    void cover(int32_t n) {
+        if (n <= n_coded) { return; }
+        if (n_coded == 0) { puts.clear(); }
+
+        std::vector<const void *> records;
+        puts.push_back({n_coded, {}});
+        for (int32_t chunk = n_coded; chunk < n; ++chunk) {
+            if (is_read(chunk)) { wait(0); }
+            if (!host.count(chunk)) { read(chunk); }
+            records.push_back(host.at(chunk).data());
+            puts.back().second.push_back(host.at(chunk));
+        }
+        put(own, n_coded, records);
+        expect_ok("index_cover", kvf_index_cover(pool, own, n_coded, records.data(), records.size()));
+        n_coded = n;
+        done["covered"]++;
+    }
+
+    // codes were forgotten, all or some by a call that failed: guests, too. they come again
+    void recover() {
+        const int32_t         n = n_coded;
+        struct kvf_index_info index;
+        expect_ok("index_info", kvf_index_info(pool, own, &index));
+        n_coded = index.n / n_chunk;
+        check_guests();
+        cover(n);
+    }
+
+    // the codes of the first n chunks as bytes, of each layer
+    std::vector<record> code_bytes(llama_seq_id seq, int32_t n) {
+        std::vector<record> res;
+        for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
+            size_t size = 0;
+            expect_ok("index_size", kvf_index_size(pool, seq, layer, n * n_chunk, &size));
+            res.emplace_back(size);
+            expect_ok("index_get", kvf_index_get(pool, seq, layer, n * n_chunk, res.back().data(), size));
+        }
+        return res;
+    }
+
+    // records of what has codes
+    std::vector<const void *> coded() const {
+        std::vector<const void *> res;
+        for (int32_t chunk = 0; chunk < n_coded; ++chunk) {
+            res.push_back(host.at(chunk).data());
+        }
+        return res;
+    }
+
+    // codes of the same records, put into the other sequence in the same order, have the same bytes; those of fewer are
+    // their beginning
+    void made_anew() {
+        if (n_coded == 0) { return; }
+
+        const llama_seq_id other = 1 - own;
+        for (const auto & [first, from] : puts) {
+            std::vector<const void *> records;
+            for (const auto & rec : from) {
+                records.push_back(rec.data());
+            }
+            put(other, first, records);
+        }
+        const auto all     = code_bytes(own, n_coded);
+        const auto records = coded();
+        expect_ok("index_cover", kvf_index_cover(pool, other, 0, records.data(), n_coded));
+        const int32_t n   = 1 + rnd(n_coded);
+        const auto    few = code_bytes(other, n);
+        expect(code_bytes(other, n_coded) == all, "codes made anew are others");
+        for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
+            expect(std::equal(few[layer].begin(), few[layer].end(), all[layer].begin()),
+                    "codes of fewer positions are others");
+        }
+        expect_ok("index_forget", kvf_index_forget(pool, other));
+        done["made anew"]++;
+    }
+
+    // the units in the slots of each layer, as the pool has them; the blocks are checked
+    std::vector<std::vector<int32_t>> tables() {
+        if (guests.empty()) { return {}; }
+
+        const size_t                      n_slot = guests.size() * n_chunk / KVF_UNIT;
+        std::vector<int32_t>              blocks(guests.size()), units(info.n_layer * n_slot);
+        std::vector<std::vector<int32_t>> res;
+        expect_ok("get_guests", kvf_get_guests(pool, own, blocks.data(), blocks.size(), units.data(), units.size()));
+        expect(blocks == guests, "guests have other blocks");
+        for (auto at = units.begin(); at != units.end(); at += n_slot) {
+            res.emplace_back(at, at + n_slot);
+        }
+        return res;
+    }
+
+    void place(const std::vector<std::vector<int32_t>> & tables) {
+        std::vector<int32_t> units;
+        for (const auto & table : tables) {
+            units.insert(units.end(), table.begin(), table.end());
+        }
+        if (!units.empty()) { expect_ok("place_guests", kvf_place_guests(pool, own, units.data(), units.size())); }
+    }
+
+    // another number of blocks for guests: the first ones stay, free ones come
+    void resize_guests(size_t n) {
+        auto want = guests;
+        want.resize(std::min(n, want.size()));
+        for (const int32_t block : free_blocks()) {
+            if (want.size() < n) { want.push_back(block); }
+        }
+        expect_ok("set_guests", kvf_set_guests(pool, own, want.size(), nullptr));
+        for (const int32_t block : guests) {
+            slots[block] = {};
+        }
+        for (const int32_t block : want) {
+            slots[block].chunk = slot::GUESTS;
+            n_kv               = std::max<uint32_t>(n_kv, ((block + 1) * n_chunk + 255) / 256 * 256);
+        }
+        guests = want;
+        done["guests"]++;
+    }
+
+    // all there is goes to the other sequence, by bytes: the same tokens give the same there
+    void move() {
+        for (const int32_t chunk : landing()) {
+            settle(chunk);
+        }
+        const auto batch = some_tokens(1 + rnd(4));
+        make_room(batch.size());
+        if (placed(batch.size()).empty()) { return; }
+
+        size_t size = 0;
+        expect_ok("partial_size", kvf_partial_size(pool, own, &size));
+        record state(size);
+        if (size) { expect_ok("partial_get", kvf_partial_get(pool, own, state.data(), size)); }
+        std::map<int32_t, std::pair<int32_t, record>> in;
+        for (const int32_t chunk : resident(false)) {
+            in[chunk] = {block_of(chunk), read(chunk)};
+        }
+        const auto    codes = code_bytes(own, n_coded);
+        const auto    units = tables();
+        const int32_t start = n_past;
+        const auto    first = decode(batch, 2);
+        wait(0);
+
+        if (rnd(2)) {
+            expect_ok("clear_seq", kvf_clear_seq(pool, own));
+        } else {
+            expect_ok("clear", kvf_clear(pool));
+            expect_ok("set_width", kvf_set_width(pool, n_kv));
+        }
+        own = 1 - own;
+        for (auto & [chunk, from] : in) {
+            expect_ok("page_in", kvf_page_in(pool, own, chunk, from.second.data(), from.second.size(), &from.first));
+            expect_ok("commit", kvf_commit(pool, own, chunk));
+        }
+        if (size) { expect_ok("partial_set", kvf_partial_set(pool, own, start, state.data(), size)); }
+        for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
+            expect_ok("index_set",
+                    kvf_index_set(pool, own, layer, n_coded * n_chunk, codes[layer].data(), codes[layer].size()));
+        }
+        const auto records = coded();
+        if (n_coded > 0) { expect_ok("index_cover", kvf_index_cover(pool, own, 0, records.data(), n_coded)); }
+        expect_ok("set_guests", kvf_set_guests(pool, own, guests.size(), guests.data()));
+        place(units);
+
+        expect_ok("decode", kvf_decode(pool, own, start, batch.data(), batch.size(), KVF_OUTPUTS_ALL));
+        const float * logits = llama_get_logits(pool);
+        const auto    second = std::vector<float>(logits, logits + first.size());
+        if (llama_model_n_swa(model) > 0) {
+            expect_near(first, second); // of several sequences, the window's cells are packed
+        } else {
+            expect_same("in another sequence", first, second);
+        }
+        done["moved"]++;
+    }
+
+    // a short text in the other sequence, of which all but the last chunk are outside. then both decode in one batch
+    void beside() {
+        if (n_past % n_chunk == 0) { return; } // needs no block
+        while (free_blocks().size() < 2 && !resident(true).empty()) {
+            evict(pick(resident(true)));
+        }
+        if (free_blocks().size() < 2) { return; }
+
+        const llama_seq_id  other = 1 - own;
+        const int32_t       n     = 2 + rnd(2);
+        std::vector<record> records(n, record(info.record_bytes));
+        for (int32_t chunk = 0; chunk < n; ++chunk) {
+            const auto batch = some_tokens(n_chunk);
+            uint64_t   ticket;
+            expect_ok("decode, beside", kvf_decode(pool, other, chunk * n_chunk, batch.data(), n_chunk, 1));
+            expect_ok("decode, stock", kvf_decode(mirror, 1, chunk * n_chunk, batch.data(), n_chunk, 1));
+            expect_near(last_logits(pool), last_logits(mirror));
+            expect_ok("read", kvf_read(pool, other, chunk, records[chunk].data(), info.record_bytes, &ticket));
+            expect_ok("wait", kvf_wait(pool, ticket));
+            put(other, chunk, {records[chunk].data()});
+            const void * at = records[chunk].data();
+            expect_ok("index_cover", kvf_index_cover(pool, other, chunk, &at, 1));
+            if (chunk + 1 < n) { expect_ok("drop", kvf_drop(pool, other, chunk)); }
+        }
+
+        const auto         both   = some_tokens(2);
+        const llama_seq_id seqs[] = {own, other}, its[] = {0, 1};
+        const llama_pos    pos[] = {n_past, n * n_chunk};
+        expect_ok("decode_each", kvf_decode_each(pool, seqs, pos, both.data(), 2));
+        expect_ok("decode_each, stock", kvf_decode_each(mirror, its, pos, both.data(), 2));
+        for (int32_t i = 0; i < 2; ++i) {
+            const auto row = [&](llama_context * ctx) {
+                const float * at = llama_get_logits_ith(ctx, i);
+                return std::vector<float>(at, at + n_vocab);
+            };
+            expect_near(row(pool), row(mirror));
+        }
+        decoded({both[0]}, placed(1));
+        expect_ok("clear_seq", kvf_clear_seq(pool, other));
+        expect_ok("seq_rm, stock", kvf_seq_rm(mirror, 1, 0, -1));
+        expect_ok("info", kvf_get_pool_info(pool, &info));
+        expect(info.n_kv >= n_kv, "the graph has become narrower");
+        n_kv = info.n_kv;
+        done["beside"]++;
+    }
+
+    // a text of more than a segment, of few tokens from there on: its second mean is its own, or the first one. each chunk
+    // was read with the one before. a paned context attends to the rows themselves
+    void far() {
+        if (hybrid || llama_model_n_swa(model) > 0) { return; } // they have more to hand over
+        clear();
+        is_near = false;
+
+        const int32_t want = SEGMENT + (rnd(2) ? 1100 : 200) + rnd(200);
+        while (n_past < want) {
+            auto batch = some_tokens(std::min(want - n_past, n_chunk));
+            for (auto & token : batch) {
+                token %= n_past < (int32_t) SEGMENT ? n_vocab : 8;
+            }
+            const auto after = placed(batch.size());
+            expect_ok("decode", kvf_decode(pool, own, n_past, batch.data(), batch.size(), 0));
+            decoded(batch, after);
+            if (tail() > 1 && block_of(tail() - 2) >= 0) { drop(tail() - 2); }
+        }
+        wait(0);
+        cover(tail() - rnd(2) * 512 / n_chunk);
+        cover(tail());
+
+        const context ctx = paned();
+        for (int32_t n = 3; n > 0; --n) {
+            std::list<record>   records;
+            std::vector<void *> places;
+            for (int32_t chunk = 0; chunk * n_chunk < n_past + n; ++chunk) {
+                const bool there = block_of(chunk) >= 0;
+                places.push_back(records.emplace_back(there             ? read(chunk)
+                                                      : chunk < n_coded ? host.at(chunk)
+                                                                        : record(info.record_bytes))
+                                         .data());
+            }
+            const auto batch = some_tokens(n);
+            const auto after = placed(n);
+            llama_pos  end;
+            expect_ok("decode, in panes", kvf_decode_exact(ctx.get(), pool, 0, n_past, batch.data(), n, 1, places.data(),
+                                                  places.size(), info.record_bytes));
+            expect_ok("wait_exact", kvf_wait_exact(ctx.get(), 0, &end));
+            expect_ok("decode", kvf_decode(pool, own, n_past, batch.data(), n, 1));
+            expect_near(last_logits(pool), last_logits(ctx.get()));
+            decoded(batch, after);
+            resize_guests(n % 3);
+            move();
+            check();
+        }
+        made_anew();
+        done["far"]++;
+    }
+
+    // whatever may happen to codes between two tokens
+    void codes() {
+        const uint32_t what = rnd(20);
+        if (what < 3) {
+            cover(rnd(n_past / n_chunk + 1));
+        } else if (what < 5) {
+            resize_guests(rnd(info.n_block / 2));
+        } else if (what < 7) {
+            made_anew();
+        } else if (what < 9) {
+            move();
+        } else if (what == 9) {
+            beside();
+        } else if (what == 10) {
+            expect_ok("index_forget", kvf_index_forget(pool, own));
+            recover();
+        }
+    }
+
+    //
     // wrong calls: a status, a sentence, and nothing else
     //
 
@@ -911,7 +1289,7 @@ struct fuzz {
         const int32_t in    = pick(resident(false));
         const int32_t out   = tail() + 1 + rnd(100);
         const int32_t wild  = rnd(2) ? -1 : INT32_MAX;
-        const int32_t seq   = rnd(2) ? -1 : 1;
+        const int32_t seq   = rnd(2) ? -1 : (int32_t) cparams.n_seq_max;
         const size_t  size  = info.record_bytes;
         const auto    good  = read(in);
         auto          bad   = good;
@@ -920,9 +1298,12 @@ struct fuzz {
         kvf_layer     layer;
         uint64_t      ticket  = 0;
         double        seconds = 0;
+        const int32_t used    = block_of(in);
+        const void *  one     = good.data();
 
-        std::vector<float> q(n_q);
-        kvf_host *         pinned = nullptr;
+        struct kvf_index_info index;
+        std::vector<float>    q(n_q);
+        kvf_host *            pinned = nullptr;
 
         std::vector<llama_token> many(n_batch + 1, rnd(n_vocab));
         llama_token * const      token   = many.data();
@@ -933,7 +1314,7 @@ struct fuzz {
         };
         const auto page_in = [&](int32_t chunk, const record & rec, size_t size, int32_t b) {
             block = b;
-            return kvf_page_in(pool, 0, chunk, rec.data(), size, &block);
+            return kvf_page_in(pool, own, chunk, rec.data(), size, &block);
         };
         const auto page_in_mask = [&](uint64_t mask) {
             memcpy(bad.data() + offsetof(kvf_record, mask), &mask, sizeof(mask));
@@ -946,13 +1327,13 @@ struct fuzz {
             std::function<int()> call;
         } calls[] = {
                 {"decode: no context", KVF_E_ARGUMENT, [&] { return kvf_decode(nullptr, 0, n_past, token, 1, 1); }},
-                {"decode: no tokens", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, n_past, nullptr, 1, 1); }},
-                {"decode: zero tokens", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, n_past, token, 0, 1); }},
-                {"decode: too many", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, n_past, token, n_batch + 1, 1); }},
+                {"decode: no tokens", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, n_past, nullptr, 1, 1); }},
+                {"decode: zero tokens", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, n_past, token, 0, 1); }},
+                {"decode: too many", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, n_past, token, n_batch + 1, 1); }},
                 {"decode: sequence", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, seq, n_past, token, 1, 1); }},
-                {"decode: position", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, wild, token, 2, 1); }},
-                {"decode: position taken", KVF_E_BACKEND, [&] { return kvf_decode(pool, 0, rnd(n_past), token, 1, 1); }},
-                {"decode: token", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, 0, n_past, alien + rnd(2), 1, 1); }},
+                {"decode: position", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, wild, token, 2, 1); }},
+                {"decode: position taken", KVF_E_BACKEND, [&] { return kvf_decode(pool, own, rnd(n_past), token, 1, 1); }},
+                {"decode: token", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, n_past, alien + rnd(2), 1, 1); }},
                 {"argmax: no context", KVF_E_ARGUMENT, [&] { return kvf_argmax(nullptr, -1, &many[0]); }},
                 {"argmax: no place", KVF_E_ARGUMENT, [&] { return kvf_argmax(pool, -1, nullptr); }},
                 {"seq_rm: sequence", KVF_E_ARGUMENT, [&] { return kvf_seq_rm(pool, seq, 0, -1); }},
@@ -962,17 +1343,17 @@ struct fuzz {
                 {"layer: number", KVF_E_ARGUMENT, [&] { return kvf_get_layer(pool, info.n_layer, &layer); }},
                 {"blocks: number", KVF_E_ARGUMENT, [&] { return kvf_blocks(pool, ints, ints, ints, info.n_block - 1); }},
                 {"block_of: sequence", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, seq, in, &block); }},
-                {"block_of: chunk", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, 0, wild, &block); }},
+                {"block_of: chunk", KVF_E_ARGUMENT, [&] { return kvf_block_of(pool, own, wild, &block); }},
                 {"read: sequence", KVF_E_ARGUMENT, [&] { return read_to(pool, seq, in, bad.data(), size); }},
-                {"read: chunk", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, wild, bad.data(), size); }},
-                {"read: size", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, in, bad.data(), size - 1); }},
-                {"read: no place", KVF_E_ARGUMENT, [&] { return read_to(pool, 0, in, nullptr, size); }},
-                {"read: no ticket", KVF_E_ARGUMENT, [&] { return kvf_read(pool, 0, in, bad.data(), size, nullptr); }},
-                {"read: not resident", KVF_E_STATE, [&] { return read_to(pool, 0, out, bad.data(), size); }},
+                {"read: chunk", KVF_E_ARGUMENT, [&] { return read_to(pool, own, wild, bad.data(), size); }},
+                {"read: size", KVF_E_ARGUMENT, [&] { return read_to(pool, own, in, bad.data(), size - 1); }},
+                {"read: no place", KVF_E_ARGUMENT, [&] { return read_to(pool, own, in, nullptr, size); }},
+                {"read: no ticket", KVF_E_ARGUMENT, [&] { return kvf_read(pool, own, in, bad.data(), size, nullptr); }},
+                {"read: not resident", KVF_E_STATE, [&] { return read_to(pool, own, out, bad.data(), size); }},
                 {"read: stock", KVF_E_ARGUMENT, [&] { return read_to(mirror, 0, in, bad.data(), size); }},
                 {"drop: sequence", KVF_E_ARGUMENT, [&] { return kvf_drop(pool, seq, in); }},
-                {"drop: chunk", KVF_E_ARGUMENT, [&] { return kvf_drop(pool, 0, wild); }},
-                {"drop: not resident", KVF_E_STATE, [&] { return kvf_drop(pool, 0, out); }},
+                {"drop: chunk", KVF_E_ARGUMENT, [&] { return kvf_drop(pool, own, wild); }},
+                {"drop: not resident", KVF_E_STATE, [&] { return kvf_drop(pool, own, out); }},
                 {"drop: stock", KVF_E_ARGUMENT, [&] { return kvf_drop(mirror, 0, in); }},
                 {"page_in: chunk", KVF_E_ARGUMENT, [&] { return page_in(wild, good, size, -1); }},
                 {"page_in: size", KVF_E_RECORD, [&] { return page_in(in, good, rnd(size), -1); }},
@@ -980,17 +1361,18 @@ struct fuzz {
                 {"page_in: resident", KVF_E_STATE, [&] { return page_in(in, good, size, -1); }},
                 {"page_in: nothing in it", KVF_E_RECORD, [&] { return page_in_mask(0); }},
                 {"page_in: too much in it", n_chunk < 64 ? KVF_E_RECORD : KVF_E_STATE, [&] { return page_in_mask(~0ull); }},
-                {"page_in: no block", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, 0, in, good.data(), size, nullptr); }},
-                {"page_in: no record", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, 0, in, nullptr, size, &block); }},
+                {"page_in: no block", KVF_E_ARGUMENT,
+                        [&] { return kvf_page_in(pool, own, in, good.data(), size, nullptr); }},
+                {"page_in: no record", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, own, in, nullptr, size, &block); }},
                 {"commit: sequence", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, seq, in); }},
-                {"commit: chunk", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, 0, wild); }},
-                {"commit: resident", KVF_E_STATE, [&] { return kvf_commit(pool, 0, in); }},
-                {"commit: not sent for", KVF_E_STATE, [&] { return kvf_commit(pool, 0, out); }},
+                {"commit: chunk", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, own, wild); }},
+                {"commit: resident", KVF_E_STATE, [&] { return kvf_commit(pool, own, in); }},
+                {"commit: not sent for", KVF_E_STATE, [&] { return kvf_commit(pool, own, out); }},
                 {"commit: stock", KVF_E_ARGUMENT, [&] { return kvf_commit(mirror, 0, in); }},
                 {"cancel: sequence", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, seq, in); }},
-                {"cancel: chunk", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, 0, wild); }},
-                {"cancel: resident", KVF_E_STATE, [&] { return kvf_cancel(pool, 0, in); }},
-                {"cancel: not sent for", KVF_E_STATE, [&] { return kvf_cancel(pool, 0, out); }},
+                {"cancel: chunk", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, own, wild); }},
+                {"cancel: resident", KVF_E_STATE, [&] { return kvf_cancel(pool, own, in); }},
+                {"cancel: not sent for", KVF_E_STATE, [&] { return kvf_cancel(pool, own, out); }},
                 {"cancel: stock", KVF_E_ARGUMENT, [&] { return kvf_cancel(mirror, 0, in); }},
                 {"wait: no context", KVF_E_ARGUMENT, [&] { return kvf_wait(nullptr, 0); }},
                 {"wait: stock", KVF_E_ARGUMENT, [&] { return kvf_wait(mirror, rnd(2)); }},
@@ -1003,7 +1385,7 @@ struct fuzz {
                 {"time_copies: stock", KVF_E_ARGUMENT, [&] { return kvf_time_copies(mirror, 1, 1, true, &seconds); }},
                 {"scribble: stock", KVF_E_ARGUMENT, [&] { return kvf_scribble(mirror, 0); }},
                 {"q: size", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, q.data(), n_q - 1, &ticket); }},
-                {"q: too far back", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 1, q.data(), n_q, &ticket); }},
+                {"q: too far back", KVF_E_ARGUMENT, [&] { return kvf_q(pool, cparams.n_seq_max, q.data(), n_q, &ticket); }},
                 {"clear_seq: no context", KVF_E_ARGUMENT, [&] { return kvf_clear_seq(nullptr, 0); }},
                 {"clear_seq: sequence", KVF_E_ARGUMENT, [&] { return kvf_clear_seq(pool, seq); }},
                 {"decode_each: no context", KVF_E_ARGUMENT,
@@ -1011,6 +1393,22 @@ struct fuzz {
                 {"decode_each: sequence", KVF_E_ARGUMENT, [&] { return kvf_decode_each(pool, &seq, &n_past, token, 1); }},
                 {"decode_each: no sequences", KVF_E_ARGUMENT,
                         [&] { return kvf_decode_each(pool, nullptr, &n_past, token, 1); }},
+                {"index_info: sequence", KVF_E_ARGUMENT, [&] { return kvf_index_info(pool, seq, &index); }},
+                {"index_put: layer", KVF_E_ARGUMENT,
+                        [&] { return kvf_index_put(pool, own, info.n_layer, 1, n_coded, &one, 1); }},
+                {"index_put: no records", KVF_E_ARGUMENT,
+                        [&] { return kvf_index_put(pool, own, 0, info.n_layer, n_coded, nullptr, 1); }},
+                {"index_cover: too far", KVF_E_ARGUMENT, [&] { return kvf_index_cover(pool, own, n_coded + 1, &one, 1); }},
+                {"index_get: more than there is", KVF_E_ARGUMENT,
+                        [&] { return kvf_index_get(pool, own, 0, n_coded * n_chunk + KVF_UNIT, bad.data(), size); }},
+                {"index_get: size", KVF_E_ARGUMENT, [&] { return kvf_index_get(pool, own, 0, 0, bad.data(), 1); }},
+                {"index_set: size", KVF_E_ARGUMENT, [&] { return kvf_index_set(pool, own, 0, KVF_UNIT, bad.data(), 1); }},
+                {"index_fit: codes have no basis", coarse ? KVF_E_UNSUPPORTED : KVF_E_ARGUMENT,
+                        [&] { return kvf_index_fit(pool, own, 0, q.data(), q.data(), q.data()); }},
+                {"set_guests: too many", coarse ? KVF_E_NO_BLOCK : KVF_E_ARGUMENT,
+                        [&] { return kvf_set_guests(pool, own, info.n_block, nullptr); }},
+                {"set_guests: block in use", KVF_E_ARGUMENT, [&] { return kvf_set_guests(pool, own, 1, &used); }},
+                {"place_guests: number", KVF_E_ARGUMENT, [&] { return kvf_place_guests(pool, own, ints, INT32_MAX); }},
                 {"weight: no model", KVF_E_ARGUMENT, [&] { return kvf_get_weight(nullptr, 0, nullptr, nullptr, nullptr); }},
                 {"quantize: no path", KVF_E_ARGUMENT, [&] { return kvf_quantize(nullptr, nullptr, nullptr); }},
                 {"q: no place", KVF_E_ARGUMENT, [&] { return kvf_q(pool, 0, nullptr, n_q, &ticket); }},
@@ -1033,7 +1431,7 @@ struct fuzz {
         // M-RoPE positions may jump
         if (!mrope) {
             const int32_t pos = n_past + 1 + rnd(N_CTX);
-            expect_status("decode: position not next", KVF_E_BACKEND, kvf_decode(pool, 0, pos, token, 1, 1));
+            expect_status("decode: position not next", KVF_E_BACKEND, kvf_decode(pool, own, pos, token, 1, 1));
         }
         // an evicted chunk, its record, a wrong block
         if (!evicted().empty()) {
@@ -1050,8 +1448,8 @@ struct fuzz {
             const int32_t coming = pick(landing());
             const auto &  rec    = host.at(coming);
             expect_status("page_in: on its way", KVF_E_STATE, page_in(coming, rec, size, -1));
-            expect_status("read: on its way", KVF_E_STATE, read_to(pool, 0, coming, bad.data(), size));
-            expect_status("drop: on its way", KVF_E_STATE, kvf_drop(pool, 0, coming));
+            expect_status("read: on its way", KVF_E_STATE, read_to(pool, own, coming, bad.data(), size));
+            expect_status("drop: on its way", KVF_E_STATE, kvf_drop(pool, own, coming));
             if (!evicted().empty()) {
                 const auto & [chunk, rec] = *host.find(pick(evicted()));
                 expect_status("page_in: taken block", KVF_E_STATE, page_in(chunk, rec, size, landing_block_of(coming)));
@@ -1124,7 +1522,7 @@ struct fuzz {
                     kvf_decode_exact(ctx, pool, 0, pos, batch.data(), n, 1, places.data(), n_record, info.record_bytes));
             expect_same("in panes", last_logits(mirror), last_logits(ctx));
             if (i < n_back && pos + n <= (int32_t) info.n_pool) {
-                expect_ok("decode, pool", kvf_decode(pool, 0, pos, batch.data(), n, 0));
+                expect_ok("decode, pool", kvf_decode(pool, own, pos, batch.data(), n, 0));
                 check_exact_records(places, (pos + n) / n_chunk);
             }
             pos += n;
@@ -1138,11 +1536,11 @@ struct fuzz {
     // the first n are those that the pool writes
     void check_exact_records(const std::vector<void *> & places, int32_t n) {
         for (int32_t chunk = 0; chunk < n; ++chunk) {
-            record   own(info.record_bytes, 0x77);
+            record   rec(info.record_bytes, 0x77);
             uint64_t ticket;
-            expect_ok("read", kvf_read(pool, 0, chunk, own.data(), own.size(), &ticket));
+            expect_ok("read", kvf_read(pool, own, chunk, rec.data(), rec.size(), &ticket));
             expect_ok("wait", kvf_wait(pool, ticket));
-            expect(!memcmp(own.data(), places[chunk], own.size()), "the record of a paned context is another one");
+            expect(!memcmp(rec.data(), places[chunk], rec.size()), "the record of a paned context is another one");
         }
     }
 
@@ -1163,6 +1561,7 @@ struct fuzz {
         if (n_left-- == 0) { clear(); }
         if (rnd(4) == 0) { wait_for_some(); }
         if (rnd(3) == 0 && !landing().empty()) { settle(pick(landing())); }
+        if (coarse && n_past > 0) { codes(); }
 
         const uint32_t what = n_past > 0 ? rnd(100) : 0;
 
@@ -1174,13 +1573,13 @@ struct fuzz {
             make_room(1 + rnd(n_batch));
             if (!resident(true).empty()) { evict(pick(resident(true))); }
         } else if (what < 61) {
-            const int32_t pos = n_past - rnd(std::min(n_past + 1, what % 2 ? 5 : 2 * n_chunk));
+            const int32_t pos = n_past - rnd(std::min(n_past + 1, what % 2 ? 5 : (coarse ? 8 : 2) * n_chunk));
             if (pos == 0 || (block_of((pos - 1) / n_chunk) >= 0 && (n_exact <= 0 || pos >= n_fixed))) { rollback(pos); }
         } else if (what < 70) {
             if (!evicted().empty()) { land(); }
         } else if (what < 76) {
             round_trip(n_exact > 0);
-        } else if (what < 79 || (what < 82 && n_exact > 0)) {
+        } else if (what < 79 || (what < 82 && is_mirrored())) {
             again();
         } else if (what < 82) {
             partial(); // the mirror cannot follow
@@ -1202,6 +1601,8 @@ struct fuzz {
 static bool parse(int argc, char ** argv, settings & set) {
     static const std::map<std::string, ggml_type> types = {
             {"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}};
+    static const std::map<std::string, std::pair<uint32_t, uint32_t>> codes = {
+            {"4", {4, 4}}, {"2", {2, 2}}, {"4,2", {4, 2}}, {"32", {32, 32}}};
     for (int i = 1; i < argc; ++i) {
         const std::string arg   = argv[i];
         const auto        value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
@@ -1214,6 +1615,8 @@ static bool parse(int argc, char ** argv, settings & set) {
             set.seed = std::stoul(value());
         } else if (arg == "--type") {
             set.type = types.at(value());
+        } else if (arg == "--coarse") {
+            std::tie(set.coarse_k, set.coarse_v) = codes.at(value());
         } else if (arg[0] != '-' && set.path.empty()) {
             set.path = arg;
         } else {
@@ -1230,7 +1633,9 @@ int main(int argc, char ** argv) {
     uint32_t n = 0;
     try {
         if (!parse(argc, argv, set)) {
-            fprintf(stderr, "usage: %s MODEL.gguf [--steps N] [--seed S] [--type f16|q8_0|q4_0] [--no-fa]\n", argv[0]);
+            fprintf(stderr,
+                    "usage: %s MODEL.gguf [--steps N] [--seed S] [--type f16|q8_0|q4_0] [--no-fa] [--coarse 4|2|4,2|32]\n",
+                    argv[0]);
             return 2;
         }
 
@@ -1239,7 +1644,7 @@ int main(int argc, char ** argv) {
         for (; n < set.n_step; ++n) {
             f.step();
         }
-        f.panes();
+        f.coarse ? f.far() : f.panes();
         printf("%u steps, 0 failures:", n);
         for (const auto & [what, count] : f.done) {
             printf(" %s %d,", what.c_str(), count);
