@@ -47,6 +47,8 @@ class Mutant:
 SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
 LAYERS = "for (const auto & layer : kv.layers) { add("
 
+CODES, FOUR_BITS = (("--steps", "100", "--coarse", bits) for bits in ("32", "4"))
+
 MUTANTS = [
     # placement
     Mutant("rows are placed one too far", "pool", "block*n_chunk + pos%n_chunk", "block*n_chunk + (pos + 1)%n_chunk"),
@@ -148,6 +150,41 @@ MUTANTS = [
         "size > (1u << 30) + head.n_cell",
         model="gemma4",
     ),
+    # codes
+    Mutant(
+        "all segments have the first one's mean",
+        "codes",
+        "mean(u * UNIT / SEGMENT, h)",
+        "mean(0, h)",
+        options=CODES,
+    ),
+    Mutant(
+        "queries are spread as those of the first head",
+        "codes",
+        "x[i] * spread[(size_t) head * d + i]",
+        "x[i] * spread[i]",
+        options=CODES,
+    ),
+    Mutant(
+        "scales come back in the slot of the first head",
+        "codes",
+        "memcpy(scales.data() + slot(u, h) * UNIT",
+        "memcpy(scales.data() + slot(u, 0) * UNIT",
+        options=FOUR_BITS,
+    ),
+    Mutant("a tile ends with its last unit", "codes", "GGML_PAD(n_unit, TILE)", "n_unit", options=FOUR_BITS),
+    Mutant(
+        "a unit is in the pool and outside",
+        "fresh",
+        "s.common[pos / UNIT] = 1;",
+        "s.common[pos / UNIT] = pos / UNIT != 1;",
+        options=CODES,
+    ),
+    Mutant(
+        "guests outlive their codes", "fresh", "if (unit >= (int32_t) s.n_unit()) { unit = -1; }", "", options=CODES
+    ),
+    Mutant("codes outlive their positions", "args", "fresh->truncate(seq, p);", "", options=CODES),
+    Mutant("rows do not come with a table", "slots", "fetching && units[slot] >= 0", "false", options=FOUR_BITS),
     # the C API
     Mutant(
         "a shortage is not reported",
