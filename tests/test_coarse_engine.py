@@ -5,6 +5,8 @@ With codes that are exact (32 bits), an engine with a pool has the full cache's 
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from support.commands import check_error, good, invoke
 from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.rounding import relative_rms
-from support.runs import Open, feed, logits_of, read
+from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
@@ -146,6 +148,38 @@ def test_a_warm_start_goes_on(opened: Open, tmp_path: Path, monkeypatch: pytest.
     if policy == "fresh":
         assert warm.stats().guests_fetched - n <= 32 * warm.ctx.pool_info().n_layer  # exchanged: the slots were full
     np.testing.assert_array_equal(np.concatenate([*got, logits_of(warm, 1530, 1)]), want)
+
+
+GO_ON = """
+import json, sys
+import numpy as np
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.native.guests import Guests
+
+Guests.put = None  # codes are not made here
+with KVFlash.from_file(sys.argv[1], **json.loads(sys.argv[2])) as kv:
+    kv.restore("a.kvsnap")
+    logits = []
+    for token in np.load("tokens.npy"):
+        kv.decode([int(token)])
+        logits.append(kv.logits())
+    assert kv.stats().coarse_tokens == 1472
+    np.save("logits.npy", np.array(logits))
+"""
+
+
+@pytest.mark.parametrize("policy", ["lru", "fresh"])
+def test_another_process_goes_on(opened: Open, tmp_path: Path, policy: str) -> None:
+    """With the same bits, by codes that are in the file: up to where the next chunk gets some."""
+    kv = opened(policy=policy)
+    read(kv, 1500)
+    feed(kv, 1502)
+    kv.save(tmp_path / "a.kvsnap")
+    np.save(tmp_path / "tokens.npy", TOKENS[1502:1530])
+    command = [sys.executable, "-c", GO_ON, str(kv.model.path), json.dumps({**SMALL, "policy": policy})]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), logits_of(kv, 1530, 1))
 
 
 def test_another_form_is_made_anew(opened: Open, tmp_path: Path) -> None:
