@@ -7,7 +7,7 @@ Every oracle is shown to fail.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import codes, families, tiny
+from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, steps
 from support.codes import Coded, unpacked
 from support.families import N_EMBD, N_FF, N_SWA, geometry, norms
-from support.oracles import CACHES, ON_GPU, SCRIBBLE, Case, Logits, Run, assert_equal, rows
+from support.oracles import CACHES, ON_GPU, Case, Run, assert_equal, rows
 
 from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import Model, PoolParams, Record
@@ -27,8 +28,6 @@ from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="codes are the CPU's")]
 
-N_READ, N_STEPS = 1000, 40  # tokens before chunks leave; then, half of them one by one
-EXACT = (32, 32)
 QUANTISED_Q = 0.006  # of a quantised cache llama.cpp rounds queries, and weights beside it are of those that are not
 CODED = 0.012  # queries as bytes, and weights of values: relative RMS of logits
 
@@ -45,51 +44,6 @@ def gemma2(w: "tiny.Writer") -> None:
         w.ffn(blk, N_EMBD, N_FF)
     for part in w._file.tensors:
         part.pop("output.weight", None)  # the embeddings are it
-
-
-class Coarse(NamedTuple):
-    """A run of which some chunks are out."""
-
-    run: Run
-    guests: Guests
-    records: list[Record]
-
-
-def coarse_run(
-    case: Case,
-    *,
-    bits: tuple[int, int] = EXACT,
-    out: Sequence[int] = range(1, 10),
-    n_blocks: int = 0,
-    n_cover: int = N_READ // 64,
-    forged: Sequence[Record] | None = None,
-    **more: Any,
-) -> Coarse:
-    """Chunks `out` leave the pool; the first n_cover have codes, of their records or of forged ones."""
-    run = case.pool(1280, coarse=bits, n_exchange=4, **more)
-    run.feed(N_READ)
-    records = [run.read(c) for c in range(N_READ // 64)]
-    for c in out:
-        run.ctx.drop(c)
-    guests = Guests(run.ctx)
-    coded = list(forged or records)[:n_cover]
-    guests.put(range(len(guests.layers)), 0, coded)
-    guests.cover(0, coded)
-    if n_blocks:
-        guests.resize(n_blocks)
-    run.ctx.scribble(SCRIBBLE)
-    return Coarse(run, guests, records)
-
-
-def steps(run: Run) -> Logits:
-    """Half of the tokens one by one, half at once."""
-    return np.concatenate([run.feed(N_STEPS // 2, 1), run.feed_at_once(N_STEPS // 2)])
-
-
-def apart(got: Logits, want: Logits) -> float:
-    """The relative RMS of the step in the middle: where an expert or a window flips, a step is far off."""
-    d = got.astype(np.float64) - want
-    return float(np.median(np.sqrt(np.mean(d**2, 1) / np.mean(want.astype(np.float64) ** 2, 1))))
 
 
 def floor(case: Case) -> float:

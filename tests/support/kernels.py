@@ -3,11 +3,11 @@
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from shutil import copy
+from types import MappingProxyType
 
 import pytest
 
@@ -18,16 +18,21 @@ SOURCES = ROOT / "pyllama_kvflash" / "native" / "src"
 GGML = ROOT / "vendor" / "llama.cpp" / "ggml"
 
 
-def build_kernels(folder: Path) -> Path:
+def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = MappingProxyType({})) -> Path:
     """Compile the kernels, and return the library. Some seconds.
 
-    What they do where there are many units they do from 4 on.
+    What they do where there are many units they do from 4 on, and where there are many pieces of a context, from 4 on, too.
+    changes: of files, by name.
     """
-    library, source = folder / "kernels.so", (SOURCES / "kvflash-choose.cuh").read_text()
-    changed = source.replace("FEW = 1024", "FEW = 4")
-    assert changed != source
-    (folder / "kvflash-choose.cuh").write_text(changed)
-    copy(SOURCES / "kvflash-fresh.cu", folder)  # what a file includes is looked for beside it first
+    small = {"kvflash-choose.cuh": ("FEW = 1024", "FEW = 4"), "kvflash-gpu.h": ("MOST_PART = 32", "MOST_PART = 4")}
+    library = folder / "kernels.so"
+    for source in (
+        *SOURCES.glob("kvflash-*.cu*"),
+        SOURCES / "kvflash-gpu.h",
+    ):  # what a file includes is looked for beside it first
+        text, (old, new) = source.read_text(), small.get(source.name, ("", ""))
+        assert old in text
+        (folder / source.name).write_text(changes.get(source.name, str)(text.replace(old, new) if old else text))
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
     ours = Path(
         str(import_module("pyllama_kvflash.native._kvflash").__file__)

@@ -1,6 +1,6 @@
 #pragma once
 
-// how the kernel of kvflash-fresh.cu chooses guests by their shares, and fetches them
+// how kernels choose guests by their shares, and fetch them
 
 #include "kvflash-score.cuh"
 
@@ -249,4 +249,102 @@ static __device__ void fetch(const kvf_gpu_layer & p, uint32_t seq, const int32_
             fetch_piece(p.v, rec, unit % each, cell, (uint64_t) (piece - n_k) * kvf_gpu_rows::PIECE);
         }
     }
+}
+
+//
+// exchange
+//
+
+// Where all blocks of the grid meet: a block arrives, with what it has written, and waits for the others. Grids of any size,
+// one after the other
+struct meeting {
+    const kvf_gpu_layer & p;
+    uint32_t              n_block;
+    uint32_t              n_over; // meetings before this one
+
+    __device__ void arrive() {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            n_over = *(volatile uint32_t *) p.n_met;
+            __threadfence();
+            if (atomicAdd(p.n_arrived, 1u) + 1 == n_block) {
+                *p.n_arrived = 0;
+                __threadfence();
+                atomicAdd(p.n_met, 1u);
+            }
+        }
+    }
+
+    __device__ void wait() const {
+        if (threadIdx.x == 0) {
+            while (*(volatile uint32_t *) p.n_met == n_over) {
+                __nanosleep(20);
+            }
+            __threadfence();
+        }
+        __syncthreads();
+    }
+};
+
+// of the sequences that have their turn: how many, and the i-th one
+static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask, uint32_t i, uint32_t & which) {
+    uint32_t n = 0;
+#pragma unroll 1
+    for (uint32_t seq = 0; seq < p.ask.n_seq; ++seq) {
+        if (!ask.has_turn(seq)) { continue; }
+        if (n++ == i) { which = seq; }
+    }
+    return n;
+}
+
+// Choose by the shares of units, and fetch: n sequences. n_part: of the sums of each head. arrive: others of the grid may not
+// be done with these yet. Blocks that choose for the same sequence come to the same result: so each knows at once what it has to
+// fetch
+static __device__ void exchange(
+        const kvf_gpu_layer & p, const asked & ask, uint32_t n, uint32_t n_part, bool arrive, meeting & meet) {
+    // sequences are shared out to blocks: some to each, or some blocks to each
+    const uint32_t n_first = min(n, meet.n_block), rank = blockIdx.x / n_first;
+    const uint32_t n_block = (meet.n_block - blockIdx.x % n_first + n_first - 1) / n_first;
+    uint32_t       seq     = 0;
+    const auto     begin   = [&](uint32_t i) {
+        n_choosing(p, ask, i, seq);
+        return read_guests(p, ask, seq);
+    };
+    if (arrive) { meet.arrive(); }
+    uint32_t n_free = begin(blockIdx.x % n_first);
+    if (arrive) { meet.wait(); }
+#pragma unroll 1
+    for (uint32_t i = blockIdx.x % n_first; i < n; i += n_first) {
+        if (n > n_first) { begin(i); }
+        add_shares(p, ask, seq, n_part, &shared<uint32_t>(places(p).taken), rank, n_block);
+    }
+    meet.arrive();
+    meet.wait();
+#pragma unroll 1
+    for (uint32_t i = blockIdx.x % n_first; i < n; i += n_first) {
+        if (n > n_first) { n_free = begin(i); }
+
+        const kvf_move * moves;
+        const uint32_t   n_move = choose(p, ask, seq, n_free, moves);
+        if (rank == 0) {
+            int32_t * table = p.index[seq].table;
+#pragma unroll 1
+            for (uint32_t slot = threadIdx.x; slot < p.n_slot; slot += THREADS) {
+                table[slot] = shared<int32_t>(places(p).table + slot * sizeof(int32_t));
+            }
+            __syncthreads();
+#pragma unroll 1
+            for (uint32_t j = threadIdx.x; j < n_move; j += THREADS) {
+                table[moves[j].slot] = moves[j].unit;
+            }
+            if (threadIdx.x == 0) { atomicAdd((unsigned long long *) p.n_fetched, n_move); }
+        }
+        fetch(p, seq, ask.blocks(seq), moves, n_move, threadIdx.x / 32 * n_block + rank, n_block * WARPS);
+        __syncthreads();
+    }
+}
+
+// what a block shares, at most
+static size_t shared_size(const kvf_gpu_layer & p) {
+    return GGML_PAD(places(p).work + std::max(score_size(p), choose_size(p)), 16);
 }

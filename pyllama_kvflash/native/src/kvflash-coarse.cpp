@@ -24,6 +24,10 @@ struct coarse_input : llm_graph_input_i {
 
 } // namespace
 
+void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res) {
+    res->add_input(std::make_unique<coarse_input>(fresh));
+}
+
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh) { return std::make_unique<kvf_coarse_on_cpu>(fresh); }
 
 static std::vector<kvf_codes> codes_of(const kvf_fresh::layer & l, const kvf_fresh::params & p) {
@@ -60,20 +64,24 @@ static void each_part(C & all, uint32_t n, const S & spread, const M & mean, con
 }
 
 kvf_coarse_on_cpu::kvf_coarse_on_cpu(kvf_fresh & fresh) :
-    kvf_host_chooser(fresh), codes(fresh.sequences.size()), nodes(fresh.n_layer_model()), own(fresh.sequences.size()) {
+    kvf_host_chooser(fresh), codes(fresh), nodes(fresh.n_layer_model()), own(fresh.sequences.size()) {
     for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
-        const auto & l = fresh.layers[i];
-        n_head         = std::max(n_head, l.info.n_head);
-        for (auto & layers : codes) {
-            layers.push_back({codes_of(l, fresh.its)});
-            width = std::max(width, layers.back().values().width);
-        }
+        n_head = std::max(n_head, fresh.layers[i].info.n_head);
+        width  = std::max(width, codes[0][i].values().width);
     }
 }
 
 //
 // codes
 //
+
+kvf_coarse_codes::kvf_coarse_codes(const kvf_fresh & fresh) : fresh(fresh), all(fresh.sequences.size()) {
+    for (auto & layers : all) {
+        for (const auto & l : fresh.layers) {
+            layers.push_back({codes_of(l, fresh.its)});
+        }
+    }
+}
 
 // rows: gives those of chunk i, as floats. spreads: of keys
 template <typename F>
@@ -102,28 +110,32 @@ static void put_codes(kvf_codes & codes, uint32_t n_chunk, uint32_t first, uint3
     }
 }
 
+void kvf_coarse_codes::put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n) {
+    const auto & info = fresh.layers[layer].info;
+    auto &       its  = all[seq][layer];
+    for (auto & each : its.all) {
+        each.reserve(fresh.its.n_ctx);
+    }
+    put_codes(its.keys(), fresh.n_chunk, first, n, true, [&](uint32_t c, float * to) {
+        kvf_rows_to_float(info, fresh.n_chunk, (const char *) records[c] + info.offs_k, to);
+        its.keys().turn_back(to, fresh.n_chunk);
+    });
+    if (its.all.size() == 1) { return; }
+    put_codes(its.all[1], fresh.n_chunk, first, n, false, [&](uint32_t c, float * to) {
+        kvf_values_to_float(info, fresh.n_chunk, fresh.v_trans, (const char *) records[c] + info.offs_v, to);
+    });
+}
+
 void kvf_coarse_on_cpu::put(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
     for (uint32_t i = layer; i < layer + n_layer; ++i) {
-        const auto & info = fresh.layers[i].info;
-        auto &       its  = codes[seq][i];
-        for (auto & each : its.all) {
-            each.reserve(fresh.its.n_ctx);
-        }
-        put_codes(its.keys(), fresh.n_chunk, first, n, true, [&](uint32_t c, float * to) {
-            kvf_rows_to_float(info, fresh.n_chunk, (const char *) records[c] + info.offs_k, to);
-            its.keys().turn_back(to, fresh.n_chunk);
-        });
-        if (its.all.size() == 1) { continue; }
-        put_codes(its.all[1], fresh.n_chunk, first, n, false, [&](uint32_t c, float * to) {
-            kvf_values_to_float(info, fresh.n_chunk, fresh.v_trans, (const char *) records[c] + info.offs_v, to);
-        });
+        codes.put(seq, i, first, records, n);
     }
 }
 
-void kvf_coarse_on_cpu::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
+void kvf_coarse_codes::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
     each_part(
-            codes[seq][layer].all, n,
+            all[seq][layer].all, n,
             [&](const kvf_codes & its) {
                 its.get_spread(dst);
                 dst += its.spread_size();
@@ -138,9 +150,9 @@ void kvf_coarse_on_cpu::get(llama_seq_id seq, uint32_t layer, uint32_t n, char *
             });
 }
 
-void kvf_coarse_on_cpu::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
+void kvf_coarse_codes::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
     each_part(
-            codes[seq][layer].all, n,
+            all[seq][layer].all, n,
             [&](kvf_codes & its) {
                 its.set_spread(src);
                 src += its.spread_size();
@@ -179,7 +191,7 @@ void kvf_coarse_on_cpu::add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 
 void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
         uint32_t layer, const kvf_predicted &) {
-    if (layer == 0) { res->add_input(std::make_unique<coarse_input>(fresh)); }
+    if (layer == 0) { kvf_add_coarse_input(fresh, res); }
 
     if (!fresh.has_coarse()) { return; }
 

@@ -27,13 +27,33 @@ struct kvf_coarse_layer {
     const kvf_codes & values() const { return all.back(); }
 };
 
+// those of all sequences and layers
+struct kvf_coarse_codes {
+    explicit kvf_coarse_codes(const kvf_fresh & fresh);
+
+    // as those of kvf_chooser
+    void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n);
+    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst);
+    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src);
+
+    std::vector<kvf_coarse_layer> &       operator[](llama_seq_id seq) { return all[seq]; }
+    const std::vector<kvf_coarse_layer> & operator[](llama_seq_id seq) const { return all[seq]; }
+
+private:
+    const kvf_fresh &                          fresh;
+    std::vector<std::vector<kvf_coarse_layer>> all; // [seq][layer]
+};
+
+// so that a graph is not used again with codes that was without them, or the other way round
+void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res);
+
 struct kvf_coarse_on_cpu : kvf_host_chooser {
     explicit kvf_coarse_on_cpu(kvf_fresh & fresh);
 
     void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
             uint32_t n) override;
-    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
-    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
+    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override { codes.get(seq, layer, n, dst); }
+    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override { codes.set(seq, layer, n, src); }
     void cover(llama_seq_id) override {}
 
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
@@ -128,9 +148,9 @@ private:
         return ((size_t) w.asking[query / w.group] * n_head + head * w.group + query % w.group);
     }
 
-    std::vector<std::vector<kvf_coarse_layer>> codes;                 // [seq][layer]
-    std::vector<node>                          nodes;                 // of each layer of the model
-    uint32_t                                   n_head = 0, width = 0; // the most of a layer
+    kvf_coarse_codes  codes;
+    std::vector<node> nodes;                 // of each layer of the model
+    uint32_t          n_head = 0, width = 0; // the most of a layer
 
     // of the node that is computed, [seq]
     struct scratch {

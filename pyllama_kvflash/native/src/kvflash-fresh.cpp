@@ -30,7 +30,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
                 ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
         auto & chooser = made[dev];
         if (!chooser) {
-            auto found = its.coarse_k ? nullptr : kvf_gpu_chooser(*this, buf);
+            auto found = its.coarse_k ? kvf_gpu_coarse_chooser(*this, buf) : kvf_make_gpu_chooser(*this, buf);
             if (!dev && !found) { found = its.coarse_k ? kvf_coarse_chooser(*this) : kvf_cpu_chooser(*this); }
             choosers.push_back(std::move(found));
             chooser = choosers.back().get();
@@ -182,7 +182,7 @@ void kvf_fresh::build(
 
 bool kvf_fresh::is_ahead(uint32_t n_tokens) const {
     const auto beside = [](const auto & chooser) { return chooser->beside(); };
-    return its.ahead && n_tokens <= its.n_seq && std::all_of(choosers.begin(), choosers.end(), beside);
+    return its.ahead && !its.coarse_k && n_tokens <= its.n_seq && std::all_of(choosers.begin(), choosers.end(), beside);
 }
 
 //

@@ -6,48 +6,6 @@
 
 #include <cmath>
 
-// Where all blocks of the grid meet: a block arrives, with what it has written, and waits for the others. Grids of any size,
-// one after the other
-struct meeting {
-    const kvf_gpu_layer & p;
-    uint32_t              n_block;
-    uint32_t              n_over; // meetings before this one
-
-    __device__ void arrive() {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            n_over = *(volatile uint32_t *) p.n_met;
-            __threadfence();
-            if (atomicAdd(p.n_arrived, 1u) + 1 == n_block) {
-                *p.n_arrived = 0;
-                __threadfence();
-                atomicAdd(p.n_met, 1u);
-            }
-        }
-    }
-
-    __device__ void wait() const {
-        if (threadIdx.x == 0) {
-            while (*(volatile uint32_t *) p.n_met == n_over) {
-                __nanosleep(20);
-            }
-            __threadfence();
-        }
-        __syncthreads();
-    }
-};
-
-// of the sequences that have their turn: how many, and the i-th one
-static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask, uint32_t i, uint32_t & which) {
-    uint32_t n = 0;
-#pragma unroll 1
-    for (uint32_t seq = 0; seq < p.ask.n_seq; ++seq) {
-        if (!ask.has_turn(seq)) { continue; }
-        if (n++ == i) { which = seq; }
-    }
-    return n;
-}
-
 // The drift of the layer before, by one token more of each sequence, and what was missed. A block does a head; the last
 // blocks do it, which have nothing else to do
 static __device__ void learn_drift(const kvf_gpu_layer & p, const kvf_gpu_drift & its, const asked & ask,
@@ -88,9 +46,8 @@ static __device__ void learn_drift(const kvf_gpu_layer & p, const kvf_gpu_drift 
     __syncthreads();
 }
 
-// Blocks that choose for the same sequence come to the same result: so each knows at once what it has to fetch. Its code is
-// read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short. A block
-// leaves registers of its multiprocessor to the nodes beside it
+// Its code is read from memory each time, since a layer's weights are as large as the cache of the device: it is kept short. A
+// block leaves registers of its multiprocessor to the nodes beside it
 template <uint32_t N_EACH, int TYPE>
 static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ kvf_gpu_layer p, const kvf_gpu_queries q,
         const int32_t * all, bool beside, const kvf_gpu_queries own_before, const kvf_gpu_queries before) {
@@ -109,61 +66,22 @@ static __global__ void KVF_BOUNDS(THREADS, 80) kvf_node(const __grid_constant__ 
     const uint32_t n_grid = ask.n_block();
     if (n == 0 || blockIdx.x >= n_grid) { return; }
 
-    // sequences are shared out to blocks: some to each, or some blocks to each
-    const uint32_t n_first = min(n, n_grid), rank = blockIdx.x / n_first;
-    const uint32_t n_block = (n_grid - blockIdx.x % n_first + n_first - 1) / n_first;
-    const auto     begin   = [&](uint32_t i) {
-        n_choosing(p, ask, i, seq);
-        return read_guests(p, ask, seq);
-    };
     meeting meet = {p, n_grid, 0};
     score<N_EACH, TYPE>(p, ask, q);
-    meet.arrive();
-    uint32_t n_free = begin(blockIdx.x % n_first);
-    meet.wait();
-#pragma unroll 1
-    for (uint32_t i = blockIdx.x % n_first; i < n; i += n_first) {
-        if (n > n_first) { begin(i); }
-        add_shares(p, ask, seq, &shared<uint32_t>(places(p).taken), rank, n_block);
-    }
-    meet.arrive();
-    meet.wait();
-#pragma unroll 1
-    for (uint32_t i = blockIdx.x % n_first; i < n; i += n_first) {
-        if (n > n_first) { n_free = begin(i); }
-
-        const kvf_move * moves;
-        const uint32_t   n_move = choose(p, ask, seq, n_free, moves);
-        if (rank == 0) {
-            int32_t * table = p.index[seq].table;
-#pragma unroll 1
-            for (uint32_t slot = threadIdx.x; slot < p.n_slot; slot += THREADS) {
-                table[slot] = shared<int32_t>(places(p).table + slot * sizeof(int32_t));
-            }
-            __syncthreads();
-#pragma unroll 1
-            for (uint32_t j = threadIdx.x; j < n_move; j += THREADS) {
-                table[moves[j].slot] = moves[j].unit;
-            }
-            if (threadIdx.x == 0) { atomicAdd((unsigned long long *) p.n_fetched, n_move); }
-        }
-        fetch(p, seq, ask.blocks(seq), moves, n_move, threadIdx.x / 32 * n_block + rank, n_block * WARPS);
-        __syncthreads();
-    }
+    exchange(p, ask, n, n_split(ask), true, meet);
 }
 
-// what a block shares, at most
-static size_t shared_size(const kvf_gpu_layer & p) {
-    return GGML_PAD(places(p).work + std::max(score_size(p), choose_size(p)), 16);
-}
-
-bool kvf_fits(const kvf_gpu_layer & l, const void * on) {
+size_t kvf_shared_most(const void * on) {
     cudaPointerAttributes at;
     int                   most = 0;
     CUDA_CHECK(cudaPointerGetAttributes(&at, on));
     CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, at.device));
-    return shared_size(l) <= (size_t) most;
+    return most;
 }
+
+size_t kvf_shared_size(const kvf_gpu_layer & l) { return shared_size(l); }
+
+bool kvf_fits(const kvf_gpu_layer & l, const void * on) { return shared_size(l) <= kvf_shared_most(on); }
 
 template <uint32_t N_EACH> static decltype(&kvf_node<0, -1>) node_of(int32_t type_k) {
     switch (type_k) {
@@ -174,14 +92,6 @@ template <uint32_t N_EACH> static decltype(&kvf_node<0, -1>) node_of(int32_t typ
 }
 
 static constexpr int BESIDE = 1; // stream of the backend's
-
-template <typename T> static T & userdata(const ggml_tensor * dst) {
-    return *(T *) ((const ggml_custom_op_params *) dst->op_params)->userdata;
-}
-
-static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
-    return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
-}
 
 // the layer is the node's userdata
 void kvf_choose_node(ggml_tensor * dst, void * on) {

@@ -145,10 +145,11 @@ struct kvf_chooser {
 };
 
 // the kernels of a GPU, nullptr: its backend has none
-std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
+std::unique_ptr<kvf_chooser> kvf_make_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
 std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh);
-// with codes of all positions, on the CPU
+// with codes of all positions, on the CPU, or by the kernels of a GPU
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh);
+std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
 
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
 // in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
@@ -194,7 +195,8 @@ struct kvf_fresh {
     kvf_fresh & operator=(const kvf_fresh &) = delete;
 
     // whether a layer of the model reads a layer here, its own or another's
-    bool reads(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
+    bool    reads(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
+    int32_t layer_read_by(int32_t il) const { return reads(il) ? of_model[il] : -1; }
     // Layers that choose by their own queries, and make the model wait, though these are predicted: all of them for the
     // first tokens of an answer, and then those whose predictions missed much. Of the next graph
     std::vector<bool> waits;

@@ -1,154 +1,28 @@
 // where layers choose by the kernels of a GPU (kvflash-fresh.cu), see kvflash-fresh.h
 
-#include "kvflash-gpu.h"
-#include "kvflash-fresh.h"
+#include "kvflash-gpu-chooser.h"
 
 #include "llama-graph.h"
-#include "llama-impl.h"
-
-#include <algorithm>
-#include <array>
-#include <mutex>
-#include <unordered_map>
 
 namespace {
 
-using kernels = const kvf_gpu;
-
-kernels * g_host_kernels = nullptr;
-
-// device memory
-struct memory {
-    memory() = default;
-    memory(ggml_backend_buffer_type_t buft, size_t size) : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
-        if (!buf) {
-            throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index by which layers choose are not "
-                                                   "free: use `index` 1, a "
-                                                   "smaller `n_ctx`, or a smaller `pool`",
-                                                    size));
-        }
-        ggml_backend_buffer_clear(buf.get(), 0); // the last group of the index has unused positions
-    }
-
-    char * at(size_t offset = 0) const { return (char *) ggml_backend_buffer_get_base(buf.get()) + offset; }
-
-    ggml_backend_buffer_ptr buf;
-    size_t                  size = 0;
-};
-
-// one after the other in a piece of memory
-struct places {
-    size_t take(size_t size) {
-        const size_t at = end;
-        end += GGML_PAD(size, 256);
-        return at;
-    }
-    size_t end = 0;
-};
-
-struct gpu_chooser : kvf_chooser {
-    gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf);
-
-    kvf_gpu_layer lay_out();
-    kvf_gpu_layer of_layer(const kvf_gpu_layer & all, uint32_t i) const;
-    kvf_gpu_drift drift(uint32_t i) const;
-
-    void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override;
-    void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override;
-    void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
-            uint32_t n) override;
-    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
-    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
-    void cover(llama_seq_id seq) override;
-
-    std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override;
-    void                 keep(llama_seq_id seq, uint32_t n) override;
-    void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) override;
-
-    ggml_backend_dev_t beside() const override {
-        auto * dev = ggml_backend_buft_get_device(buft);
-        return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); // in tests
-    }
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
-            const kvf_predicted & before) override;
-    void fork(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
-        add(ctx, gf, "fork", layer, gpu.fork, events[layer].get());
-    }
-    void back(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
-        add(ctx, gf, "back", layer, gpu.back, events[layer].get());
-    }
-    void join(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer, const std::vector<ggml_tensor *> & reads) override {
-        auto all = reads;
-        all.push_back(words);
-        add(ctx, gf, "join", layer, gpu.join, events[layer].get(), all);
-    }
-    void add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer, void (*launch)(ggml_tensor *, void *),
-            void * userdata, std::vector<ggml_tensor *> args = {});
-
-    float missed(llama_seq_id seq, uint32_t layer) override;
-
-    uint64_t n_fetched() override;
-    uint64_t device_bytes() override;
-
-    // the inputs of the kernels for a ubatch
-    std::vector<int32_t> ask() const;
-
-    // of a sequence
-    struct own {
-        memory                    codes;      // of all layers
-        uint32_t                  n_room = 0; // positions
-        std::vector<const char *> records;    // that the device knows
-    };
-
-    kvf_gpu_index & index(llama_seq_id seq, uint32_t layer) { return indexes[layer * owns.size() + seq]; }
-    void            upload_index(llama_seq_id seq, uint32_t layer);
-    void            reserve(llama_seq_id seq, uint32_t n, bool anew);
-    size_t          codes_size(uint32_t layer, uint32_t n) const;
-    // an index but for its codes: its pieces on the device, in the order of kvf_index::get()
-    std::array<std::pair<float *, size_t>, 3> parts(llama_seq_id seq, uint32_t layer);
-    bool                                      mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
-    const char *                              device_record(const void * record);
-
-    kvf_gpu_records device_records(const void * const * records, uint32_t n);
-
-    kvf_fresh &                fresh;
-    kernels &                  gpu;
-    ggml_backend_buffer_type_t buft;
-
-    std::vector<kvf_gpu_layer> layers;
-    std::vector<kvf_gpu_keys>  keys;    // of all layers, as the device has them
-    std::vector<kvf_gpu_index> indexes; // [layer][sequence], as the device has them
-    std::vector<own>           owns;
-
-    memory              fixed; // what is always there
-    size_t              at_index = 0, at_records = 0, at_blocks = 0, at_keys = 0;
-    std::vector<size_t> at_drift;                  // by layer
-    uint32_t            n_record = 0, n_value = 0; // of a sequence; of a position's keys, at most
-    memory              scratch;                   // of keys as floats
-    float *             mean  = nullptr;
-    float *             cov   = nullptr;
-    ggml_tensor         view  = {};      // of the fixed memory, for the scheduler
-    ggml_tensor *       words = nullptr; // the ask, in the graph that is being built
-
-    std::vector<std::unique_ptr<void, void (*)(void *)>> events; // by layer
-    std::mutex                                           mutex;
-
-    std::unordered_map<const void *, const char *> seen; // where the device has the records that are being put
-};
+kvf_kernels * g_host_kernels = nullptr;
 
 // the words of an ask, as an input of the graph
 struct ask_input : llm_graph_input_i {
-    ask_input(const gpu_chooser & chooser, ggml_tensor * words) :
-        chooser(chooser), words(words), waits(chooser.fresh.waits) {}
+    ask_input(const kvf_gpu_chooser & chooser, ggml_tensor * words, uint32_t n_token) :
+        chooser(chooser), words(words), n_token(n_token), waits(chooser.fresh.waits) {}
 
     void set_input(const llama_ubatch *) override {
-        const auto ask = chooser.ask();
+        auto ask = chooser.ask();
+        chooser.add_tokens(ask, n_token);
         ggml_backend_tensor_set(words, ask.data(), 0, ask.size() * sizeof(int32_t));
     }
     bool can_reuse(const llm_graph_params &) override { return waits == chooser.fresh.waits; }
 
-    const gpu_chooser &     chooser;
+    const kvf_gpu_chooser & chooser;
     ggml_tensor *           words;
+    const uint32_t          n_token;
     const std::vector<bool> waits; // of the graph
 };
 
@@ -176,17 +50,21 @@ std::vector<kvf_gpu_word> make_words(const kvf_gpu_form & f) {
 
 } // namespace
 
-std::unique_ptr<kvf_chooser> kvf_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf) {
+kvf_kernels * kvf_kernels_of(ggml_backend_buffer_t buf) {
     auto *     dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
     auto *     reg  = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
-    const auto find = reg ? (kernels * (*) ()) ggml_backend_reg_get_proc_address(reg, "kvflash_gpu") : nullptr;
-    auto *     gpu  = find ? find() : ggml_backend_buffer_is_host(buf) ? g_host_kernels : nullptr;
-    return gpu ? std::make_unique<gpu_chooser>(fresh, *gpu, buf) : nullptr;
+    const auto find = reg ? (kvf_kernels * (*) ()) ggml_backend_reg_get_proc_address(reg, "kvflash_gpu") : nullptr;
+    return find ? find() : ggml_backend_buffer_is_host(buf) ? g_host_kernels : nullptr;
 }
 
-void kvf_set_host_kernels(const void * gpu) { g_host_kernels = (kernels *) gpu; }
+std::unique_ptr<kvf_chooser> kvf_make_gpu_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf) {
+    auto * gpu = kvf_kernels_of(buf);
+    return gpu ? std::make_unique<kvf_gpu_chooser>(fresh, *gpu, buf) : nullptr;
+}
 
-gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t buf) :
+void kvf_set_host_kernels(const void * gpu) { g_host_kernels = (kvf_kernels *) gpu; }
+
+kvf_gpu_chooser::kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf) :
     fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), owns(fresh.sequences.size()) {
     const auto all = lay_out();
     for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
@@ -219,7 +97,7 @@ gpu_chooser::gpu_chooser(kvf_fresh & fresh, kernels & gpu, ggml_backend_buffer_t
 }
 
 // take the fixed memory. returns what all layers have in common
-kvf_gpu_layer gpu_chooser::lay_out() {
+kvf_gpu_layer kvf_gpu_chooser::lay_out() {
     const uint32_t n_seq = owns.size(), n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
     const uint32_t each = fresh.n_chunk / kvf_fresh::UNIT, n_comp = fresh.its.form.n_comp();
     uint32_t       n_head = 0, n_cov = 0;
@@ -241,18 +119,18 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     res.form.n_each   = words.size() / 4;
     res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
 
-    places     in;
-    const auto at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
-    const auto at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
-    const auto at_shares  = in.take(sizeof(int32_t) * n_seq * res.ask.n_unit);
-    const auto at_tops    = in.take(sizeof(int32_t) * n_seq * (res.ask.n_unit / 4 + 1));
-    const auto at_moves   = in.take(sizeof(kvf_move) * res.n_slot);
-    const auto at_n_moves = in.take(sizeof(uint32_t));
-    const auto at_counts  = in.take(2 * sizeof(uint64_t));
-    const auto at_words   = in.take(sizeof(kvf_gpu_word) * words.size());
-    const auto at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
-    const auto at_table = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
-    const auto at_own   = in.end; // a mean, a basis and steps of each layer and sequence
+    kvf_gpu_places in;
+    const auto     at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
+    const auto     at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
+    const auto     at_shares  = in.take(sizeof(int32_t) * n_seq * res.ask.n_unit);
+    const auto     at_tops    = in.take(sizeof(int32_t) * n_seq * (res.ask.n_unit / 4 + 1));
+    const auto     at_moves   = in.take(sizeof(kvf_move) * res.n_slot);
+    const auto     at_n_moves = in.take(sizeof(uint32_t));
+    const auto     at_counts  = in.take(2 * sizeof(uint64_t));
+    const auto     at_words   = in.take(sizeof(kvf_gpu_word) * words.size());
+    const auto     at_mean = in.take(sizeof(float) * n_value), at_cov = in.take(sizeof(float) * n_cov);
+    const auto     at_table = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
+    const auto     at_own   = in.end; // a mean, a basis and steps of each layer and sequence
     for (const auto & l : fresh.layers) {
         const size_t n = l.info.n_head_kv * l.info.n_embd_head_k;
         in.take(n_seq * sizeof(float) * (n + n * n_comp + l.info.n_head_kv * n_comp));
@@ -264,11 +142,11 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     at_blocks  = in.take(sizeof(int32_t) * n_block);
     at_index   = in.take(sizeof(kvf_gpu_index) * n_layer * n_seq);
     at_keys    = in.take(sizeof(kvf_gpu_keys) * n_layer);
-    fixed      = memory(buft, in.end);
+    fixed      = kvf_gpu_memory(buft, in.end);
     mean       = (float *) fixed.at(at_mean);
     cov        = (float *) fixed.at(at_cov);
 
-    places own = {at_own};
+    kvf_gpu_places own = {at_own};
     for (uint32_t i = 0; i < n_layer; ++i) {
         const auto & l  = fresh.layers[i].info;
         const size_t n  = l.n_head_kv * l.n_embd_head_k;
@@ -295,7 +173,7 @@ kvf_gpu_layer gpu_chooser::lay_out() {
     return res;
 }
 
-kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const {
+kvf_gpu_layer kvf_gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const {
     constexpr uint32_t UNIT = kvf_fresh::UNIT;
 
     const auto & l    = fresh.layers[i];
@@ -321,7 +199,7 @@ kvf_gpu_layer gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const
     return res;
 }
 
-kvf_gpu_drift gpu_chooser::drift(uint32_t i) const {
+kvf_gpu_drift kvf_gpu_chooser::drift(uint32_t i) const {
     const auto & l  = fresh.layers[i].info;
     float *      at = (float *) fixed.at(at_drift[i]);
     return {at, at + owns.size() * l.n_head * l.n_embd_head_k, (const kvf_gpu_index *) fixed.at(at_index) + i * owns.size(),
@@ -332,12 +210,12 @@ kvf_gpu_drift gpu_chooser::drift(uint32_t i) const {
 // the index
 //
 
-size_t gpu_chooser::codes_size(uint32_t layer, uint32_t n) const {
+size_t kvf_gpu_chooser::codes_size(uint32_t layer, uint32_t n) const {
     return (size_t) fresh.layers[layer].info.n_head_kv * ((n + kvf_index::GROUP - 1) / kvf_index::GROUP) *
            layers[layer].form.group_size();
 }
 
-std::array<std::pair<float *, size_t>, 3> gpu_chooser::parts(llama_seq_id seq, uint32_t layer) {
+std::array<std::pair<float *, size_t>, 3> kvf_gpu_chooser::parts(llama_seq_id seq, uint32_t layer) {
     const auto & l       = layers[layer];
     const auto & its     = index(seq, layer);
     const size_t n_value = (size_t) l.n_head_kv * l.d, n_comp = fresh.its.form.n_comp();
@@ -345,20 +223,20 @@ std::array<std::pair<float *, size_t>, 3> gpu_chooser::parts(llama_seq_id seq, u
             {its.step, sizeof(float) * l.n_head_kv * n_comp}}};
 }
 
-const char * gpu_chooser::device_record(const void * record) {
+const char * kvf_gpu_chooser::device_record(const void * record) {
     auto & res = seen[record];
     if (!res) { res = gpu.pinned((const char *) record); }
     kvf_check(res, "the records of guests have to be in pinned memory");
     return res;
 }
 
-void gpu_chooser::upload_index(llama_seq_id seq, uint32_t layer) {
+void kvf_gpu_chooser::upload_index(llama_seq_id seq, uint32_t layer) {
     gpu.upload(fixed.at(at_index + (layer * owns.size() + seq) * sizeof(kvf_gpu_index)), &index(seq, layer),
             sizeof(kvf_gpu_index));
 }
 
 // room for the codes of n positions. anew: the codes so far may be dropped
-void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
+void kvf_gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     auto & o = owns[seq];
     if (n <= o.n_room) { return; }
 
@@ -367,13 +245,13 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     const uint32_t room = std::min(most, (uint32_t) GGML_PAD(n + n / 8 + 1024, kvf_index::GROUP));
     if (anew) { o.codes = {}; }
 
-    places              in;
+    kvf_gpu_places      in;
     std::vector<size_t> at;
     for (uint32_t i = 0; i < layers.size(); ++i) {
         at.push_back(in.take(mine(i) ? codes_size(i, room) : 0));
     }
     o.n_room = 0;
-    memory made(buft, in.end);
+    kvf_gpu_memory made(buft, in.end);
     for (uint32_t i = 0; i < layers.size(); ++i) {
         if (!mine(i)) { continue; }
         auto & codes = index(seq, i).codes;
@@ -385,7 +263,7 @@ void gpu_chooser::reserve(llama_seq_id seq, uint32_t n, bool anew) {
     o.n_room = room;
 }
 
-kvf_gpu_records gpu_chooser::device_records(const void * const * records, uint32_t n) {
+kvf_gpu_records kvf_gpu_chooser::device_records(const void * const * records, uint32_t n) {
     kvf_gpu_records res = {fresh.n_chunk, n, {}};
     for (uint32_t i = 0; i < n; ++i) {
         res.at[i] = device_record(records[i]);
@@ -393,10 +271,10 @@ kvf_gpu_records gpu_chooser::device_records(const void * const * records, uint32
     return res;
 }
 
-void gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
+void kvf_gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) {
     const std::lock_guard<std::mutex> lock(mutex);
 
-    if (!scratch.size) { scratch = memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES); }
+    if (!scratch.size) { scratch = kvf_gpu_memory(buft, sizeof(float) * n_value * kvf_index::MOST_SAMPLES); }
     const auto &   l      = layers[layer];
     const uint32_t n_each = l.n_head_kv * l.d, n_chunk = fresh.n_chunk;
     const uint32_t every = (n * n_chunk + kvf_index::MOST_SAMPLES - 1) / kvf_index::MOST_SAMPLES;
@@ -414,7 +292,7 @@ void gpu_chooser::moments(uint32_t layer, const void * const * records, uint32_t
     gpu.download(cov, this->cov, sizeof(float) * n_each * l.d);
 }
 
-void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
+void kvf_gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) {
     const std::lock_guard<std::mutex> lock(mutex);
 
     const float * src[] = {mean, basis, step};
@@ -424,7 +302,7 @@ void gpu_chooser::fit(llama_seq_id seq, uint32_t layer, const float * mean, cons
     }
 }
 
-void gpu_chooser::put(
+void kvf_gpu_chooser::put(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
     const std::lock_guard<std::mutex> lock(mutex);
 
@@ -446,7 +324,7 @@ void gpu_chooser::put(
     }
 }
 
-void gpu_chooser::cover(llama_seq_id seq) {
+void kvf_gpu_chooser::cover(llama_seq_id seq) {
     const auto & hosts = fresh.of(seq).records;
     auto &       had   = owns[seq].records;
     const size_t n_had =
@@ -477,7 +355,7 @@ template <typename F> static void each_code(const kvf_gpu_form & f, size_t n, co
     }
 }
 
-void gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
+void kvf_gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
     for (const auto & [from, size] : parts(seq, layer)) {
         gpu.download(dst, from, size);
         dst += size;
@@ -489,7 +367,7 @@ void gpu_chooser::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) 
     each_code(form, codes.size() / form.group_size(), [&](size_t host, size_t device) { dst[host] = codes[device]; });
 }
 
-void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
+void kvf_gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
     reserve(seq, n, true);
     for (const auto & [to, size] : parts(seq, layer)) {
         gpu.upload(to, src, size);
@@ -506,19 +384,19 @@ void gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char *
 // guests
 //
 
-std::vector<int32_t> gpu_chooser::table(llama_seq_id seq, uint32_t layer) {
+std::vector<int32_t> kvf_gpu_chooser::table(llama_seq_id seq, uint32_t layer) {
     std::vector<int32_t> res(fresh.n_slot(fresh.of(seq)));
     if (!res.empty()) { gpu.download(res.data(), index(seq, layer).table, res.size() * sizeof(int32_t)); }
     return res;
 }
 
-void gpu_chooser::keep(llama_seq_id seq, uint32_t n) {
+void kvf_gpu_chooser::keep(llama_seq_id seq, uint32_t n) {
     const size_t each = layers[0].n_slot * sizeof(int32_t);
     char *       from = (char *) index(seq, 0).table + n * sizeof(int32_t);
     if (n < layers[0].n_slot) { gpu.fill(from, -1, each * owns.size(), each - n * sizeof(int32_t), layers.size()); }
 }
 
-void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
+void kvf_gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
     const auto &          s = fresh.of(seq);
     const uint32_t        n = fresh.n_slot(s);
     std::vector<int32_t>  all(layers[layer].n_slot, -1);
@@ -539,7 +417,7 @@ void gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * un
     gpu.wait(fixed.at());
 }
 
-float gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
+float kvf_gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
     const auto         its = drift(layer);
     std::vector<float> res(its.n_head);
     gpu.idle(its.missed); // the token before may not be done yet
@@ -547,13 +425,13 @@ float gpu_chooser::missed(llama_seq_id seq, uint32_t layer) {
     return layers[layer].scale * *std::max_element(res.begin(), res.end());
 }
 
-uint64_t gpu_chooser::n_fetched() {
+uint64_t kvf_gpu_chooser::n_fetched() {
     uint64_t res = 0;
     gpu.download(&res, layers[0].n_fetched, sizeof(res));
     return res;
 }
 
-uint64_t gpu_chooser::device_bytes() {
+uint64_t kvf_gpu_chooser::device_bytes() {
     uint64_t res = fixed.size + scratch.size;
     for (const auto & o : owns) {
         res += o.codes.size;
@@ -565,7 +443,7 @@ uint64_t gpu_chooser::device_bytes() {
 // a ubatch
 //
 
-std::vector<int32_t> gpu_chooser::ask() const {
+std::vector<int32_t> kvf_gpu_chooser::ask() const {
     using A = kvf_gpu_ask;
 
     const A &            shape = layers[0].ask;
@@ -573,10 +451,11 @@ std::vector<int32_t> gpu_chooser::ask() const {
     for (size_t seq = 0; seq < owns.size(); ++seq) {
         const auto & s  = fresh.sequences[seq];
         int32_t *    to = res.data() + A::LEN + A::LEN_ASKER * shape.n_asker + seq * shape.seq_size();
-        if (!s.n_fill) { continue; }
+        if (!s.n_fill && (!fresh.its.coarse_k || s.tokens.empty())) { continue; }
 
         // fewer ask where many sequences do
-        const size_t room = std::max<size_t>(1, shape.n_asker / owns.size()), n = std::min(room, s.asking.size());
+        const size_t room = std::max<size_t>(1, shape.n_asker / owns.size()),
+                     n    = s.n_fill ? std::min(room, s.asking.size()) : 0;
         for (size_t i = 0; i < n; ++i) {
             const auto & [row, pos] = s.asking[(i + 1) * s.asking.size() / n - 1];
             int32_t * asker         = res.data() + A::LEN + A::LEN_ASKER * res[A::N_ASKER]++;
@@ -615,31 +494,35 @@ std::vector<int32_t> gpu_chooser::ask() const {
     return res;
 }
 
-void gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        uint32_t layer, const kvf_predicted & before) {
-    layers[layer].scale = scale;
-
+bool kvf_gpu_chooser::add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token) {
     words = nullptr;
     for (const auto & input : res->inputs) {
         auto * known = dynamic_cast<ask_input *>(input.get());
         if (known && &known->chooser == this) { words = known->words; }
     }
-    if (!words) {
-        words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layers[layer].ask.size());
-        ggml_set_input(words);
-        ggml_set_name(words, "fresh_ask");
-        res->add_input(std::make_unique<ask_input>(*this, words));
-    }
+    if (words) { return false; }
+    words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layers[0].ask.size() + n_token * n_token_word());
+    ggml_set_input(words);
+    ggml_set_name(words, "fresh_ask");
+    res->add_input(std::make_unique<ask_input>(*this, words, n_token));
+    return true;
+}
 
+void kvf_gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+        uint32_t layer, const kvf_predicted & before) {
+    layers[layer].scale = scale;
+
+    add_words(ctx, res, q->ne[2]);
     std::vector<ggml_tensor *> args = {q, words};
     if (before.q) { args.insert(args.end(), {before.own, before.q}); }
     add(ctx, gf, "choose", layer, gpu.choose, &layers[layer], args);
 }
 
-void gpu_chooser::add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
+ggml_tensor * kvf_gpu_chooser::add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
         void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args) {
     auto * node = ggml_custom_inplace(
             ctx, &view, args.data(), args.size(), (ggml_custom_op_t) launch, kvf_gpu::LAUNCHES, userdata);
     ggml_format_name(node, "fresh_%s-%u", name, layer);
     ggml_build_forward_expand(gf, node);
+    return node;
 }

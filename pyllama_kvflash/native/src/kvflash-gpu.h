@@ -136,6 +136,48 @@ struct kvf_gpu_layer {
 
 static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
 
+// how the rows of a layer are coded: its keys, or its values. see kvf_codes
+struct kvf_gpu_coding {
+    uint32_t n_head, d, width, n_bit, n_rot;
+    bool     divided; // by the root of each value's spread
+};
+
+// codes of a layer and a sequence, as they lie in kvf_codes
+struct kvf_gpu_codes {
+    const uint8_t *  codes;
+    const uint16_t * scales;
+    const float *    means;
+    const float *    spread;
+};
+
+// attention by codes. a part is what some blocks of positions give a query: the largest logit, the sum of the weights
+// relative to it, and the values by these weights
+struct kvf_gpu_attend {
+    static constexpr uint32_t HEADS = 4; // queries that share a pass over the codes
+    enum { SEQ, POS, ASKER, LEN_TOKEN }; // of each token, after the ask. SEQ: -1: nothing is outside
+    static constexpr uint32_t MOST_PART = 32, MOST_ROW_PART = 1024; // of a query, and of all tokens
+
+    kvf_gpu_layer         p; // the pool, and how the layer chooses
+    kvf_gpu_coding        coding[2];
+    const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
+    float *               parts;    // scratch: [token][n_head][n_part][2 + width]
+    bool                  chooses, by_head;
+
+    // of which the last quarter is of the pool
+    static KVF_BOTH uint32_t n_part(uint32_t n_token) {
+        const uint32_t n = MOST_ROW_PART / n_token;
+        return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;
+    }
+    static KVF_BOTH uint32_t n_far(uint32_t n_part) { return n_part - (n_part + 3) / 4; }
+};
+
+// layers of which slots may be free
+struct kvf_gpu_occupy {
+    const kvf_gpu_layer * layers; // the device's
+    uint32_t              n_layer, n_seq;
+    size_t                memory; // that a block shares
+};
+
 // how the keys of a layer lie in a record
 struct kvf_gpu_keys {
     int32_t  type;
@@ -161,7 +203,16 @@ struct kvf_gpu {
     // dst->src: scratch, q, the ask; beside other nodes also the own and the predicted queries of the layer before, if these
     // are known. on: the backend's context
     void (*choose)(ggml_tensor * dst, void * on);
+    // dst->src: scratch, q, the ask; then what the attention gave, and maybe sinks. the layer attends to its codes; the two
+    // become one; it chooses for the next token
+    void (*attend)(ggml_tensor * dst, void * on);
+    void (*mix)(ggml_tensor * dst, void * on);
+    void (*choose_late)(ggml_tensor * dst, void * on);
+    // slots that are free, or have what is common, get any other units. userdata: the first of n_layer layers
+    void (*occupy)(ggml_tensor * dst, void * on);
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
+    bool (*attend_fits)(const kvf_gpu_attend & a, const void * on);
+    size_t (*shared_size)(const kvf_gpu_layer & l); // bytes that a block shares which chooses
 
     // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events
     void (*fork)(ggml_tensor * dst, void * on);

@@ -116,6 +116,14 @@ static inline __device__ float reach(const kvf_gpu_form & f, uint32_t comp) {
     return comp < f.n_four ? 2.7f : comp < f.n_four + f.n_two ? 1.6f : 0.8f;
 }
 
+template <typename T> static T & userdata(const ggml_tensor * dst) {
+    return *(T *) ((const ggml_custom_op_params *) dst->op_params)->userdata;
+}
+
+static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
+    return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
+}
+
 // of a layer that chooses beside other nodes
 struct kvf_events {
     cudaEvent_t forked, done;
@@ -127,4 +135,13 @@ void kvf_fork(ggml_tensor * dst, void * on);
 void kvf_back(ggml_tensor * dst, void * on);
 void kvf_join(ggml_tensor * dst, void * on);
 bool kvf_fits(const kvf_gpu_layer & l, const void * on);
+size_t kvf_shared_most(const void * on);
+size_t kvf_shared_size(const kvf_gpu_layer & l);
 void kvf_fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks, cudaStream_t stream);
+
+// of kvflash-attend.cu
+void kvf_attend_node(ggml_tensor * dst, void * on);
+void kvf_mix_node(ggml_tensor * dst, void * on);
+void kvf_late_node(ggml_tensor * dst, void * on);
+void kvf_occupy_node(ggml_tensor * dst, void * on);
+bool kvf_attend_fits(const kvf_gpu_attend & a, const void * on);

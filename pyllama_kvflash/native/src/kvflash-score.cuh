@@ -565,11 +565,11 @@ static constexpr uint32_t ADDED = 128, ADDERS = THREADS / ADDED; // units of a b
 
 // The keys of a sequence's units, by their shares, summed over heads and askers; and the largest of each tile. A block does
 // what the others of n_block do not
-static __device__ void add_shares(
-        const kvf_gpu_layer & p, const asked & ask, uint32_t seq, const uint32_t * taken, uint32_t rank, uint32_t n_block) {
+static __device__ void add_shares(const kvf_gpu_layer & p, const asked & ask, uint32_t seq, uint32_t n_part,
+        const uint32_t * taken, uint32_t rank, uint32_t n_block) {
     auto &         sums    = work<float[ADDERS][ADDED]>(p);
     float * const  total   = &work<float>(p, sizeof(sums)); // [n_asker][n_head]
-    const uint32_t n_asker = ask.n_asker(), n_part = n_split(ask), n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
+    const uint32_t n_asker = ask.n_asker(), n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
     const uint32_t tid = threadIdx.x;
 
     // of the first units, by one asker: on their way while the totals are computed
@@ -639,7 +639,7 @@ static __device__ void add_shares(
 
 // bytes of the work
 static size_t score_size(const kvf_gpu_layer & p) {
-    const uint32_t n_row = std::max(1u, THREADS / p.form.n_comp);
+    const uint32_t n_row = p.form.n_comp ? std::max(1u, THREADS / p.form.n_comp) : 0;
     const size_t   score = sizeof(score_memory) + HEADS * (p.d + p.form.n_comp * (1 + n_row)) * sizeof(float);
     return std::max(score, sizeof(float[ADDERS][ADDED]) + p.ask.n_asker * p.n_head * sizeof(float));
 }

@@ -1,0 +1,122 @@
+"""Attention by codes with the kernels of a GPU, compiled for the CPU (tests/native/cuda), against that of the CPU.
+
+Codes are the same, bytes for bytes: the host makes them. Both round queries and weights to bytes, of other blocks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, steps
+from support.kernels import SOURCES, build_kernels, host_kernels, library
+from support.oracles import CACHES, ON_GPU, Case, Logits, assert_equal
+
+from pyllama_kvflash.native import Model
+
+__all__ = ["library"]
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="codes are the CPU's, and so are these kernels")]
+
+NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
+KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|choose|score|gpu|coarse|codes|fresh|kernels).*"
+
+Tables = npt.NDArray[np.int32]
+
+
+def run(case: Case, **options: Any) -> tuple[Logits, Tables]:
+    """Logits of the steps, and the units of each layer at their end."""
+    made = coarse_run(case, late=1, **options)
+    with made.run as run:
+        return steps(run), made.guests.tables()[1]
+
+
+def both(case: Case, library: Path, **options: Any) -> tuple[float, float]:
+    """How far the kernels' logits are from the CPU's, and the share of guests that are the same."""
+    want, units = run(case, **options)
+    with host_kernels(library):
+        got, others = run(case, **options)
+    same = [len(set(a) & set(b)) / len(a) for a, b in zip(units.tolist(), others.tolist(), strict=True) if a]
+    return apart(got, want), float(np.mean(same)) if same else 1.0
+
+
+@pytest.fixture
+def case_of(tiny_model: Callable[[str], Model]) -> Callable[..., Case]:
+    return lambda name, cache="f16": Case(tiny_model(name), CACHES[cache], n_prompt=N_READ, n_steps=N_STEPS)
+
+
+@pytest.mark.parametrize("n_blocks", [0, 4])
+@pytest.mark.parametrize("bits", [(4, 4), (4, 2), (2, 2)])
+def test_it_is_the_attention_of_the_cpu(
+    case_of: Callable[..., Case], library: Path, bits: tuple[int, int], n_blocks: int
+) -> None:
+    off, same = both(case_of("qwen3"), library, bits=bits, n_blocks=n_blocks)
+    print(off, same)
+    assert off < NEAR
+    assert same > 0.9
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize("cache", ["f16", "f16-nofa", "q8_0"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2"])
+def test_families(case_of: Callable[..., Case], library: Path, name: str, cache: str) -> None:
+    off, _ = both(case_of(name, cache), library, bits=(4, 4), n_blocks=4)
+    assert off < NEAR
+
+
+def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case], library: Path) -> None:
+    case = case_of("qwen3")
+    with host_kernels(library), coarse_run(case, bits=(4, 4), out=(), late=1).run as run:
+        assert_equal(run.feed(N_STEPS, 1), case.stock_logits[-N_STEPS:])
+
+
+def test_saved_codes_are_those_of_the_cpu(case_of: Callable[..., Case], library: Path) -> None:
+    """And a sequence that is given them goes on with the same bits."""
+    case = case_of("qwen3")
+
+    def saved(made: Coarse) -> list[bytes]:
+        return [blob.tobytes() for blob in made.guests.saved_index(made.guests.info().n)]
+
+    of_cpu = coarse_run(case, bits=(4, 2))
+    with host_kernels(library):
+        one, two = coarse_run(case, bits=(4, 2), late=1), coarse_run(case, bits=(4, 2), late=1)
+    with of_cpu.run, one.run as a, two.run as b:
+        assert saved(one) == saved(of_cpu)
+        n = one.guests.info().n
+        blobs = one.guests.saved_index(n)
+        two.guests.restore_index(n, [np.zeros_like(blob) for blob in blobs])
+        two.guests.restore_index(n, blobs)
+        assert_equal(steps(a), steps(b))
+
+
+#
+# that this can fail
+#
+
+MUTANTS = {
+    "another mean": ("mean_of(k, keys, piece * WIDE, task.head)", "mean_of(k, keys, piece * WIDE, 0)"),
+    "guests in both sums": ("i < task.n_fill; i += AT", "i < task.n_fill && false; i += AT"),
+    "the scale of another position": ("keys.scales)[slot * UNIT + pos % UNIT]", "keys.scales)[slot * UNIT]"),
+    "values by the tops of another piece": ("to         = to * its[j][0]", "to         = to"),
+    "no rotation back": ("hadamard_blocks(x, c, 1);", ""),
+    "the pool without its guests": ("n_common + task.n_fill * (UNIT / EACH)", "n_common"),
+    "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
+}
+
+
+def mutated(folder: Path, old: str, new: str) -> Path:
+    (name,) = (n for n in ("kvflash-attend.cuh", "kvflash-attend.cu") if old in (SOURCES / n).read_text())
+
+    def change(text: str) -> str:
+        assert text.count(old) == 1, old
+        return text.replace(old, new)
+
+    return build_kernels(folder, {name: change})
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_seen(case_of: Callable[..., Case], tmp_path: Path, name: str) -> None:
+    off, _ = both(case_of("qwen3"), mutated(tmp_path, *MUTANTS[name]), bits=(4, 4), n_blocks=4)
+    assert not off < NEAR  # NaN, too
