@@ -1,8 +1,8 @@
 // The kernels by which layers choose on a GPU, on the CPU: see cuda/ggml-cuda/common.cuh. tests/support/kernels.py builds
 // it.
 
-#include "kvflash-fresh.cu"
 #include "kvflash-attend.cu"
+#include "kvflash-fresh.cu"
 #include "kvflash-index.cu"
 
 static ggml_backend_cuda_context context;
