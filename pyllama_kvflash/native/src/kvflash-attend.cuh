@@ -431,18 +431,7 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const asked & ask, 
             cell = blocks[slot / n_slot] * p.n_chunk + slot % n_slot * UNIT + (i - n_common) % (UNIT / EACH) * EACH + which;
         }
         const char * row = p.k.data + (uint64_t) cell * p.row_size;
-
-        float sums[HEADS] = {};
-#pragma unroll 4
-        for (uint32_t e = lane; e < p.d; e += LANES) {
-            add_scaled(sums, key_value(p.type_k, row, task.head * p.d + e), q + e * HEADS);
-        }
-        float x = 0;
-#pragma unroll
-        for (uint32_t h = 0; h < HEADS; ++h) {
-            const float sum = over_lanes(sums[h], add<float>, 1, LANES / 2);
-            if (lane % HEADS == h) { x = sum; }
-        }
+        const float  x   = key_product<-1, LANES>(p, row, task.head, q);
         if (is && lane < HEADS) { all.add(logit(p, x)); }
     }
     const float top = over_lanes(all.top, most, 4, 16), sum = over_lanes(all.sum * exp2f(all.top - top), add<float>, 4, 16);

@@ -307,8 +307,27 @@ static __device__ void prepare(const kvf_gpu_layer & p, const kvf_gpu_index & in
     __syncthreads();
 }
 
-// the keys of common cells as they are. q: [d][HEADS]. a warp takes two positions, 16 lanes each, of which the first ones
-// add a head each. TYPE: of the cache, -1: p.type_k. where it is known, many values are on their way at once
+// the product of a key with the query of head lane % HEADS. LANES lanes have its row. q: [d][HEADS]. TYPE: of the cache, -1:
+// p.type_k. where it is known, many values are on their way at once
+template <int TYPE, uint32_t LANES>
+static __device__ float key_product(const kvf_gpu_layer & p, const char * row, uint32_t head, const float * q) {
+    const uint32_t lane = threadIdx.x % LANES;
+
+    float sums[HEADS] = {};
+#pragma unroll(TYPE < 0 ? 1 : 8)
+    for (uint32_t e = lane; e < p.d; e += LANES) {
+        add_scaled(sums, key_value(TYPE < 0 ? p.type_k : TYPE, row, head * p.d + e), q + e * HEADS);
+    }
+    float res = 0;
+#pragma unroll
+    for (uint32_t h = 0; h < HEADS; ++h) {
+        const float sum = over_lanes(sums[h], add<float>, 1, LANES / 2);
+        if (lane % HEADS == h) { res = sum; }
+    }
+    return res;
+}
+
+// the keys of common cells as they are. a warp takes two positions, 16 lanes each, of which the first ones add a head each
 template <int TYPE>
 static __device__ void score_near(const kvf_gpu_layer & p, const score_task & task, const float * q, sum_of_powers & all) {
     constexpr uint32_t PIECE = 2, LANES = 32 / PIECE;
@@ -322,18 +341,7 @@ static __device__ void score_near(const kvf_gpu_layer & p, const score_task & ta
         const int32_t   j   = i % n_piece * PIECE + threadIdx.x % 32 / LANES;
         const bool      is  = j < c[kvf_gpu_ask::N] && c[kvf_gpu_ask::FIRST] + j <= task.pos;
         const char *    row = p.k.data + (uint64_t) (c[kvf_gpu_ask::CELL] + (is ? j : 0)) * p.row_size;
-
-        float sums[HEADS] = {};
-#pragma unroll(TYPE < 0 ? 1 : 8)
-        for (uint32_t e = lane; e < p.d; e += LANES) {
-            add_scaled(sums, key_value(TYPE < 0 ? p.type_k : TYPE, row, task.head * p.d + e), q + e * HEADS);
-        }
-        float x = 0;
-#pragma unroll
-        for (uint32_t h = 0; h < HEADS; ++h) {
-            const float sum = over_lanes(sums[h], add<float>, 1, LANES / 2);
-            if (lane % HEADS == h) { x = sum; }
-        }
+        const float     x   = key_product<TYPE, LANES>(p, row, task.head, q);
         if (is && lane < HEADS) { all.add(logit(p, x)); }
     }
 }
