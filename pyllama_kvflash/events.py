@@ -44,9 +44,7 @@ class Stats:
     kld_sum: float = 0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over them, in nats
     check_s: float = 0.0  # spent on comparing them
     index_bytes: int = 0  # the index by which layers choose their guests (policy fresh)
-    index_device_bytes: int = (
-        0  # device memory of those of all sequences, and of choosing by them; 0: it is all on the host
-    )
+    index_device_bytes: int = 0  # device memory of those of all sequences, or of room for more codes, and of choosing by them; 0: it is all on the host
     coarse_bytes: int = 0  # codes, by which positions outside the pool are attended to
     coarse_tokens: int = 0  # positions that have them
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose

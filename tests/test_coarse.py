@@ -1,6 +1,6 @@
 """Codes of all positions: every position counts once in the attention, exactly where the pool has it, and else by its code.
 
-The oracle of what counts: with codes that are exact (32 bits), a pool is the full cache within its noise, wherever it is cut. The
+The oracle of what counts: with codes that are exact (32 bits, the CPU's alone), a pool is the full cache within its noise, wherever it is cut. The
 oracle of the codes: their rows in numpy (support.codes), put into records in place of the real ones, with exact codes of these.
 Every oracle is shown to fail.
 """
@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import codes, families, tiny
-from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, steps
+from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, rows_instead, steps
 from support.codes import Coded, unpacked
 from support.families import N_EMBD, N_FF, N_SWA, geometry, norms
 from support.oracles import CACHES, ON_GPU, Case, Run, assert_equal, rows
@@ -26,7 +26,8 @@ from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="codes are the CPU's")]
+pytestmark = pytest.mark.native
+exact = pytest.mark.skipif(ON_GPU, reason="exact codes are the CPU's")
 
 QUANTISED_Q = 0.006  # of a quantised cache llama.cpp rounds queries, and weights beside it are of those that are not
 CODED = 0.012  # queries as bytes, and weights of values: relative RMS of logits
@@ -92,6 +93,7 @@ NAMES = (
 CUTS = {"first": range(1, 2), "some": (1, 2, 5, 9, 10), "most": range(1, 13)}
 
 
+@exact
 @pytest.mark.parametrize("cache", ["f16", "f16-nofa", "q8_0"])
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_codes_are_the_full_cache(case_of: Callable[..., Case], name: str, cache: str) -> None:
@@ -100,13 +102,13 @@ def test_exact_codes_are_the_full_cache(case_of: Callable[..., Case], name: str,
         assert is_full_cache(case, coarse_run(case, n_blocks=n_blocks, late=late)), (n_blocks, late)
 
 
+@exact
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n_blocks", [0, 3])
 def test_wherever_the_pool_is_cut(case_of: Callable[..., Case], cut: str, n_blocks: int) -> None:
     case = case_of("qwen3")
     assert is_full_cache(case, coarse_run(case, out=CUTS[cut], n_blocks=n_blocks))
-
-
+@exact
 def test_after_a_rollback(case_of: Callable[..., Case]) -> None:
     """Positions that are forgotten have no codes any more; those that come in their place have others."""
     case = case_of("qwen3")
@@ -125,8 +127,7 @@ def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case]) -> Non
         assert_equal(np.concatenate([run.feed(N_READ), run.feed(N_STEPS, 1)]), case.stock_logits)
     with coarse_run(case, bits=(4, 4), out=()).run as run:
         assert_equal(run.feed(N_STEPS, 1), case.stock_logits[-N_STEPS:])
-
-
+@exact
 def test_sequences_have_their_own(case_of: Callable[..., Case]) -> None:
     """One sequence has chunks outside, the other none; both in one batch."""
     case = case_of("qwen3")
@@ -149,8 +150,7 @@ def test_sequences_have_their_own(case_of: Callable[..., Case]) -> None:
 #
 # that this can fail
 #
-
-
+@exact
 def test_a_unit_in_neither_is_seen(case_of: Callable[..., Case]) -> None:
     """The last chunk that is out has no codes."""
     case = case_of("qwen3")
@@ -176,6 +176,7 @@ def change_spread(blob: Record, made: Coarse, layer: int) -> None:
     blob[: 4 * d].view(np.float32)[:] = np.roll(blob[: 4 * d].view(np.float32), 1) * 1.2
 
 
+@exact
 @pytest.mark.parametrize("change", [change_means, change_spread])
 def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: Callable[..., None]) -> None:
     case = case_of("qwen3")
@@ -186,8 +187,7 @@ def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: 
         change(blob, made, i)
     made.guests.restore_index(n, blobs)
     assert not is_full_cache(case, made)
-
-
+@exact
 def test_rows_of_another_unit_are_seen(case_of: Callable[..., Case]) -> None:
     """A table that names units whose rows are not in the slots: another layer's choice."""
     case = case_of("qwen3")
@@ -260,13 +260,12 @@ def test_attention_is_that_of_the_codes(case_of: Callable[..., Case], name: str,
         made = Coarse(run, Guests(run.ctx), [run.read(c) for c in (0, *range(10, 15))])
         got = steps(run)
         coded = coded_rows(made, bits)
-    whole = coarse_run(case)
+    whole = coarse_run(case, bits=bits)
     forged = forge(whole.records, whole, coded)
     whole.run.ctx.close()
-    with coarse_run(case, forged=forged).run as run:
+    with rows_instead(case, forged) as run:
         assert apart(got, steps(run)) < CODED
-    with coarse_run(case).run as run:  # and not of the rows themselves
-        assert apart(got, steps(run)) > CODED
+    assert apart(got, case.stock_logits[-N_STEPS:]) > CODED  # and not of the rows themselves
 
 
 @pytest.mark.parametrize("what", ["scales", "codes", "means"])
@@ -280,10 +279,10 @@ def test_another_code_is_seen(case_of: Callable[..., Case], what: str) -> None:
         [p._replace(**{what: np.roll(getattr(p, what), 1, axis) * (1 if what != "means" else 0)}) for p in parts]
         for parts in coded
     ]
-    whole = coarse_run(case)
+    whole = coarse_run(case, bits=bits)
     forged = forge(whole.records, whole, moved)
     whole.run.ctx.close()
-    with coarse_run(case, forged=forged).run as run:
+    with rows_instead(case, forged) as run:
         assert apart(got, steps(run)) > CODED
 
 

@@ -1,6 +1,6 @@
 """Attention by codes with the kernels of a GPU, compiled for the CPU (tests/native/cuda), against that of the CPU.
 
-Codes are the same, bytes for bytes: the host makes them. Both round queries and weights to bytes, of other blocks.
+Codes are the same, bytes for bytes. Both round queries and weights to bytes, of other blocks.
 """
 
 from collections.abc import Callable
@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, steps
+from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
-from support.oracles import CACHES, ON_GPU, Case, Logits, assert_equal
+from support.oracles import CACHES, ON_GPU, Case, Logits, Run, assert_equal
 
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Model, Record
+from pyllama_kvflash.native.guests import Guests
+from pyllama_kvflash.policy.coarse import CoarseForm
+from pyllama_kvflash.policy.fresh import GpuChoice, Heads
 
 __all__ = ["library"]
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="codes are the CPU's, and so are these kernels")]
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these")]
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
-KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|choose|score|gpu|coarse|codes|fresh|kernels).*"
+KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
 
 Tables = npt.NDArray[np.int32]
 
@@ -71,23 +74,72 @@ def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case], librar
         assert_equal(run.feed(N_STEPS, 1), case.stock_logits[-N_STEPS:])
 
 
-def test_saved_codes_are_those_of_the_cpu(case_of: Callable[..., Case], library: Path) -> None:
-    """And a sequence that is given them goes on with the same bits."""
+@pytest.mark.parametrize(
+    ("name", "cache"), [("qwen3", "f16"), ("qwen3", "f16-nofa"), ("qwen3", "q8_0"), ("gpt-oss", "q8_0"), ("deepseek2", "f16")]
+)
+@pytest.mark.parametrize("bits", [(4, 2), (2, 4)])
+def test_codes_are_those_of_the_cpu(
+    case_of: Callable[..., Case], library: Path, name: str, cache: str, bits: tuple[int, int]
+) -> None:
+    """Of the same records, bytes for bytes: rows as they lie, values next to each other, rotated, one latent."""
+    case = case_of(name, cache)
+    of_cpu = coarse_run(case, bits=bits)
+    n = of_cpu.guests.info().n
+    with of_cpu.run:
+        want = of_cpu.guests.saved_index(n)
+    with host_kernels(library):
+        made = coarse_run(case, bits=bits, late=1)
+    with made.run:
+        for mine, its in zip(made.guests.saved_index(n), want, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def test_segments_begin_as_on_the_cpu(case_of: Callable[..., Case], library: Path) -> None:
+    """With a mean of their own, or that of the segment before; whatever is put at once."""
+    model = case_of("qwen3").model
+
+    def saved(parts: list[int]) -> list[Record]:
+        with Run(model, CACHES["f16"], pool=8192, coarse=(4, 4)) as run:
+            run.feed(4096 + 2048)
+            guests, first = Guests(run.ctx), 0
+            for n in parts:
+                records = [run.read(c) for c in range(first, first + n)]
+                guests.put(range(len(guests.layers)), first, records)
+                guests.cover(first, records)
+                first += n
+            return guests.saved_index(first * 64)
+
+    for parts in ([96], [30, 40, 26], [64, 1, 31]):
+        want = saved(parts)
+        with host_kernels(library):
+            got = saved(parts)
+        for mine, its in zip(got, want, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def test_saved_codes_go_on(case_of: Callable[..., Case], library: Path) -> None:
+    """With the same bits, in a sequence that is given them."""
     case = case_of("qwen3")
-
-    def saved(made: Coarse) -> list[bytes]:
-        return [blob.tobytes() for blob in made.guests.saved_index(made.guests.info().n)]
-
-    of_cpu = coarse_run(case, bits=(4, 2))
     with host_kernels(library):
         one, two = coarse_run(case, bits=(4, 2), late=1), coarse_run(case, bits=(4, 2), late=1)
-    with of_cpu.run, one.run as a, two.run as b:
-        assert saved(one) == saved(of_cpu)
+    with one.run as a, two.run as b:
         n = one.guests.info().n
         blobs = one.guests.saved_index(n)
         two.guests.restore_index(n, [np.zeros_like(blob) for blob in blobs])
         two.guests.restore_index(n, blobs)
         assert_equal(steps(a), steps(b))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseek2"])
+def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: Path, name: str) -> None:
+    with host_kernels(library):
+        made = coarse_run(case_of(name), bits=(4, 2), n_ctx=4096, late=1)
+    with made.run:
+        heads = tuple(map(Heads.of, made.guests.layers))
+        codes = sum(CoarseForm(4, 2).n_bytes(h, 4096) for h in heads)
+        want = GpuChoice(None, heads, 4096, 1, 1280, 64).n_bytes(range(len(heads))) + codes
+        took = made.guests.info().device_bytes
+        assert abs(took - want) < 16 << 10, "pieces begin at 256 bytes"
 
 
 #
@@ -99,14 +151,15 @@ MUTANTS = {
     "guests in both sums": ("i < task.n_fill; i += AT", "i < task.n_fill && false; i += AT"),
     "the scale of another position": ("keys.scales)[slot * UNIT + pos % UNIT]", "keys.scales)[slot * UNIT]"),
     "values by the tops of another piece": ("to         = to * its[j][0]", "to         = to"),
-    "no rotation back": ("hadamard_blocks(x, c, 1);", ""),
+    "no rotation back": ("hadamard_blocks(x, c.d, c.width, 1);", ""),
     "the pool without its guests": ("n_common + task.n_fill * (UNIT / EACH)", "n_common"),
+    "codes of rows that are not divided":  ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1"),
     "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
 }
 
 
 def mutated(folder: Path, old: str, new: str) -> Path:
-    (name,) = (n for n in ("kvflash-attend.cuh", "kvflash-attend.cu") if old in (SOURCES / n).read_text())
+    (name,) = (n for n in ("kvflash-attend.cuh", "kvflash-attend.cu", "kvflash-encode.cu") if old in (SOURCES / n).read_text())
 
     def change(text: str) -> str:
         assert text.count(old) == 1, old

@@ -10,9 +10,6 @@ from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
 
-LATE = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Tap:
     """What contexts keep of the queries: those of so many tokens (0: of none), in every so many layers."""
@@ -92,7 +89,7 @@ def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
     of a key.
     """
     if coarse := CoarseForm.of(options.coarse):
-        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
+        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps)
     if options.policy != "fresh":
         return pool
     form = IndexForm.of(head, options.index)

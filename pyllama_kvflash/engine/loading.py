@@ -348,8 +348,8 @@ def probe(model: Model, options: Options) -> Probe:
     uncoded = _refused(model, pool=coded, **small, **types) if layers and options.coarse != "off" else _NO_LAYER
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
-    if unchosen is None and options.disk is not None and any(devices()[i].gpu for i in geometry.devices):
-        unchosen = ON_DISK.reason
+    if (unchosen is None or uncoded is None) and options.disk is not None and any(devices()[i].gpu for i in geometry.devices):
+        unchosen = uncoded = ON_DISK.reason
     return replace(seen, refusal=refusal, unchosen=unchosen, uncoded=uncoded)
 
 

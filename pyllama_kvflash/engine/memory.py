@@ -18,8 +18,12 @@ def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
     """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now, and what
     policy "fresh" will take there for its index, or codes.
     """
-    index = {**index_bytes(geometry, options), **coarse_bytes(geometry, options)}
-    return _beside(geometry.by_device(row_bytes, *_types(options)), index)
+    return _beside(geometry.by_device(row_bytes, *_types(options)), choosing_bytes(geometry, options))
+
+
+def choosing_bytes(geometry: Geometry, options: Options) -> Counter[int]:
+    """Return the bytes of an index, or of codes, and what a GPU takes to choose by them, by the index of the device."""
+    return Counter(index_bytes(geometry, options)) + Counter(coarse_bytes(geometry, options))
 
 
 def coarse_bytes(geometry: Geometry, options: Options) -> dict[int, int]:
@@ -45,9 +49,9 @@ def most_bits(geometry: Geometry, options: Options) -> str:
     floor = options.shape.floor(options.n_batch)
     pool = max(floor, options.pool) if isinstance(options.pool, int) else floor
     for form in FORMS:
-        codes = coarse_bytes(geometry, replace(options, coarse=form))
+        codes = choosing_bytes(geometry, replace(options, coarse=form))
         needed = [
-            codes.get(i, 0) + d.token_bytes * pool + (in_memory(options, d.token_bytes * n_all) if d.host else 0)
+            codes[i] + d.token_bytes * pool + (in_memory(options, d.token_bytes * n_all) if d.host else 0)
             for i, d in zip(dict.fromkeys(geometry.devices or (0,)), memory, strict=True)
         ]
         if all(n <= d.free - RESERVE for n, d in zip(needed, memory, strict=True)):
@@ -61,18 +65,19 @@ def in_memory(options: Options, full: int) -> int:
 
 
 def index_bytes(geometry: Geometry, options: Options, n_pool: int | None = None) -> dict[int, int]:
-    """Return the most device memory that layers take to choose, by the index of the GPU: nothing unless the policy is
-    "fresh". Elsewhere the index is host memory, and takes nothing of what a pool may have.
+    """Return the most device memory that layers take to choose, beside their codes, by the index of the GPU: nothing unless there
+    are codes, or the policy is "fresh". Elsewhere the index is host memory, and takes nothing of what a pool may have.
 
     options: resolved. n_pool: cells of the pool; None: as many as may be requested.
     """
     found = devices()
     gpus = {i for i in geometry.devices if found[i].gpu}
-    if options.policy != "fresh" or options.coarse != "off" or options.pool == "off" or not gpus:
+    codes = CoarseForm.of(options.coarse)
+    if (options.policy != "fresh" and not codes) or options.pool == "off" or not gpus:
         return {}
     requested = options.auto_cap or AUTO_CAP if isinstance(options.pool, str) else options.pool
     choice = GpuChoice(
-        form=IndexForm.of(geometry.head, options.index),
+        form=None if codes else IndexForm.of(geometry.head, options.index),
         heads=geometry.heads,
         n_ctx=-(-options.n_ctx // CELLS) * CELLS,
         n_seq=options.n_parallel,

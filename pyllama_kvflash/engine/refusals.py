@@ -103,8 +103,8 @@ GUESTS = {
 """Pools that policy fresh does not take. The reason is in the library's own words."""
 
 CODES = {
-    "codes of all positions (`coarse`) with a KV cache that is not in host memory": Refusal(
-        "codes of all positions are kept by the CPU, and the KV cache is on another device",
+    "codes of all positions (`coarse`) with a KV cache that is neither in host memory nor on a CUDA device": Refusal(
+        "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device",
         "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
     ),
 }

@@ -14,6 +14,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
     kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
     room = pager.guests if pager else None
     guests, coarse = (room.native.info(), isinstance(room.form, CoarseForm)) if room else (None, False)
+    coarse_bytes = guests.bytes if guests and guests.n and coarse else 0
     return Stats(
         n_ctx=loaded.options.n_ctx,
         n_pool=loaded.n_pool,
@@ -33,9 +34,9 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         reselect_s=selector.seconds if selector else 0.0,
         summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
         index_bytes=guests.bytes if guests and not coarse else 0,
-        coarse_bytes=guests.bytes if guests and guests.n and coarse else 0,
+        coarse_bytes=coarse_bytes,
         coarse_tokens=guests.n if guests and coarse else 0,
-        index_device_bytes=guests.device_bytes if guests else 0,
+        index_device_bytes=max(0, guests.device_bytes - coarse_bytes) if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
         guests_fetched=guests.n_fetched if guests else 0,
         gpu_bytes=sum(need.total for need in loaded.memory if need.gpu),

@@ -97,16 +97,19 @@ class Heads(NamedTuple):
 # of native/src: kvf_fresh::MOST_ASKING, KVF_GPU_PARTS, kvf_index::MOST_SAMPLES, and where pieces of device memory begin
 _ASKING, _PARTS, _SAMPLES, _ALIGNED = 8, 512, 4096, 256
 _WORD, _POINTER = 4, 8
+# kvf_gpu_attend::MOST_ROW_PART, and the sizes of kvf_gpu_layer and kvf_gpu_coder
+_ROW_PARTS, _LAYER, _CODER = 1024, 512, 128
 
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
     """What a GPU takes of its memory so that layers choose there: the pieces that native/src/kvflash-gpu.cpp takes.
 
-    heads: of all layers, wherever they are. n_ctx: positions of a sequence. n_seq: sequences. n_pool: cells of the pool.
+    form: None: by codes (`coarse`), whose own bytes do not count here. heads: of all layers, wherever they are. n_ctx: positions of
+    a sequence. n_seq: sequences. n_pool: cells of the pool.
     """
 
-    form: IndexForm
+    form: IndexForm | None
     heads: tuple[Heads, ...]
     n_ctx: int
     n_seq: int
@@ -115,17 +118,30 @@ class GpuChoice:
 
     def n_bytes(self, here: Collection[int]) -> int:
         """Return the most bytes that a GPU with these layers takes: with a whole context of each sequence in its index."""
-        codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
         pieces = [*self._scratch(), *self._tables(), *map(self._basis, self.heads), *map(self._drift, self.heads)]
-        return codes + sum(map(_padded, pieces)) + _WORD * self._n_value * _SAMPLES
+        fixed = sum(map(_padded, pieces))
+        if self.form is None:
+            return fixed + sum(map(_padded, self._coding()))
+        codes = self.n_seq * sum(_padded(self._codes(self.heads[i])) for i in here)
+        return codes + fixed + _WORD * self._n_value * _SAMPLES
 
     def _codes(self, heads: Heads) -> int:
         """Four nibbles of a position lie together."""
-        return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * -(-self.form.n_bits // 16) * 2
+        n_bits = self.form.n_bits if self.form else 0
+        return heads.n_kv * -(-self._n_chunks * self.chunk // GROUP) * GROUP * -(-n_bits // 16) * 2
+
+    def _coding(self) -> list[int]:
+        """Of attention by codes: where they are, and how they are made; sums of rows; where records are; sums of attention."""
+        n_row = max(h.n_kv * max(h.n_embd, h.n_embd_v) for h in self.heads)
+        width = max(-(-(h.n_embd_v or h.n_embd) // 16) * 16 for h in self.heads)
+        n_query, n_layer = max(h.n_query for h in self.heads), len(self.heads)
+        tables = [4 * _POINTER * n_layer * self.n_seq] * 2 + [_LAYER * n_layer, _CODER * 2 * n_layer]
+        parts = _WORD * 2 * _ROW_PARTS * n_query * (2 + width)
+        return [*tables, 2 * _POINTER * 2 * n_layer * n_row, _POINTER * self._n_chunks, parts]
 
     def _basis(self, heads: Heads) -> int:
         """Of the keys of all sequences in a layer: means, bases and steps."""
-        n_comp = self.form.n_comp
+        n_comp = self.form.n_comp if self.form else 0
         return _WORD * self.n_seq * heads.n_kv * (heads.n_embd + heads.n_embd * n_comp + n_comp)
 
     def _drift(self, heads: Heads) -> int:
@@ -140,7 +156,8 @@ class GpuChoice:
         keys = [self.n_seq * n_unit, self.n_seq * (n_unit // 4 + 1)]
         moves = [2 * self._n_slot, 1]
         cov = max(h.n_kv * h.n_embd**2 for h in self.heads)
-        return [_WORD * n for n in (*shares, *keys, *moves, 4, 4 * self.form.n_words, self._n_value, cov)]
+        n_word = 4 * self.form.n_words if self.form else 0
+        return [_WORD * n for n in (*shares, *keys, *moves, 4, n_word, self._n_value, cov)]
 
     def _tables(self) -> list[int]:
         """Of all layers: units in slots, where indexes are; of all: where records are, and the blocks of guests."""

@@ -71,7 +71,7 @@ class GuestRoom:
     def device_bytes(self) -> int:
         """Bytes beside the pool, on its device: of codes, or of an index that is there."""
         info = self.native.info()
-        return (info.bytes if info.n else 0) if isinstance(self.form, CoarseForm) else info.device_bytes
+        return max(info.device_bytes, info.bytes if info.n and isinstance(self.form, CoarseForm) else 0)
 
     def layers(self) -> npt.NDArray[np.float32]:
         """Return how many layers have each chunk as a guest, (n_chunks,); a layer with a part of it counts as that part."""

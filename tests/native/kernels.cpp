@@ -2,6 +2,7 @@
 // it.
 
 #include "kvflash-attend.cu"
+#include "kvflash-encode.cu"
 #include "kvflash-fresh.cu"
 #include "kvflash-index.cu"
 

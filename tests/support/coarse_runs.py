@@ -47,6 +47,16 @@ def coarse_run(
     return Coarse(run, guests, records)
 
 
+def rows_instead(case: Case, forged: Sequence[Record], out: Sequence[int] = range(1, 10)) -> Run:
+    """A pool that has these chunks, with the rows of other records."""
+    run = case.pool(1280)
+    run.feed(N_READ)
+    for c in out:
+        run.ctx.drop(c)
+        run.ctx.page_in(c, forged[c])
+    return run
+
+
 def steps(run: Run) -> Logits:
     """Half of the tokens one by one, half at once."""
     return np.concatenate([run.feed(N_STEPS // 2, 1), run.feed_at_once(N_STEPS // 2)])

@@ -24,7 +24,7 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
     What they do where there are many units they do from 4 on, and where there are many pieces of a context, from 4 on, too.
     changes: of files, by name.
     """
-    small = {"kvflash-choose.cuh": ("FEW = 1024", "FEW = 4"), "kvflash-gpu.h": ("MOST_PART = 32", "MOST_PART = 4")}
+    small = {"kvflash-choose.cuh": ("FEW = 1024", "FEW = 4"), "kvflash-gpu.h": ("MOST_PART = 64", "MOST_PART = 4")}
     library = folder / "kernels.so"
     for source in (
         *SOURCES.glob("kvflash-*.cu*"),

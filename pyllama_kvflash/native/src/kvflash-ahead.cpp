@@ -77,22 +77,6 @@ bool is_fused(const ggml_tensor * t, const ggml_tensor * reader) {
                                                      (t->op == GGML_OP_MUL_MAT && reader->op == GGML_OP_ADD));
 }
 
-// whether a device computes all nodes of the graph from the one after `after` on
-bool computes(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor * after) {
-    const bool on_cpu = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; // in tests
-    for (int i = gf->n_nodes - 1; i >= 0 && gf->nodes[i] != after; --i) {
-        const auto * node = gf->nodes[i];
-        if (!ggml_backend_dev_supports_op(dev, node)) { return false; }
-        for (const auto * src : node->src) {
-            auto *     buf   = src ? src->buffer : nullptr;
-            const bool there = !buf || (on_cpu ? ggml_backend_buffer_is_host(buf)
-                                               : ggml_backend_buffer_get_type(buf) == ggml_backend_dev_buffer_type(dev));
-            if (!there) { return false; }
-        }
-    }
-    return true;
-}
-
 // the source of t of this name
 ggml_tensor * source(const ggml_tensor * t, const char * what, int32_t il) {
     const auto named = [&](const ggml_tensor * src) { return is_named(src, what, il); };
@@ -114,7 +98,7 @@ kvf_ahead::kvf_ahead(
     if (!near) { near = source(out, "sa_out", il - 1); }
     if (!near) { return; }
     auto * from = il == 1 ? near->src[1] : source(near, "l_out", il - 2);
-    if (!from || from->op == GGML_OP_NONE || !computes(dev, gf, from)) { return; }
+    if (!from || from->op == GGML_OP_NONE || !kvf_computes_since(dev, gf, from)) { return; }
 
     copier c   = {ctx, out, from, {}, {}};
     auto * res = c.copy(exact);
@@ -141,6 +125,21 @@ kvf_ahead::kvf_ahead(
         ready = ready && !has(reads, gf->nodes[i]);
     }
     if (ready) { q = res; }
+}
+
+bool kvf_computes_since(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor * after) {
+    const bool on_cpu = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; // in tests
+    for (int i = gf->n_nodes - 1; i >= 0 && gf->nodes[i] != after; --i) {
+        const auto * node = gf->nodes[i];
+        if (!ggml_backend_dev_supports_op(dev, node)) { return false; }
+        for (const auto * src : node->src) {
+            auto *     buf   = src ? src->buffer : nullptr;
+            const bool there = !buf || (on_cpu ? ggml_backend_buffer_is_host(buf)
+                                               : ggml_backend_buffer_get_type(buf) == ggml_backend_dev_buffer_type(dev));
+            if (!there) { return false; }
+        }
+    }
+    return true;
 }
 
 void kvf_move_nodes(ggml_cgraph * gf, int first, const ggml_tensor * after) {

@@ -102,7 +102,7 @@ static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf
         }
         x[e] = sum / far;
     }
-    hadamard_blocks(x, c, 1);
+    hadamard_blocks(x, c.d, c.width, 1);
     const float * spread = a.codes[1][seq].spread + kv_head * c.d;
     for (uint32_t e = tid; e < c.d; e += AT) {
         x[e] *= sign_of(e) * (c.divided ? spread[e] : 1);
@@ -180,14 +180,25 @@ template <uint32_t BITS_K> static decltype(&kvf_attend<4, 4>) attend_of(uint32_t
     return bits_v == 4 ? kvf_attend<BITS_K, 4> : kvf_attend<BITS_K, 2>;
 }
 
+// what runs on the stream beside the backend's own, after what that has so far
+static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & its) {
+    const auto stream = ctx.stream(ctx.device, KVF_BESIDE);
+    CUDA_CHECK(cudaEventRecord(its.forked, ctx.stream()));
+    CUDA_CHECK(cudaStreamWaitEvent(stream, its.forked, 0));
+    return stream;
+}
+
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
+    const auto &   events  = *(const kvf_events *) a.events;
+    const auto     stream  = a.beside ? forked(ctx, events) : ctx.stream();
     const uint32_t n_token = dst->src[1]->ne[2], share = a.p.n_head / a.p.n_head_kv;
     const dim3     grid(kvf_gpu_attend::n_part(n_token), a.p.n_head_kv * ((share + N_HEAD - 1) / N_HEAD), n_token);
     const auto     kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
-    launch(kernel, grid, dim3(AT), attend_places(a).end, ctx.stream(), false, a, queries(dst->src[1]),
+    launch(kernel, grid, dim3(AT), attend_places(a).end, stream, false, a, queries(dst->src[1]),
             (const int32_t *) dst->src[2]->data);
+    if (a.beside) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
 }
 
 void kvf_mix_node(ggml_tensor * dst, void * on) {
@@ -195,8 +206,9 @@ void kvf_mix_node(ggml_tensor * dst, void * on) {
     auto &                ctx = *(ggml_backend_cuda_context *) on;
     const uint32_t        n_token = dst->ne[a.by_head ? 1 : 2];
     const kvf_gpu_queries out = {(const char *) dst->data, dst->nb[a.by_head ? 2 : 1], dst->nb[a.by_head ? 1 : 2]};
+    if (a.beside) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
     launch(kvf_mix, dim3(a.p.n_head, n_token), dim3(AT), sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
-            dst->src[3] ? (const float *) dst->src[3]->data : nullptr, (const int32_t *) dst->src[2]->data,
+            dst->src[4] ? (const float *) dst->src[4]->data : nullptr, (const int32_t *) dst->src[2]->data,
             kvf_gpu_attend::n_part(n_token), (uint32_t) dst->ne[0]);
 }
 
@@ -204,8 +216,9 @@ void kvf_late_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
     const uint32_t n_token = dst->src[1]->ne[a.by_head ? 1 : 2];
-    launch(kvf_late, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(a.p), ctx.stream(), true,
-            a.p, (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
+    // it ends before what the next layer has beside its attention, on the same stream
+    const auto stream = a.late_beside ? forked(ctx, *(const kvf_events *) a.events) : ctx.stream();
+    launch(kvf_late, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(a.p), stream, true, a.p, (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
 }
 
 void kvf_occupy_node(ggml_tensor * dst, void * on) {

@@ -83,22 +83,32 @@ kvf_coarse_codes::kvf_coarse_codes(const kvf_fresh & fresh) : fresh(fresh), all(
     }
 }
 
+std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint32_t n) {
+    constexpr uint32_t each = kvf_codes::SEGMENT;
+
+    std::vector<kvf_gpu_sampled> res;
+    for (uint32_t s = (first * n_chunk + each - 1) / each; s * each < (first + n) * n_chunk; ++s) {
+        const uint32_t from = s * each / n_chunk - first;
+        const uint32_t end = std::min(n, from + each / n_chunk), n_there = (end - from) * n_chunk;
+        const bool     own = s == 0 || n_there >= kvf_codes::OWN_MEAN;
+        res.push_back({s, from, own ? end : from, std::max(1u, n_there / kvf_codes::OWN_MEAN)}); // so many tell as much as all
+    }
+    return res;
+}
+
 // rows: gives those of chunk i, as floats. spreads: of keys
 template <typename F>
 static void put_codes(kvf_codes & codes, uint32_t n_chunk, uint32_t first, uint32_t n, bool spreads, const F & rows) {
-    const uint32_t     pos = first * n_chunk, n_embd = codes.n_head * codes.d;
+    const uint32_t     n_embd = codes.n_head * codes.d;
     std::vector<float> room((size_t) n_chunk * n_embd);
 
-    auto segments = codes.begun(pos, n * n_chunk);
-    for (auto & s : segments) {
-        const uint32_t from = s.segment * kvf_codes::SEGMENT / n_chunk - first;
-        const uint32_t end = std::min(n, from + kvf_codes::SEGMENT / n_chunk), n_there = (end - from) * n_chunk;
-        if (s.segment > 0 && n_there < kvf_codes::OWN_MEAN) { continue; }
-
-        const uint32_t every = std::max(1u, n_there / kvf_codes::OWN_MEAN); // so many tell as much as all
-        for (uint32_t c = from; c < end; ++c) {
+    std::vector<kvf_codes::moments> segments;
+    for (const auto & its : kvf_sampled(n_chunk, first, n)) {
+        auto & s = segments.emplace_back(codes.moments_of(its.segment));
+        s.n_sum  = its.n(n_chunk);
+        for (uint32_t c = its.first; c < its.end; ++c) {
             rows(c, room.data());
-            for (uint32_t t = 0; t < n_chunk; t += every, ++s.n_sum) {
+            for (uint32_t t = 0; t < n_chunk; t += its.every) {
                 kvf_add_row(room.data() + (size_t) t * n_embd, n_embd, s.sum.data(), s.square.data());
             }
         }
@@ -106,7 +116,7 @@ static void put_codes(kvf_codes & codes, uint32_t n_chunk, uint32_t first, uint3
     codes.begin(segments, spreads);
     for (uint32_t c = 0; c < n; ++c) {
         rows(c, room.data());
-        codes.put(pos + c * n_chunk, room.data(), n_chunk);
+        codes.put((first + c) * n_chunk, room.data(), n_chunk);
     }
 }
 
@@ -129,7 +139,7 @@ void kvf_coarse_codes::put(llama_seq_id seq, uint32_t layer, uint32_t first, con
 void kvf_coarse_on_cpu::put(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
     for (uint32_t i = layer; i < layer + n_layer; ++i) {
-        codes.put(seq, i, first, records, n);
+        if (fresh.layers[i].chooser == this) { codes.put(seq, i, first, records, n); }
     }
 }
 
@@ -190,12 +200,12 @@ void kvf_coarse_on_cpu::add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 }
 
 void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        uint32_t layer, const kvf_predicted &) {
+        int32_t il, uint32_t layer, const kvf_predicted &) {
     if (layer == 0) { kvf_add_coarse_input(fresh, res); }
 
-    if (!fresh.has_coarse()) { return; }
+    if (!fresh.has_coarse() || fresh.layers[layer].info.il != il) { return; }
 
-    auto & at = nodes[fresh.layers[layer].info.il];
+    auto & at = nodes[il];
     at        = {this, layer, scale, true, false};
 
     ggml_tensor * args[] = {q};

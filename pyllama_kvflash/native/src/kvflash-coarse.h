@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kvflash-codes.h"
+#include "kvflash-gpu.h"
 #include "kvflash-slots.h"
 #include "kvflash-weights.h"
 
@@ -44,6 +45,9 @@ private:
     std::vector<std::vector<kvf_coarse_layer>> all; // [seq][layer]
 };
 
+// the rows whose mean is that of each segment that begins in chunks first to first + n
+std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint32_t n);
+
 // so that a graph is not used again with codes that was without them, or the other way round
 void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res);
 
@@ -56,8 +60,8 @@ struct kvf_coarse_on_cpu : kvf_host_chooser {
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override { codes.set(seq, layer, n, src); }
     void cover(llama_seq_id) override {}
 
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
-            const kvf_predicted & before) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
+            uint32_t layer, const kvf_predicted & before) override;
     ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) override;
     void          begin(llama_seq_id seq) override;

@@ -118,12 +118,8 @@ void kvf_codes::rotate_back(uint32_t head, lanes_f * x) const {
 // codes
 //
 
-std::vector<kvf_codes::moments> kvf_codes::begun(uint32_t pos, uint32_t n) const {
-    std::vector<moments> res;
-    for (uint32_t s = (pos + SEGMENT - 1) / SEGMENT; s * SEGMENT < pos + n; ++s) {
-        res.push_back({s, 0, std::vector<double>((size_t) n_head * d), std::vector<double>((size_t) n_head * d)});
-    }
-    return res;
+kvf_codes::moments kvf_codes::moments_of(uint32_t segment) const {
+    return {segment, 0, std::vector<double>((size_t) n_head * d), std::vector<double>((size_t) n_head * d)};
 }
 
 // the root of the standard deviation of each value about the means of segments. one that hardly differs at all counts as a
@@ -276,4 +272,16 @@ void kvf_codes::reserve(uint32_t n) {
     const size_t n_unit = (size_t) GGML_PAD((n + UNIT - 1) / UNIT, TILE) * n_head;
     scales.reserve(n_unit * UNIT);
     codes.reserve(n_unit * unit_bytes());
+}
+
+std::array<std::pair<char *, size_t>, 2> kvf_codes::memory(uint32_t n) {
+    const uint32_t n_unit = (n + UNIT - 1) / UNIT;
+    grow(n_unit);
+    const size_t n_slot = (size_t) GGML_PAD(n_unit, TILE) * n_head;
+    return {{{(char *) codes.data(), n_slot * unit_bytes()}, {(char *) scales.data(), n_slot * UNIT * sizeof(uint16_t)}}};
+}
+
+void kvf_codes::drop() {
+    kvf_aligned<uint8_t>().swap(codes);
+    kvf_aligned<uint16_t>().swap(scales);
 }

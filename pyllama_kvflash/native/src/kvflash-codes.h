@@ -3,6 +3,8 @@
 #include "kvflash-lanes.h"
 #include "kvflash.h"
 
+#include <array>
+#include <utility>
 #include <vector>
 
 // Rows of a layer, its keys or its values, in 4 or 2 bits a value. A row is rotated, so that its values are alike, taken
@@ -44,9 +46,9 @@ struct kvf_codes {
         std::vector<double> sum, square;
     };
 
-    // the segments that n positions from pos on begin
-    std::vector<moments> begun(uint32_t pos, uint32_t n) const;
-    // begin them. those without sums have the mean of the segment before. spreads: if the first one is among them, set what
+    // of none so far
+    moments moments_of(uint32_t segment) const;
+    // begin segments, in their order. those without sums have the mean of the segment before. spreads: if the first one is among them, set what
     // rows are divided by
     void begin(const std::vector<moments> & segments, bool spreads);
 
@@ -63,6 +65,9 @@ struct kvf_codes {
     void set_unit(uint32_t unit, const char * src);
     // memory for n positions, so that it need not grow
     void reserve(uint32_t n);
+    // the codes and scales of the first n positions as they lie, whole tiles of them; and none of them, where a GPU has them
+    std::array<std::pair<char *, size_t>, 2> memory(uint32_t n);
+    void                                     drop();
 
     const uint8_t *  unit(uint32_t u, uint32_t head) const { return codes.data() + slot(u, head) * unit_bytes(); }
     const uint16_t * scale(uint32_t u, uint32_t head) const { return scales.data() + slot(u, head) * UNIT; }

@@ -36,7 +36,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
             chooser = choosers.back().get();
             if (!chooser) {
                 throw kvf_failure(KVF_E_UNSUPPORTED,
-                        its.coarse_k ? "codes of all positions are kept by the CPU, and the KV cache is on another device"
+                        its.coarse_k ? "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device"
                                      : "layers choose on the CPU or by CUDA, and the KV cache is on another device");
             }
         }
@@ -152,13 +152,14 @@ void kvf_fresh::build(
     auto &         chooser = *layers[i].chooser;
     this->q                = q;
     this->scale            = scale;
+    if (its.coarse_k) { return chooser.build(ctx, gf, res, q, scale, il, i, {}); }
     if (layers[i].info.il != il) { return; } // another layer's rows are chosen by that layer
 
     kvf_ahead ahead;
     if (is_ahead(q->ne[2])) { ahead = kvf_ahead(ctx, gf, q, il, i, chooser.beside()); }
     if (!ahead.q) {
         before = {};
-        return chooser.build(ctx, gf, res, q, scale, i, before);
+        return chooser.build(ctx, gf, res, q, scale, il, i, before);
     }
     if (layer_before + 1 != i || layers[layer_before].chooser != &chooser) { before = {}; }
     if (before.q) { ahead.reads.insert(ahead.reads.end(), {before.own, before.q}); }
@@ -172,10 +173,10 @@ void kvf_fresh::build(
     };
     beside(ahead.begin, [&] { ggml_build_forward_expand(gf, ahead.q); });
     if (!waits[i]) {
-        beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, i, before); });
+        beside(ahead.near, [&] { chooser.build(ctx, gf, res, ahead.q, scale, il, i, before); });
     }
     chooser.join(ctx, gf, i, ahead.reads);
-    if (waits[i]) { chooser.build(ctx, gf, res, q, scale, i, before); }
+    if (waits[i]) { chooser.build(ctx, gf, res, q, scale, il, i, before); }
     before       = {ahead.q, q};
     layer_before = i;
 }

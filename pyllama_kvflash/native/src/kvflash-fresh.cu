@@ -91,15 +91,13 @@ template <uint32_t N_EACH> static decltype(&kvf_node<0, -1>) node_of(int32_t typ
     return kvf_node<N_EACH, -1>;
 }
 
-static constexpr int BESIDE = 1; // stream of the backend's
-
 // the layer is the node's userdata
 void kvf_choose_node(ggml_tensor * dst, void * on) {
     const auto & p    = userdata<const kvf_gpu_layer>(dst);
     const auto   node = p.form.n_each == 4 && p.cap <= 0 ? node_of<4>(p.type_k) : node_of<0>(p.type_k); // 4: by default
     auto &       ctx  = *(ggml_backend_cuda_context *) on;
     launch(node, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(p), ctx.stream(), true, p,
-            queries(dst->src[1]), (const int32_t *) dst->src[2]->data, ctx.curr_stream_no == BESIDE, queries(dst->src[3]),
+            queries(dst->src[1]), (const int32_t *) dst->src[2]->data, ctx.curr_stream_no == KVF_BESIDE, queries(dst->src[3]),
             queries(dst->src[4]));
 }
 
@@ -107,7 +105,7 @@ void kvf_fork(ggml_tensor * dst, void * on) {
     auto & ctx = *(ggml_backend_cuda_context *) on;
     auto & its = userdata<kvf_events>(dst);
     CUDA_CHECK(cudaEventRecord(its.forked, ctx.stream()));
-    ctx.curr_stream_no = BESIDE;
+    ctx.curr_stream_no = KVF_BESIDE;
     CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), its.forked, 0));
 }
 

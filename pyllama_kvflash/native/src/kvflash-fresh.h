@@ -89,6 +89,8 @@ struct kvf_predicted {
     ggml_tensor * own = nullptr;
 };
 
+// whether a device computes all nodes of the graph from the one after `after` on
+bool kvf_computes_since(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor * after);
 // move the nodes from `first` on to after a node before them
 void kvf_move_nodes(ggml_cgraph * gf, int first, const ggml_tensor * after);
 
@@ -119,8 +121,9 @@ struct kvf_chooser {
 
     // the device that can compute nodes beside others, nullptr: it does one after the other
     virtual ggml_backend_dev_t beside() const { return nullptr; }
-    // the nodes of a layer. q: [d, n_head, n_tokens]. before: those of the layer before, by which predictions get better
-    virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+    // The nodes of a layer. il: that of the model, which with codes may read the rows of another one. q: [d, n_head,
+    // n_tokens]. before: those of the layer before, by which predictions get better
+    virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
             uint32_t layer, const kvf_predicted & before) = 0;
     // after the attention of a layer, whose result is cur ([d, n_head, n_tokens], or by_head [d, n_tokens, n_head]): what it
     // is with the positions that are outside the pool. sinks: null: there are none

@@ -67,8 +67,8 @@ struct kvf_gpu_chooser : kvf_chooser {
         auto * dev = ggml_backend_buft_get_device(buft);
         return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); // in tests
     }
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
-            const kvf_predicted & before) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
+            uint32_t layer, const kvf_predicted & before) override;
     void fork(ggml_context * ctx, ggml_cgraph * gf, uint32_t layer) override {
         add(ctx, gf, "fork", layer, gpu.fork, events[layer].get());
     }

@@ -2,6 +2,7 @@
 
 #include "kvflash-coarse.h"
 #include "kvflash-gpu-chooser.h"
+#include "kvflash-levels.h"
 
 #include "llama-graph.h"
 
@@ -12,7 +13,7 @@ struct gpu_coarse : kvf_gpu_chooser {
 
     void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
             uint32_t n) override;
-    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override { codes.get(seq, layer, n, dst); }
+    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
 
     void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override {
@@ -22,9 +23,8 @@ struct gpu_coarse : kvf_gpu_chooser {
         kvf_chooser::fit(seq, layer, mean, basis, step);
     }
 
-    ggml_backend_dev_t beside() const override { return nullptr; }
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, uint32_t layer,
-            const kvf_predicted & before) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
+            uint32_t layer, const kvf_predicted & before) override;
     ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) override;
 
@@ -37,24 +37,33 @@ struct gpu_coarse : kvf_gpu_chooser {
         size_t codes, scales, means, spread;
     };
 
-    void upload(llama_seq_id seq, uint32_t layer, uint32_t first, uint32_t n);
-    void upload(const kvf_codes & from, const place & to, uint32_t first, uint32_t n);
     void lay_out();
     void lay_out_codes();
+    void lay_out_coders();
     void lay_out_attends();
+    void begin_segments(
+            llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
+    void upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n);
 
-    kvf_coarse_codes                codes;
+    kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
+
+    kvf_coarse_codes                codes; // means, and what rows are divided by: the device has the others
     std::vector<std::vector<place>> at[2]; // of keys and of values: [layer][seq]
     kvf_gpu_memory                  coded;
-    std::vector<kvf_gpu_attend>     attends; // of each layer of the model
-    kvf_gpu_occupy                  all = {};
+    size_t                          at_coders = 0, at_sums = 0, at_chunks = 0;
+    uint32_t                        n_head = 0, n_sum = 0; // of a layer: heads of keys; values of keys or of value rows
+    size_t                          memory = 0;            // that a block shares which makes codes
+    std::vector<kvf_gpu_attend>     attends;               // of each layer of the model
+    // of the graph that is being built: the last such nodes, and whose the latter is
+    ggml_tensor *                   attend = nullptr, *late = nullptr;
+    kvf_gpu_attend *                late_of = nullptr;
+    kvf_gpu_occupy                  all     = {};
 };
 
 } // namespace
 
 std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf) {
-    // a GPU's own kernels were not tried yet
-    auto * gpu = ggml_backend_buffer_is_host(buf) ? kvf_kernels_of(buf) : nullptr;
+    auto * gpu = kvf_kernels_of(buf);
     return gpu ? std::make_unique<gpu_coarse>(fresh, *gpu, buf) : nullptr;
 }
 
@@ -65,6 +74,7 @@ gpu_coarse::gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer
 void gpu_coarse::lay_out() {
     if (!attends.empty()) { return; }
     lay_out_codes();
+    lay_out_coders();
     lay_out_attends();
 }
 
@@ -78,14 +88,16 @@ void gpu_coarse::lay_out_codes() {
     const size_t   at_of[] = {
             in.take(n_layer * n_seq * sizeof(kvf_gpu_codes)), in.take(n_layer * n_seq * sizeof(kvf_gpu_codes))};
     const size_t at_layers = in.take(n_layer * sizeof(kvf_gpu_layer));
-    uint32_t     n_head = 0, width = 0;
+    uint32_t     n_query = 0, width = 0;
     for (uint32_t kind = 0; kind < 2; ++kind) {
         at[kind].resize(n_layer);
         for (uint32_t i = 0; i < n_layer; ++i) {
             if (!mine(i)) { continue; }
             const auto & its = codes[0][i];
             const auto & c   = kind ? its.values() : its.keys();
-            n_head           = std::max(n_head, fresh.layers[i].info.n_head);
+            n_head           = std::max(n_head, c.n_head);
+            n_sum            = std::max(n_sum, c.n_head * c.d);
+            n_query          = std::max(n_query, fresh.layers[i].info.n_head);
             width            = std::max(width, its.values().width);
             for (uint32_t seq = 0; seq < n_seq; ++seq) {
                 if (kind && its.all.size() == 1) {
@@ -98,7 +110,10 @@ void gpu_coarse::lay_out_codes() {
             }
         }
     }
-    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * 2 * n_head * (2 + width) * sizeof(float));
+    at_coders             = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
+    at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
+    at_chunks             = in.take((size_t) n_record * sizeof(void *));
+    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * 2 * n_query * (2 + width) * sizeof(float));
     coded                 = kvf_gpu_memory(buft, in.end);
 
     for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {
@@ -110,7 +125,7 @@ void gpu_coarse::lay_out_codes() {
         for (uint32_t i = 0; i < n_layer; ++i) {
             for (uint32_t seq = 0; seq < at[kind][i].size(); ++seq) {
                 const auto & p      = at[kind][i][seq];
-                of[i * n_seq + seq] = {(const uint8_t *) coded.at(p.codes), (const uint16_t *) coded.at(p.scales),
+                of[i * n_seq + seq] = {(uint8_t *) coded.at(p.codes), (uint16_t *) coded.at(p.scales),
                         (const float *) coded.at(p.means), (const float *) coded.at(p.spread)};
             }
         }
@@ -121,6 +136,46 @@ void gpu_coarse::lay_out_codes() {
     }
     gpu.upload(coded.at(at_layers), layers.data(), n_layer * sizeof(layers[0]));
     all.layers = (const kvf_gpu_layer *) coded.at(at_layers);
+}
+
+static kvf_gpu_coding coding_of(const kvf_codes & c, bool divided) {
+    return {c.n_head, c.d, c.width, c.n_bit, c.n_rot, divided};
+}
+
+// how codes are made, of keys and of values
+void gpu_coarse::lay_out_coders() {
+    std::vector<kvf_gpu_coder> res(layers.size() * 2);
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        const auto & its = codes[0][i];
+        for (uint32_t kind = 0; kind < its.all.size() && mine(i); ++kind) {
+            const auto & c    = its.all[kind];
+            const auto & info = fresh.layers[i].info;
+            const auto * t    = kind ? fresh.layers[i].v : fresh.layers[i].k;
+            const bool   by_value = kind && fresh.v_trans;
+            auto &       to       = res[i * 2 + kind];
+            to.coding             = coding_of(c, kind == 0);
+            to.codes              = attends[0].codes[kind] + i * owns.size();
+            to.type               = t->type;
+            to.d                  = c.d;
+            to.block              = ggml_blck_size(t->type);
+            to.block_size         = ggml_type_size(t->type);
+            to.by_value           = by_value;
+            to.offs               = kind ? info.offs_v : info.offs_k;
+            to.stride = by_value ? fresh.n_chunk * to.block_size : ggml_row_size(t->type, (size_t) c.n_head * c.d);
+            const auto & lv = kvf_levels_of(c.n_bit);
+            to.n_half       = lv.n_half;
+            to.steps        = lv.steps;
+            for (uint32_t j = 0; j + 1 < lv.n_half; ++j) {
+                to.bounds[j] = 0.5f * (lv.half[j] + lv.half[j + 1]);
+            }
+            memory = std::max(memory, gpu.coder_memory(to));
+        }
+    }
+    gpu.upload(coded.at(at_coders), res.data(), res.size() * sizeof(res[0]));
+}
+
+kvf_gpu_coders gpu_coarse::coders(uint32_t layer, uint32_t n_layer) const {
+    return {(const kvf_gpu_coder *) coded.at(at_coders) + layer * 2, n_layer * 2, n_head, memory};
 }
 
 // what nodes of each layer of the model have, but for what only a graph tells
@@ -139,9 +194,11 @@ void gpu_coarse::lay_out_attends() {
         if (i < 0 || !mine(i)) { continue; }
         auto & a = attends[il];
         a.p      = layers[i];
+        events.emplace_back(gpu.events(coded.at()), gpu.forget);
+        a.events = events.back().get();
         for (uint32_t kind = 0; kind < 2; ++kind) {
             const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
-            a.coding[kind] = {c.n_head, c.d, c.width, c.n_bit, c.n_rot, kind == 0 || codes[0][i].all.size() == 1};
+            a.coding[kind] = coding_of(c, kind == 0 || codes[0][i].all.size() == 1);
             a.codes[kind] += i * owns.size();
         }
         if (!gpu.attend_fits(a, coded.at())) {
@@ -154,49 +211,89 @@ void gpu_coarse::lay_out_attends() {
 // codes
 //
 
-void gpu_coarse::upload(const kvf_codes & from, const place & to, uint32_t first, uint32_t n) {
-    constexpr uint32_t TILE = kvf_codes::TILE, UNIT = kvf_codes::UNIT;
+void gpu_coarse::put(
+        llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
+    const std::lock_guard<std::mutex> lock(mutex);
 
-    for (uint32_t u = first; u < first + n;) { // what lies together: units of a head, of one tile
-        const uint32_t n_here = std::min(TILE - u % TILE, first + n - u);
-        for (uint32_t head = 0; head < from.n_head; ++head) {
-            const size_t slot = ((size_t) u / TILE * from.n_head + head) * TILE + u % TILE;
-            gpu.upload(coded.at(to.codes + slot * from.unit_bytes()), from.unit(u, head), n_here * from.unit_bytes());
-            gpu.upload(coded.at(to.scales + slot * UNIT * sizeof(uint16_t)), from.scale(u, head),
-                    n_here * UNIT * sizeof(uint16_t));
+    lay_out();
+    std::vector<const char *> at(n);
+    std::transform(records, records + n, at.begin(), [&](const void * record) { return device_record(record); });
+    gpu.upload(coded.at(at_chunks), at.data(), n * sizeof(at[0]));
+    const kvf_gpu_chunks from = {(const char * const *) coded.at(at_chunks), fresh.n_chunk, n};
+    begin_segments(seq, layer, n_layer, from, first);
+    gpu.encode_rows(coders(layer, n_layer), from, seq, first * (fresh.n_chunk / kvf_codes::UNIT));
+}
+
+// segments whose first chunk is among these
+void gpu_coarse::begin_segments(
+        llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first) {
+    const auto sampled = kvf_sampled(from.n_chunk, first, from.n);
+    if (sampled.empty()) { return; }
+
+    std::vector<std::vector<kvf_codes::moments>> segments(n_layer * 2); // of keys and values of each layer
+    std::vector<double>                          sums(segments.size() * n_sum * 2);
+    for (const auto & some : sampled) {
+        const uint32_t n = some.n(from.n_chunk);
+        if (n > 0) {
+            gpu.sum_rows(coders(layer, n_layer), from, some, (double *) coded.at(at_sums), n_sum);
+            gpu.download(sums.data(), coded.at(at_sums), sums.size() * sizeof(double));
         }
-        u += n_here;
+        for (uint32_t i = 0; i < segments.size(); ++i) {
+            const auto & its = codes[seq][layer + i / 2].all;
+            if (!mine(layer + i / 2) || i % 2 >= its.size()) { continue; }
+            auto & s = segments[i].emplace_back(its[i % 2].moments_of(some.segment));
+            s.n_sum  = n;
+            for (size_t j = 0; j < s.sum.size() && n > 0; ++j) {
+                s.sum[j]    = sums[((size_t) i * n_sum + j) * 2];
+                s.square[j] = sums[((size_t) i * n_sum + j) * 2 + 1];
+            }
+        }
     }
+    for (uint32_t i = 0; i < segments.size(); ++i) {
+        if (segments[i].empty()) { continue; }
+        codes[seq][layer + i / 2].all[i % 2].begin(segments[i], i % 2 == 0);
+        upload_means(seq, layer + i / 2, i % 2, sampled[0].segment, sampled.size());
+    }
+}
+
+// what is the same for many positions
+void gpu_coarse::upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n) {
+    const auto &      from = codes[seq][layer].all[kind];
+    const auto &      to   = at[kind][layer][seq];
     std::vector<char> spread(from.spread_size());
     from.get_spread(spread.data());
     gpu.upload(coded.at(to.spread), spread.data(), spread.size());
-    for (uint32_t s = first * UNIT / kvf_codes::SEGMENT; s * kvf_codes::SEGMENT < (first + n) * UNIT; ++s) {
-        gpu.upload(coded.at(to.means + s * from.mean_size()), from.mean(s, 0), from.mean_size());
-    }
+    gpu.upload(coded.at(to.means + first * from.mean_size()), from.mean(first, 0), n * from.mean_size());
 }
 
-void gpu_coarse::upload(llama_seq_id seq, uint32_t layer, uint32_t first, uint32_t n) {
-    const auto & its = codes[seq][layer];
-    for (uint32_t kind = 0; kind < its.all.size(); ++kind) {
-        upload(its.all[kind], at[kind][layer][seq], first, n);
+void gpu_coarse::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
+    auto & its = codes[seq][layer];
+    for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
+        const auto [levels, scales] = its.all[kind].memory(n);
+        const auto & from           = at[kind][layer][seq];
+        gpu.download(levels.first, coded.at(from.codes), levels.second);
+        gpu.download(scales.first, coded.at(from.scales), scales.second);
     }
-}
-
-void gpu_coarse::put(
-        llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records, uint32_t n) {
-    const uint32_t each = fresh.n_chunk / kvf_codes::UNIT;
-    lay_out();
-    for (uint32_t i = layer; i < layer + n_layer; ++i) {
-        if (!mine(i)) { continue; }
-        codes.put(seq, i, first, records, n);
-        upload(seq, i, first * each, n * each);
+    codes.get(seq, layer, n, dst);
+    for (auto & each : its.all) {
+        each.drop();
     }
 }
 
 void gpu_coarse::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
     lay_out();
     codes.set(seq, layer, n, src);
-    if (n) { upload(seq, layer, 0, n / kvf_codes::UNIT); }
+    auto & its = codes[seq][layer];
+    for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
+        const auto [levels, scales] = its.all[kind].memory(n);
+        const auto & to             = at[kind][layer][seq];
+        gpu.upload(coded.at(to.codes), levels.first, levels.second);
+        gpu.upload(coded.at(to.scales), scales.first, scales.second);
+        upload_means(seq, layer, kind, 0, (n + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT);
+    }
+    for (auto & each : its.all) {
+        each.drop();
+    }
 }
 
 //
@@ -221,27 +318,42 @@ void gpu_coarse::add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const 
     ask.insert(ask.end(), tokens.begin(), tokens.end());
 }
 
-void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float, uint32_t layer,
-        const kvf_predicted &) {
-    if (layer == 0) { kvf_add_coarse_input(fresh, res); }
+void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+        int32_t il, uint32_t layer, const kvf_predicted &) {
+    const bool chooses = fresh.layers[layer].info.il == il;
+    if (layer == 0 && chooses) { kvf_add_coarse_input(fresh, res); }
     if (!fresh.has_coarse()) { return; }
+
     lay_out();
-    if (add_words(ctx, res, q->ne[2])) { add(ctx, gf, "occupy", layer, gpu.occupy, &all, {words}); }
+    auto & at = attends[il];
+    if (add_words(ctx, res, q->ne[2])) {
+        add(ctx, gf, "occupy", layer, gpu.occupy, &all, {words});
+        late = nullptr;
+    }
+    at.p.scale = scale;
+    at.chooses = chooses;
+    attend     = add(ctx, gf, "attend", il, gpu.attend, &at, {q, words});
 }
 
-ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
-        ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) {
+ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float, ggml_tensor * cur,
+        ggml_tensor * sinks, bool by_head, int32_t il, uint32_t) {
     if (!fresh.has_coarse()) { return cur; }
 
-    auto & at  = attends[il];
-    at.p.scale = scale;
-    at.chooses = fresh.layers[layer].info.il == il;
-    at.by_head = by_head;
+    // what runs beside other nodes has to be over when the device gives the graph to another one
+    auto & at = attends[il];
+    ggml_build_forward_expand(gf, cur);
+    at.by_head     = by_head;
+    at.beside      = kvf_computes_since(beside(), gf, attend);
+    at.late_beside = false; // until there is a node that waits for it
+    if (late) { late_of->late_beside = at.beside && kvf_computes_since(beside(), gf, late); }
 
-    std::vector<ggml_tensor *> args = {add(ctx, gf, "attend", il, gpu.attend, &at, {q, words}), words};
+    std::vector<ggml_tensor *> args = {attend, words, q}; // queries last until then
     if (sinks) { args.push_back(sinks); }
     auto * res = ggml_custom_inplace(ctx, cur, args.data(), args.size(), (ggml_custom_op_t) gpu.mix, kvf_gpu::LAUNCHES, &at);
     ggml_format_name(res, "fresh_mix-%d", il);
-    if (at.chooses) { add(ctx, gf, "late", il, gpu.choose_late, &at, {res, words}); }
+    if (at.chooses) {
+        late    = add(ctx, gf, "late", il, gpu.choose_late, &at, {res, words});
+        late_of = &at;
+    }
     return res;
 }

@@ -509,7 +509,7 @@ bool kvf_gpu_chooser::add_words(ggml_context * ctx, llm_graph_result * res, uint
 }
 
 void kvf_gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        uint32_t layer, const kvf_predicted & before) {
+        int32_t, uint32_t layer, const kvf_predicted & before) {
     layers[layer].scale = scale;
 
     add_words(ctx, res, q->ne[2]);

@@ -144,10 +144,49 @@ struct kvf_gpu_coding {
 
 // codes of a layer and a sequence, as they lie in kvf_codes
 struct kvf_gpu_codes {
-    const uint8_t *  codes;
-    const uint16_t * scales;
-    const float *    means;
-    const float *    spread;
+    uint8_t *     codes;
+    uint16_t *    scales;
+    const float * means;
+    const float * spread;
+};
+
+// how the codes of a layer's keys, or values, are made of its rows in records: kvf_codes::put()
+struct kvf_gpu_coder {
+    static constexpr uint32_t MOST_HALF = 8;
+
+    kvf_gpu_coding        coding; // n_head: 0: there are none
+    const kvf_gpu_codes * codes;  // of each sequence
+
+    int32_t  type;
+    uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
+    bool     by_value;             // the positions of a value are next to each other, rather than the values of a position
+    uint64_t offs, stride;         // from row to row, or from value to value
+
+    uint32_t n_half;            // positive levels
+    float    bounds[MOST_HALF]; // between them
+    float    steps;             // of a standard deviation
+};
+
+// of some layers: keys and values
+struct kvf_gpu_coders {
+    const kvf_gpu_coder * at; // the device's
+    uint32_t              n, n_head;
+    size_t                memory; // that a block shares
+};
+
+// records of n chunks. records: the device's, of pointers that it can read
+struct kvf_gpu_chunks {
+    const char * const * records;
+    uint32_t             n_chunk, n;
+};
+
+// Some rows of chunks first to end, which are counted from the first record on, and belong to one segment. None: its mean is
+// that of the segment before
+struct kvf_gpu_sampled {
+    uint32_t segment, first, end, every;
+
+    KVF_BOTH uint32_t of_chunk(uint32_t n_chunk) const { return (n_chunk + every - 1) / every; }
+    KVF_BOTH uint32_t n(uint32_t n_chunk) const { return (end - first) * of_chunk(n_chunk); }
 };
 
 // attention by codes. a part is what some blocks of positions give a query: the largest logit, the sum of the weights
@@ -155,13 +194,15 @@ struct kvf_gpu_codes {
 struct kvf_gpu_attend {
     static constexpr uint32_t HEADS = 4; // queries that share a pass over the codes
     enum { SEQ, POS, ASKER, LEN_TOKEN }; // of each token, after the ask. SEQ: -1: nothing is outside
-    static constexpr uint32_t MOST_PART = 32, MOST_ROW_PART = 1024; // of a query, and of all tokens
+    static constexpr uint32_t MOST_PART = 64, MOST_ROW_PART = 1024; // of a query, and of all tokens
 
     kvf_gpu_layer         p; // the pool, and how the layer chooses
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
     float *               parts;    // scratch: [token][n_head][n_part][2 + width]
     bool                  chooses, by_head;
+    void *                events;       // see `events` below
+    bool                  beside, late_beside; // it runs beside the attention; and what it chooses by, beside what comes then
 
     // of which the last quarter is of the pool
     static KVF_BOTH uint32_t n_part(uint32_t n_token) {
@@ -203,8 +244,8 @@ struct kvf_gpu {
     // dst->src: scratch, q, the ask; beside other nodes also the own and the predicted queries of the layer before, if these
     // are known. on: the backend's context
     void (*choose)(ggml_tensor * dst, void * on);
-    // dst->src: scratch, q, the ask; then what the attention gave, and maybe sinks. the layer attends to its codes; the two
-    // become one; it chooses for the next token
+    // dst->src: scratch, q, the ask: the layer attends to its codes. what the attention gave, this one, the ask, q, and maybe
+    // sinks: the two become one. scratch, this, the ask: the layer chooses for the next token
     void (*attend)(ggml_tensor * dst, void * on);
     void (*mix)(ggml_tensor * dst, void * on);
     void (*choose_late)(ggml_tensor * dst, void * on);
@@ -234,6 +275,12 @@ struct kvf_gpu {
     // the codes of positions pos ... in n_layer layers. layers: the device's. most: of each number, of these
     void (*encode)(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_keys & most, const kvf_gpu_records & records,
             uint32_t seq, uint32_t pos, const kvf_gpu_form & form);
+    // the same for codes: sums of rows and of squares to dst [n_coder][n_value][2]; the codes of a sequence's units from
+    // `first` on; the memory that a block takes
+    void (*sum_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
+            uint32_t n_value);
+    void (*encode_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first);
+    size_t (*coder_memory)(const kvf_gpu_coder & coder);
     // fill n rows of `width` bytes with a byte
     void (*fill)(void * dst, int value, size_t stride, size_t width, size_t n);
     // fetch what l.moves says, of one sequence. blocks: its guests'

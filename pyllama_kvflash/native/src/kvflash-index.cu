@@ -91,18 +91,6 @@ static __global__ void kvf_cov(const float * x, uint32_t n, uint32_t n_head, uin
     }
 }
 
-// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
-static KVF_BOTH uint32_t piece_of(const kvf_gpu_keys & keys, uint32_t head, uint32_t & n) {
-    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
-    n = (last - first) * keys.block_size;
-    return first * keys.block_size;
-}
-
-// bytes of such a piece, at most, and as it lies in shared memory
-static KVF_BOTH uint32_t piece_room(const kvf_gpu_keys & keys) {
-    return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
-}
-
 // The codes of whole units from position pos on. grid: units; heads; layers. In shared memory: the rows of a unit, its keys
 // [d][UNIT] and their components [n_comp][UNIT]
 static __global__ void kvf_encode(const kvf_gpu_keys * layers, const __grid_constant__ kvf_gpu_records records, uint32_t seq,
@@ -214,6 +202,15 @@ static void encode(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_
             stream_on(layers), false, layers, records, seq, pos, form);
 }
 
+static void sum_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
+        uint32_t n_value) {
+    kvf_sum_rows_of(coders, from, some, dst, n_value, stream_on(coders.at));
+}
+
+static void encode_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first) {
+    kvf_encode_rows_of(coders, from, seq, first, stream_on(coders.at));
+}
+
 static void fill(void * dst, int value, size_t stride, size_t width, size_t n) {
     const auto stream = stream_on(dst);
     CUDA_CHECK(cudaMemset2DAsync(dst, stride, value, width, n, stream));
@@ -258,6 +255,7 @@ void kvflash_launch(ggml_tensor * node, void * on) {
 const kvf_gpu * kvflash_gpu() {
     static const kvf_gpu res = {kvf_choose_node, kvf_attend_node, kvf_mix_node, kvf_late_node, kvf_occupy_node, kvf_fits,
             kvf_attend_fits, kvf_shared_size, kvf_fork, kvf_back, kvf_join, make_events, forget_events, upload,
-            download, copy, pinned, decode, moments, encode, fill, fetch_of, wait, idle};
+            download, copy, pinned, decode, moments, encode, sum_rows, encode_rows,
+            kvf_coder_memory, fill, fetch_of, wait, idle};
     return &res;
 }

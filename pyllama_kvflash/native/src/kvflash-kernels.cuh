@@ -103,6 +103,18 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
     }
 }
 
+// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
+template <typename K> static KVF_BOTH uint32_t piece_of(const K & keys, uint32_t head, uint32_t & n) {
+    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
+    n = (last - first) * keys.block_size;
+    return first * keys.block_size;
+}
+
+// bytes of such a piece, at most, and as it lies in shared memory
+template <typename K> static KVF_BOTH uint32_t piece_room(const K & keys) {
+    return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
+}
+
 //
 // the index
 //
@@ -124,10 +136,12 @@ static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
     return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
 }
 
-// of a layer that chooses beside other nodes
+// of a layer of which nodes run beside others
 struct kvf_events {
     cudaEvent_t forked, done;
 };
+
+static constexpr int KVF_BESIDE = 1; // the backend's stream for them
 
 // of kvflash-fresh.cu, see kvf_gpu
 void kvf_choose_node(ggml_tensor * dst, void * on);
@@ -145,3 +159,10 @@ void kvf_mix_node(ggml_tensor * dst, void * on);
 void kvf_late_node(ggml_tensor * dst, void * on);
 void kvf_occupy_node(ggml_tensor * dst, void * on);
 bool kvf_attend_fits(const kvf_gpu_attend & a, const void * on);
+
+// of kvflash-encode.cu
+void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
+        uint32_t n_value, cudaStream_t stream);
+void kvf_encode_rows_of(
+        const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first, cudaStream_t stream);
+size_t kvf_coder_memory(const kvf_gpu_coder & c);

@@ -266,6 +266,14 @@ inline float __half2float(half x) { return GGML_FP16_TO_FP32(x.bits); }
 inline float __low2float(half2 x) { return __half2float(x.x); }
 inline float __high2float(half2 x) { return __half2float(x.y); }
 inline int   __float2int_rn(float x) { return (int) nearbyintf(x); }
+inline half  __float2half_rn(float x) { return {GGML_FP32_TO_FP16(x)}; }
+
+// with the rounding of each operation
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
 
 template <typename T, typename F> inline T kvf_bits(F x) {
     T res;
@@ -425,7 +433,8 @@ struct ggml_backend_cuda_context {
 
     int curr_stream_no = 0;
 
-    cudaStream_t stream() { return streams[device][curr_stream_no]; }
+    cudaStream_t stream() { return stream(device, curr_stream_no); }
+    cudaStream_t stream(int on, int which) { return streams[on][which]; }
 };
 
 inline kvf_devices ggml_cuda_info() { return {}; }
