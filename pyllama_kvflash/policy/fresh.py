@@ -136,7 +136,7 @@ class GpuChoice:
         width = max(-(-(h.n_embd_v or h.n_embd) // 16) * 16 for h in self.heads)
         n_query, n_layer = max(h.n_query for h in self.heads), len(self.heads)
         tables = [4 * _POINTER * n_layer * self.n_seq] * 2 + [_LAYER * n_layer, _CODER * 2 * n_layer]
-        parts = _WORD * 2 * _ROW_PARTS * n_query * (2 + width)
+        parts = _WORD * _ROW_PARTS * n_query * (2 + width)
         return [*tables, 2 * _POINTER * 2 * n_layer * n_row, _POINTER * self._n_chunks, parts]
 
     def _basis(self, heads: Heads) -> int:

@@ -21,18 +21,21 @@ GGML = ROOT / "vendor" / "llama.cpp" / "ggml"
 def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = MappingProxyType({})) -> Path:
     """Compile the kernels, and return the library. Some seconds.
 
-    What they do where there are many units they do from 4 on, and where there are many pieces of a context, from 4 on, too.
-    changes: of files, by name.
+    What they do where there are many units they do from 4 on, and where there are many pieces of a context, from 4 on, too; batches
+    of more than 16 tokens are many. changes: of files, by name.
     """
-    small = {"kvflash-choose.cuh": ("FEW = 1024", "FEW = 4"), "kvflash-gpu.h": ("MOST_PART = 64", "MOST_PART = 4")}
+    fewer = ("FEW = 1024", "FEW = 4"), ("MOST_PART = 64", "MOST_PART = 4"), ("MOST_ROW_PART = 1024", "MOST_ROW_PART = 32")
+    small = {"kvflash-choose.cuh": fewer[:1], "kvflash-gpu.h": fewer[1:]}
     library = folder / "kernels.so"
     for source in (
         *SOURCES.glob("kvflash-*.cu*"),
         SOURCES / "kvflash-gpu.h",
     ):  # what a file includes is looked for beside it first
-        text, (old, new) = source.read_text(), small.get(source.name, ("", ""))
-        assert old in text
-        (folder / source.name).write_text(changes.get(source.name, str)(text.replace(old, new) if old else text))
+        text = source.read_text()
+        for old, new in small.get(source.name, ()):
+            assert old in text
+            text = text.replace(old, new)
+        (folder / source.name).write_text(changes.get(source.name, str)(text))
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
     ours = Path(
         str(import_module("pyllama_kvflash.native._kvflash").__file__)

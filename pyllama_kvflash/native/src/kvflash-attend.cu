@@ -3,14 +3,15 @@
 
 #include "kvflash-attend.cuh"
 
-// grid: parts; queries of a token that share a head of keys, N_HEAD at a time; tokens
+// tokens: of the batch, the first one. grid: parts; queries of a token that share a head of keys, N_HEAD at a time; tokens
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __global__ void __launch_bounds__(AT)
-        kvf_attend(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries q, const int32_t * words) {
+        kvf_attend(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries q, const int32_t * words, uint32_t tokens) {
     using A = kvf_gpu_ask;
 
     const auto &    p     = a.p;
-    const int32_t * token = words + p.ask.size() + blockIdx.z * kvf_gpu_attend::LEN_TOKEN;
+    const uint32_t  row   = tokens + blockIdx.z;
+    const int32_t * token = words + p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN;
     const int32_t   seq   = token[kvf_gpu_attend::SEQ];
     if (seq < 0) { return; }
 
@@ -19,7 +20,7 @@ static __global__ void __launch_bounds__(AT)
     const uint32_t  share = p.n_head / p.n_head_kv, n_tile_of = (share + N_HEAD - 1) / N_HEAD;
     const uint32_t  head = blockIdx.y / n_tile_of, from = blockIdx.y % n_tile_of * N_HEAD;
 
-    const attend_task task = {head, head * share + from, min(N_HEAD, share - from), blockIdx.z, blockIdx.x, gridDim.x,
+    const attend_task task = {head, head * share + from, min(N_HEAD, share - from), row, blockIdx.x, gridDim.x,
             token[kvf_gpu_attend::POS], token[kvf_gpu_attend::ASKER], (uint32_t) seq, (uint32_t) its[A::N_UNIT],
             (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
 
@@ -50,7 +51,7 @@ static __global__ void __launch_bounds__(AT)
     }
 #pragma unroll 1
     for (uint32_t j = 0; j < task.n; ++j) {
-        float * to = a.parts + (((uint64_t) task.row * p.n_head + task.first + j) * task.n_part + task.part) * (2 + width);
+        float * to = a.parts + (((uint64_t) blockIdx.z * p.n_head + task.first + j) * task.n_part + task.part) * (2 + width);
         for (uint32_t i = threadIdx.x; i < width; i += AT) {
             to[2 + i] = shared<float>(at.values + (j * width + i) * sizeof(float));
         }
@@ -70,14 +71,14 @@ static __global__ void __launch_bounds__(AT)
 
 // grid: heads; tokens
 static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries out,
-        const float * sinks, const int32_t * words, uint32_t n_part, uint32_t n_value) {
+        const float * sinks, const int32_t * words, uint32_t tokens, uint32_t n_part, uint32_t n_value) {
     const auto &   p = a.p;
     const auto &   c = a.coding[1];
-    const uint32_t head = blockIdx.x, row = blockIdx.y, kv_head = head * p.n_head_kv / p.n_head, tid = threadIdx.x;
+    const uint32_t head = blockIdx.x, row = tokens + blockIdx.y, kv_head = head * p.n_head_kv / p.n_head, tid = threadIdx.x;
     const int32_t  seq = words[p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
     if (seq < 0) { return; }
 
-    const float *  parts = a.parts + ((uint64_t) row * p.n_head + head) * n_part * (2 + c.width);
+    const float *  parts = a.parts + ((uint64_t) blockIdx.y * p.n_head + head) * n_part * (2 + c.width);
     const uint32_t n_far = kvf_gpu_attend::n_far(n_part);
     const float    sink  = sinks ? LOG2E * sinks[head] : NOWHERE;
 
@@ -188,16 +189,24 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
     return stream;
 }
 
+static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
+        uint32_t n_token, cudaStream_t stream) {
+    const uint32_t share = a.p.n_head / a.p.n_head_kv;
+    const dim3     grid(kvf_gpu_attend::n_part(q->ne[2]), a.p.n_head_kv * ((share + N_HEAD - 1) / N_HEAD), n_token);
+    const auto     kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
+    launch(kernel, grid, dim3(AT), attend_places(a).end, stream, false, a, queries(q), (const int32_t *) words->data, first);
+}
+
+// of many tokens a part at a time, by the next node
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
     const auto &   events  = *(const kvf_events *) a.events;
-    const auto     stream  = a.beside ? forked(ctx, events) : ctx.stream();
-    const uint32_t n_token = dst->src[1]->ne[2], share = a.p.n_head / a.p.n_head_kv;
-    const dim3     grid(kvf_gpu_attend::n_part(n_token), a.p.n_head_kv * ((share + N_HEAD - 1) / N_HEAD), n_token);
-    const auto     kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
-    launch(kernel, grid, dim3(AT), attend_places(a).end, stream, false, a, queries(dst->src[1]),
-            (const int32_t *) dst->src[2]->data);
+    const uint32_t n_token = dst->src[1]->ne[2];
+    if (n_token > kvf_gpu_attend::MOST_TOKEN) { return; }
+
+    const auto stream = a.beside ? forked(ctx, events) : ctx.stream();
+    attend(a, dst->src[1], dst->src[2], 0, n_token, stream);
     if (a.beside) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
 }
 
@@ -205,11 +214,16 @@ void kvf_mix_node(ggml_tensor * dst, void * on) {
     const auto &          a   = userdata<const kvf_gpu_attend>(dst);
     auto &                ctx = *(ggml_backend_cuda_context *) on;
     const uint32_t        n_token = dst->ne[a.by_head ? 1 : 2];
+    const bool            many    = n_token > kvf_gpu_attend::MOST_TOKEN;
     const kvf_gpu_queries out = {(const char *) dst->data, dst->nb[a.by_head ? 2 : 1], dst->nb[a.by_head ? 1 : 2]};
-    if (a.beside) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
-    launch(kvf_mix, dim3(a.p.n_head, n_token), dim3(AT), sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
-            dst->src[4] ? (const float *) dst->src[4]->data : nullptr, (const int32_t *) dst->src[2]->data,
-            kvf_gpu_attend::n_part(n_token), (uint32_t) dst->ne[0]);
+    if (a.beside && !many) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
+    for (uint32_t first = 0; first < n_token; first += kvf_gpu_attend::MOST_TOKEN) {
+        const uint32_t n = std::min(kvf_gpu_attend::MOST_TOKEN, n_token - first);
+        if (many) { attend(a, dst->src[3], dst->src[2], first, n, ctx.stream()); }
+        launch(kvf_mix, dim3(a.p.n_head, n), dim3(AT), sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
+                dst->src[4] ? (const float *) dst->src[4]->data : nullptr, (const int32_t *) dst->src[2]->data, first,
+                kvf_gpu_attend::n_part(n_token), (uint32_t) dst->ne[0]);
+    }
 }
 
 void kvf_late_node(ggml_tensor * dst, void * on) {
@@ -218,7 +232,8 @@ void kvf_late_node(ggml_tensor * dst, void * on) {
     const uint32_t n_token = dst->src[1]->ne[a.by_head ? 1 : 2];
     // it ends before what the next layer has beside its attention, on the same stream
     const auto stream = a.late_beside ? forked(ctx, *(const kvf_events *) a.events) : ctx.stream();
-    launch(kvf_late, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(a.p), stream, true, a.p, (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
+    launch(kvf_late, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(a.p), stream, true, a.p,
+            (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
 }
 
 void kvf_occupy_node(ggml_tensor * dst, void * on) {

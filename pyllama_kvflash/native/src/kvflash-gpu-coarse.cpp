@@ -113,7 +113,7 @@ void gpu_coarse::lay_out_codes() {
     at_coders             = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
     at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
     at_chunks             = in.take((size_t) n_record * sizeof(void *));
-    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * 2 * n_query * (2 + width) * sizeof(float));
+    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * (2 + width) * sizeof(float));
     coded                 = kvf_gpu_memory(buft, in.end);
 
     for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {

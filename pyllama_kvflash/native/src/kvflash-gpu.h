@@ -195,18 +195,19 @@ struct kvf_gpu_attend {
     static constexpr uint32_t HEADS = 4; // queries that share a pass over the codes
     enum { SEQ, POS, ASKER, LEN_TOKEN }; // of each token, after the ask. SEQ: -1: nothing is outside
     static constexpr uint32_t MOST_PART = 64, MOST_ROW_PART = 1024; // of a query, and of all tokens
+    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;       // at once
 
     kvf_gpu_layer         p; // the pool, and how the layer chooses
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
-    float *               parts;    // scratch: [token][n_head][n_part][2 + width]
+    float *               parts;    // scratch: [token][n_head][n_part][2 + width], MOST_ROW_PART in all
     bool                  chooses, by_head;
     void *                events;       // see `events` below
     bool                  beside, late_beside; // it runs beside the attention; and what it chooses by, beside what comes then
 
-    // of which the last quarter is of the pool
+    // of a batch of so many. the last quarter is of the pool
     static KVF_BOTH uint32_t n_part(uint32_t n_token) {
-        const uint32_t n = MOST_ROW_PART / n_token;
+        const uint32_t n = MOST_ROW_PART / (n_token < MOST_TOKEN ? n_token : MOST_TOKEN);
         return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;
     }
     static KVF_BOTH uint32_t n_far(uint32_t n_part) { return n_part - (n_part + 3) / 4; }
