@@ -180,7 +180,7 @@ struct kvf_pool_params {
     uint32_t index_four; uint32_t index_two; uint32_t index_one; uint32_t n_exchange; uint32_t n_turn;
     uint32_t ahead; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
 };
-struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; uint64_t n_fetched; };
+struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
 struct kvf_pool_info {
@@ -316,6 +316,7 @@ int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer,
 int  kvf_index_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
 int  kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
 int  kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+int  kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
 int  kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
 int  kvf_index_get(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
 int  kvf_index_set(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);

@@ -147,13 +147,15 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
 #
 
 MUTANTS = {
-    "another mean": ("mean_of(k, keys, piece * WIDE, task.head)", "mean_of(k, keys, piece * WIDE, 0)"),
-    "guests in both sums": ("i < task.n_fill; i += AT", "i < task.n_fill && false; i += AT"),
-    "the scale of another position": ("keys.scales)[slot * UNIT + pos % UNIT]", "keys.scales)[slot * UNIT]"),
-    "values by the tops of another piece": ("to         = to * its[j][0]", "to         = to"),
+    "another mean": ("mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head)", "mean_of(c, a.codes[0][task.seq], 0, 0)"),
+    "guests in both sums": ("i < task.n_fill; i += blockDim.x", "i < task.n_fill && false; i += blockDim.x"),
+    "the scale of another position": ("(keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4)", "(keys.scales + (slot + 2 * i) * UNIT)"),
+    "values by the tops of another piece": ("factor[j] = exp2f(its.values_top[j] - top[j]);", "factor[j] = 1;"),
+    "weights of another query": ("weights[g * LINE + i * 8 + t]", "weights[(g ^ 1) * LINE + i * 8 + t]"),
     "no rotation back": ("hadamard_blocks(x, c.d, c.width, 1);", ""),
     "the pool without its guests": ("n_common + task.n_fill * (UNIT / EACH)", "n_common"),
-    "codes of rows that are not divided":  ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1"),
+    "a row sees what comes after it": ("is && its_pos <= pos[j]", "is"),
+    "codes of rows that are not divided":  ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
     "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
 }
 

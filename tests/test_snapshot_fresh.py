@@ -132,9 +132,9 @@ def test_the_index_is_not_made_again(opened: Open, saved: Path, monkeypatch: pyt
     blocks, units = room(kv).native.tables()
     np.testing.assert_array_equal(blocks, contents.guests.blocks)
     np.testing.assert_array_equal(units, contents.guests.units)
-    n_fetched = room(kv).native.info().n_fetched
+    n_fetched = room(kv).native.n_fetched()
     kv.decode([7])
-    assert room(kv).native.info().n_fetched <= n_fetched + units.size  # each slot once at most
+    assert room(kv).native.n_fetched() <= n_fetched + units.size  # each slot once at most
     kv.check_integrity()
 
 

@@ -9,6 +9,11 @@ from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, re
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
+LATE = 0
+"""Whether layers of the CPU choose by codes for the next token, as those of a GPU do, rather than before their attention. It is a
+bench's to set.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Tap:
@@ -89,7 +94,7 @@ def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
     of a key.
     """
     if coarse := CoarseForm.of(options.coarse):
-        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps)
+        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
     if options.policy != "fresh":
         return pool
     form = IndexForm.of(head, options.index)

@@ -38,7 +38,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         coarse_tokens=guests.n if guests and coarse else 0,
         index_device_bytes=max(0, guests.device_bytes - coarse_bytes) if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
-        guests_fetched=guests.n_fetched if guests else 0,
+        guests_fetched=room.native.n_fetched() if room else 0,
         gpu_bytes=sum(need.total for need in loaded.memory if need.gpu),
         peak_bytes=peak_bytes(),
         **{"n_prompt": 0, "n_generated": 0, "prefill_s": 0.0, "decode_s": 0.0, "seed": None, **counts},

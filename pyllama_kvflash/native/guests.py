@@ -24,7 +24,6 @@ class IndexInfo:
     n: positions in the index.
     n_block: blocks of guests.
     n_slot: guests of a layer.
-    n_fetched: guests that were copied from records so far, of all sequences and layers.
     """
 
     bytes: int
@@ -32,7 +31,6 @@ class IndexInfo:
     n: int
     n_block: int
     n_slot: int
-    n_fetched: int
 
 
 def _addresses(records: Sequence[Record]) -> list[object]:
@@ -68,6 +66,12 @@ class Guests:
         out = ffi.new("struct kvf_index_info *")
         check(lib.kvf_index_info(self._ctx.handle, self._ctx.seq, out))
         return IndexInfo(**{name: getattr(out, name) for name in IndexInfo.__dataclass_fields__})
+
+    def n_fetched(self) -> int:
+        """Return how many guests were copied from records so far, of all sequences and layers. A GPU is waited for."""
+        out = ffi.new("uint64_t *")
+        check(lib.kvf_guests_fetched(self._ctx.handle, out))
+        return int(out[0])
 
     def fit(self, layer: int, mean: Floats, basis: Floats, step: Floats) -> None:
         """Begin the index of a layer: keys are taken about a mean (n_head_kv, d), in a basis (n_head_kv, d, n_comp), whose

@@ -3,71 +3,121 @@
 
 #include "kvflash-attend.cuh"
 
-// tokens: of the batch, the first one. grid: parts; queries of a token that share a head of keys, N_HEAD at a time; tokens
-template <uint32_t BITS_K, uint32_t BITS_V>
-static __global__ void __launch_bounds__(AT)
-        kvf_attend(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries q, const int32_t * words, uint32_t tokens) {
-    using A = kvf_gpu_ask;
-
-    const auto &    p     = a.p;
-    const uint32_t  row   = tokens + blockIdx.z;
-    const int32_t * token = words + p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN;
-    const int32_t   seq   = token[kvf_gpu_attend::SEQ];
-    if (seq < 0) { return; }
-
-    const asked     ask   = {p, nullptr, words, false};
-    const int32_t * its   = ask.blocks(seq) - A::LEN_SEQ;
-    const uint32_t  share = p.n_head / p.n_head_kv, n_tile_of = (share + N_HEAD - 1) / N_HEAD;
-    const uint32_t  head = blockIdx.y / n_tile_of, from = blockIdx.y % n_tile_of * N_HEAD;
-
-    const attend_task task = {head, head * share + from, min(N_HEAD, share - from), row, blockIdx.x, gridDim.x,
-            token[kvf_gpu_attend::POS], token[kvf_gpu_attend::ASKER], (uint32_t) seq, (uint32_t) its[A::N_UNIT],
-            (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
-
-    const attend_places at(a);
-    auto &              m     = shared<attend_memory>();
-    const uint32_t      n_far = kvf_gpu_attend::n_far(task.n_part), width = a.coding[1].width;
-    for (uint32_t i = threadIdx.x; i < N_HEAD * width; i += AT) {
-        shared<float>(at.values + i * sizeof(float)) = 0;
-    }
-    prepare_queries<BITS_K>(a, task, q, m);
-    if (task.part < n_far) {
-        uint32_t * const taken = &shared<uint32_t>(at.taken);
-        for (uint32_t i = threadIdx.x; i < (task.n_unit + 31) / 32; i += AT) {
-            taken[i] = ask.bits(seq)[i];
-        }
-        __syncthreads();
-        for (uint32_t i = threadIdx.x; i < task.n_fill; i += AT) {
-            const uint32_t u = p.index[seq].table[i];
-            atomicOr(&taken[u / 32], 1u << u % 32);
-        }
-        __syncthreads();
+// which units the pool has, by one block
+static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t * taken) {
 #pragma unroll 1
-        for (uint32_t piece = task.part; piece * WIDE < task.n_unit; piece += n_far) {
-            attend_piece<BITS_K, BITS_V>(a, task, piece, m);
-        }
-    } else {
-        attend_pool(a, ask, task, m);
+    for (uint32_t i = threadIdx.x; i < (task.n_unit + 31) / 32; i += blockDim.x) {
+        taken[i] = ask.bits(task.seq)[i];
     }
+    __syncthreads();
 #pragma unroll 1
-    for (uint32_t j = 0; j < task.n; ++j) {
-        float * to = a.parts + (((uint64_t) blockIdx.z * p.n_head + task.first + j) * task.n_part + task.part) * (2 + width);
-        for (uint32_t i = threadIdx.x; i < width; i += AT) {
-            to[2 + i] = shared<float>(at.values + (j * width + i) * sizeof(float));
+    for (uint32_t i = threadIdx.x; i < task.n_fill; i += blockDim.x) {
+        const uint32_t u = p.index[task.seq].table[i];
+        atomicOr(&taken[u / 32], 1u << u % 32);
+    }
+    __syncthreads();
+}
+
+// the sums of a block's warps become a part of each query
+template <uint32_t BITS_V>
+static __device__ void put_part(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, bool far,
+        uint32_t tokens, const int32_t * words, const attend_memory & m) {
+    const auto &   p     = a.p;
+    const uint32_t width = a.coding[1].width, n = task.end - task.from;
+    float          top[MOST_WARPS]; // of a query: it changes seldom
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < n * blockDim.x; i += blockDim.x) {
+        const uint32_t q = task.from + i / blockDim.x, row = task.row_of(q), head = task.head_of(q);
+        float *        to = a.parts + (((uint64_t) (row - tokens) * p.n_head + head) * task.n_part + task.part) * (2 + width);
+        sum_of_powers  all;
+#pragma unroll 1
+        for (uint32_t w = 0; w < at.n_warp; ++w) {
+            all.add(m.top[w][q], m.sum[w][q]);
+        }
+#pragma unroll
+        for (uint32_t w = 0; w < MOST_WARPS; ++w) {
+            top[w] = w < at.n_warp ? exp2f(m.top[w][q] - all.top) : 0;
+        }
+#pragma unroll 1
+        for (uint32_t e = threadIdx.x; e < width && far; e += blockDim.x) {
+            const float * from = &shared<float>(at.values) + q * at.n_value + place_of<BITS_V>(e);
+            float         sum  = 0;
+#pragma unroll
+            for (uint32_t w = 0; w < MOST_WARPS; ++w) {
+                if (w < at.n_warp) { sum += from[w * COLS * at.n_value] * top[w]; }
+            }
+            to[2 + e] = sum;
         }
         if (threadIdx.x > 0) { continue; }
-        to[0] = m.top[j];
-        to[1] = m.sum[j];
-        if (a.chooses && task.asker >= 0) {
-            const uint64_t part = ((uint64_t) task.asker * p.n_head + task.first + j) * KVF_GPU_PARTS + task.part;
-            ((float2 *) p.parts)[part] = {m.top[j], m.sum[j]};
+        to[0] = all.top;
+        to[1] = all.sum;
+        const int32_t asker = words[row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
+        if (a.chooses && asker >= 0) {
+            ((float2 *) p.parts)[((uint64_t) asker * p.n_head + head) * KVF_GPU_PARTS + task.part] = {all.top, all.sum};
         }
+    }
+}
+
+// tokens: of the batch, from the first one on, n of them. grid: parts; queries of a row that share a head of keys, COLS at a
+// time; rows, or as many as COLS has room for
+template <uint32_t BITS_K, uint32_t BITS_V>
+static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries q,
+        const int32_t * words, uint32_t tokens, uint32_t n) {
+    using A = kvf_gpu_ask;
+
+    const auto &        p      = a.p;
+    const asked         ask    = {p, nullptr, words, false};
+    const int32_t *     of_row = words + p.ask.size();
+    const uint32_t      share = p.n_head / p.n_head_kv, n_tile_of = (share + COLS - 1) / COLS, warp = threadIdx.x / 32;
+    const uint32_t      head = blockIdx.y / n_tile_of, first = blockIdx.y % n_tile_of * COLS;
+    const uint32_t      n_head = min(COLS, share - first), n_row = a.n_row(), row = tokens + blockIdx.z * n_row;
+    const attend_places at(a, blockDim.x / 32);
+    auto &              m   = shared<attend_memory>();
+    const bool          far = blockIdx.x < kvf_gpu_attend::n_far(gridDim.x);
+    const auto          seq_of = [&](uint32_t i) {
+        return row + i < tokens + n && i < n_row ? of_row[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ] : -1;
+    };
+#pragma unroll 1
+    for (uint32_t i = 0; i < n_row;) { // rows of one sequence at a time
+        const int32_t  seq  = seq_of(i);
+        const uint32_t from = i;
+        for (++i; i < n_row && seq_of(i) == seq;) {
+            ++i;
+        }
+        if (seq < 0) { continue; }
+        const int32_t *   its  = ask.blocks(seq) - A::LEN_SEQ;
+        const attend_task task = {head, head * share + first, n_head, row, from * n_head, i * n_head, blockIdx.x, gridDim.x,
+                (uint32_t) seq, (uint32_t) its[A::N_UNIT], (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
+
+        far_sums sums;
+        __syncthreads();
+        if (far) {
+            prepare_queries<BITS_K>(a, at, task, q, m);
+            read_taken(p, ask, task, &shared<uint32_t>(at.taken));
+            attend_far<BITS_K, BITS_V>(a, at, task, of_row, m, sums);
+        } else {
+            plain_queries(a, task, q, &shared<float>(at.values));
+            attend_pool(a, at, ask, task, of_row, sums);
+        }
+        if (threadIdx.x % 32 < 4) {
+            for (uint32_t j = 0; j < 2; ++j) {
+                m.top[warp][2 * (threadIdx.x % 32) + j] = sums.top[j];
+                m.sum[warp][2 * (threadIdx.x % 32) + j] = sums.sum[j];
+            }
+        }
+        __syncthreads();
+        put_part<BITS_V>(a, at, task, far, tokens, of_row, m);
     }
 }
 
 //
 // mix
 //
+
+struct mix_memory {
+    float factors[kvf_gpu_attend::MOST_PART];
+    float far, near;
+};
 
 // grid: heads; tokens
 static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries out,
@@ -80,31 +130,46 @@ static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf
 
     const float *  parts = a.parts + ((uint64_t) blockIdx.y * p.n_head + head) * n_part * (2 + c.width);
     const uint32_t n_far = kvf_gpu_attend::n_far(n_part);
-    const float    sink  = sinks ? LOG2E * sinks[head] : NOWHERE;
-
-    float top = sink, far = 0, near = 0;
-    for (uint32_t i = 0; i < n_part; ++i) {
-        top = fmaxf(top, parts[i * (2 + c.width)]);
+    auto &         m     = shared<mix_memory>();
+    float * const  x     = &shared<float>(GGML_PAD(sizeof(m), 16));
+    if (tid < 32) { // a lane has two parts at most
+        const float sink = sinks ? LOG2E * sinks[head] : NOWHERE;
+        float       top = sink, far = 0, near = 0;
+#pragma unroll 1
+        for (uint32_t i = tid; i < n_part; i += 32) {
+            top = fmaxf(top, parts[i * (2 + c.width)]);
+        }
+        top = over_lanes(top, most);
+#pragma unroll 1
+        for (uint32_t i = tid; i < n_part; i += 32) {
+            const float2 part   = *(const float2 *) (parts + i * (2 + c.width));
+            const float  factor = part.y > 0 ? exp2f(part.x - top) : 0;
+            m.factors[i]        = factor;
+            (i < n_far ? far : near) += part.y * factor;
+        }
+        far  = over_lanes(far, add<float>);
+        near = over_lanes(near, add<float>) + (sinks ? exp2f(sink - top) : 0);
+        if (tid == 0) {
+            m.far  = far;
+            m.near = near;
+        }
     }
-    for (uint32_t i = 0; i < n_part; ++i) {
-        const float * part = parts + i * (2 + c.width);
-        (i < n_far ? far : near) += part[1] > 0 ? part[1] * exp2f(part[0] - top) : 0;
-    }
+    __syncthreads();
+    const float far = m.far, near = m.near;
     if (far <= 0) { return; } // the pool has all of it
-    if (sinks) { near += exp2f(sink - top); }
 
-    float * const x = &shared<float>();
 #pragma unroll 1
     for (uint32_t e = tid; e < c.width; e += AT) {
         float sum = 0;
+#pragma unroll 8
         for (uint32_t i = 0; i < n_far; ++i) {
-            const float * part = parts + i * (2 + c.width);
-            if (part[1] > 0) { sum += part[2 + e] * exp2f(part[0] - top); }
+            sum += parts[i * (2 + c.width) + 2 + e] * m.factors[i];
         }
         x[e] = sum / far;
     }
     hadamard_blocks(x, c.d, c.width, 1);
     const float * spread = a.codes[1][seq].spread + kv_head * c.d;
+#pragma unroll 1
     for (uint32_t e = tid; e < c.d; e += AT) {
         x[e] *= sign_of(e) * (c.divided ? spread[e] : 1);
     }
@@ -112,6 +177,7 @@ static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf
     __syncthreads();
     const float share = far / (far + near);
     float *     to    = (float *) (out.data + row * out.row + head * out.head);
+#pragma unroll 1
     for (uint32_t e = tid; e < n_value; e += AT) {
         to[e] = (1 - share) * to[e] + share * x[e];
     }
@@ -191,13 +257,14 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
 
 static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
         uint32_t n_token, cudaStream_t stream) {
-    const uint32_t share = a.p.n_head / a.p.n_head_kv;
-    const dim3     grid(kvf_gpu_attend::n_part(q->ne[2]), a.p.n_head_kv * ((share + N_HEAD - 1) / N_HEAD), n_token);
+    const uint32_t share = a.p.n_head / a.p.n_head_kv, n_row = a.n_row();
+    const dim3     grid(kvf_gpu_attend::n_part(q->ne[2]), a.p.n_head_kv * ((share + COLS - 1) / COLS), (n_token + n_row - 1) / n_row);
     const auto     kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
-    launch(kernel, grid, dim3(AT), attend_places(a).end, stream, false, a, queries(q), (const int32_t *) words->data, first);
+    launch(kernel, grid, dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, false, a, queries(q),
+            (const int32_t *) words->data, first, n_token);
 }
 
-// of many tokens a part at a time, by the next node
+// beside the attention; of many tokens a part at a time, by the next node
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
@@ -205,9 +272,9 @@ void kvf_attend_node(ggml_tensor * dst, void * on) {
     const uint32_t n_token = dst->src[1]->ne[2];
     if (n_token > kvf_gpu_attend::MOST_TOKEN) { return; }
 
-    const auto stream = a.beside ? forked(ctx, events) : ctx.stream();
+    const auto stream = forked(ctx, events);
     attend(a, dst->src[1], dst->src[2], 0, n_token, stream);
-    if (a.beside) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
+    CUDA_CHECK(cudaEventRecord(events.done, stream));
 }
 
 void kvf_mix_node(ggml_tensor * dst, void * on) {
@@ -216,11 +283,12 @@ void kvf_mix_node(ggml_tensor * dst, void * on) {
     const uint32_t        n_token = dst->ne[a.by_head ? 1 : 2];
     const bool            many    = n_token > kvf_gpu_attend::MOST_TOKEN;
     const kvf_gpu_queries out = {(const char *) dst->data, dst->nb[a.by_head ? 2 : 1], dst->nb[a.by_head ? 1 : 2]};
-    if (a.beside && !many) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
+    if (!many) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
     for (uint32_t first = 0; first < n_token; first += kvf_gpu_attend::MOST_TOKEN) {
         const uint32_t n = std::min(kvf_gpu_attend::MOST_TOKEN, n_token - first);
         if (many) { attend(a, dst->src[3], dst->src[2], first, n, ctx.stream()); }
-        launch(kvf_mix, dim3(a.p.n_head, n), dim3(AT), sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
+        launch(kvf_mix, dim3(a.p.n_head, n), dim3(AT),
+                GGML_PAD(sizeof(mix_memory), 16) + sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
                 dst->src[4] ? (const float *) dst->src[4]->data : nullptr, (const int32_t *) dst->src[2]->data, first,
                 kvf_gpu_attend::n_part(n_token), (uint32_t) dst->ne[0]);
     }
@@ -230,9 +298,11 @@ void kvf_late_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
     const uint32_t n_token = dst->src[1]->ne[a.by_head ? 1 : 2];
-    // it ends before what the next layer has beside its attention, on the same stream
-    const auto stream = a.late_beside ? forked(ctx, *(const kvf_events *) a.events) : ctx.stream();
-    launch(kvf_late, dim3(ggml_cuda_info().devices[ctx.device].nsm), dim3(THREADS), shared_size(a.p), stream, true, a.p,
+    // it ends before what the next layer has beside its attention, on the same stream. fewer blocks hold the nodes beside it up
+    // less
+    const auto     stream = a.late_beside ? forked(ctx, *(const kvf_events *) a.events) : ctx.stream();
+    const uint32_t n      = ggml_cuda_info().devices[ctx.device].nsm;
+    launch(kvf_late, dim3(a.late_beside ? (n + 3) / 4 : n), dim3(THREADS), shared_size(a.p), stream, true, a.p,
             (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
 }
 
@@ -243,6 +313,11 @@ void kvf_occupy_node(ggml_tensor * dst, void * on) {
             (const int32_t *) dst->src[1]->data);
 }
 
-bool kvf_attend_fits(const kvf_gpu_attend & a, const void * on) {
-    return kvf_fits(a.p, on) && attend_places(a).end <= kvf_shared_most(on);
+uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on) {
+    uint32_t       res  = MOST_WARPS;
+    const size_t most = kvf_shared_most(on);
+    while (res > 0 && attend_places(a, res).end > most) {
+        res /= 2;
+    }
+    return kvf_fits(a.p, on) ? res : 0;
 }

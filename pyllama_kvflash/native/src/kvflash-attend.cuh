@@ -1,107 +1,178 @@
 #pragma once
 
-// how the kernels of kvflash-attend.cu attend to codes: products with these, and the sums of a block
+// how the kernels of kvflash-attend.cu attend to codes: a warp takes some units at a time, by products of bytes on tensor
+// cores, and has sums of its own until the end. lane 4*g + t has what row g and columns 2*t, 2*t + 1 of a product have
 
 #include "kvflash-choose.cuh"
 #include "kvflash-coded.cuh"
 
-static constexpr uint32_t WIDE = 16, N_POS = WIDE * UNIT;    // units and positions of a piece, whose weights have one scale
-static constexpr uint32_t N_HEAD = kvf_gpu_attend::HEADS;
+static constexpr uint32_t COLS = kvf_gpu_attend::COLUMNS;      // queries of a product
+static constexpr uint32_t PIECE = 8, N_POS = PIECE * UNIT;     // units and positions whose weights have one scale
+static constexpr uint32_t PAIRS = PIECE / 2;                   // a product has two units
+static constexpr uint32_t LINE = N_POS / 4 + 4;                // words from query to query: in other banks
+static constexpr uint32_t LOGITS = PAIRS * 8 * 32;             // of a piece: eight of each lane for a pair of units
+static constexpr uint32_t MOST_WARPS = AT / 32;                // of a block
+static constexpr uint32_t AT_ONCE = 128, GAP = 4;              // values whose sums a warp has in registers
+static constexpr uint32_t CELLS = 8;                           // of the pool that a warp takes at a time
 static constexpr float    MIDDLE = 63.5f, MOST_BYTE = 127;
 static constexpr float    LITTLE = 1.0f / 16384; // of the weights so far: a piece with less has the mean for its values
 
-static_assert(N_HEAD == AT_WARPS && N_POS == 2 * AT);
-
 //
-// attend
+// products
 //
 
-struct attend_memory {
-    float top[N_HEAD], sum[N_HEAD]; // so far
-    float unit[N_HEAD], middle[N_HEAD];
-    float base[N_HEAD], factor[N_HEAD], worth[N_HEAD], more[N_HEAD]; // of a piece
-    float parts[3][AT_WARPS][N_HEAD];
-    int   bytes[N_HEAD];
+// products of bytes, 16 rows of 32 by 8 columns of 32, as lanes have them: rows g and g + 8, bytes 4*t and 16 + 4*t of each;
+// column g likewise
+static __device__ void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+#ifndef __CUDACC__
+    kvf_multiply(d, a0, a1, a2, a3, b);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+#elif defined(__CUDA_ARCH__)
+    const auto half = [](int & x, int & y, uint32_t a, uint32_t b) {
+        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};" : "+r"(x), "+r"(y) : "r"(a), "r"(b));
+    };
+    half(d[0], d[1], a0, b.x);
+    half(d[0], d[1], a2, b.y);
+    half(d[2], d[3], a1, b.x);
+    half(d[2], d[3], a3, b.y);
+#endif
+}
+
+// what a product's columns are: queries of one head of keys, of rows that belong to one sequence. share: columns of a row
+struct attend_task {
+    uint32_t head, first, share; // of its queries' heads, the first one; how many are in a row
+    uint32_t row, from, end;     // the row of column 0; columns that count
+    uint32_t part, n_part;
+    uint32_t seq, n_unit, n_fill, n_common;
+
+    __device__ uint32_t row_of(uint32_t column) const { return row + column / share; }
+    __device__ uint32_t head_of(uint32_t column) const { return first + column % share; }
+    __device__ bool     has(uint32_t column) const { return column >= from && column < end; }
 };
 
-struct attend_places {
-    size_t plain, rotated, words, weights, sums, values, taken, end;
+struct attend_memory {
+    float unit[COLS], middle[COLS], factor[COLS];
+    float top[MOST_WARPS][COLS], sum[MOST_WARPS][COLS];
+    float by[MOST_WARPS][2][COLS];
+};
 
-    KVF_BOTH explicit attend_places(const kvf_gpu_attend & a) {
-        const uint32_t width = a.coding[0].width, width_v = a.coding[1].width;
-        plain   = GGML_PAD(sizeof(attend_memory), 16);
-        rotated = plain + sizeof(float) * N_HEAD * width; // plain: [d][N_HEAD]
-        words   = rotated + sizeof(float) * N_HEAD * width;
-        weights = words + N_HEAD * width; // [column][2][N_HEAD]
-        sums    = weights + N_HEAD * N_POS;
-        values  = sums + sizeof(int) * N_HEAD * width_v;
-        taken   = values + sizeof(float) * N_HEAD * width_v;
-        end     = taken + (a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t);
+// where the queries' value e is, as they are: four lanes that read values 8 apart do so from other banks
+static KVF_BOTH uint32_t plain_at(uint32_t e) { return (e + e / 8) * COLS; }
+
+struct attend_places {
+    uint32_t n_warp, n_value; // of a query's sums: from query to query
+    size_t   words, rotated, weights, logits, values, rows, taken, end;
+
+    KVF_BOTH attend_places(const kvf_gpu_attend & a, uint32_t n_warp) : n_warp(n_warp) {
+        const auto & k = a.coding[0];
+        n_value        = GGML_PAD(a.coding[1].width, AT_ONCE) + GAP;
+        words          = GGML_PAD(sizeof(attend_memory), 16);
+        rotated        = words + n_step(k) * 32 * sizeof(uint2);
+        weights        = rotated + sizeof(float) * COLS * k.width;
+        logits         = weights + n_warp * COLS * LINE * sizeof(uint32_t);
+        values         = logits + n_warp * LOGITS * sizeof(float);
+        // or the queries as they are, and rows, where the pool is attended to
+        rows             = values + GGML_PAD(plain_at(k.d) * sizeof(float), 16);
+        const size_t own = values + n_warp * COLS * n_value * sizeof(float), pool = rows + n_warp * CELLS * row_room(a);
+        taken = own > pool ? own : pool;
+        end   = taken + (a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t);
+    }
+
+    // bytes of a head of a row of the pool, with those of the blocks that it shares with others
+    static KVF_BOTH uint32_t row_room(const kvf_gpu_attend & a) {
+        return GGML_PAD((a.p.d / a.block + 2) * a.block_size, 16) + 16;
+    }
+
+    // products of a position's key
+    static KVF_BOTH uint32_t n_step(const kvf_gpu_coding & c) {
+        return c.n_bit == 2 ? (c.width + 63) / 64 * 2 : (c.width + 31) / 32;
     }
 };
 
-struct attend_task {
-    uint32_t head, first, n, row, part, n_part; // first: of n queries' heads
-    int32_t  pos, asker;
-    uint32_t seq, n_unit, n_fill, n_common;
-};
+// the column of values that a lane has in a step, and the word in which it is
+template <uint32_t N_BIT> static __device__ uint32_t word_in(uint32_t step, uint32_t t) {
+    return N_BIT == 2 ? step / 2 * 4 + t : step * 4 + t;
+}
+template <uint32_t N_BIT> static __device__ uint32_t column_in(uint32_t step, uint32_t t) {
+    return N_BIT == 2 ? 2 * word_in<2>(step, t) + step % 2 : step * 4 + t;
+}
 
 static __device__ float query_of(const kvf_gpu_queries & q, uint32_t row, uint32_t head, uint32_t i) {
     return ((const float *) (q.data + row * q.row + head * q.head))[i];
 }
 
-// queries as they are, and rotated, as bytes
-template <uint32_t N_BIT>
-static __device__ void prepare_queries(
-        const kvf_gpu_attend & a, const attend_task & task, const kvf_gpu_queries & q, attend_memory & m) {
-    const attend_places  at(a);
-    const auto &         c       = a.coding[0];
-    float * const        plain   = &shared<float>(at.plain);
-    float * const        rotated = &shared<float>(at.rotated);
-    const kvf_gpu_codes & keys   = a.codes[0][task.seq];
-    const uint32_t       warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+static __device__ void plain_queries(const kvf_gpu_attend & a, const attend_task & task, const kvf_gpu_queries & q, float * to) {
+    const uint32_t d = a.coding[0].d;
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < N_HEAD * c.width; i += AT) {
-        const uint32_t j = i / c.width, e = i % c.width;
-        const float    x = j < task.n && e < c.d ? query_of(q, task.row, task.first + j, e) : 0;
-        rotated[i]       = x;
-        if (e < c.d) { plain[e * N_HEAD + j] = x; }
+    for (uint32_t j = threadIdx.x / 32; j < COLS; j += blockDim.x / 32) {
+#pragma unroll 4
+        for (uint32_t e = threadIdx.x % 32; e < d; e += 32) {
+            to[plain_at(e) + j] = task.has(j) ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
+        }
     }
-    if (c.n_rot) { hadamard(rotated, c.width, N_HEAD, c.d / c.n_rot, c.n_rot); }
+    __syncthreads();
+}
+
+// queries rotated, as bytes
+template <uint32_t N_BIT>
+static __device__ void prepare_queries(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        const kvf_gpu_queries & q, attend_memory & m) {
+    const auto &  c       = a.coding[0];
+    float * const rotated = &shared<float>(at.rotated);
+    const float * spread  = a.codes[0][task.seq].spread + task.head * c.d;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (uint32_t j = warp; j < COLS; j += at.n_warp) {
+#pragma unroll 4
+        for (uint32_t e = lane; e < c.width; e += 32) {
+            rotated[j * c.width + e] = task.has(j) && e < c.d ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
+        }
+    }
+    if (c.n_rot) { hadamard(rotated, c.width, COLS, c.d / c.n_rot, c.n_rot); }
     __syncthreads();
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < N_HEAD * c.width; i += AT) {
-        const uint32_t e = i % c.width;
-        if (e < c.d) { rotated[i] *= (c.divided ? keys.spread[task.head * c.d + e] : 1) * sign_of(e); }
+    for (uint32_t e = threadIdx.x; e < c.d; e += blockDim.x) {
+        const float factor = (c.divided ? spread[e] : 1) * sign_of(e);
+        for (uint32_t j = 0; j < COLS; ++j) {
+            rotated[j * c.width + e] *= factor;
+        }
     }
-    hadamard_blocks(rotated, c.d, c.width, N_HEAD);
+    hadamard_blocks(rotated, c.d, c.width, COLS);
 
-    float largest = 0; // of a query, by its warp
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        largest = fmaxf(largest, fabsf(rotated[warp * c.width + e]));
-    }
-    largest            = over_lanes(largest, most);
-    const float factor = largest > 0 ? MOST_BYTE / largest : 0;
-    float       sum    = 0;
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        sum += rintf(rotated[warp * c.width + e] * factor);
-    }
-    sum = over_lanes(sum, add<float>);
-    if (lane == 0) {
-        m.unit[warp]   = largest / MOST_BYTE;
-        m.middle[warp] = MIDDLE * sum;
-        m.top[warp]    = NOWHERE;
-        m.sum[warp]    = 0;
-        m.more[warp]   = factor;
+#pragma unroll 1
+    for (uint32_t j = warp; j < COLS; j += at.n_warp) {
+        const float * x       = rotated + j * c.width;
+        float         largest = 0;
+#pragma unroll 1
+        for (uint32_t e = lane; e < c.width; e += 32) {
+            largest = fmaxf(largest, fabsf(x[e]));
+        }
+        largest            = over_lanes(largest, most);
+        const float factor = largest > 0 ? MOST_BYTE / largest : 0;
+        float       sum    = 0;
+#pragma unroll 1
+        for (uint32_t e = lane; e < c.width; e += 32) {
+            sum += rintf(x[e] * factor);
+        }
+        sum = over_lanes(sum, add<float>);
+        if (lane == 0) {
+            m.unit[j]   = largest / MOST_BYTE;
+            m.middle[j] = MIDDLE * sum;
+            m.factor[j] = factor;
+        }
     }
     __syncthreads();
     uint32_t * const words = &shared<uint32_t>(at.words);
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < c.width / 8 * 2 * N_HEAD; i += AT) {
-        const uint32_t j = i % N_HEAD, half = i / N_HEAD % 2, column = i / N_HEAD / 2;
+    for (uint32_t i = threadIdx.x; i < at.n_step(c) * 32 * 2; i += blockDim.x) { // [step][query][t][2]
+        const uint32_t half = i % 2, t = i / 2 % 4, j = i / 8 % COLS, column = column_in<N_BIT>(i / 64, t);
         uint32_t       word = 0;
-        for (uint32_t b = 0; b < 4; ++b) {
-            const float x = rotated[j * c.width + value_at<N_BIT>(column, half * 4 + b)] * m.more[j];
+#pragma unroll 1
+        for (uint32_t b = 0; b < 4 && column < c.width / 8; ++b) {
+            const float x = rotated[j * c.width + value_at<N_BIT>(column, half * 4 + b)] * m.factor[j];
             word |= (uint32_t) (__float2int_rn(x) & 255) << 8 * b;
         }
         words[i] = word;
@@ -109,260 +180,435 @@ static __device__ void prepare_queries(
     __syncthreads();
 }
 
-// products of a position's key with the queries, in levels
+// Products of the keys of four positions with two queries, in levels. codes: of the lane's unit and positions
 template <uint32_t N_BIT>
-static __device__ void key_products(const kvf_gpu_attend & a, const uint32_t * from, int (&res)[N_HEAD]) {
-    const uint32_t * words  = &shared<uint32_t>(attend_places(a).words);
-    const uint32_t   n_each = N_BIT == 2 ? 2 : 1, n = a.coding[0].width / 8;
-#pragma unroll 4
-    for (uint32_t column = 0; column < n; column += n_each) {
-        const uint32_t codes = from[word_of<N_BIT>(column) * UNIT];
+static __device__ void key_products(const kvf_gpu_coding & c, const uint8_t * codes, const uint2 * words, int (&res)[4][2]) {
+    const uint32_t n = attend_places::n_step(c), most = c.width * N_BIT / 32 - 1, t = threadIdx.x % 4;
+    int            one[4] = {}, two[4] = {};
+    uint4          w = {};
+#pragma unroll 2
+    for (uint32_t i = 0; i < n; ++i) {
+        if (N_BIT == 4 || i % 2 == 0) { w = *(const uint4 *) (codes + min(word_in<N_BIT>(i, t), most) * UNIT * 4); }
+        const uint32_t sub = N_BIT == 2 ? i % 2 : 0;
+        const uint2    b   = words[i * 32 + threadIdx.x % 32];
+        const auto     at  = [&](uint32_t x, uint32_t half) { return levels_of<N_BIT>(x, sub, half); };
+        multiply(one, at(w.x, 0), at(w.y, 0), at(w.x, 1), at(w.y, 1), b);
+        multiply(two, at(w.z, 0), at(w.w, 0), at(w.z, 1), at(w.w, 1), b);
+    }
 #pragma unroll
-        for (uint32_t i = 0; i < n_each; ++i) {
-            uint32_t lv[2];
-            levels_of<N_BIT>(codes, column + i, lv);
-#pragma unroll
-            for (uint32_t j = 0; j < N_HEAD; ++j) {
-                const uint32_t * its = words + (column + i) * 2 * N_HEAD + j;
-                res[j]               = __dp4a((int) lv[1], (int) its[N_HEAD], __dp4a((int) lv[0], (int) its[0], res[j]));
-            }
-        }
+    for (uint32_t j = 0; j < 2; ++j) {
+        res[0][j] = one[j];
+        res[1][j] = one[2 + j];
+        res[2][j] = two[j];
+        res[3][j] = two[2 + j];
     }
 }
 
-// sums of the values of a piece by the weights' bytes, in levels, added to those in shared memory. A thread has a column of
-// four positions of some units
-template <uint32_t N_BIT>
-static __device__ void value_sums(const kvf_gpu_attend & a, const attend_task & task, uint32_t piece) {
-    const attend_places at(a);
-    const auto &        c     = a.coding[1];
-    const uint8_t *     codes = a.codes[1][task.seq].codes;
-    int * const         sums  = &shared<int>(at.sums);
-    const uint8_t *     bytes = &shared<uint8_t>(at.weights);
-    const uint32_t      all = c.width / 8 * 4, lanes = min(all, AT), n_row = AT / lanes, tid = threadIdx.x;
-    const uint32_t      n_unit = min(WIDE, task.n_unit - piece * WIDE);
-#pragma unroll 1
-    for (uint32_t i = tid % lanes; i < all && tid < lanes * n_row; i += lanes) {
-        const uint32_t four = i % 4, column = i / 4;
-        int            own[8][N_HEAD] = {};
-#pragma unroll 1
-        for (uint32_t u = tid / lanes; u < n_unit; u += n_row) {
-            const uint4 w = *(const uint4 *) (codes + slot_of(c, piece * WIDE + u, task.head) * unit_bytes(c) +
-                                              (word_of<N_BIT>(column) * UNIT + four * 4) * sizeof(uint32_t));
-            uint32_t    lv[4][2];
-            levels_of<N_BIT>(w.x, column, lv[0]);
-            levels_of<N_BIT>(w.y, column, lv[1]);
-            levels_of<N_BIT>(w.z, column, lv[2]);
-            levels_of<N_BIT>(w.w, column, lv[3]);
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) { // four positions of a value side by side
-                const uint32_t x = __byte_perm(lv[0][half], lv[1][half], 0x5140);
-                const uint32_t y = __byte_perm(lv[2][half], lv[3][half], 0x5140);
-                const uint32_t z = __byte_perm(lv[0][half], lv[1][half], 0x7362);
-                const uint32_t v = __byte_perm(lv[2][half], lv[3][half], 0x7362);
+// where a value's sum is among those of a query
+template <uint32_t N_BIT> static __device__ uint32_t place_of(uint32_t value) {
+    if (N_BIT == 2) {
+        const uint32_t word = value / 16, r = value % 16;
+        return word / 8 * AT_ONCE + (r % 4 * 2 + r / 8) * 16 + word % 8 + r % 8 / 4 * 8;
+    }
+    const uint32_t column = value / 8, r = value % 8;
+    return column / 16 * AT_ONCE + (r % 4 * 2 + r / 4) * 16 + column % 16;
+}
 
-                const uint32_t turned[] = {__byte_perm(x, y, 0x5410), __byte_perm(x, y, 0x7632), __byte_perm(z, v, 0x5410),
-                        __byte_perm(z, v, 0x7632)};
+// four bytes of each of four words, turned: the bytes that are in the same place
+static __device__ void turn(const uint32_t (&w)[4], uint32_t (&res)[4]) {
+    const uint32_t x = __byte_perm(w[0], w[1], 0x5140), y = __byte_perm(w[2], w[3], 0x5140);
+    const uint32_t z = __byte_perm(w[0], w[1], 0x7362), v = __byte_perm(w[2], w[3], 0x7362);
+    res[0] = __byte_perm(x, y, 0x5410);
+    res[1] = __byte_perm(x, y, 0x7632);
+    res[2] = __byte_perm(z, v, 0x5410);
+    res[3] = __byte_perm(z, v, 0x7632);
+}
+
+// Sums of values by the weights' bytes, of AT_ONCE values. codes: of a piece's first unit. res: [value of a column][row, column]
+template <uint32_t N_BIT>
+static __device__ void value_sums(
+        const kvf_gpu_coding & c, const uint8_t * codes, uint32_t first, const uint32_t * weights, int (&res)[8][4]) {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, most = c.width * N_BIT / 32 - 1, size = unit_bytes(c);
+    const uint32_t word = first * N_BIT / 32 + g;
+#pragma unroll 1
+    for (uint32_t i = 0; i < PAIRS; ++i) {
+        const uint8_t * from = codes + 2 * i * size + t * 16;
+        const uint2     b    = {weights[g * LINE + i * 8 + t], weights[g * LINE + i * 8 + 4 + t]};
+        uint4           w[2][2]; // [unit][rows g, g + 8]
 #pragma unroll
-                for (uint32_t j = 0; j < N_HEAD; ++j) {
-                    const int its = *(const int *) (bytes + j * N_POS + u * UNIT + four * 4);
+        for (uint32_t u = 0; u < 2; ++u) {
+            w[u][0] = *(const uint4 *) (from + u * size + min(word, most) * UNIT * 4);
+            if (N_BIT == 4) { w[u][1] = *(const uint4 *) (from + u * size + min(word + 8, most) * UNIT * 4); }
+        }
 #pragma unroll
-                    for (uint32_t e = 0; e < 4; ++e) {
-                        own[half * 4 + e][j] = __dp4a((int) turned[e], its, own[half * 4 + e][j]);
-                    }
+        for (uint32_t half = 0; half < 2; ++half) {
+            uint32_t lv[2][2][4];
+#pragma unroll
+            for (uint32_t u = 0; u < 2; ++u) {
+#pragma unroll
+                for (uint32_t r = 0; r < 2; ++r) {
+                    const uint4 &  x   = w[u][N_BIT == 4 ? r : 0];
+                    const uint32_t sub = N_BIT == 4 ? 0 : r;
+
+                    const uint32_t four[] = {levels_of<N_BIT>(x.x, sub, half), levels_of<N_BIT>(x.y, sub, half),
+                            levels_of<N_BIT>(x.z, sub, half), levels_of<N_BIT>(x.w, sub, half)};
+                    turn(four, lv[u][r]);
                 }
             }
-        }
 #pragma unroll
-        for (uint32_t e = 0; e < 8; ++e) {
-#pragma unroll
-            for (uint32_t j = 0; j < N_HEAD; ++j) {
-                if (own[e][j]) { atomicAdd(&sums[j * c.width + value_at<N_BIT>(column, e)], own[e][j]); }
+            for (uint32_t j = 0; j < 4; ++j) {
+                multiply(res[half * 4 + j], lv[0][0][j], lv[0][1][j], lv[1][0][j], lv[1][1][j], b);
             }
         }
     }
 }
 
-// one of the queries' numbers of all threads, over the block
-template <typename F>
-static __device__ void over_block(float (&x)[N_HEAD], float (&room)[AT_WARPS][N_HEAD], const F & f) {
-    const uint32_t warp = threadIdx.x / 32;
+//
+// positions outside the pool
+//
+
+// what a warp has so far
+struct far_sums {
+    float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {}; // of the lane's queries
+    float    values_top[2] = {NOWHERE, NOWHERE};       // relative to which the sums of values are
+    float    about[2] = {}, base[2] = {};              // of a segment: weights, and products with its mean
+    uint32_t segment = ~0u;
+};
+
+// over the lanes that have the same queries
+template <typename T, typename F> static __device__ T over_rows(T x, const F & f) { return over_lanes(x, f, 4, 16); }
+
+// the sums of values relative to the top, and with a segment's mean
+template <uint32_t N_BIT>
+static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, attend_memory & m,
+        far_sums & its) {
+    const auto &   c    = a.coding[1];
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (its.segment == ~0u) { return; }
 #pragma unroll
-    for (uint32_t j = 0; j < N_HEAD; ++j) {
-        x[j] = over_lanes(x[j], f);
-        if (threadIdx.x % 32 == 0) { room[warp][j] = x[j]; }
-    }
-    __syncthreads();
-#pragma unroll
-    for (uint32_t j = 0; j < N_HEAD; ++j) {
-        x[j] = room[0][j];
-        for (uint32_t w = 1; w < AT_WARPS; ++w) {
-            x[j] = f(x[j], room[w][j]);
+    for (uint32_t j = 0; j < 2; ++j) {
+        if (lane < 4) {
+            m.by[warp][0][2 * lane + j] = exp2f(its.values_top[j] - its.top[j]);
+            m.by[warp][1][2 * lane + j] = its.about[j];
         }
+        its.values_top[j] = its.top[j];
+        its.about[j]      = 0;
+    }
+    __syncwarp();
+    const float * mean   = mean_of(c, a.codes[1][task.seq], its.segment * (SEGMENT / UNIT), task.head);
+    float * const values = &shared<float>(at.values) + warp * COLS * at.n_value;
+#pragma unroll 1
+    for (uint32_t e = lane; e < c.width; e += 32) {
+        const float    one = mean[e];
+        const uint32_t to  = place_of<N_BIT>(e);
+        for (uint32_t j = 0; j < COLS; ++j) {
+            values[j * at.n_value + to] = values[j * at.n_value + to] * m.by[warp][0][j] + m.by[warp][1][j] * one;
+        }
+    }
+    __syncwarp();
+}
+
+static __device__ void begin_segment(
+        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t segment, far_sums & its) {
+    const auto &   c    = a.coding[0];
+    const float *  mean = mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head);
+    const uint32_t lane = threadIdx.x % 32;
+    its.segment         = segment;
+    if (segment == ~0u) { return; }
+#pragma unroll 1
+    for (uint32_t j = 0; j < COLS; ++j) {
+        float base = 0;
+#pragma unroll 1
+        for (uint32_t e = lane; e < c.width; e += 32) {
+            base += shared<float>(at.rotated + (j * c.width + e) * sizeof(float)) * mean[e];
+        }
+        base = over_lanes(base, add<float>);
+        if (lane % 4 == j / 2) { (j % 2 ? its.base[1] : its.base[0]) = base; }
+    }
+}
+
+// Logits of a piece, [pair][position][query][lane]: the lane's units are 2*pair + g/4, of which it has positions 4*(g%4) on.
+// top: the largest of each query so far
+template <uint32_t N_BIT>
+static __device__ void piece_logits(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
+        const attend_memory & m, const far_sums & its, float * x, float (&top)[2]) {
+    const auto &   c = a.coding[0];
+    const auto &   keys = a.codes[0][task.seq];
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const uint64_t slot = slot_of(c, u, task.head) + g / 4;
+#pragma unroll 1
+    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
+        int products[4][2];
+        key_products<N_BIT>(c, keys.codes + (slot + 2 * i) * unit_bytes(c) + g % 4 * 16, &shared<uint2>(at.words), products);
+        const uint2 scales = *(const uint2 *) (keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4);
+        const bool  is     = u + 2 * i + g / 4 < task.n_unit;
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            const uint32_t q = 2 * t + j;
+            const float    unit = m.unit[q], middle = m.middle[q];
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                const float scale = half_of(e < 2 ? scales.x : scales.y, e % 2) * unit;
+                const float y     = logit(a.p, (products[e][j] - middle) * scale + its.base[j]);
+                x[(2 * e + j) * 32] = is && task.has(q) ? y : NOWHERE;
+                top[j]              = fmaxf(top[j], x[(2 * e + j) * 32]);
+            }
+        }
+    }
+}
+
+// Logits become weights times the scales of values; of units in the pool none. shares: where those of the lane's queries go, by
+// unit. largest: weight of each query; sum: of those outside the pool
+static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
+        const float (&top)[2], float * const (&shares)[2], float * x, float (&sum)[2], float (&largest)[2]) {
+    const auto &   c      = a.coding[1];
+    const uint32_t g      = threadIdx.x % 32 / 4, taken = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> u % 32;
+    const auto *   scales = a.codes[1][task.seq].scales + (slot_of(c, u, task.head) + g / 4) * UNIT + g % 4 * 4;
+#pragma unroll 1
+    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
+        const uint32_t mine = 2 * i + g / 4;
+        const bool     open = !(taken >> mine & 1);
+        const uint2    its  = *(const uint2 *) (scales + 2 * i * UNIT);
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            float unit = 0;
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                float &     to     = x[(2 * e + j) * 32];
+                const float weight = to > NOWHERE ? exp2f(to - top[j]) : 0;
+                unit += weight;
+                to         = open ? weight * half_of(e < 2 ? its.x : its.y, e % 2) : 0;
+                largest[j] = fmaxf(largest[j], to);
+            }
+            sum[j] += open ? unit : 0;
+            if (!a.chooses) { continue; }
+            unit = over_lanes(unit, add<float>, 4, 8);
+            if (shares[j] && g % 4 == 0 && u + mine < task.n_unit) {
+                shares[j][u + mine] = unit > 0 ? top[j] + log2f(unit) : NOWHERE;
+            }
+        }
+    }
+}
+
+// weights as bytes, [query][position]. returns the sums of these, of the lane's queries
+static __device__ void piece_bytes(const float * x, const float (&largest)[2], uint32_t * weights, float (&sums)[2]) {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int            all[2] = {};
+    float          to[2];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        to[j] = largest[j] > 0 ? MOST_BYTE / largest[j] : 0;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            uint32_t word = 0;
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                word |= (uint32_t) __float2int_rn(x[(2 * e + j) * 32] * to[j]) << 8 * e;
+            }
+            weights[(2 * t + j) * LINE + i * 8 + g] = word;
+            all[j] = __dp4a((int) word, 0x01010101, all[j]);
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        sums[j] = over_rows(all[j], add<int>);
     }
 }
 
 // a piece of the positions outside the pool
 template <uint32_t BITS_K, uint32_t BITS_V>
-static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_task & task, uint32_t piece, attend_memory & m) {
-    const attend_places  at(a);
-    const auto &         p = a.p;
-    const auto &         k = a.coding[0], &v = a.coding[1];
-    const kvf_gpu_codes &keys = a.codes[0][task.seq], &values = a.codes[1][task.seq];
-    const uint32_t       tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
+        float * const (&shares)[2], const attend_memory & m, far_sums & its) {
+    const auto &   v = a.coding[1];
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float * const  x      = &shared<float>(at.logits) + warp * LOGITS + lane;
+    float          top[2] = {its.top[0], its.top[1]}, sum[2] = {}, largest[2] = {}, factor[2];
+    piece_logits<BITS_K>(a, at, task, u, m, its, x, top);
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        top[j]    = over_rows(top[j], most);
+        factor[j] = exp2f(its.top[j] - top[j]);
+    }
+    piece_weights(a, at, task, u, top, shares, x, sum, largest);
+    bool little = true;
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        sum[j]       = over_rows(sum[j], add<float>);
+        largest[j]   = over_rows(largest[j], most);
+        its.sum[j]   = its.sum[j] * factor[j];
+        its.about[j] = its.about[j] * factor[j] + sum[j];
+        its.top[j]   = top[j];
+        little       = little && sum[j] <= LITTLE * its.sum[j];
+        its.sum[j] += sum[j];
+    }
+    if (!__any_sync(~0u, !little)) { return; }
 
-    const float * mean = mean_of(k, keys, piece * WIDE, task.head);
-    float         base = 0;
-    for (uint32_t e = lane; e < k.width; e += 32) {
-        base += shared<float>(at.rotated + (warp * k.width + e) * sizeof(float)) * mean[e];
-    }
-    base = over_lanes(base, add<float>);
-    if (lane == 0) { m.base[warp] = base; }
-    __syncthreads();
-
-    float    x[2][N_HEAD], top[N_HEAD], old[N_HEAD];
-    uint32_t open[2]; // whether a position is not in the pool
-    for (uint32_t j = 0; j < N_HEAD; ++j) {
-        top[j] = old[j] = m.top[j];
-    }
+    uint32_t * const weights = &shared<uint32_t>(at.weights) + warp * COLS * LINE;
+    float            bytes[2], scale[2];
+    piece_bytes(x, largest, weights, bytes);
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t pos = tid + i * AT, u = piece * WIDE + pos / UNIT;
-        const bool     is = u < task.n_unit;
-        int            products[N_HEAD] = {};
-        open[i] = is && !(shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> u % 32 & 1);
-        if (is) {
-            const uint64_t slot = slot_of(k, u, task.head);
-            key_products<BITS_K>(
-                    a, (const uint32_t *) (keys.codes + slot * unit_bytes(k)) + pos % UNIT, products);
-            const float scale = __half2float(((const half *) keys.scales)[slot * UNIT + pos % UNIT]);
-#pragma unroll
-            for (uint32_t j = 0; j < N_HEAD; ++j) {
-                x[i][j] = logit(p, (products[j] - m.middle[j]) * scale * m.unit[j] + m.base[j]);
-            }
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < N_HEAD; ++j) {
-            if (!is) { x[i][j] = NOWHERE; }
-            top[j] = fmaxf(top[j], x[i][j]);
-        }
+    for (uint32_t j = 0; j < 2; ++j) {
+        scale[j]  = largest[j] / MOST_BYTE;
+        factor[j] = exp2f(its.values_top[j] - top[j]);
+        bytes[j] *= MIDDLE * scale[j];
+        its.values_top[j] = top[j];
     }
-    over_block(top, m.parts[0], most);
-
-    float sum[N_HEAD] = {}, largest[N_HEAD] = {}, weight[2][N_HEAD];
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t pos = tid + i * AT, u = piece * WIDE + pos / UNIT;
-        const float    scale =
-                open[i] ? __half2float(((const half *) values.scales)[slot_of(v, u, task.head) * UNIT + pos % UNIT]) : 0;
-#pragma unroll
-        for (uint32_t j = 0; j < N_HEAD; ++j) {
-            const float e    = x[i][j] > NOWHERE ? exp2f(x[i][j] - top[j]) : 0;
-            const float unit = over_lanes(e, add<float>, 1, 8); // of the 16 lanes that have its positions
-            if (a.chooses && task.asker >= 0 && lane % UNIT == 0 && u < task.n_unit && j < task.n) {
-                p.lse[((uint64_t) task.asker * p.n_head + task.first + j) * p.ask.n_unit + u] =
-                        unit > 0 ? top[j] + log2f(unit) : NOWHERE;
-            }
-            sum[j] += open[i] ? e : 0;
-            weight[i][j] = e * scale;
-            largest[j]   = fmaxf(largest[j], weight[i][j]);
-        }
-    }
-    over_block(sum, m.parts[1], add<float>);
-    over_block(largest, m.parts[2], most);
-
-    bool little = true; // of the weights so far
-#pragma unroll
-    for (uint32_t j = 0; j < N_HEAD; ++j) {
-        little = little && sum[j] <= LITTLE * m.sum[j] * exp2f(old[j] - top[j]);
-#pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            const float byte = largest[j] > 0 ? rintf(weight[i][j] * (MOST_BYTE / largest[j])) : 0;
-            shared<uint8_t>(at.weights + j * N_POS + tid + i * AT) = (uint8_t) byte;
-            if (i == 0) { weight[0][j] = byte; } else { weight[0][j] += byte; }
-        }
-    }
-    for (uint32_t i = tid; i < N_HEAD * v.width; i += AT) {
-        shared<int>(at.sums + i * sizeof(int)) = 0;
-    }
-    float bytes[N_HEAD];
-    for (uint32_t j = 0; j < N_HEAD; ++j) {
-        bytes[j] = weight[0][j];
-    }
-    over_block(bytes, m.parts[0], add<float>);
-    if (!little) {
-        value_sums<BITS_V>(a, task, piece);
-        __syncthreads();
-    }
-    const float * mean_v = mean_of(v, values, piece * WIDE, task.head);
+    float * const values = &shared<float>(at.values) + (warp * COLS + 2 * (lane % 4)) * at.n_value + lane / 4;
+    const auto *  codes  = a.codes[1][task.seq].codes + slot_of(v, u, task.head) * unit_bytes(v);
 #pragma unroll 1
-    for (uint32_t i = tid; i < N_HEAD * v.width; i += AT) {
-        const uint32_t j = i / v.width;
-        float          its[N_HEAD][4]; // registers are not indexed
-        for (uint32_t h = 0; h < N_HEAD; ++h) {
-            its[h][0] = exp2f(old[h] - top[h]);
-            its[h][1] = bytes[h];
-            its[h][2] = little ? 0 : largest[h] / MOST_BYTE;
-            its[h][3] = sum[h];
-        }
-        float & to = shared<float>(at.values + i * sizeof(float));
-        to         = to * its[j][0] + (shared<int>(at.sums + i * sizeof(int)) - MIDDLE * its[j][1]) * its[j][2] +
-             its[j][3] * mean_v[i % v.width];
-    }
-    __syncthreads();
-    if (tid == 0) {
-        for (uint32_t j = 0; j < N_HEAD; ++j) {
-            m.sum[j] = m.sum[j] * exp2f(old[j] - top[j]) + sum[j];
-            m.top[j] = top[j];
+    for (uint32_t first = 0; first < v.width; first += AT_ONCE) {
+        int sums[8][4] = {};
+        value_sums<BITS_V>(v, codes, first, weights, sums);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                float & to = values[e % 2 * at.n_value + first + i * 16 + e / 2 * 8];
+                to         = to * factor[e % 2] + (sums[i][e] * scale[e % 2] - bytes[e % 2]);
+            }
         }
     }
-    __syncthreads();
 }
 
-// the keys of the pool, as they are: what is common up to the token, and the guests. 16 lanes have a cell
-static __device__ void attend_pool(const kvf_gpu_attend & a, const asked & ask, const attend_task & task, attend_memory & m) {
-    constexpr uint32_t LANES = 16, EACH = 32 / LANES;
+// a warp's part of the positions outside the pool
+template <uint32_t BITS_K, uint32_t BITS_V>
+static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        const int32_t * tokens, attend_memory & m, far_sums & its) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_piece = (task.n_unit + PIECE - 1) / PIECE;
+    const uint32_t n = kvf_gpu_attend::n_far(task.n_part) * at.n_warp, mine = task.part * at.n_warp + warp;
 
-    const auto &   p    = a.p;
-    const float *  q    = &shared<float>(attend_places(a).plain);
-    const uint32_t lane = threadIdx.x % LANES, n_first = p.n_chunk / EACH, n_slot = p.n_chunk / UNIT;
-    const uint32_t n_far = kvf_gpu_attend::n_far(task.n_part), n_warp = (task.n_part - n_far) * AT_WARPS;
-    const uint32_t n_common = task.n_common * n_first, n_all = n_common + task.n_fill * (UNIT / EACH);
-    const int32_t *common = ask.common(task.seq), *blocks = ask.blocks(task.seq);
-
-    sum_of_powers all; // of head lane % N_HEAD
+    float * shares[2] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t q = 2 * (lane % 4) + j;
+        if (!a.chooses || !task.has(q)) { continue; }
+        const int32_t asker = tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
+        if (asker >= 0) { shares[j] = a.p.lse + ((uint64_t) asker * a.p.n_head + task.head_of(q)) * a.p.ask.n_unit; }
+    }
 #pragma unroll 1
-    for (uint32_t i = (task.part - n_far) * AT_WARPS + threadIdx.x / 32; i < n_all; i += n_warp) {
-        const uint32_t which = threadIdx.x % 32 / LANES;
-        bool           is    = true;
-        uint32_t       cell;
-        if (i < n_common) {
-            const int32_t * c = common + i / n_first * kvf_gpu_ask::LEN_COMMON;
-            const int32_t   j = i % n_first * EACH + which;
-            is                = j < c[kvf_gpu_ask::N] && c[kvf_gpu_ask::FIRST] + j <= task.pos;
-            cell              = c[kvf_gpu_ask::CELL] + (is ? j : 0);
-        } else {
-            const uint32_t slot = (i - n_common) / (UNIT / EACH);
-            cell = blocks[slot / n_slot] * p.n_chunk + slot % n_slot * UNIT + (i - n_common) % (UNIT / EACH) * EACH + which;
+    for (uint32_t i = lane; i < COLS * at.n_value; i += 32) {
+        shared<float>(at.values + (warp * COLS * at.n_value + i) * sizeof(float)) = 0;
+    }
+    __syncwarp();
+    const uint32_t last = (uint64_t) n_piece * (mine + 1) / n;
+#pragma unroll 1
+    for (uint32_t i = (uint64_t) n_piece * mine / n; i <= last; ++i) {
+        const uint32_t segment = i < last ? i * PIECE * UNIT / SEGMENT : ~0u;
+        if (segment != its.segment) {
+            add_mean<BITS_V>(a, at, task, m, its);
+            begin_segment(a, at, task, segment, its);
         }
-        const char * row = p.k.data + (uint64_t) cell * p.row_size;
-        const float  x   = key_product<-1, LANES>(p, row, task.head, q);
-        if (is && lane < HEADS) { all.add(logit(p, x)); }
+        if (i < last) { attend_piece<BITS_K, BITS_V>(a, at, task, i * PIECE, shares, m, its); }
     }
-    const float top = over_lanes(all.top, most, 4, 16), sum = over_lanes(all.sum * exp2f(all.top - top), add<float>, 4, 16);
-    const uint32_t warp = threadIdx.x / 32, h = threadIdx.x % 32;
-    if (h < N_HEAD) {
-        m.parts[0][warp][h] = top;
-        m.parts[1][warp][h] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < N_HEAD) {
-        sum_of_powers its;
-        for (uint32_t w = 0; w < AT_WARPS; ++w) {
-            its.add(m.parts[0][w][h], m.parts[1][w][h]);
+}
+
+//
+// the pool
+//
+
+// eight values of a row in shared memory, from i on, of which n are there
+static __device__ void read_eight(int32_t type, const char * row, uint32_t i, uint32_t n, float (&res)[8]) {
+    if (type == GGML_TYPE_Q8_0 && i % 8 == 0) {
+        const auto & b     = ((const block_q8_0 *) row)[i / 32];
+        const float  scale = __half2float(b.d);
+#pragma unroll
+        for (uint32_t e = 0; e < 8; ++e) {
+            res[e] = scale * b.qs[i % 32 + e];
         }
-        m.top[h] = its.top;
-        m.sum[h] = its.sum;
+        return;
     }
-    __syncthreads();
+#pragma unroll 1
+    for (uint32_t e = 0; e < 8; ++e) {
+        const float value = e < n ? key_value(type, row, i + e) : 0;
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) { // registers are not indexed
+            if (j == e) { res[j] = value; }
+        }
+    }
+}
+
+// the i-th eight cells of the pool, of which the lane has one: where it is; its position, -1: before all tokens; whether it is
+static __device__ uint32_t pool_cell(
+        const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t i, int32_t & pos, bool & is) {
+    const uint32_t g = threadIdx.x % 32 / 4, n_first = p.n_chunk / CELLS, n_slot = p.n_chunk / UNIT;
+    const uint32_t n_common = task.n_common * n_first;
+    is  = true;
+    pos = -1;
+    if (i < n_common) {
+        const int32_t * c = ask.common(task.seq) + i / n_first * kvf_gpu_ask::LEN_COMMON;
+        const int32_t   e = i % n_first * CELLS + g;
+        is                = e < c[kvf_gpu_ask::N];
+        pos               = c[kvf_gpu_ask::FIRST] + e;
+        return c[kvf_gpu_ask::CELL] + (is ? e : 0);
+    }
+    const uint32_t slot = (i - n_common) / (UNIT / CELLS);
+    return ask.blocks(task.seq)[slot / n_slot] * p.n_chunk + slot % n_slot * UNIT + (i - n_common) % (UNIT / CELLS) * CELLS + g;
+}
+
+// The keys as they are: what is common up to each row's token, and the guests. A warp takes some cells, four lanes each
+static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places & at, const asked & ask,
+        const attend_task & task, const int32_t * tokens, far_sums & its) {
+    const auto &   p       = a.p;
+    const float *  queries = &shared<float>(at.values);
+    const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, room = at.row_room(a);
+    const uint32_t n_far = kvf_gpu_attend::n_far(task.n_part), n_warp = (task.n_part - n_far) * at.n_warp;
+    const uint32_t n_all = (task.n_common * p.n_chunk + task.n_fill * UNIT) / CELLS;
+    char * const   row   = &shared<char>(at.rows) + (warp * CELLS + g) * room;
+
+    const kvf_gpu_keys shape = {p.type_k, p.n_head_kv, p.d, a.block, a.block_size, 0, 0, nullptr};
+    uint32_t           n_byte;
+    const uint32_t     from = piece_of(shape, task.head, n_byte), first = task.head * p.d - from / a.block_size * a.block;
+    int32_t            pos[2];
+    sum_of_powers      all[2];
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t q = 2 * t + j;
+        pos[j]           = task.has(q) ? tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::POS] : -2;
+    }
+#pragma unroll 1
+    for (uint32_t i = (task.part - n_far) * at.n_warp + warp; i < n_all; i += n_warp) {
+        int32_t        its_pos;
+        bool           is;
+        const uint32_t cell = pool_cell(p, ask, task, i, its_pos, is);
+        __syncwarp();
+        copy_bytes(row, p.k.data + (uint64_t) cell * p.row_size + from, n_byte, t, 4);
+        __syncwarp();
+        float sums[COLS] = {};
+#pragma unroll 1
+        for (uint32_t e = t * 8; e < p.d; e += 32) {
+            float key[8];
+            read_eight(p.type_k, row, first + e, p.d - e, key);
+#pragma unroll
+            for (uint32_t b = 0; b < 8; ++b) {
+#pragma unroll
+                for (uint32_t j = 0; j < COLS; j += 4) {
+                    const float4 q = *(const float4 *) (queries + plain_at(min(e + b, p.d - 1)) + j);
+                    sums[j] += key[b] * q.x;
+                    sums[j + 1] += key[b] * q.y;
+                    sums[j + 2] += key[b] * q.z;
+                    sums[j + 3] += key[b] * q.w;
+                }
+            }
+        }
+        float mine[2] = {};
+#pragma unroll
+        for (uint32_t j = 0; j < COLS; ++j) {
+            const float sum = over_lanes(sums[j], add<float>, 1, 2);
+            if (t == j / 2) { mine[j % 2] = sum; }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            if (is && its_pos <= pos[j]) { all[j].add(logit(p, mine[j])); }
+        }
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        its.top[j] = over_rows(all[j].top, most);
+        its.sum[j] = over_rows(all[j].sum * exp2f(all[j].top - its.top[j]), add<float>);
+    }
 }

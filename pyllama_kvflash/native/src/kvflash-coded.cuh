@@ -17,22 +17,31 @@ static __device__ const float * mean_of(const kvf_gpu_coding & c, const kvf_gpu_
     return of.means + ((uint64_t) (u * UNIT / SEGMENT) * c.n_head + head) * c.width;
 }
 
-// Eight values of a position are a column: their codes are the nibbles of a word, or of 2 bits in half of them. A table
-// of levels is looked up by bytes of two registers, which takes 3 bits of a code
-template <uint32_t N_BIT> static __device__ void levels_of(uint32_t codes, uint32_t column, uint32_t (&res)[2]) {
-    if (N_BIT == 2) {
-        codes  = codes >> column % 2 * 2 & 0x33333333;
-        res[0] = __byte_perm(0x7a512e05, 0, codes);
-        res[1] = __byte_perm(0x7a512e05, 0, codes >> 16);
-        return;
-    }
-    const uint32_t which = 0x32103210 | (codes & 0x88888888) >> 1;
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t low  = __byte_perm(0x2720170a, 0x3d38332d, codes >> 16 * i);
-        const uint32_t high = __byte_perm(0x524c4742, 0x75685f58, codes >> 16 * i);
-        res[i]              = __byte_perm(low, high, which >> 16 * i);
-    }
+// bytes of a and b by the nibbles of `which`. the last bit of a nibble has its byte be the sign of what it names: of what is
+// below 128, none
+static __device__ uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
+#ifdef __CUDA_ARCH__
+    uint32_t res;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(res) : "r"(a), "r"(b), "r"(which));
+    return res;
+#elif defined(__CUDACC__)
+    return 0;
+#else
+    return kvf_pick(a, b, which);
+#endif
+}
+
+// Eight values of a position are a column. Their codes are the nibbles of a word, or of 2 bits in half of them; sub: which
+// half. The levels of four of them, looked up in registers
+template <uint32_t N_BIT> static __device__ uint32_t levels_of(uint32_t codes, uint32_t sub, uint32_t half) {
+    if (N_BIT == 2) { return pick(0x7a512e05, 0, (codes >> 2 * sub & 0x33333333) >> 16 * half); }
+    const uint32_t which = codes >> 16 * half; // those below 8, and the others
+    return pick(0x2720170a, 0x3d38332d, which) | pick(0x524c4742, 0x75685f58, which ^ 0x8888);
+}
+
+static __device__ float half_of(uint32_t both, uint32_t i) {
+    const __half_raw x = {(uint16_t) (both >> 16 * i)};
+    return __half2float(x);
 }
 
 // which value of a row the i-th of a column is
@@ -40,35 +49,48 @@ template <uint32_t N_BIT> static __device__ uint32_t value_at(uint32_t column, u
     return N_BIT == 2 ? column / 2 * 16 + column % 2 * 4 + i % 2 * 8 + i / 2 : column * 8 + i % 2 * 4 + i / 2;
 }
 
-template <uint32_t N_BIT> static __device__ uint32_t word_of(uint32_t column) { return N_BIT == 2 ? column / 2 : column; }
-
 // a sign for each value, as in kvflash-codes.cpp
-static __device__ float sign_of(uint32_t i) {
+static __device__ __noinline__ float sign_of(uint32_t i) {
     uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull;
     x          = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
     x          = (x ^ x >> 27) * 0x94d049bb133111ebull;
     return (x ^ x >> 31) & 1 ? 1.0f : -1.0f;
 }
 
-// n blocks of `size` values, a power of two, by Hadamard's matrix, in rows `stride` apart
-static __device__ void hadamard(float * x, uint32_t stride, uint32_t n_row, uint32_t n, uint32_t size) {
+// Code is kept short, here and in the kernels: a layer's weights are as large as the cache of the device, so that each launch
+// reads its code from memory again.
+
+// Hadamard's matrix of a power of two, by one warp
+static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
+    const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
     for (uint32_t half = 1; half < size; half *= 2) {
-        __syncthreads();
+        __syncwarp();
 #pragma unroll 1
-        for (uint32_t i = threadIdx.x; i < n_row * n * size / 2; i += AT) {
-            const uint32_t row = i / (n * size / 2), pair = i % (n * size / 2);
-            float *        at = x + row * stride + pair / half * 2 * half + pair % half;
-            const float    a = at[0], b = at[half];
+        for (uint32_t i = lane; i < size / 2; i += 32) {
+            float *     at = x + 2 * i - (i & (half - 1));
+            const float a = at[0], b = at[half];
             at[0]    = a + b;
             at[half] = a - b;
         }
     }
-    __syncthreads();
+    __syncwarp();
     const float norm = __fdiv_rn(1, __fsqrt_rn((float) size)); // as the CPU has it
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < n_row * n * size; i += AT) {
-        x[i / (n * size) * stride + i % (n * size)] *= norm;
+    for (uint32_t i = lane; i < size; i += 32) {
+        x[i] *= norm;
+    }
+}
+
+// n blocks of `size` values in each of n_row rows, which are `stride` apart
+static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_t n_row, uint32_t n, uint32_t size) {
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t row = threadIdx.x / 32; row < n_row; row += blockDim.x / 32) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < n; ++i) {
+            hadamard_row(x + row * stride + i * size, size);
+        }
     }
     __syncthreads();
 }

@@ -96,16 +96,19 @@ static __global__ void __launch_bounds__(AT)
     const uint64_t      slot = slot_of(k, u, head);
     float * const       x    = &shared<float>();
     read_rows(c, head, from, UNIT, [](uint32_t t) { return blockIdx.x * UNIT + t; });
-    for (uint32_t i = tid; i < UNIT * k.d; i += AT) {
-        const uint32_t e  = i % k.d;
-        float &        at = x[i / k.d * stride + e];
-        at = __fmul_rn(at, k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1) * sign_of(e);
+    for (uint32_t e = tid; e < k.d; e += AT) {
+        const float factor = k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1, sign = sign_of(e);
+        for (uint32_t t = 0; t < UNIT; ++t) {
+            x[t * stride + e] = __fmul_rn(x[t * stride + e], factor) * sign;
+        }
     }
     hadamard_blocks(x, k.d, stride, UNIT);
     const float * mean = mean_of(k, to, u, head);
-    for (uint32_t i = tid; i < UNIT * k.width; i += AT) {
-        float & at = x[i / k.width * stride + i % k.width];
-        at         = __fsub_rn(at, mean[i % k.width]);
+    for (uint32_t e = tid; e < k.width; e += AT) {
+        const float its = mean[e];
+        for (uint32_t t = 0; t < UNIT; ++t) {
+            x[t * stride + e] = __fsub_rn(x[t * stride + e], its);
+        }
     }
     __syncthreads();
 

@@ -379,8 +379,18 @@ int kvf_index_info(llama_context * ctx, llama_seq_id seq, struct kvf_index_info 
         info->n_block = s.blocks.size();
         info->n_slot  = fresh.n_slot(s);
         for (const auto & chooser : fresh.choosers) {
-            info->n_fetched += chooser->n_fetched();
             info->device_bytes += chooser->device_bytes();
+        }
+    });
+}
+
+int kvf_guests_fetched(llama_context * ctx, uint64_t * n) {
+    return kvf_guard([&] {
+        auto & fresh = fresh_of(ctx, 0);
+        kvf_check(n, "room for the result is needed");
+        *n = 0;
+        for (const auto & chooser : fresh.choosers) {
+            *n += chooser->n_fetched();
         }
     });
 }

@@ -201,7 +201,10 @@ void gpu_coarse::lay_out_attends() {
             a.coding[kind] = coding_of(c, kind == 0 || codes[0][i].all.size() == 1);
             a.codes[kind] += i * owns.size();
         }
-        if (!gpu.attend_fits(a, coded.at())) {
+        a.block      = keys[i].block;
+        a.block_size = keys[i].block_size;
+        a.n_warp     = gpu.attend_warps(a, coded.at());
+        if (a.n_warp == 0) {
             throw kvf_failure(KVF_E_UNSUPPORTED, "a block of this GPU has too little memory for attention by codes");
         }
     }
@@ -339,13 +342,15 @@ ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
         ggml_tensor * sinks, bool by_head, int32_t il, uint32_t) {
     if (!fresh.has_coarse()) { return cur; }
 
-    // what runs beside other nodes has to be over when the device gives the graph to another one
     auto & at = attends[il];
     ggml_build_forward_expand(gf, cur);
+    if (!kvf_computes_since(beside(), gf, attend)) {
+        throw kvf_failure(KVF_E_UNSUPPORTED, "the attention is computed on another device than that of its KV cache");
+    }
+    // what runs beside other nodes has to be over when the device gives the graph to another one
     at.by_head     = by_head;
-    at.beside      = kvf_computes_since(beside(), gf, attend);
     at.late_beside = false; // until there is a node that waits for it
-    if (late) { late_of->late_beside = at.beside && kvf_computes_since(beside(), gf, late); }
+    if (late) { late_of->late_beside = kvf_computes_since(beside(), gf, late); }
 
     std::vector<ggml_tensor *> args = {attend, words, q}; // queries last until then
     if (sinks) { args.push_back(sinks); }

@@ -192,7 +192,7 @@ struct kvf_gpu_sampled {
 // attention by codes. a part is what some blocks of positions give a query: the largest logit, the sum of the weights
 // relative to it, and the values by these weights
 struct kvf_gpu_attend {
-    static constexpr uint32_t HEADS = 4; // queries that share a pass over the codes
+    static constexpr uint32_t COLUMNS = 8; // queries that share a pass over the codes
     enum { SEQ, POS, ASKER, LEN_TOKEN }; // of each token, after the ask. SEQ: -1: nothing is outside
     static constexpr uint32_t MOST_PART = 64, MOST_ROW_PART = 1024; // of a query, and of all tokens
     static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;       // at once
@@ -201,9 +201,17 @@ struct kvf_gpu_attend {
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
     float *               parts;    // scratch: [token][n_head][n_part][2 + width], MOST_ROW_PART in all
+    uint32_t              block, block_size; // of the pool's keys: values that are quantised together, and their bytes
+    uint32_t              n_warp;            // of a block
     bool                  chooses, by_head;
-    void *                events;       // see `events` below
-    bool                  beside, late_beside; // it runs beside the attention; and what it chooses by, beside what comes then
+    void *                events;      // see `events` below
+    bool                  late_beside; // what it chooses is chosen beside the nodes that come then
+
+    // whose queries are in a pass
+    KVF_BOTH uint32_t n_row() const {
+        const uint32_t share = p.n_head / p.n_head_kv;
+        return share < COLUMNS ? COLUMNS / share : 1;
+    }
 
     // of a batch of so many. the last quarter is of the pool
     static KVF_BOTH uint32_t n_part(uint32_t n_token) {
@@ -253,7 +261,7 @@ struct kvf_gpu {
     // slots that are free, or have what is common, get any other units. userdata: the first of n_layer layers
     void (*occupy)(ggml_tensor * dst, void * on);
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
-    bool (*attend_fits)(const kvf_gpu_attend & a, const void * on);
+    uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: it has not
     size_t (*shared_size)(const kvf_gpu_layer & l); // bytes that a block shares which chooses
 
     // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events

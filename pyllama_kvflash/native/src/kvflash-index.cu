@@ -254,7 +254,7 @@ void kvflash_launch(ggml_tensor * node, void * on) {
 
 const kvf_gpu * kvflash_gpu() {
     static const kvf_gpu res = {kvf_choose_node, kvf_attend_node, kvf_mix_node, kvf_late_node, kvf_occupy_node, kvf_fits,
-            kvf_attend_fits, kvf_shared_size, kvf_fork, kvf_back, kvf_join, make_events, forget_events, upload,
+            kvf_attend_warps, kvf_shared_size, kvf_fork, kvf_back, kvf_join, make_events, forget_events, upload,
             download, copy, pinned, decode, moments, encode, sum_rows, encode_rows,
             kvf_coder_memory, fill, fetch_of, wait, idle};
     return &res;

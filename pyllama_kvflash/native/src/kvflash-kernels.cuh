@@ -158,7 +158,7 @@ void kvf_attend_node(ggml_tensor * dst, void * on);
 void kvf_mix_node(ggml_tensor * dst, void * on);
 void kvf_late_node(ggml_tensor * dst, void * on);
 void kvf_occupy_node(ggml_tensor * dst, void * on);
-bool kvf_attend_fits(const kvf_gpu_attend & a, const void * on);
+uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on);
 
 // of kvflash-encode.cu
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,

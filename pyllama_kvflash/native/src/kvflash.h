@@ -311,7 +311,6 @@ struct kvf_index_info {
     uint32_t n;            // positions in it
     uint32_t n_block;      // of guests
     uint32_t n_slot;       // guests of a layer
-    uint64_t n_fetched;    // guests that were copied from records, of all sequences and layers
 };
 
 // for tests: pools in host memory that are made from now on choose by these kernels (struct kvf_gpu), null: by the CPU's
@@ -338,6 +337,8 @@ LLAMA_API int kvf_index_cover(
 // empty the index: the slots of all guests are empty then
 LLAMA_API int kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
 LLAMA_API int kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+// guests that were copied from records so far, of all sequences and layers
+LLAMA_API int kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
 // the index of the first n positions of a layer as bytes: how many, out and in
 LLAMA_API int kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
 LLAMA_API int kvf_index_get(

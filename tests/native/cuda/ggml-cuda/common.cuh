@@ -36,8 +36,12 @@ struct dim3 {
     dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z) {}
 };
 
-struct uint4 {
+struct alignas(16) uint4 {
     uint32_t x, y, z, w;
+};
+
+struct alignas(8) uint2 {
+    uint32_t x, y;
 };
 
 struct alignas(8) float2 {
@@ -74,6 +78,7 @@ struct meeting {
 struct warp {
     meeting  here;
     uint64_t values[2][32]; // of a shuffle and of the next one
+    uint32_t words[2][32][6];
 };
 
 struct block {
@@ -234,6 +239,24 @@ template <typename T> inline T kvf_shuffle(T x, uint32_t from) {
     return res;
 }
 
+inline void __syncwarp() { kvf_shuffle(0, 0); }
+
+// kvflash-attend.cuh's product, by what all lanes have
+inline void kvf_multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+    auto &         own  = *fibers::now;
+    auto &         w    = own.warps[own.now / 32];
+    const uint32_t lane = own.now % 32, round = w.here.round % 2;
+    const uint32_t mine[] = {a0, a1, a2, a3, b.x, b.y};
+    memcpy(w.words[round][lane], mine, sizeof(mine));
+    fibers::wait(w.here, own.now / 32 * 32, w.here.n);
+    for (uint32_t i = 0; i < 4; ++i) {
+        for (uint32_t k = 0; k < 32; ++k) {
+            const uint32_t *row = w.words[round][lane / 4 * 4 + k % 16 / 4], *column = w.words[round][(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4];
+            d[i] += (int8_t) (row[i / 2 + k / 16 * 2] >> 8 * (k % 4)) * (int8_t) (column[4 + k / 16] >> 8 * (k % 4));
+        }
+    }
+}
+
 inline bool __any_sync(uint32_t, bool is) {
     bool res = false;
     for (uint32_t i = 0; i < 32; ++i) {
@@ -290,6 +313,17 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
     uint32_t       res  = 0;
     for (uint32_t i = 0; i < 4; ++i) {
         res |= (uint32_t) (both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    }
+    return res;
+}
+
+// prmt: the last bit of a nibble has its byte be the sign of what it names
+inline uint32_t kvf_pick(uint32_t x, uint32_t y, uint32_t which) {
+    const uint64_t both = (uint64_t) y << 32 | x;
+    uint32_t       res  = 0;
+    for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t byte = both >> 8 * (which >> 4 * i & 7) & 255;
+        res |= (which >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
     }
     return res;
 }
@@ -420,6 +454,8 @@ inline cudaError_t cudaHostGetDevicePointer(void ** res, void * host, int) {
 }
 
 #define GGML_CUDA_MAX_DEVICES 1
+
+using __half_raw = half;
 
 struct kvf_devices {
     struct {
