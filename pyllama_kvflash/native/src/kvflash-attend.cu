@@ -39,7 +39,7 @@ static __device__ void put_part(const kvf_gpu_attend & a, const attend_places & 
             top[w] = w < at.n_warp ? exp2f(m.top[w][q] - all.top) : 0;
         }
 #pragma unroll 1
-        for (uint32_t e = threadIdx.x; e < width && far; e += blockDim.x) {
+        for (uint32_t e = threadIdx.x; e < width && far && all.sum > 0; e += blockDim.x) {
             const float * from = &shared<float>(at.values) + q * at.n_value + place_of<BITS_V>(e);
             float         sum  = 0;
 #pragma unroll
@@ -91,10 +91,14 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
 
         far_sums sums;
         __syncthreads();
-        if (far) {
+        if (far && blockIdx.x >= far_range::n_block(at, task)) {
+            // nothing is left for it
+        } else if (far) {
+            const far_range range(at, task);
+            range.begin(a, task);
             prepare_queries<BITS_K>(a, at, task, q, m);
             read_taken(p, ask, task, &shared<uint32_t>(at.taken));
-            attend_far<BITS_K, BITS_V>(a, at, task, of_row, m, sums);
+            attend_far<BITS_K, BITS_V>(a, at, task, of_row, range, m, sums);
         } else {
             plain_queries(a, task, q, &shared<float>(at.values));
             attend_pool(a, at, ask, task, of_row, sums);
@@ -115,8 +119,9 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
 //
 
 struct mix_memory {
-    float factors[kvf_gpu_attend::MOST_PART];
-    float far, near;
+    float    factors[kvf_gpu_attend::MOST_PART]; // 0: a part has nothing
+    float    far, near;
+    uint32_t n; // parts outside the pool, without those at the end that have nothing
 };
 
 // grid: heads; tokens
@@ -140,18 +145,22 @@ static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf
             top = fmaxf(top, parts[i * (2 + c.width)]);
         }
         top = over_lanes(top, most);
+        uint32_t n = 0;
 #pragma unroll 1
         for (uint32_t i = tid; i < n_part; i += 32) {
             const float2 part   = *(const float2 *) (parts + i * (2 + c.width));
             const float  factor = part.y > 0 ? exp2f(part.x - top) : 0;
             m.factors[i]        = factor;
             (i < n_far ? far : near) += part.y * factor;
+            if (i < n_far && factor > 0) { n = i + 1; }
         }
+        n = over_lanes(n, [](uint32_t a, uint32_t b) { return max(a, b); });
         far  = over_lanes(far, add<float>);
         near = over_lanes(near, add<float>) + (sinks ? exp2f(sink - top) : 0);
         if (tid == 0) {
             m.far  = far;
             m.near = near;
+            m.n    = n;
         }
     }
     __syncthreads();
@@ -162,8 +171,8 @@ static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf
     for (uint32_t e = tid; e < c.width; e += AT) {
         float sum = 0;
 #pragma unroll 8
-        for (uint32_t i = 0; i < n_far; ++i) {
-            sum += parts[i * (2 + c.width) + 2 + e] * m.factors[i];
+        for (uint32_t i = 0; i < m.n; ++i) {
+            if (m.factors[i] > 0) { sum += parts[i * (2 + c.width) + 2 + e] * m.factors[i]; }
         }
         x[e] = sum / far;
     }

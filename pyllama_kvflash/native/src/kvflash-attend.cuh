@@ -186,7 +186,7 @@ static __device__ void key_products(const kvf_gpu_coding & c, const uint8_t * co
     const uint32_t n = attend_places::n_step(c), most = c.width * N_BIT / 32 - 1, t = threadIdx.x % 4;
     int            one[4] = {}, two[4] = {};
     uint4          w = {};
-#pragma unroll 2
+#pragma unroll 4
     for (uint32_t i = 0; i < n; ++i) {
         if (N_BIT == 4 || i % 2 == 0) { w = *(const uint4 *) (codes + min(word_in<N_BIT>(i, t), most) * UNIT * 4); }
         const uint32_t sub = N_BIT == 2 ? i % 2 : 0;
@@ -267,12 +267,60 @@ static __device__ void value_sums(
 // positions outside the pool
 //
 
+// have some bytes come to the cache of the device, by a warp
+static __device__ __noinline__ void fetch_early(const void * at, uint32_t size) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x % 32 * 128; i < size; i += 32 * 128) {
+#ifdef __CUDA_ARCH__
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *) at + i));
+#endif
+    }
+}
+
+static __device__ void fetch_early(const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t u, uint32_t head) {
+    const uint64_t slot = slot_of(c, u, head);
+    fetch_early(of.codes + slot * unit_bytes(c), PIECE * unit_bytes(c));
+    fetch_early(of.scales + slot * UNIT, N_POS * sizeof(uint16_t));
+}
+
 // what a warp has so far
 struct far_sums {
     float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {}; // of the lane's queries
     float    values_top[2] = {NOWHERE, NOWHERE};       // relative to which the sums of values are
     float    about[2] = {}, base[2] = {};              // of a segment: weights, and products with its mean
     uint32_t segment = ~0u;
+    bool     little  = false; // the weights of the last piece are
+};
+
+// the pieces of a warp
+struct far_range {
+    uint32_t first, last;
+
+    // blocks that have some
+    static __device__ uint32_t n_block(const attend_places & at, const attend_task & task) {
+        const uint32_t n_piece = (task.n_unit + PIECE - 1) / PIECE;
+        return min(kvf_gpu_attend::n_far(task.n_part), (n_piece + at.n_warp - 1) / at.n_warp);
+    }
+
+    __device__ far_range(const attend_places & at, const attend_task & task) {
+        const uint64_t n = (uint64_t) n_block(at, task) * at.n_warp, n_piece = (task.n_unit + PIECE - 1) / PIECE;
+        const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
+        first = n_piece * i / n;
+        last  = n_piece * (i + 1) / n;
+    }
+
+    // what is needed soon
+    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task) const {
+        if (first == last) { return; }
+#pragma unroll 1
+        for (uint32_t kind = 0; kind < 2; ++kind) {
+            const auto & c  = a.coding[kind];
+            const auto & of = a.codes[kind][task.seq];
+            fetch_early(c, of, first * PIECE, task.head);
+            fetch_early(mean_of(c, of, first * PIECE, task.head), c.width * sizeof(float));
+        }
+        fetch_early(a.codes[0][task.seq].spread + task.head * a.p.d, a.p.d * sizeof(float));
+    }
 };
 
 // over the lanes that have the same queries
@@ -446,7 +494,8 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
         little       = little && sum[j] <= LITTLE * its.sum[j];
         its.sum[j] += sum[j];
     }
-    if (!__any_sync(~0u, !little)) { return; }
+    its.little = !__any_sync(~0u, !little);
+    if (its.little) { return; }
 
     uint32_t * const weights = &shared<uint32_t>(at.weights) + warp * COLS * LINE;
     float            bytes[2], scale[2];
@@ -478,9 +527,8 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
 // a warp's part of the positions outside the pool
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        const int32_t * tokens, attend_memory & m, far_sums & its) {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_piece = (task.n_unit + PIECE - 1) / PIECE;
-    const uint32_t n = kvf_gpu_attend::n_far(task.n_part) * at.n_warp, mine = task.part * at.n_warp + warp;
+        const int32_t * tokens, const far_range & range, attend_memory & m, far_sums & its) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     float * shares[2] = {};
 #pragma unroll
@@ -495,15 +543,18 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         shared<float>(at.values + (warp * COLS * at.n_value + i) * sizeof(float)) = 0;
     }
     __syncwarp();
-    const uint32_t last = (uint64_t) n_piece * (mine + 1) / n;
 #pragma unroll 1
-    for (uint32_t i = (uint64_t) n_piece * mine / n; i <= last; ++i) {
-        const uint32_t segment = i < last ? i * PIECE * UNIT / SEGMENT : ~0u;
+    for (uint32_t i = range.first; i <= range.last; ++i) {
+        const uint32_t segment = i < range.last ? i * PIECE * UNIT / SEGMENT : ~0u;
+        if (i + 1 < range.last) {
+            fetch_early(a.coding[0], a.codes[0][task.seq], (i + 1) * PIECE, task.head);
+            if (!its.little) { fetch_early(a.coding[1], a.codes[1][task.seq], (i + 1) * PIECE, task.head); }
+        }
         if (segment != its.segment) {
             add_mean<BITS_V>(a, at, task, m, its);
             begin_segment(a, at, task, segment, its);
         }
-        if (i < last) { attend_piece<BITS_K, BITS_V>(a, at, task, i * PIECE, shares, m, its); }
+        if (i < range.last) { attend_piece<BITS_K, BITS_V>(a, at, task, i * PIECE, shares, m, its); }
     }
 }
 

@@ -93,6 +93,7 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
             ((uint4 *) dst)[i] = ((const uint4 *) src)[i];
         }
     } else if (all % 4 == 0) {
+#pragma unroll 4
         for (uint64_t i = thread; i < n / 4; i += n_thread) {
             ((uint32_t *) dst)[i] = ((const uint32_t *) src)[i];
         }
