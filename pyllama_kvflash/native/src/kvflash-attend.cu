@@ -21,39 +21,43 @@ static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, co
 // the sums of a block's warps become a part of each query
 template <uint32_t BITS_V>
 static __device__ void put_part(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, bool far,
-        uint32_t tokens, const int32_t * words, const attend_memory & m) {
+        uint32_t tokens, const int32_t * words, attend_memory & m) {
     const auto &   p     = a.p;
     const uint32_t width = a.coding[1].width, n = task.end - task.from;
-    float          top[MOST_WARPS]; // of a query: it changes seldom
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < n * blockDim.x; i += blockDim.x) {
-        const uint32_t q = task.from + i / blockDim.x, row = task.row_of(q), head = task.head_of(q);
-        float *        to = a.parts + (((uint64_t) (row - tokens) * p.n_head + head) * task.n_part + task.part) * (2 + width);
-        sum_of_powers  all;
-#pragma unroll 1
+    // of each query, the share of each warp's sums
+    for (uint32_t q = threadIdx.x; q < COLS; q += blockDim.x) {
+        sum_of_powers all;
         for (uint32_t w = 0; w < at.n_warp; ++w) {
             all.add(m.top[w][q], m.sum[w][q]);
         }
-#pragma unroll
-        for (uint32_t w = 0; w < MOST_WARPS; ++w) {
-            top[w] = w < at.n_warp ? exp2f(m.top[w][q] - all.top) : 0;
+        for (uint32_t w = 0; w < at.n_warp; ++w) {
+            m.by[w][0][q] = exp2f(m.top[w][q] - all.top);
         }
+        m.unit[q]   = all.top;
+        m.middle[q] = all.sum;
+    }
+    __syncthreads();
 #pragma unroll 1
-        for (uint32_t e = threadIdx.x; e < width && far && all.sum > 0; e += blockDim.x) {
-            const float * from = &shared<float>(at.values) + q * at.n_value + place_of<BITS_V>(e);
-            float         sum  = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        const uint32_t q = task.from + i, row = task.row_of(q), head = task.head_of(q);
+        float *        to = a.parts + (((uint64_t) (row - tokens) * p.n_head + head) * task.n_part + task.part) * (2 + width);
+        if (far && m.middle[q] > 0) {
+            for (uint32_t e = threadIdx.x; e < width; e += blockDim.x) {
+                const float * from = &shared<float>(at.values) + q * at.n_value + place_of<BITS_V>(e);
+                float         sum  = 0;
 #pragma unroll
-            for (uint32_t w = 0; w < MOST_WARPS; ++w) {
-                if (w < at.n_warp) { sum += from[w * COLS * at.n_value] * top[w]; }
+                for (uint32_t w = 0; w < MOST_WARPS; ++w) {
+                    if (w < at.n_warp) { sum += from[w * COLS * at.n_value] * m.by[w][0][q]; }
+                }
+                to[2 + e] = sum;
             }
-            to[2 + e] = sum;
         }
         if (threadIdx.x > 0) { continue; }
-        to[0] = all.top;
-        to[1] = all.sum;
+        to[0] = m.unit[q];
+        to[1] = m.middle[q];
         const int32_t asker = words[row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
         if (a.chooses && asker >= 0) {
-            ((float2 *) p.parts)[((uint64_t) asker * p.n_head + head) * KVF_GPU_PARTS + task.part] = {all.top, all.sum};
+            ((float2 *) p.parts)[((uint64_t) asker * p.n_head + head) * KVF_GPU_PARTS + task.part] = {m.unit[q], m.middle[q]};
         }
     }
 }

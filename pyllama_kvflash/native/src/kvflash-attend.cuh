@@ -146,20 +146,20 @@ static __device__ void prepare_queries(const kvf_gpu_attend & a, const attend_pl
     for (uint32_t j = warp; j < COLS; j += at.n_warp) {
         const float * x       = rotated + j * c.width;
         float         largest = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (uint32_t e = lane; e < c.width; e += 32) {
             largest = fmaxf(largest, fabsf(x[e]));
         }
         largest            = over_lanes(largest, most);
         const float factor = largest > 0 ? MOST_BYTE / largest : 0;
         float       sum    = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (uint32_t e = lane; e < c.width; e += 32) {
             sum += rintf(x[e] * factor);
         }
         sum = over_lanes(sum, add<float>);
-        if (lane == 0) {
-            m.unit[j]   = largest / MOST_BYTE;
+        if (lane == 0) { // logits are of base 2
+            m.unit[j]   = largest / MOST_BYTE * (LOG2E * a.p.scale);
             m.middle[j] = MIDDLE * sum;
             m.factor[j] = factor;
         }
@@ -170,7 +170,7 @@ static __device__ void prepare_queries(const kvf_gpu_attend & a, const attend_pl
     for (uint32_t i = threadIdx.x; i < at.n_step(c) * 32 * 2; i += blockDim.x) { // [step][query][t][2]
         const uint32_t half = i % 2, t = i / 2 % 4, j = i / 8 % COLS, column = column_in<N_BIT>(i / 64, t);
         uint32_t       word = 0;
-#pragma unroll 1
+#pragma unroll
         for (uint32_t b = 0; b < 4 && column < c.width / 8; ++b) {
             const float x = rotated[j * c.width + value_at<N_BIT>(column, half * 4 + b)] * m.factor[j];
             word |= (uint32_t) (__float2int_rn(x) & 255) << 8 * b;
@@ -345,7 +345,7 @@ static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & 
     __syncwarp();
     const float * mean   = mean_of(c, a.codes[1][task.seq], its.segment * (SEGMENT / UNIT), task.head);
     float * const values = &shared<float>(at.values) + warp * COLS * at.n_value;
-#pragma unroll 1
+#pragma unroll 2
     for (uint32_t e = lane; e < c.width; e += 32) {
         const float    one = mean[e];
         const uint32_t to  = place_of<N_BIT>(e);
@@ -363,15 +363,19 @@ static __device__ void begin_segment(
     const uint32_t lane = threadIdx.x % 32;
     its.segment         = segment;
     if (segment == ~0u) { return; }
-#pragma unroll 1
-    for (uint32_t j = 0; j < COLS; ++j) {
-        float base = 0;
-#pragma unroll 1
-        for (uint32_t e = lane; e < c.width; e += 32) {
-            base += shared<float>(at.rotated + (j * c.width + e) * sizeof(float)) * mean[e];
+    float base[COLS] = {};
+#pragma unroll 4
+    for (uint32_t e = lane; e < c.width; e += 32) {
+        const float one = mean[e] * (LOG2E * a.p.scale);
+#pragma unroll
+        for (uint32_t j = 0; j < COLS; ++j) {
+            base[j] += shared<float>(at.rotated + (j * c.width + e) * sizeof(float)) * one;
         }
-        base = over_lanes(base, add<float>);
-        if (lane % 4 == j / 2) { (j % 2 ? its.base[1] : its.base[0]) = base; }
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < COLS; ++j) {
+        base[j] = over_lanes(base[j], add<float>);
+        if (lane % 4 == j / 2) { its.base[j % 2] = base[j]; }
     }
 }
 
@@ -384,6 +388,7 @@ static __device__ void piece_logits(const kvf_gpu_attend & a, const attend_place
     const auto &   keys = a.codes[0][task.seq];
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const uint64_t slot = slot_of(c, u, task.head) + g / 4;
+    const float    cap  = LOG2E * a.p.cap;
 #pragma unroll 1
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
         int products[4][2];
@@ -392,14 +397,15 @@ static __device__ void piece_logits(const kvf_gpu_attend & a, const attend_place
         const bool  is     = u + 2 * i + g / 4 < task.n_unit;
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
-            const uint32_t q = 2 * t + j;
-            const float    unit = m.unit[q], middle = m.middle[q];
+            const float unit = m.unit[2 * t + j], middle = m.middle[2 * t + j];
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
                 const float scale = half_of(e < 2 ? scales.x : scales.y, e % 2) * unit;
-                const float y     = logit(a.p, (products[e][j] - middle) * scale + its.base[j]);
-                x[(2 * e + j) * 32] = is && task.has(q) ? y : NOWHERE;
-                top[j]              = fmaxf(top[j], x[(2 * e + j) * 32]);
+                float       y     = products[e][j] * scale + (its.base[j] - middle * scale);
+                if (cap > 0) { y = cap * tanhf(y / cap); }
+                y                   = is ? y : NOWHERE;
+                x[(2 * e + j) * 32] = y;
+                top[j]              = fmaxf(top[j], y);
             }
         }
     }
@@ -412,7 +418,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     const auto &   c      = a.coding[1];
     const uint32_t g      = threadIdx.x % 32 / 4, taken = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> u % 32;
     const auto *   scales = a.codes[1][task.seq].scales + (slot_of(c, u, task.head) + g / 4) * UNIT + g % 4 * 4;
-#pragma unroll 1
+#pragma unroll 2
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
         const uint32_t mine = 2 * i + g / 4;
         const bool     open = !(taken >> mine & 1);
@@ -423,7 +429,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
                 float &     to     = x[(2 * e + j) * 32];
-                const float weight = to > NOWHERE ? exp2f(to - top[j]) : 0;
+                const float weight = exp2f(to - top[j]); // there is a position: the top is one's
                 unit += weight;
                 to         = open ? weight * half_of(e < 2 ? its.x : its.y, e % 2) : 0;
                 largest[j] = fmaxf(largest[j], to);
@@ -442,21 +448,23 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
 static __device__ void piece_bytes(const float * x, const float (&largest)[2], uint32_t * weights, float (&sums)[2]) {
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int            all[2] = {};
-    float          to[2];
+    float          to[2]; // with 1.5*2^23 added, the last byte of a number is what it was, rounded
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
         to[j] = largest[j] > 0 ? MOST_BYTE / largest[j] : 0;
     }
     __syncwarp();
-#pragma unroll 1
+#pragma unroll 2
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
-            uint32_t word = 0;
+            uint32_t byte[4];
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
-                word |= (uint32_t) __float2int_rn(x[(2 * e + j) * 32] * to[j]) << 8 * e;
+                byte[e] = __float_as_uint(x[(2 * e + j) * 32] * to[j] + 12582912.0f);
             }
+            const uint32_t word =
+                    __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
             weights[(2 * t + j) * LINE + i * 8 + g] = word;
             all[j] = __dp4a((int) word, 0x01010101, all[j]);
         }
@@ -491,7 +499,7 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
         its.sum[j]   = its.sum[j] * factor[j];
         its.about[j] = its.about[j] * factor[j] + sum[j];
         its.top[j]   = top[j];
-        little       = little && sum[j] <= LITTLE * its.sum[j];
+        little       = little && (!task.has(2 * (lane % 4) + j) || sum[j] <= LITTLE * its.sum[j]);
         its.sum[j] += sum[j];
     }
     its.little = !__any_sync(~0u, !little);
@@ -538,7 +546,7 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         const int32_t asker = tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
         if (asker >= 0) { shares[j] = a.p.lse + ((uint64_t) asker * a.p.n_head + task.head_of(q)) * a.p.ask.n_unit; }
     }
-#pragma unroll 1
+#pragma unroll 4
     for (uint32_t i = lane; i < COLS * at.n_value; i += 32) {
         shared<float>(at.values + (warp * COLS * at.n_value + i) * sizeof(float)) = 0;
     }

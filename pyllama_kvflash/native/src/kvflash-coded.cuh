@@ -57,11 +57,48 @@ static __device__ __noinline__ float sign_of(uint32_t i) {
     return (x ^ x >> 31) & 1 ? 1.0f : -1.0f;
 }
 
-// Code is kept short, here and in the kernels: a layer's weights are as large as the cache of the device, so that each launch
-// reads its code from memory again.
+// Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14 times)
+template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
+    const uint32_t lane = threadIdx.x % 32;
+    float          own[N];
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+        own[i] = x[i * 32 + lane];
+    }
+#pragma unroll
+    for (uint32_t half = 1; half < 32; half *= 2) {
+#pragma unroll
+        for (uint32_t i = 0; i < N; ++i) {
+            const float other = __shfl_xor_sync(~0u, own[i], half);
+            own[i]            = lane & half ? other - own[i] : own[i] + other;
+        }
+    }
+#pragma unroll
+    for (uint32_t half = 1; half < N; half *= 2) {
+#pragma unroll
+        for (uint32_t i = 0; i < N; ++i) {
+            if (i & half) { continue; }
+            const float a = own[i], b = own[i + half];
+            own[i]        = a + b;
+            own[i + half] = a - b;
+        }
+    }
+    const float norm = __fdiv_rn(1, __fsqrt_rn(32.0f * N)); // as the CPU has it
+#pragma unroll
+    for (uint32_t i = 0; i < N; ++i) {
+        x[i * 32 + lane] = own[i] * norm;
+    }
+}
 
-// Hadamard's matrix of a power of two, by one warp
+// of any power of two
 static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
+    switch (size) {
+        case 32: return hadamard_lanes<1>(x);
+        case 64: return hadamard_lanes<2>(x);
+        case 128: return hadamard_lanes<4>(x);
+        case 256: return hadamard_lanes<8>(x);
+        case 512: return hadamard_lanes<16>(x);
+    }
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
     for (uint32_t half = 1; half < size; half *= 2) {
@@ -75,7 +112,7 @@ static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
         }
     }
     __syncwarp();
-    const float norm = __fdiv_rn(1, __fsqrt_rn((float) size)); // as the CPU has it
+    const float norm = __fdiv_rn(1, __fsqrt_rn((float) size));
 #pragma unroll 1
     for (uint32_t i = lane; i < size; i += 32) {
         x[i] *= norm;
