@@ -296,10 +296,11 @@ struct far_sums {
 struct far_range {
     uint32_t first, last;
 
-    // blocks that have some
+    // blocks that have some: as few as let no warp have more
     static __device__ uint32_t n_block(const attend_places & at, const attend_task & task) {
-        const uint32_t n_piece = (task.n_unit + PIECE - 1) / PIECE;
-        return min(kvf_gpu_attend::n_far(task.n_part), (n_piece + at.n_warp - 1) / at.n_warp);
+        const uint32_t n_piece = (task.n_unit + PIECE - 1) / PIECE, n = kvf_gpu_attend::n_far(task.n_part) * at.n_warp;
+        const uint32_t most    = at.n_warp * ((n_piece + n - 1) / n);
+        return (n_piece + most - 1) / most;
     }
 
     __device__ far_range(const attend_places & at, const attend_task & task) {
@@ -391,9 +392,9 @@ static __device__ void piece_logits(const kvf_gpu_attend & a, const attend_place
     const float    cap  = LOG2E * a.p.cap;
 #pragma unroll 1
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
-        int products[4][2];
-        key_products<N_BIT>(c, keys.codes + (slot + 2 * i) * unit_bytes(c) + g % 4 * 16, &shared<uint2>(at.words), products);
         const uint2 scales = *(const uint2 *) (keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4);
+        int         products[4][2];
+        key_products<N_BIT>(c, keys.codes + (slot + 2 * i) * unit_bytes(c) + g % 4 * 16, &shared<uint2>(at.words), products);
         const bool  is     = u + 2 * i + g / 4 < task.n_unit;
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
@@ -418,11 +419,13 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     const auto &   c      = a.coding[1];
     const uint32_t g      = threadIdx.x % 32 / 4, taken = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> u % 32;
     const auto *   scales = a.codes[1][task.seq].scales + (slot_of(c, u, task.head) + g / 4) * UNIT + g % 4 * 4;
-#pragma unroll 2
+    uint2 next = *(const uint2 *) scales;
+#pragma unroll 1
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
         const uint32_t mine = 2 * i + g / 4;
         const bool     open = !(taken >> mine & 1);
-        const uint2    its  = *(const uint2 *) (scales + 2 * i * UNIT);
+        const uint2    its  = next;
+        if (i + 1 < PAIRS) { next = *(const uint2 *) (scales + 2 * (i + 1) * UNIT); }
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
             float unit = 0;
